@@ -6,8 +6,8 @@ from typing import Any
 from penstock.doctor import disk
 from penstock.doctor.disk import DiskRates
 from penstock.doctor.mounts import Mount
-from penstock.doctor.system import System
 from penstock.hardware.machine import Device, Drive, Host
+from penstock.hardware.system import System
 
 GIB = 1 << 30
 SMALL = disk.Effort(nbytes=64 << 20, fill=0.05, seconds=0.03, rounds=1)

@@ -152,7 +152,7 @@ def test_the_meter_adds_up(tmp_path: Path) -> None:
 def _measured() -> Meter:
     """A meter after two steps on a machine that was measured, planned and predicted."""
     given: Mapping[Tier, int] = {"device": 64 * MIB, "host": 24 * MIB}
-    yardstick = Yardstick(flops=4e12, links={"read": 1e9, "h2d": 1e9}, rated=86400e9, assumed=True)
+    yardstick = Yardstick(flops=4e12, peak=5e12, links={"read": 1e9, "h2d": 1e9}, rated=86400e9, assumed=True)
     meter = Meter(outline=Outline(steps=10, parameters=45_000_000, given=given, yardstick=yardstick))
     meter.planned_peak, meter.disk_bytes = {"device": 62 * MIB, "host": 22 * MIB}, 500 * MIB
     meter.forecast(1.6, "Compute is the bottleneck.")
@@ -164,7 +164,7 @@ def _measured() -> Meter:
 def test_the_meter_holds_a_run_against_what_the_machine_can_do_and_bear() -> None:
     meter = _measured()
     assert meter.flops_per_second == 1e12
-    assert meter.mfu == 0.25
+    assert (meter.mfu, meter.of_product) == (0.2, 0.25)
     assert meter.lanes()["read"].of_peak == 0.5
     assert meter.lanes()["write"].of_peak is None, "it was not measured"
     assert list(meter.links()) == ["read", "write"]
@@ -173,7 +173,7 @@ def test_the_meter_holds_a_run_against_what_the_machine_can_do_and_bear() -> Non
     assert (meter.written, meter.clipped, meter.repeated, meter.skipped) == (2 * 10**9, 1, 1, 0)
     plain = _meter()
     plain.add(_stats(bytes_written=10**9))
-    assert (plain.mfu, plain.drive_days, plain.lanes()["read"].of_peak) == (None, None, None)
+    assert (plain.mfu, plain.of_product, plain.drive_days, plain.lanes()["read"].of_peak) == (None,) * 4
 
 
 def test_the_metrics_have_all_that_is_shown_with_units_in_the_names() -> None:
@@ -198,7 +198,8 @@ def test_the_metrics_have_all_that_is_shown_with_units_in_the_names() -> None:
         "loss_scale": 1.0,
         "validation_loss": 7.5,
         "tflops_per_second": 1.5,
-        "mfu": 0.375,
+        "mfu": 0.3,
+        "share_of_product": 0.375,
         "gb_per_second": {"read": 0.5, "write": 0.25},
         "share_of_peak": {"read": 0.5},
         "held_up_seconds": {"compute": 2.0, "write": 0.1},
@@ -214,8 +215,9 @@ def test_the_metrics_have_all_that_is_shown_with_units_in_the_names() -> None:
 
 
 def test_the_last_words_say_how_fast_it_was_and_what_the_drives_went_through(tmp_path: Path) -> None:
+    of_both = "MFU 20% of the maker's 5 TFLOP/s, 25% of a large product's 4 TFLOP/s"
     text = closing(_measured(), own_bytes=MIB, folder=tmp_path, trace=None, stopped=False)
-    assert "speed    256 tokens/s, 1 TFLOP/s, MFU 25% of 4 TFLOP/s; 1 clipped; 1 run twice" in text
+    assert f"speed    256 tokens/s, 1 TFLOP/s, {of_both}; 1 clipped; 1 run twice" in text
     assert "drives   1.86 GiB written, 0.0023% of the 78.6 TiB that they are assumed to bear" in text
 
 
@@ -230,7 +232,7 @@ def test_the_live_view_keeps_its_lines_and_its_width(width: int) -> None:
         return captured.get().splitlines()
 
     first = lines(_measured())
-    for words in ("256 tokens/s  1 TFLOP/s, MFU 25%", "1.6 s predicted (+25%)", "compute 75%", "disk read 12%"):
+    for words in ("256 tokens/s  1 TFLOP/s, MFU 20%", "1.6 s predicted (+25%)", "compute 75%", "disk read 12%"):
         assert any(words in line for line in first), words
     assert any("1.86 GiB written, new drives last 2 days (assumed)" in line for line in first)
     meter = _measured()

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import penstock
-from penstock.doctor import examine, system
+from penstock.doctor import examine
 from penstock.engine import profile
 from penstock.engine.profile import profile_of
+from penstock.hardware import system
 from penstock.hardware.machine import Between, Drive, Machine
 from penstock.hardware.profiles import find_profile, profile_folder, save_profile
 from tests.accelerator import DEVICE

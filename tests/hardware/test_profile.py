@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.hardware import profiles
+from penstock.hardware import peaks, profiles
 from penstock.hardware.drives import used_rates
 from penstock.hardware.machine import (
     Crossing,
@@ -20,6 +20,7 @@ from penstock.hardware.machine import (
     Drive,
     Host,
     Machine,
+    Measured,
     Network,
     Sustained,
     load_machine,
@@ -59,6 +60,7 @@ def machine(*drives: Drive, **changes: Any) -> Machine:
     return replace(made, **changes)
 
 
+MEASURED = Measured(at="2026-01-31T12:00:00+00:00", load=0.25)
 SUSTAINED = Sustained(write=5e8, read_both=1e9, write_both=4e8, after=10**11)
 CROSSING = Crossing(
     grad_bf16=9e9,
@@ -168,6 +170,11 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda d: d["drives"][0]["sustained"].pop("write"),
         r"key drives\[0\]\.sustained\.write is missing",
     ),
+    "no time": (lambda d: d["measured"].update(at="today"), r"measured\.at='today' is not a time with its zone"),
+    "a time of no zone": (lambda d: d["measured"].update(at="2026-01-31T12:00:00"), r"measured\.at='2026.* zone"),
+    "less than no load": (lambda d: d["measured"].update(load=-1), r"measured\.load=-1 must be at least 0"),
+    "a peak of nothing": (lambda d: d["device"]["peak"].update(bf16=0), r"device\.peak\.bf16=0 must be more"),
+    "the name of its own file": (lambda d: d.update(file="x"), "unknown key file"),
     "half a node": (lambda d: d["drives"][0].update(node="0"), r"drives\[0\]\.node='0' is not a number"),
 }
 
@@ -175,7 +182,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_right_is_refused_by_its_key(name: str) -> None:
     change, message = WRONG[name]
-    data = json.loads(machine(drive("/a", sustained=SUSTAINED), crossing=CROSSING).to_json())
+    data = json.loads(machine(drive("/a", sustained=SUSTAINED), crossing=CROSSING, measured=MEASURED).to_json())
     change(data)
     with pytest.raises(ConfigError, match=f"box.json: {message}"):
         parse_machine(json.dumps(data), "box.json")
@@ -224,11 +231,21 @@ def test_every_shipped_profile_is_whole(name: str) -> None:
         assert each.read_both <= each.read
         assert each.write_both <= each.write
     assert found.device.h2d_both <= found.device.h2d
+    assert found.measured is None
+    assert "not measured" in found.source
+    for dtype, peak in found.device.peak.items():
+        assert 0.7 * peak < found.device.flops[dtype] < peak
+    known = peaks.maker_peak(found.device.name)
+    assert known in ({}, found.device.peak)
+    assert found.device.peak or name == "dgx-spark", "its maker states none"
     assert f"| `{name}` |" in (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
 
 
 def test_the_shipped_machines() -> None:
-    assert profiles.shipped_names() == ("a100-40g", "a100-80g", "gh200", "h100-80g", "rtx4090-24g", "workstation")
+    assert profiles.shipped_names() == (
+        *("a100-40g", "a100-80g", "b200-180g", "dgx-spark", "gh200", "h100-80g", "rtx3090-24g", "rtx4060ti-16g"),
+        *("rtx4080-16g", "rtx4090-24g", "rtx5060ti-16g", "rtx5080-16g", "rtx5090-32g", "rtxpro6000-96g", "workstation"),
+    )
 
 
 def test_a_machine_by_name_or_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,8 +229,13 @@ def test_a_forecast_adds_up() -> None:
     found = forecast(asked, choice, 2)
     assert found.tokens == 2 * 4 * 128
     assert found.tokens_per_second == pytest.approx(found.tokens / choice.seconds)
-    assert found.mfu == pytest.approx(6 * found.parameters * found.tokens / choice.seconds / 1e11)
-    assert _frozen(found).mfu == pytest.approx(found.mfu * 4 / 6, rel=0.01), "no gradients of what is not trained"
+    assert found.model_flops == pytest.approx(6 * found.parameters * found.tokens / choice.seconds)
+    assert _frozen(found).model_flops == pytest.approx(found.model_flops * 4 / 6, rel=0.01), "their weights have none"
+    assert found.of_product == pytest.approx(found.model_flops / 1e11)
+    assert found.mfu is None, "no maker's peak is made up"
+    stated = replace(asked, machine=replace(SLOW, device=replace(SLOW.device, peak={"fp32": 2e11})))
+    assert replace(found, task=stated).mfu == pytest.approx(found.of_product / 2)
+    assert found.bottleneck == max(found.lanes, key=lambda lane: found.lanes[lane].work)
     assert {lane: x.nbytes for lane, x in found.lanes.items()} == {
         lane: n for lane, n in choice.plan.schedule.bytes_per_lane().items() if lane in found.lanes
     }
@@ -415,7 +420,8 @@ def test_a_large_model_on_a_shipped_machine() -> None:
     assert f.choice.request.family == "vertical"
     assert f.micro_batches * f.micro_batch_size == 16
     assert f.parameters == pytest.approx(13e9, rel=0.02)
-    assert 0.3 < f.mfu < 0.75
+    assert f.mfu is not None
+    assert 0.3 < f.mfu < f.of_product < 0.75
     assert f.choice.seconds <= f.limit_seconds * 1.1
     rates = {p.batch: p.tokens_per_second for p in found.curve}
     assert rates[16]["vertical"] > 1.02 * rates[16]["horizontal"]

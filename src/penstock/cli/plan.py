@@ -13,6 +13,7 @@ from penstock.cli.split import dealt, other_batch
 from penstock.cli.task import free_here, shipped_shape, task_of
 from penstock.cli.words import Words, help_of, read_words, split_words
 from penstock.config import Durability, TrainConfig, fields_of, parse_size
+from penstock.config.counts import parse_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
 from penstock.documents.typed import hints_of
 from penstock.errors import ConfigError
@@ -20,7 +21,9 @@ from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import check_device, machine_named, on_directories
 from penstock.planner.arguments import PlanSettings, check_drives
 from penstock.planner.ask import PlanReport, measured, plan, rated, report
+from penstock.planner.forecast import Forecast
 from penstock.planner.task import free_bytes, own_budget
+from penstock.planner.whole_run import steps_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,8 @@ class FileArguments(Words):
     | ``ranks`` N | plan for N processes on the machine that share the model's state, for a file's settings |
     | ``disk_free`` | disk space that may be used, if not what the profile says |
     | ``tbw`` | terabytes that each drive is rated for, if not what the profile says |
+    | ``epoch_tokens`` N | tokens in the training data (100M, 1.5B), for a file that gives epochs: how long these take,
+    and what share of the drives' life |
     | ``json`` | print everything as JSON |
     """
 
@@ -52,6 +57,7 @@ class FileArguments(Words):
     ranks: int = 1
     disk_free: str | int | float | None = None
     tbw: float | None = None
+    epoch_tokens: str | int | float | None = None
     json: bool = False
     settings: tuple[tuple[str, str], ...] = ()
 
@@ -61,6 +67,8 @@ class FileArguments(Words):
             raise ConfigError(f"batch={self.batch}: must be a whole number of at least 1")
         if not 1 <= self.ranks <= MOST_RANKS:
             raise ConfigError(f"ranks={self.ranks}: must be from 1 to {MOST_RANKS}, the processes on one machine")
+        if self.epoch_tokens is not None:
+            parse_count("epoch_tokens", self.epoch_tokens)
         keys = {key.replace("-", "_") for key, _ in self.settings}
         if self.batch is not None and (cut := {"micro_batches", "micro_batch_size"} & keys):
             raise ConfigError(
@@ -76,6 +84,7 @@ class ModelArguments(Words, PlanSettings):
     |---|---|
     | ``model`` NAME | a model that ships, a config.json or its folder |
     | ``device``, ``host`` | memory that may be used (most of what the machine has) |
+    | ``tokens`` N | tokens of training in all (100M, 1.5B): how long they take, and what share of the drives' life |
     | ``durability`` | what a kill may cost (step, if that costs less than 10% of a step) |
     """
 
@@ -174,6 +183,10 @@ def _of_config(arguments: FileArguments) -> PlanReport:
     else:
         sequences = dealt(batch or config.sequences_per_step, "sequences", ranks, other_batch(ranks, 1))
         found = report(task, batch=sequences)
+    found = replace(found, steps=_steps(config, arguments.epoch_tokens, found.forecast))
+    if found.steps is None:
+        note = "how long the epochs take depends on the data: --epoch-tokens N, the tokens in them, tells"
+        found = replace(found, notes=(*found.notes, note))
     if config.plan is None:
         note = (
             "the file says plan: null, so that the run places state by a fixed order; this is the plan for plan: auto"
@@ -183,6 +196,17 @@ def _of_config(arguments: FileArguments) -> PlanReport:
         note = f"the shape of {config.model.source} is the published one, which ships as {shipped}: no hub was asked"
         found = replace(found, notes=(*found.notes, note))
     return found
+
+
+def _steps(config: TrainConfig, epoch_tokens: str | float | None, f: Forecast) -> int | None:
+    """Steps of the whole run; None: that depends on how much data there are, which nobody has said."""
+    if config.epochs is None:
+        if epoch_tokens is not None:
+            raise ConfigError(f"epoch_tokens has no effect where the file gives steps ({config.steps}): leave it out")
+        return config.steps
+    if epoch_tokens is None:
+        return None
+    return steps_for(f, round(config.epochs * parse_count("epoch_tokens", epoch_tokens)))
 
 
 def _machine(config: TrainConfig, asked: str | None) -> Machine:

@@ -1,10 +1,12 @@
 """A plan's report for people."""
 
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 
 from penstock.cli.disk_summary import cost_of_a_kill, gain_of_none, reason
 from penstock.config import Tier, ZeroStage, format_size
 from penstock.hardware.drives import used_rates
+from penstock.hardware.machine import Machine
 from penstock.planner.alternatives import Means
 from penstock.planner.as_json import shares
 from penstock.planner.ask import PlanReport
@@ -12,6 +14,7 @@ from penstock.planner.batches import Point
 from penstock.planner.durability import kill_seconds
 from penstock.planner.forecast import Forecast
 from penstock.planner.update_mode import steps_early
+from penstock.planner.whole_run import WholeRun
 from penstock.report.sentence import format_time
 from penstock.schedule.place import FP32
 from penstock.shape.model import EFFICIENCY
@@ -49,7 +52,7 @@ def describe(report: PlanReport, *, wide: bool) -> str:
         list(_means(report)),
         list(_table(f)),
         list(_memory(f)),
-        list(_disk(f)),
+        list(_disk(report)),
         [*_kill(report)],
         list(_batches(report, wide=wide)),
         list(_advice(report)),
@@ -63,6 +66,7 @@ def _head(f: Forecast) -> Iterator[str]:
     moments = f" with moments in {task.form_of_moments}" if task.form.is_compact else ""
     yield f"{task.shape.name}, {_count(f.parameters)} parameters, {task.precision}, {task.optimizer}{moments}"
     yield f"on {task.machine.name}" + (f", {task.ranks} ranks {_STAGES[settings.stage]}" if task.ranks > 1 else "")
+    yield f"profile     {_profile(task.machine)}"
     each = "each rank " if task.ranks > 1 else ""
     fits = "It fits" if f.beyond_machine is None else "It fits into the budget, but not into the machine"
     yield (
@@ -75,10 +79,10 @@ def _head(f: Forecast) -> Iterator[str]:
 
 def _step(f: Forecast) -> Iterator[str]:
     yield (
-        f"step        {_seconds(f.step_seconds)} for {f.tokens:,} tokens: {_rate(f.tokens_per_second)} tokens/s, "
-        f"MFU {f.mfu:.0%} of {_flops(f.peak_flops)}"
+        f"step        {_seconds(f.step_seconds)} for {f.tokens:,} tokens: {_rate(f.tokens_per_second)} tokens/s"
         + (f"; {100 * f.repeats:.3g}% of the steps run twice" if f.repeats else "")
     )
+    yield f"compute     {_flops(f.model_flops)} of the model: {_utilisation(f)}"
     over = f.step_seconds / f.limit_seconds - 1
     yield (
         f"bottleneck  {_LANES[f.bottleneck]}: its work alone takes {_seconds(f.limit_seconds)}; the step takes "
@@ -169,9 +173,12 @@ def _memory(f: Forecast) -> Iterator[str]:
         yield f"{tier:<12}" + "".join(f"{format_size(cell):>10}" for cell in cells)
 
 
-def _disk(f: Forecast) -> Iterator[str]:
+def _disk(report: PlanReport) -> Iterator[str]:
+    f = report.forecast
     if f.task.ranks == 1:
-        yield f"a snapshot  takes {format_size(f.snapshot_bytes)} wherever it is saved"
+        yield from _saves(f)
+    if (run := report.run) is not None:
+        yield f"the run     {_whole(run)}"
     wear = f.wear
     if not wear.written_bytes:
         return
@@ -189,11 +196,30 @@ def _disk(f: Forecast) -> Iterator[str]:
         yield f"endurance   {format_size(f.written_per_day)} written a day, {format_size(allowed)} allowed"
 
 
+def _saves(f: Forecast) -> Iterator[str]:
+    twice = f"{format_size(2 * f.snapshot_bytes)} while it replaces another"
+    yield f"a snapshot  takes {format_size(f.snapshot_bytes)} wherever it is saved, {twice}"
+    if f.kept_snapshots is not None:
+        yield f"            the run's folder has the newest one, and so takes {format_size(f.kept_snapshots)} at most"
+    if f.export_bytes is not None:
+        yield f"an export   of the model takes {format_size(f.export_bytes)}"
+
+
+def _whole(run: WholeRun) -> str:
+    text = f"{run.steps:,} steps, {_count(run.tokens)} tokens: {_long(run.seconds)} without a break"
+    if run.written:
+        text += f", {format_size(run.written)} written"
+        text += "" if run.life is None else f", {_share(run.life)} of the drives' life"
+    return text
+
+
 def _kill(report: PlanReport) -> Iterator[str]:
     """What a kill costs, and what it would gain to let it cost more."""
     f, budget = report.forecast, report.forecast.task.budget
     words = cost_of_a_kill(budget, f.choice.plan)
     seconds = kill_seconds(f.task, f.choice)
+    if budget.durability is not None:
+        yield f"durability  {budget.durability}"
     yield f"kill        {words}" + ("" if seconds is None else f" ({_seconds(seconds)})")
     if report.weighed is None or budget.durability is None:
         return
@@ -270,7 +296,37 @@ def _count(n: float) -> str:
 
 
 def _flops(rate: float) -> str:
+    if rate >= 1e14:
+        return f"{rate / 1e12:,.0f} TFLOP/s"
     return f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
+
+
+def _profile(machine: Machine) -> str:
+    """Where a machine's figures are from, from when, and beside what they were measured."""
+    where = f": {machine.file}" if machine.file else ""
+    if machine.measured is None:
+        return (machine.source or "does not tell when it was measured") + where
+    at = datetime.fromisoformat(machine.measured.at).astimezone(UTC)
+    return (
+        f"measured {at:%Y-%m-%d %H:%M} UTC, while other programs kept {machine.measured.load:.1f} of "
+        f"{machine.host.cores} core{'s' * (machine.host.cores != 1)} busy{where}"
+    )
+
+
+def _utilisation(f: Forecast) -> str:
+    """MFU, and beside it the share of what the device does in a large product."""
+    product = f"{f.of_product:.0%} of a large matrix product's {_flops(f.product_flops)} here"
+    if f.mfu is None or f.peak_flops is None:
+        return f"{product}; no MFU, as the profile has no maker's peak"
+    return f"MFU {f.mfu:.0%} of the maker's {_flops(f.peak_flops)}, {product}"
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
+
+
+def _long(seconds: float) -> str:
+    return _seconds(seconds) if seconds < 7200 else _days(seconds / 86400)
 
 
 def _seconds(seconds: float) -> str:

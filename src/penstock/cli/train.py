@@ -46,7 +46,7 @@ from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
 from penstock.errors import BudgetError, ConfigError, StoreError
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.hardware.profiles import find_profile, save_profile
+from penstock.hardware.profiles import find_profile, save_profile, why_none
 from penstock.hardware.sharing import knows_ranks
 from penstock.hf.lora import BaseWeights, with_adapters
 from penstock.loss.tiled import plain_head, tiled_loss
@@ -347,9 +347,8 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
         from penstock.doctor import examine
 
         other = " for this kind of device" if find_profile(paths) is not None else ""
-        display.say(
-            f"This machine has no profile{other} yet: measuring it, once (penstock doctor does it more thoroughly)"
-        )
+        why = why_none(paths, kind=kind) or f"This machine has no profile{other} yet"
+        display.say(f"{why[0].upper()}{why[1:]}: measuring it, once (penstock doctor does it more thoroughly)")
         among = (ranks,) if ranks > 1 and kind == "cpu" else ()
         existing = dict.fromkeys(next(p for p in (path, *path.parents) if p.is_dir()) for path in paths)
         save_profile(

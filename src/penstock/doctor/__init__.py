@@ -1,7 +1,6 @@
 """Measures this machine, for ``penstock doctor``. Its result is a ``hardware.machine.Machine``.
 
 pace.py        runs kinds of work side by side for a while, and says at which rate each went
-system.py      cores, memory and limits, as the system and its cgroups give them to this process
 mounts.py      what a directory is on: kind of file system, disk, NUMA node
 work.py        the kinds of work that the engine's lanes do, as small pieces to be run over and over
 disk.py        a directory's read, write and simultaneous rates, with the store's own code

@@ -5,20 +5,24 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from penstock import accelerator
 from penstock.config import format_size
-from penstock.doctor import between, contention, crossing, device, disk, mounts, optimizer, overhead, system, work
+from penstock.doctor import between, contention, crossing, device, disk, mounts, optimizer, overhead, work
 from penstock.doctor.disk import DiskRates, Scratch
 from penstock.doctor.findings import Seen, findings
 from penstock.doctor.mounts import Mount
 from penstock.doctor.pace import Load, Span, rate
-from penstock.doctor.system import System
 from penstock.errors import BudgetError, ConfigError, StoreError
-from penstock.hardware.machine import Between, Crossing, Device, Drive, Host, Machine
+from penstock.hardware import system
+from penstock.hardware.machine import Between, Crossing, Device, Drive, Host, Machine, Measured
+from penstock.hardware.peaks import maker_peak
+from penstock.hardware.present import mount_point
+from penstock.hardware.system import Others, System
 from penstock.optim import agreement, kernels, library
 from penstock.schedule.ir.lanes import Lane
 from penstock.state import numa
@@ -111,6 +115,7 @@ def examine(
     """
     real = check_paths(paths)
     seen = system.look()
+    others = Others()
     device_free = accelerator.of(where).memory(where)[0] if where.type != "cpu" else None
     with ExitStack() as closing:
         closing.enter_context(numa.near(where))  # threads that are started from here on are where the engine's will be
@@ -134,6 +139,8 @@ def examine(
                 interpreter=overhead.interpreter(where),
             )
     machine = replace(machine, between=tuple(_between(host, count, effort, working) for count in ranks))
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    machine = replace(machine, measured=Measured(at=at, load=others.cores()))
     if effort.brief:
         return machine
     facts = Seen(
@@ -183,6 +190,7 @@ class _Disk:
             sustained=rates.sustained,
             free=self.mount.free,
             kind=self.mount.kind(rates.read),
+            mount=mount_point(self.path),
             node=self.mount.node if len(numa.nodes()) > 1 else None,
         )
 
@@ -253,11 +261,12 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working, o
         different = None if effort.brief else agreement.other_bits(where)
     pci = numa.pci_address(where)
     return Device(
-        name=accelerator.of(where).name(where),
+        name=(name := accelerator.of(where).name(where)),
         kind="cuda",
         memory=accelerator.of(where).memory(where)[1],
         flops=flops,
         optimizer=steps,
+        peak=maker_peak(name),
         node=numa.gpu_node(pci) if pci is not None and host.nodes > 1 else None,
         other_bits=different,
         room=max(accelerator.room(where), 1),

@@ -7,13 +7,15 @@ from pathlib import Path
 from penstock.config import format_size
 from penstock.doctor.disk import DiskRates
 from penstock.doctor.mounts import Mount
-from penstock.doctor.system import System
 from penstock.hardware.machine import Machine
+from penstock.hardware.system import System
 
 SHARED = 1.3
 """Shares of the alone rates that both directions reach at once, added up: 1 is one limit for both, 2 is duplex."""
 _FULL = 0.05
 _SCARCE = 8 << 30
+_BUSY = 0.1
+"""Share of the cores; what others take of them tells in the rates of all that computes or copies on the processors."""
 _PAST_A_CACHE = 4 << 30
 """Bytes written in a row from which on a falling rate says something."""
 
@@ -67,6 +69,11 @@ def _of_host(machine: Machine, seen: Seen) -> Iterator[str]:
         yield (
             f"a cgroup limits this process to {format_size(system.memory)} of the machine's "
             f"{format_size(system.installed)} of memory"
+        )
+    if machine.measured is not None and machine.measured.load > _BUSY * host.cores:
+        yield (
+            f"other programs kept {machine.measured.load:.1f} of {host.cores} cores busy while this was measured, so "
+            "that a quiet machine is faster than its profile says. Measure again when it is"
         )
     if system.available < 0.7 * system.memory:
         yield (

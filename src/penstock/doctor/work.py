@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from penstock import accelerator
 from penstock.config.optimizer import Moments
-from penstock.doctor import system
 from penstock.doctor.pace import Load
+from penstock.hardware import system
 from penstock.optim import kernels
 from penstock.optim.codes import GROUP, Codes, Moment
 from penstock.optim.crossing import copy_cast

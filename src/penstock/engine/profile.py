@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from penstock.config import format_size
-from penstock.doctor import examine, system
+from penstock.doctor import examine
 from penstock.engine.device import kind_of
 from penstock.errors import BudgetError, ConfigError
+from penstock.hardware import system
 from penstock.hardware.machine import DeviceKind, Drive, Machine
 from penstock.hardware.profiles import file_system, find_parts, find_profile, save_profile
 from penstock.hardware.sharing import knows_ranks

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +51,8 @@ class Drive:
     """the maker's rating: terabytes (1e12 bytes) that may be written in the drive's life"""
     node: int | None = None
     """the NUMA node of its controller, where the machine has several and tells"""
+    mount: str | None = None
+    """where its file system was mounted when this was measured; None: nobody has looked"""
     sustained: Sustained | None = None
     """None: nobody has measured that"""
     weight: int | None = None
@@ -94,6 +97,8 @@ class Device:
     d2h_both: float
     optimizer: Mapping[str, float] = field(default_factory=dict)
     """parameters/s of an optimizer step on the device, as ``Host.optimizer``"""
+    peak: Mapping[str, float] = field(default_factory=dict)
+    """FLOP/s that its maker states, by dtype: of dense products that are summed in fp32; empty where none are known"""
     node: int | None = None
     """the NUMA node that it is on, where the machine has several and tells"""
     other_bits: tuple[str, ...] | None = None
@@ -169,6 +174,16 @@ class Between(Network):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured:
+    """When a profile was measured, and beside what."""
+
+    at: str
+    """the time in UTC, as ISO 8601 writes it"""
+    load: float
+    """cores that other programs kept busy meanwhile, on average"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """One machine (one rank's view of it).
 
@@ -176,6 +191,8 @@ class Machine:
     on a machine without a GPU, ``compute``, ``cpu``, ``h2d`` and ``d2h`` share cores and memory.
     ``crossing``: None in a profile that does not tell; ``penstock.hardware.crossing`` derives it then.
     ``between``: for each number of ranks that was measured; none where nobody has (``penstock.hardware.sharing``).
+    ``measured``: None in a profile that was not, or that does not tell. ``source``: what the figures of a machine are
+    from that is only described. ``file``: the one that the profile was read from, which is no part of it.
     ``overhead``: seconds from an op's end to the start of one that has waited for it on another lane. ``interpreter``:
     seconds of Python that an op of any lane takes, while compute can queue nothing. ``warnings``: what doctor found
     wrong, in words.
@@ -192,9 +209,16 @@ class Machine:
     overhead: float = 0.0
     interpreter: float = 0.0
     warnings: tuple[str, ...] = ()
+    measured: Measured | None = None
+    source: str = ""
+    file: str = field(default="", compare=False)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+        kept = {key: value for key, value in asdict(self).items() if key not in _NOT_KEPT}
+        return json.dumps(kept, indent=2, sort_keys=True) + "\n"
+
+
+_NOT_KEPT = {"file"}
 
 
 def parse_machine(text: str, where: str) -> Machine:
@@ -227,7 +251,7 @@ def load_machine(path: Path) -> Machine:
         raise ConfigError(f"{path}: cannot read this machine profile: {error.strerror}") from error
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: this is not text. penstock doctor makes a machine profile") from None
-    return parse_machine(text, str(path))
+    return replace(parse_machine(text, str(path)), file=str(path))
 
 
 _PARTS: dict[str, type] = {
@@ -236,13 +260,14 @@ _PARTS: dict[str, type] = {
     "network": Network,
     "crossing": Crossing,
     "sustained": Sustained,
+    "measured": Measured,
 }
-_MAY_BE_NULL = {"network", "crossing", "sustained"}
+_MAY_BE_NULL = {"network", "crossing", "sustained", "measured"}
 _KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
 _LISTS: dict[str, type] = {"drives": Drive, "between": Between}
 _WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks", "after", "weight"}
-_MAY_BE_ZERO = {"latency", "overhead", "interpreter", "free", "lockable", "node", "contention"}
-_MOST = {"latency": 1e6, "overhead": 1e6, "interpreter": 1e6, "contention": 1e6, "weight": HEAVIEST}
+_MAY_BE_ZERO = {"latency", "overhead", "interpreter", "free", "lockable", "node", "contention", "load"}
+_MOST = {"load": 1e6, "latency": 1e6, "overhead": 1e6, "interpreter": 1e6, "contention": 1e6, "weight": HEAVIEST}
 _MOST_OF_OTHERS = 1e21
 """No machine is near these limits, and what is within them neither overflows nor takes for ever to simulate."""
 
@@ -250,7 +275,7 @@ _MOST_OF_OTHERS = 1e21
 def _build(kind: type, data: Any, where: str, at: str) -> Any:
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: {at or 'the profile'} must be an object with keys, not {_shown(data)}")
-    known = {f.name: f for f in fields(kind)}
+    known = {f.name: f for f in fields(kind) if f.name not in _NOT_KEPT}
     prefix = f"{at}." if at else ""
     if unknown := sorted(data.keys() - known.keys()):
         raise ConfigError(f"{where}: unknown key {prefix}{unknown[0]}. Known: {', '.join(known)}")
@@ -276,13 +301,17 @@ def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
         return tuple(str(item) for item in _list(value, where, at))
     if name == "warnings":
         return tuple(str(item) for item in _list(value, where, at))
-    if name in ("flops", "optimizer", "contention"):
+    if name in ("flops", "peak", "optimizer", "contention"):
         if not isinstance(value, dict) or (name == "flops" and not value):
             raise ConfigError(f"{where}: {at} must be an object of numbers, not {_shown(value)}")
         if name == "contention" and (wrong := [key for key in value if not _is_pair(key)]):
             raise ConfigError(f"{where}: {at}.{wrong[0]}: a pair of lanes is written 'cpu+read'")
         return {key: _number(v, where, f"{at}.{key}", name) for key, v in value.items()}
-    if name in ("name", "path"):
+    if name == "at":
+        return _time(value, where, at)
+    if name in ("tbw", "node", "room", "weight", "mount") and value is None:
+        return None
+    if name in ("name", "path", "source", "mount"):
         if not isinstance(value, str):
             raise ConfigError(f"{where}: {at}={_shown(value)} is not a text")
         return value
@@ -290,9 +319,16 @@ def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
         if value not in _KINDS[kind]:
             raise ConfigError(f"{where}: {at}={_shown(value)} is not {' or '.join(_KINDS[kind])}")
         return value
-    if name in ("tbw", "node", "room", "weight") and value is None:
-        return None
     return _number(value, where, at, name)
+
+
+def _time(value: Any, where: str, at: str) -> str:
+    try:
+        if datetime.fromisoformat(value).tzinfo is not None:
+            return str(value)
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(f"{where}: {at}={_shown(value)} is not a time with its zone, as 2026-01-31T12:00:00+00:00 is")
 
 
 def _is_pair(key: str) -> bool:

@@ -23,6 +23,7 @@ from typing import get_args
 
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind, Drive, Machine, load_machine, parse_machine
+from penstock.hardware.present import is_gone, outdated
 
 _HOW = "penstock doctor --path DIR measures this machine"
 
@@ -73,7 +74,7 @@ def _file_name(paths: Sequence[str], kind: DeviceKind) -> str:
 
 def find_profile(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> Machine | None:
     """The newest profile that was measured here, with a drive for each of ``paths``, in that order; None if there is
-    none.
+    none. One of other cores, another device or a drive that is gone is none.
 
     A profile that has all directories is taken before several that have some each. Without ``paths``: the newest
     profile with its own drives. Directories need not exist yet. ``kind``: of the device that computes; None: any. What
@@ -83,10 +84,10 @@ def find_profile(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) 
         ConfigError: the stored profile of these directories is damaged or from another version: names it.
     """
     machines = _of_kind(paths, kind)
+    if not paths:
+        return next((machine for machine in machines if not any(map(is_gone, machine.drives))), None)
     if not machines:
         return None
-    if not paths:
-        return machines[0]
     for machine in machines:
         drives = [_drive_for(path, machine.drives) for path in paths]
         if None not in drives:
@@ -114,10 +115,29 @@ def _known(machines: Sequence[Machine], paths: Sequence[Path]) -> tuple[Machine,
 
 
 def _of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> list[Machine]:
-    """Every stored profile of a kind of device, newest first."""
+    """Every stored profile of a kind of device that is of this machine as it is now, newest first."""
+    return [machine for machine in _all_of_kind(paths, kind) if outdated(machine) is None]
+
+
+def _all_of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> Iterator[Machine]:
     kinds: tuple[DeviceKind, ...] = get_args(DeviceKind) if kind is None else (kind,)
     asked = {_file_name([str(path.resolve()) for path in paths], one) for one in kinds}
-    return [machine for machine in _stored(asked) if machine.device.kind in kinds]
+    return (machine for machine in _stored(asked) if machine.device.kind in kinds)
+
+
+def why_none(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> str | None:
+    """Why the newest profile that is stored for these directories is not used; None: none is stored for them, or it
+    would be used."""
+    for machine in _all_of_kind(paths, kind):
+        old = outdated(machine)
+        drives = {Path(drive.path): drive for drive in machine.drives}
+        asked = list(drives) if not paths else [path.resolve() for path in paths]
+        gone = [drive.path for path in asked if (drive := drives.get(path)) is not None and is_gone(drive)]
+        if old is None and gone:
+            old = f"what was mounted for {gone[0]} when it was measured is gone"
+        if old is not None:
+            return f"the profile {machine.file} is not of this machine as it is now: {old}"
+    return None
 
 
 def _stored(needed: Collection[str]) -> Iterator[Machine]:
@@ -137,10 +157,11 @@ def _stored(needed: Collection[str]) -> Iterator[Machine]:
 def _drive_for(path: Path, drives: Sequence[Drive]) -> Drive | None:
     """The drive that was measured in this directory, or else on its file system; its path is then ``path``."""
     real = path.resolve()
-    same = next((drive for drive in drives if Path(drive.path) == real), None)
+    there = [drive for drive in drives if not is_gone(drive)]
+    same = next((drive for drive in there if Path(drive.path) == real), None)
     if same is None:
         here = file_system(real)
-        same = next((drive for drive in drives if file_system(Path(drive.path)) == here), None)
+        same = next((drive for drive in there if file_system(Path(drive.path)) == here), None)
     return None if same is None else replace(same, path=str(real))
 
 

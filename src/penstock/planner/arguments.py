@@ -6,6 +6,7 @@ from pathlib import Path
 
 from penstock.config import Budget, Family, OptimizerName, StepConfig
 from penstock.config.checked import check_fields
+from penstock.config.counts import parse_count
 from penstock.config.optimizer import Moments
 from penstock.config.sizes import MEMORY_LEAST, check_size
 from penstock.errors import ConfigError
@@ -28,6 +29,8 @@ class PlanSettings(StepConfig):
     | ``schedule`` | a family; None: the better one |
     | ``disk_free`` | bytes on disk that may be used; None: what the profile says is free |
     | ``tbw`` | terabytes that each drive is rated for; None: as in the profile |
+    | ``tokens`` | tokens of training in all, ``"100M"``: how long they take, and what share of the drives' life; None:
+    that is not said |
     """
 
     clip_grad_norm: float | None = None
@@ -41,6 +44,7 @@ class PlanSettings(StepConfig):
     schedule: Family | None = None
     disk_free: str | int | float | None = None
     tbw: float | None = None
+    tokens: str | int | float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, of=PlanSettings)
@@ -57,6 +61,8 @@ class PlanSettings(StepConfig):
         if self.moments != "fp32" and self.optimizer == "sgd" and not self.momentum:
             raise ConfigError(f"moments={self.moments!r} has no effect with sgd that has no momentum: leave it out")
         check_drives(self.disk_free, self.tbw)
+        if self.tokens is not None:
+            parse_count("tokens", self.tokens)
 
     @property
     def split(self) -> tuple[int, int] | None:

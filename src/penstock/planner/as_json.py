@@ -1,8 +1,10 @@
 """A plan's report as plain data."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import TIERS, Tier
+from penstock.hardware.machine import Machine
 from penstock.planner.alternatives import Alternatives, Means
 from penstock.planner.durability import kill_seconds
 from penstock.planner.forecast import Forecast
@@ -18,6 +20,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
     return {
         "model": {"name": task.shape.name, "parameters": f.parameters},
         "machine": task.machine.name,
+        "profile": _profile(task.machine),
         "ranks": task.ranks,
         "fits": f.beyond_machine is None,
         "step": {
@@ -28,6 +31,9 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "tokens_per_second": f.tokens_per_second,
             "mfu": f.mfu,
             "peak_flops": f.peak_flops,
+            "model_flops": f.model_flops,
+            "product_flops": f.product_flops,
+            "of_product": f.of_product,
             "limit_seconds": f.limit_seconds,
             "bottleneck": f.bottleneck,
             "phases": {phase: {"lane": lane, "seconds": s} for phase, (lane, s) in f.phases.items()},
@@ -51,6 +57,8 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "at_home": f.choice.plan.disk_bytes,
             "scratch": f.scratch_bytes,
             "snapshot": f.snapshot_bytes,
+            "snapshots_kept": f.kept_snapshots,
+            "export": f.export_bytes,
             "written_per_step": f.wear.written_bytes,
             "written_per_parameter": f.wear.per_parameter,
             "sustained_rates": all(drive.sustained is not None for drive in task.machine.drives),
@@ -61,6 +69,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "allowed_per_day": f.choice.question.allowance,
         },
         "durability": _durability(report),
+        "run": None if (run := report.run) is None else {**asdict(run), "days": run.days},
         "batches": [
             {"sequences": p.batch, "tokens": p.tokens, "tokens_per_second": dict(p.tokens_per_second)}
             for p in report.curve
@@ -82,6 +91,17 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "considered": f.choice.considered,
             "simulated": f.choice.simulated,
         },
+    }
+
+
+def _profile(machine: Machine) -> dict[str, Any]:
+    measured = machine.measured
+    return {
+        "file": machine.file or None,
+        "source": machine.source or None,
+        "measured": None if measured is None else {"at": measured.at, "load": measured.load},
+        "cores": machine.host.cores,
+        "device": machine.device.name,
     }
 
 

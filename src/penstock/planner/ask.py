@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Budget, Family, StepConfig, Tier, fields_of, format_size, parse_size
+from penstock.config.counts import parse_count
 from penstock.config.meanings import model_and
 from penstock.config.optimizer import NS_STEPS, Orthogonal
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.hardware.profiles import find_profile, machine_named, on_directories
+from penstock.hardware.profiles import find_profile, machine_named, on_directories, why_none
 from penstock.planner.advice import Advice, advice, refusal, worn_out
 from penstock.planner.alternatives import Alternatives, alternatives
 from penstock.planner.arguments import PlanArguments, check_drives, check_model
@@ -23,6 +24,7 @@ from penstock.planner.forecast import Forecast, forecast
 from penstock.planner.roofline import Roofline, roofline
 from penstock.planner.search import Choice, search
 from penstock.planner.task import Task, free_bytes, moments_of, own_budget
+from penstock.planner.whole_run import WholeRun, steps_for, whole_run
 from penstock.shape.huggingface import model_shape
 from penstock.shape.model import ModelShape
 
@@ -41,12 +43,18 @@ class PlanReport:
     | ``alternatives`` | how a step comes to its numbers (waiting, speculating, a delay), and other ways |
     | ``advice`` | what would make it faster, best first; of several ranks nothing |
     | ``notes`` | what to know about the machine's profile and the budget |
+    | ``run`` | how long the steps take that were asked for, and what they cost the drives; None: nobody asked |
     | ``weighed`` | what a step takes by durability, where there is a choice; None: there is none |
     """
 
     forecast: Forecast
     notes: tuple[str, ...]
     weighed: Weighed | None
+    steps: int | None = None
+
+    @property
+    def run(self) -> WholeRun | None:
+        return None if self.steps is None else whole_run(self.forecast, self.steps)
 
     @cached_property
     def curve(self) -> tuple[Point, ...]:
@@ -124,7 +132,10 @@ def plan(model: str | Path | Mapping[str, Any] | ModelShape, asked: PlanArgument
         disk_free=free_bytes(machine) if asked.disk_free is None else parse_size(asked.disk_free),
         **fields_of(asked, StepConfig) | {"precision": asked.precision_on(machine.device.kind)},
     )
-    return report(task, batch=asked.batch, split=asked.split)
+    found = report(task, batch=asked.batch, split=asked.split)
+    if asked.tokens is None:
+        return found
+    return replace(found, steps=steps_for(found.forecast, parse_count("tokens", asked.tokens)))
 
 
 def rated(machine: Machine, tbw: float) -> Machine:
@@ -143,7 +154,7 @@ def measured(paths: tuple[Path, ...], *, kind: DeviceKind | None = None) -> Mach
     """The stored profile of this host and the directories. ``kind``: of the device that computes; None: any.
 
     Raises:
-        ConfigError: there is none; says how to make one.
+        ConfigError: there is none that is of this machine as it is now; says how to make one.
     """
     found = find_profile(paths, kind=kind)
     if found is None and kind is not None and find_profile(paths) is not None:
@@ -153,11 +164,12 @@ def measured(paths: tuple[Path, ...], *, kind: DeviceKind | None = None) -> Mach
         )
     if found is None:
         where = " ".join(f"--path {path}" for path in paths)
+        why = why_none(paths, kind=kind)
+        if why is None:
+            why = "this machine has not been measured"
+            why += (f" with {', '.join(map(str, paths))}" if paths else "") + (f" and device={kind!r}" if kind else "")
         raise ConfigError(
-            "this machine has not been measured"
-            + (f" with {', '.join(map(str, paths))}" if paths else "")
-            + (f" and device={kind!r}" if kind else "")
-            + f": run penstock doctor{' ' + where if where else ''}, or plan for another machine with --machine"
+            f"{why}: run penstock doctor{' ' + where if where else ''}, or plan for another machine with --machine"
         )
     return found
 

@@ -94,17 +94,34 @@ class Forecast:
         return self.tokens / self.choice.expected_seconds
 
     @property
-    def peak_flops(self) -> float:
+    def peak_flops(self) -> float | None:
+        """FLOP/s that the device's maker states for the plan's precision, of all ranks; None: the profile has none."""
+        peak = self.task.machine.device.peak.get(self.task.precision)
+        return None if peak is None else self.task.ranks * peak
+
+    @property
+    def product_flops(self) -> float:
         """FLOP/s of a large matrix product in the plan's precision, of all ranks."""
         return self.task.ranks * self.task.machine.device.flops[self.task.precision]
 
     @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation: 6 FLOP per parameter and token, 4 of frozen ones, over what the device could do."""
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: ``model_flops`` over the maker's peak; None: the profile has none."""
+        return None if self.peak_flops is None else self.model_flops / self.peak_flops
+
+    @property
+    def of_product(self) -> float:
+        """``model_flops`` over what the device does in a large matrix product."""
+        return self.model_flops / self.product_flops
+
+    @property
+    def model_flops(self) -> float:
+        """FLOP/s of the model, of all ranks: 6 FLOP per parameter and token, 4 of frozen ones, none of what is computed
+        a second time."""
         padded = self.task.parts(self.task.ranks) * sum(group.frozen for group in self.choice.plan.program.groups)
         frozen = min(padded, self.parameters)
         flop = MODEL_FLOP * (self.parameters - frozen) + FROZEN_FLOP * frozen
-        return flop * self.tokens_per_second / self.peak_flops
+        return flop * self.tokens_per_second
 
     @cached_property
     def lanes(self) -> Mapping[Lane, LaneForecast]:
@@ -195,6 +212,22 @@ class Forecast:
         """Bytes of one saved snapshot: all weights and state."""
         groups = self.choice.request.program.groups
         return self.choice.plan.state_bytes - sum(group.trainable for group in groups) * FP32
+
+    @property
+    def export_bytes(self) -> int | None:
+        """Bytes of the weights as ``penstock export`` writes those of a new model; None: not all of it is trained, so
+        that an export is of the adapters alone."""
+        groups = self.choice.request.program.groups
+        if any(group.frozen for group in groups):
+            return None
+        return self.parameters * self.choice.request.form.weight_bytes
+
+    @property
+    def kept_snapshots(self) -> int | None:
+        """Bytes that the run's own folder takes while a snapshot replaces the one before: a run without a disk keeps
+        its state that way. None: it has a disk, or keeps nothing."""
+        budget = self.task.budget
+        return None if budget.disk_paths or budget.durability == "none" else 2 * self.snapshot_bytes
 
     @property
     def written_per_day(self) -> float:

@@ -182,9 +182,13 @@ def _link(lane: Lane, use: LaneUse) -> str:
 
 
 def speed(meter: Meter) -> str:
-    """FLOP/s of the model, and the share of what the device can do if that was measured."""
-    mfu = "" if meter.mfu is None else f", MFU {meter.mfu:.0%}"
-    return f"{format_flops(meter.flops_per_second)}{mfu}"
+    """FLOP/s of the model, and MFU; where the maker's peak is not known, the share of a large product's if that is."""
+    share = ""
+    if meter.mfu is not None:
+        share = f", MFU {meter.mfu:.0%}"
+    elif meter.of_product is not None:
+        share = f", {meter.of_product:.0%} of a product's"
+    return f"{format_flops(meter.flops_per_second)}{share}"
 
 
 def format_flops(rate: float) -> str:

@@ -163,9 +163,15 @@ class Meter:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: of the FLOP/s of a large matrix product, the share; None: not measured."""
-        peak = self.outline.yardstick.flops
+        """Model FLOPs utilisation: of the peak that the device's maker states, the share; None: none is known."""
+        peak = self.outline.yardstick.peak
         return None if peak is None else self.flops_per_second / peak
+
+    @property
+    def of_product(self) -> float | None:
+        """The share of the FLOP/s of a large matrix product; None: not measured."""
+        product = self.outline.yardstick.flops
+        return None if product is None else self.flops_per_second / product
 
     @property
     def drive_days(self) -> float | None:

@@ -41,7 +41,8 @@ def with_figures(line: Mapping[str, Any], meter: Meter, held: Mapping[Lane, floa
     return {
         **line,
         "tflops_per_second": rate / 1e12,
-        "mfu": None if yardstick.flops is None else rate / yardstick.flops,
+        "mfu": None if yardstick.peak is None else rate / yardstick.peak,
+        "share_of_product": None if yardstick.flops is None else rate / yardstick.flops,
         "gb_per_second": {lane: found / 1e9 for lane, found in rates.items()},
         "share_of_peak": {
             lane: found / yardstick.links[lane] for lane, found in rates.items() if lane in yardstick.links

@@ -103,7 +103,7 @@ def _lanes(meter: Meter) -> RenderableType:
     table = _table("lane", "busy", "GB/s", "of peak", "")
     for lane, use in meter.lanes().items():
         rate = f"{use.sustained / 1e9:.2f}" if use.rate and lane != "compute" else ""
-        share = use.of_peak if lane != "compute" else meter.mfu
+        share = use.of_peak if lane != "compute" else meter.of_product
         bar: RenderableType = "" if share is None else _bar(min(share, 1.0), 10, _LANES[lane][1])
         of_peak = "" if share is None else f"{share:.0%}"
         table.add_row(Text(_LANES[lane][0], style=_LANES[lane][1]), f"{use.busy:.0%}", rate, of_peak, bar)

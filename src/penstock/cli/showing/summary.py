@@ -72,9 +72,10 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
 
 def _speed(meter: Meter) -> str:
     """Over the whole stretch, evaluations not counted."""
-    seconds, peak = max(meter.seconds, 1e-9), meter.outline.yardstick.flops
-    rate = meter.flops / seconds
-    mfu = "" if peak is None else f", MFU {rate / peak:.0%} of {format_flops(peak)}"
+    seconds, yardstick = max(meter.seconds, 1e-9), meter.outline.yardstick
+    rate, peak, product = meter.flops / seconds, yardstick.peak, yardstick.flops
+    mfu = "" if peak is None else f", MFU {rate / peak:.0%} of the maker's {format_flops(peak)}"
+    mfu += "" if product is None else f", {rate / product:.0%} of a large product's {format_flops(product)}"
     steps = "".join(f"; {what}" for what in counts(meter))
     return f"{meter.tokens / seconds:,.0f} tokens/s, {format_flops(rate)}{mfu}{steps}"
 

@@ -19,13 +19,15 @@ _TB = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class Yardstick:
-    """``flops``: FLOP/s of a large matrix product in the run's precision; ``links``: bytes/s that each was measured to
+    """``flops``: FLOP/s of a large matrix product in the run's precision; ``peak``: what the device's maker states for
+    it, None where the profile has none; ``links``: bytes/s that each was measured to
     move; none without a machine profile. ``rated``: bytes that may be written to all drives of the run together in
     their life; None: there are none, or they do not wear. ``assumed``: that is a guess from their size. ``allowed``:
     bytes that they may be written in a day together (``budget.endurance``); None: any.
     """
 
     flops: float | None = None
+    peak: float | None = None
     links: Mapping[Lane, float] = field(default_factory=dict)
     rated: float | None = None
     assumed: bool = False
@@ -45,7 +47,14 @@ def yardstick(config: TrainConfig, machine: Machine | None, *, kind: str) -> Yar
     if drives:
         links |= {"read": together(drives).read, "write": together(drives).write}
     precision = config.precision or ("bf16" if kind == "cuda" else "fp32")
-    return Yardstick(flops=device.flops.get(precision), links=links, rated=rated, assumed=assumed, allowed=allowed)
+    return Yardstick(
+        flops=device.flops.get(precision),
+        peak=device.peak.get(precision),
+        links=links,
+        rated=rated,
+        assumed=assumed,
+        allowed=allowed,
+    )
 
 
 def _rated(config: TrainConfig, machine: Machine | None) -> tuple[float | None, bool]:

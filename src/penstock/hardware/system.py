@@ -1,9 +1,13 @@
-"""Cores, memory and limits, as the system gives them to this process. ``root`` is ``/`` but for tests."""
+"""Cores, memory, limits and devices, as the system gives them to this process, and what other programs take of them.
+
+``root`` is ``/`` but for tests.
+"""
 
 import math
 import os
 import platform
 import resource
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +56,53 @@ def cpu_name(root: Path = _ROOT) -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.machine()
+
+
+def nvidia_names(root: Path = _ROOT) -> set[str]:
+    """The names of NVIDIA's GPUs, as its driver lists them; none without the driver."""
+    found = set()
+    for file in (root / "proc/driver/nvidia/gpus").glob("*/information"):
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "Model":
+                found.add(value.strip())
+    return found
+
+
+class Others:
+    """What other programs take of the processors that this process may use, from now on. What a virtual machine's
+    neighbours take of them (steal) counts."""
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        self._root = root
+        self._begun = self._now()
+
+    def cores(self) -> float:
+        """Cores that they have kept busy since, on average."""
+        busy, own, clock = (now - then for now, then in zip(self._now(), self._begun, strict=True))
+        return max(busy - own, 0.0) / clock if clock > 0 else 0.0
+
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds that the processors were busy, those of them that this process and its children took, and the time.
+        Children count once they have ended and been waited for."""
+        own = os.times()
+        return (
+            _busy_seconds(self._root),
+            own.user + own.system + own.children_user + own.children_system,
+            time.monotonic(),
+        )
+
+
+def _busy_seconds(root: Path) -> float:
+    """Seconds in which the processors that this process may use were not idle (proc_stat(5))."""
+    mine = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in (root / "proc/stat").read_text().splitlines():
+        name, *counts = line.split()
+        if name in mine:
+            user, nice, kernel, _, _, irq, soft, *steal = map(int, counts[:8])
+            ticks += user + nice + kernel + irq + soft + sum(steal)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def cache_size(root: Path = _ROOT) -> int:

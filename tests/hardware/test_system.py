@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.doctor import mounts, system
+from penstock.doctor import mounts
 from penstock.doctor.mounts import Mount
+from penstock.hardware import system
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -228,3 +229,22 @@ def test_what_is_no_disk(tmp_path: Path, file_system: str, kind: str) -> None:
 
 def test_this_machines_memory_file_system_is_seen() -> None:
     assert mounts.look(Path("/dev/shm")).kind(1e10) == "tmpfs"
+
+
+STAT = "cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 {} 0 0 500 0 0 0 {} 0 0\ncpu1 {} 0 0 500 0 0 0 0 0 0\n"
+
+
+def test_what_other_programs_take_of_the_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Busy less what this process and its children took: what a virtual machine's neighbours take counts."""
+    spent, clock = os.times_result((1.0, 0.0, 0.0, 0.0, 0.0)), 100.0
+    monkeypatch.setattr(system.os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(system.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(system.os, "times", lambda: spent)
+    monkeypatch.setattr(system.time, "monotonic", lambda: clock)
+    tree(tmp_path, {"proc/stat": STAT.format(1000, 0, 0)})
+    others = system.Others(tmp_path)
+    spent, clock = os.times_result((2.0, 1.0, 1.0, 0.0, 0.0)), 110.0
+    tree(tmp_path, {"proc/stat": STAT.format(1600, 200, 900)})
+    assert others.cores() == pytest.approx((8.0 - 3.0) / 10), "the other processor is not this process's"
+    spent = os.times_result((99.0, 0.0, 0.0, 0.0, 0.0))
+    assert others.cores() == 0.0

@@ -1,0 +1,53 @@
+"""Whether a profile that was measured is still of this machine: its cores, memory, device and drives."""
+
+from pathlib import Path
+
+from penstock.config import format_size
+from penstock.hardware import system
+from penstock.hardware.machine import Device, Drive, Machine
+
+_ROOT = Path("/")
+_LESS = 0.95
+"""Share of its memory with which a machine is the one that it was: what is reserved differs a little."""
+
+
+def outdated(machine: Machine, root: Path = _ROOT) -> str | None:
+    """Why a profile is not of this machine as it is now; None: it is, or it does not tell when it was measured."""
+    if machine.measured is None:
+        return None
+    now = system.look(root)
+    if now.cores != machine.host.cores:
+        return f"it was measured with {_cores(machine.host.cores)}, and this process may use {now.cores}"
+    if now.memory < _LESS * machine.host.memory:
+        return (
+            f"it was measured with {format_size(machine.host.memory)} of memory, and this process may use "
+            f"{format_size(now.memory)}"
+        )
+    there = _devices(machine.device, root)
+    if there is not None and machine.device.name not in there:
+        return f"it was measured on {machine.device.name}, and this machine has {' and '.join(sorted(there)) or 'none'}"
+    return None
+
+
+def is_gone(drive: Drive) -> bool:
+    """Whether what was measured in a drive's directory is no longer mounted there, as far as its profile tells."""
+    return drive.mount is not None and mount_point(Path(drive.path)) != drive.mount
+
+
+def mount_point(path: Path) -> str:
+    """Where the file system is mounted that a directory is on, or will be on once it is made."""
+    real = path.resolve()
+    return str(next(folder for folder in (real, *real.parents) if folder.is_mount()))
+
+
+def _devices(device: Device, root: Path) -> set[str] | None:
+    """The names of the devices of this kind that are there; None: that cannot be told without the device's library."""
+    if device.kind == "cpu":
+        return {system.cpu_name(root)}
+    if not device.name.startswith("NVIDIA") or (root / "dev/dxg").exists():
+        return None
+    return system.nvidia_names(root)
+
+
+def _cores(count: int) -> str:
+    return f"{count} core{'s' * (count != 1)}"

@@ -1,0 +1,47 @@
+"""What a run of so many steps takes of time and of its drives' life, by the plan of one of them."""
+
+import math
+from dataclasses import dataclass
+
+from penstock.hardware.drives import spread, stripe_weights
+from penstock.planner.endurance import DAY
+from penstock.planner.forecast import Forecast
+
+_TB = 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeRun:
+    """``written``: bytes on the drives of a rank, repeated steps and commits of state in memory counted, snapshots not.
+    ``life``: the share of what they are rated for; None: nobody says what that is."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    written: float
+    life: float | None
+
+    @property
+    def days(self) -> float:
+        return self.seconds / DAY
+
+
+def whole_run(f: Forecast, steps: int) -> WholeRun:
+    """Training without a break; evaluations and the way to the first step are not counted."""
+    drives = f.task.machine.drives
+    known = [drive.tbw for drive in drives if drive.tbw is not None]
+    seconds = steps * f.choice.expected_seconds
+    written = f.written_per_day * seconds / DAY
+    rated = spread(known, stripe_weights(drives)) * _TB if known and len(known) == len(drives) else None
+    return WholeRun(
+        steps=steps,
+        tokens=steps * f.tokens,
+        seconds=seconds,
+        written=written,
+        life=None if rated is None else written / rated,
+    )
+
+
+def steps_for(f: Forecast, tokens: int) -> int:
+    """Steps that train on at least so many tokens."""
+    return math.ceil(tokens / f.tokens)
