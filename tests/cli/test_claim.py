@@ -112,7 +112,7 @@ def test_resume_on_other_data_is_refused(tmp_path: Path) -> None:
     for changes, says in (
         ({"micro_batch_size": 4}, "micro_batch_size=2, not 4"),
         ({"batch": BatchConfig(sequences=6)}, r"batch\.sequences=4, not 6"),
-        ({"data": replace(config.data, sequence_length=32)}, r"data=DataConfig.*sequence_length=64.*, not "),
+        ({"data": replace(config.data, sequence_length=32)}, r"with data\.sequence_length=64, not 32: "),
     ):
         with pytest.raises(ConfigError, match=says):
             step_found(replace(config, **changes))

@@ -72,7 +72,7 @@ def test_a_run_does_not_go_on_as_another_model(
 ) -> None:
     assert main(["train", str(config), "--steps", "1"]) == 0
     assert main(["train", str(config), "--resume", "--model", str(tmp_path / "other")]) == 2
-    assert "was started with model=" in capsys.readouterr().err
+    assert "was started with model.path=" in capsys.readouterr().err
 
 
 def test_weights_that_are_not_numbers_leave_nothing(

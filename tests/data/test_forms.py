@@ -308,13 +308,29 @@ def test_what_is_recognised_is_said_and_the_mapping_is_part_of_what_the_data_are
         _open(bpe, tmp_path / "run", sources[0], again, validation=held_out)
 
 
+@pytest.mark.parametrize(
+    ("template", "kind", "says"),
+    [
+        (True, None, "each a chat in the tokenizer's template"),
+        (True, "completion", "in Alpaca's words"),
+        (False, None, "in Alpaca's words, as the tokenizer has no chat template"),
+    ],
+)
+def test_how_an_instruction_is_read_is_said(tmp_path: Path, template: bool, kind: Any, says: str) -> None:
+    reader = open_source(SourceConfig(path=str(_written(tmp_path / "a.jsonl", ALPACA))), streaming=False)
+    assert not isinstance(reader, tuple)
+    example, _ = next(reader.read(None))
+    found = recognised(example, form_of(example, kind, template=template), template=template)
+    assert found == f"Alpaca's form (instruction, input, output), {says}"
+
+
 def test_penstocks_own_form_by_its_own_names_needs_no_word(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     for rows in (chats(1), [{"text": "a"}], [{"prompt": "a", "completion": "b"}]):
         path = _written(tmp_path / "a.jsonl", rows)
         reader = open_source(SourceConfig(path=str(path)), streaming=False)
         assert not isinstance(reader, tuple)
         example, _ = next(reader.read(None))
-        assert recognised(example, form_of(example, None, template=True)) is None
+        assert recognised(example, form_of(example, None, template=True), template=True) is None
 
 
 def test_a_stream_that_goes_on_reads_what_it_began_with(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from penstock import files
 from penstock.cli import removal
@@ -31,7 +32,7 @@ from penstock.cli.run_folder import (
 )
 from penstock.cli.run_record import Pending, Replaced, RunRecord
 from penstock.cli.run_snapshots import snapshots_of, step_kept
-from penstock.cli.settings import dump
+from penstock.cli.settings import dump, plain
 from penstock.config import TrainConfig
 from penstock.config.budget import is_of_rank
 from penstock.errors import ConfigError, StoreError
@@ -389,12 +390,22 @@ def check_same_data(config: TrainConfig, before: TrainConfig) -> None:
     before = replace(before, model=replace(before.model, trust_remote_code=config.model.trust_remote_code))
     for key in ("model", "data", "sequences_per_step", "micro_batch_size", "seed"):
         if getattr(before, key) != getattr(config, key):
-            name = "batch.sequences" if key == "sequences_per_step" else key
+            name = "batch" if key == "sequences_per_step" else key
+            name, was, now = _first_difference(plain(before)[name], plain(config)[name], name)
             raise ConfigError(
-                f"run={config.run!r} was started with {name}={getattr(before, key)!r}, not {getattr(config, key)!r}: "
-                "a resumed run must be the same model and see the same text, cut in the same way. Put it back, or "
-                "start another run"
+                f"run={config.run!r} was started with {name}={was!r}, not {now!r}: a resumed run must be the same "
+                "model and see the same text, cut in the same way. Put it back, or start another run"
             )
+
+
+def _first_difference(was: Any, now: Any, name: str) -> tuple[str, Any, Any]:
+    """The first setting within ``name`` that is not what it was, and what it was and is."""
+    inner: list[tuple[str, Any, Any]] = []
+    if isinstance(was, dict) and isinstance(now, dict):
+        inner = [(f"{name}.{key}", was.get(key), now.get(key)) for key in {**was, **now}]
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        inner = [(f"{name}[{place}]", *both) for place, both in enumerate(zip(was, now, strict=True))]
+    return next((_first_difference(w, n, key) for key, w, n in inner if w != n), (name, was, now))
 
 
 def is_complete(config: TrainConfig, done: int, ranks: int) -> str:

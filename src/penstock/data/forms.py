@@ -86,15 +86,14 @@ def is_list(value: Any) -> bool:
     return value.lstrip().startswith("[") if isinstance(value, str) else isinstance(value, Sequence)
 
 
-def recognised(example: Example, form: Form) -> str | None:
-    """What is to be said of the form in which a source is read; None: it is Penstock's own, by its own names."""
+def recognised(example: Example, form: Form, *, template: bool) -> str | None:
+    """What is to be said of the form in which a source is read; None: it is Penstock's own, by its own names.
+    ``template``: as in ``form_of``.
+    """
     if form in (INSTRUCTION_CHAT, INSTRUCTION_PROMPT):
         fields = [name for name in ("instruction", "input", "output") if name in example.fields]
-        how = (
-            "each a chat in the tokenizer's template"
-            if form is INSTRUCTION_CHAT
-            else "in Alpaca's words, as there is no chat template"
-        )
+        how = "each a chat in the tokenizer's template" if form is INSTRUCTION_CHAT else "in Alpaca's words"
+        how += "" if template or form is INSTRUCTION_CHAT else ", as the tokenizer has no chat template"
         return f"Alpaca's form ({_named(example, fields)}), {how}"
     if form.kind == "chat":
         name = form.needs[0]
