@@ -167,7 +167,9 @@ def test_earlier_turns_and_the_systems_words_of_an_instruction_are_kept(
     said = [("system", "be brief"), ("user", "p"), ("assistant", "b"), ("user", "q"), ("assistant", "a")]
     own = {"messages": [{"role": role, "content": text} for role, text in said]}
     path = _written(tmp_path / "a.jsonl", [row])
-    _same(_documents(bpe, path), _documents(bpe, _written(tmp_path / "own.jsonl", [own])))
+    expected = _documents(bpe, _written(tmp_path / "own.jsonl", [own]))
+    _same(_documents(bpe, path), expected)
+    _same(_documents(bpe, _written(tmp_path / "a.csv", [{**row, "input": ""}])), expected)
     with pytest.raises(
         ConfigError, match="line 1: 'history' has earlier turns, and the tokenizer has no chat template"
     ):

@@ -30,15 +30,25 @@ def messages_of(example: Example, field: str) -> list[Message]:
     Raises:
         ConfigError: they are no messages.
     """
-    turns = example.fields[field]
-    if isinstance(turns, str) and turns.lstrip().startswith("["):
-        turns = _parsed(turns, example, example.called(field))
+    turns = list_in(example, field)
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise ConfigError(f"{example.place}: {example.called(field)} must be a list of messages, not {type_of(turns)}")
     messages = [_message(turn, example.place, number) for number, turn in enumerate(turns, start=1)]
     if messages[0]["role"] == "system":
         return messages
     return [*system_of(example), *messages]
+
+
+def list_in(example: Example, field: str) -> Any:
+    """A field's value; of JSON text of a list, as a table has it, the list.
+
+    Raises:
+        ConfigError: such text is not JSON.
+    """
+    value = example.fields.get(field)
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    return _parsed(value, example, example.called(field))
 
 
 def system_of(example: Example) -> list[Message]:

@@ -5,7 +5,7 @@ behind the instruction, as LLaMA-Factory has it. Elsewhere it is the prompt of S
 axolotl and torchtune put behind "Response:", and its completion.
 """
 
-from penstock.data.conversations import Message, system_of, type_of
+from penstock.data.conversations import Message, list_in, system_of, type_of
 from penstock.data.sources.reader import Example
 from penstock.errors import ConfigError
 
@@ -68,7 +68,7 @@ def _parts(example: Example) -> tuple[str, str, str]:
 
 def _history(example: Example) -> list[tuple[str, str]]:
     """The turns before: pairs of what was asked and what was answered."""
-    history = example.fields.get("history") or []
+    history = list_in(example, "history") or []
     pairs = history if isinstance(history, list) else [history]
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
