@@ -23,6 +23,7 @@ penstock: trains language models that do not fit in memory
   penstock reshard RUN --ranks N                     cut its state for another number of ranks
   penstock plan CONFIG.yaml | --model NAME           what a run will do on a machine, and what would help
   penstock simulate NAME|FILE [--costs MACHINE] ...  how long a schedule takes, and what memory it holds when
+  penstock runs [FOLDER ...] [--compare]             list runs; show what two differ in, and their figures side by side
   penstock report RUN [--svg] [--step N]             one HTML page of what a run did, beside what was predicted
   penstock doctor [--path DIR ...]                   measure this machine for plans, and say what is wrong with it
   penstock COMMAND --help                            what a command takes

@@ -1,11 +1,12 @@
 """Reads ``metrics.jsonl``: one line per step, the last of which a kill may have cut."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.config import TIERS, Tier
 from penstock.documents.text import parse_json
 from penstock.documents.typed import fits, shown
 from penstock.errors import ConfigError
@@ -14,6 +15,9 @@ from penstock.errors import ConfigError
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
     """The metrics of a step that the pictures need. None: not finite, or not evaluated after this step.
+
+    ``norm``: of all gradients before clipping; ``mfu``, ``share_of_product``: as docs/training.md has them; ``peak``:
+    bytes of memory taken at most.
 
     ``plan_change``: why its plan is another one than that of the step before; None: it is the same.
     """
@@ -24,6 +28,11 @@ class StepMetrics:
     seconds: float
     tokens: int
     written: int = 0
+    lr: float | None = None
+    norm: float | None = None
+    mfu: float | None = None
+    share_of_product: float | None = None
+    peak: Mapping[Tier, int] = field(default_factory=dict)
     plan_change: str | None = None
 
 
@@ -106,6 +115,11 @@ def _metrics(record: Any) -> StepMetrics:
         seconds=_time(record["seconds"]),
         tokens=tokens,
         written=_count(record.get("bytes_written") or 0),
+        lr=_finite(record.get("lr")),
+        norm=_finite(record.get("grad_norm")),
+        mfu=_finite(record.get("mfu")),
+        share_of_product=_finite(record.get("share_of_product")),
+        peak={tier: _count(most) for tier, most in (record.get("peak_bytes") or {}).items() if tier in TIERS},
         plan_change=_text(record.get("plan_change")),
     )
 

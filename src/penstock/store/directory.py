@@ -152,6 +152,22 @@ def sync_directory(path: Path) -> None:
         raise store_error(f"{path}: its names cannot be made durable: {e.strerror}: check the drive", e) from e
 
 
+def is_locked(directory: Path, *, name: str = LOCK) -> bool:
+    """Whether a process that writes has the lock of a directory now. One that starts in this very moment may find it
+    taken, and says so."""
+    try:
+        fd = files.descriptor(directory / name, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 class DirectoryLock:
     """An advisory lock (flock) on a directory. The kernel drops it when the process ends, however it ends.
 

@@ -1,0 +1,95 @@
+"""``penstock runs`` lists what a folder has and compares what it is given, without changing anything."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.cli.claim import RUN_LOCK
+from penstock.cli.run_figures import read_run
+from penstock.cli.settings import dump
+from penstock.config import Budget
+from penstock.store.directory import DirectoryLock
+from tests.reports import BUDGET
+from tests.runs import settings_for
+
+
+def made(folder: Path, *, done: int, steps: int = 4, lr: float = 1e-3, **more: Any) -> Path:
+    """A run's folder after so many steps."""
+    folder.mkdir(parents=True)
+    config = settings_for(folder, budget=Budget(**BUDGET, disk=folder / "store"), steps=steps)
+    config = replace(config, optimizer=replace(config.optimizer, lr=lr))
+    (folder / "config.yaml").write_text(dump(config))
+    lines = [
+        {
+            "step": n,
+            "loss": 8.0 / n,
+            "seconds": 10.0 if n == 1 else 2.0,
+            "tokens": 512,
+            "bytes_written": 1 << 20,
+            **more,
+        }
+        for n in range(1, done + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> tuple[str, str]:
+    assert main(["runs", *map(str, words)]) == code
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_runs_are_listed_with_how_far_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path / "whole", done=4)
+    made(tmp_path / "group" / "half", done=2, steps=1000, validation_loss=3.5)
+    made(tmp_path / "new", done=0)
+    out, err = said(capsys, tmp_path)
+    assert err == ""
+    rows = {line.split()[0].removeprefix(f"{tmp_path}/"): line.split()[1:] for line in out.splitlines()[1:]}
+    name = read_run(tmp_path / "whole").config.model.name
+    assert rows["whole"][:6] == [name, "complete", "4", "2.0000", "–", "256"], "the first step's time does not count"
+    assert rows["group/half"][:8] == [name, "stopped", "2", "of", "1,000", "4.0000", "3.5000", "256"]
+    assert rows["new"][:3] == [name, "not", "begun"]
+
+
+def test_a_run_that_a_process_has_is_training_and_goes_on(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", done=2)
+    lock = DirectoryLock(folder, name=RUN_LOCK)
+    assert read_run(folder).state == "training"
+    lock.release()
+    assert read_run(folder).state == "stopped"
+
+
+def test_runs_are_compared_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = made(tmp_path / "one", done=4, mfu=0.25, peak_bytes={"host": 3 << 20})
+    other = made(tmp_path / "other", done=2, lr=2e-3)
+    out, _ = said(capsys, one, other, "--compare")
+    settings, figures = (
+        {line.split("  ")[0]: line.split("  ")[1:] for line in part.splitlines()} for part in out.split("\n\n")
+    )
+    assert settings.keys() == {"settings that differ", "optimizer.lr"}, "where the run's own folder is does not count"
+    rows = {name: [cell.strip() for cell in cells if cell.strip()] for name, cells in figures.items()}
+    assert rows["steps"] == ["4", "2 of 4"]
+    assert rows["loss of the last step"] == ["2.0000", "4.0000"]
+    assert rows["loss of step 2"] == ["4.0000", "4.0000"]
+    assert rows["MFU"] == ["25%", "–"]
+    assert rows["host memory, peak"] == ["3 MiB", "0 B"]
+    assert rows["written to drives"] == ["4 MiB", "2 MiB"]
+    found = json.loads(said(capsys, one, other, "--json")[0])
+    assert {run["folder"]: run["settings"]["optimizer.lr"] for run in found} == {str(one): 1e-3, str(other): 2e-3}
+
+
+def test_what_cannot_be_shown_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not exist: give a folder" in said(capsys, tmp_path / "none", code=2)[1]
+    assert "there is no run in" in said(capsys, tmp_path, code=2)[1]
+    made(tmp_path / "good", done=1)
+    assert "--compare needs two runs or more, and there is 1 in" in said(capsys, tmp_path, "--compare", code=2)[1]
+    (made(tmp_path / "bad", done=1) / "config.yaml").write_text("steps: [")
+    out, err = said(capsys, tmp_path, code=1)
+    assert "good" in out
+    assert f"not shown: {tmp_path / 'bad'}" in err
