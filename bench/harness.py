@@ -43,13 +43,15 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step as a side reported it: seconds, mean loss, and bytes of memory and disk traffic."""
+    """One step as a side reported it: seconds, mean loss, and bytes of memory and disk traffic. ``compute``: as
+    ``bench.workload.Report``."""
 
     seconds: float
     loss: float
     peak_rss: int
     read: int
     written: int
+    compute: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

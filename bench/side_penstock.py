@@ -31,12 +31,16 @@ def train(work: Work, report: Report, device: str, host: str) -> None:
         for step in range(work.steps):
             start = time.perf_counter()
             stats = engine.step(tokens.step(step))
-            report.step(seconds=time.perf_counter() - start, loss=stats.loss)
+            seconds, predicted = time.perf_counter() - start, engine.prediction
+            report.step(
+                seconds=seconds,
+                loss=stats.loss,
+                compute=None if predicted is None else predicted.work(0).get("compute"),
+            )
             if step == 0:
                 print(engine.plan.describe(), flush=True)
-                if engine.prediction is not None:
-                    bound = engine.prediction.lower_bound
-                    print(f"predicted: {engine.prediction.time:.1f} s, at least {bound:.1f} s", flush=True)
+                if predicted is not None:
+                    print(f"predicted: {predicted.time:.1f} s, at least {predicted.lower_bound:.1f} s", flush=True)
     shutil.rmtree(store)
 
 

@@ -190,8 +190,9 @@ class Report:
         self._path.write_text("")
         self._disk = disk_bytes()
 
-    def step(self, *, seconds: float, loss: float) -> None:
-        """Record a step: its wall time, its mean loss, and what ``/proc`` says of memory and disk traffic."""
+    def step(self, *, seconds: float, loss: float, compute: float | None = None) -> None:
+        """Record a step: its wall time, its mean loss, and what ``/proc`` says of memory and disk traffic. ``compute``:
+        seconds that its forwards and backwards would take alone; None: the side does not know."""
         before, self._disk = self._disk, disk_bytes()
         record = {
             "seconds": seconds,
@@ -199,6 +200,7 @@ class Report:
             "peak_rss": peak_rss(),
             "read": self._disk[0] - before[0],
             "written": self._disk[1] - before[1],
+            "compute": compute,
         }
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")

@@ -90,10 +90,12 @@ class Outcome:
 
     @property
     def bound(self) -> float:
-        """Penstock's lower bound in seconds: what it moved, at the disk's rates, reads beside writes."""
+        """Penstock's lower bound in seconds: what it moved, at the disk's rates, reads beside writes beside what its
+        forwards and backwards take alone, as ``wrap`` has measured them."""
         steps = [step for run in self.runs["penstock"] for step in run.measured]
         read = statistics.median(step.read for step in steps) / self.case.limit.read
-        return max(read, statistics.median(step.written for step in steps) / self.case.limit.write)
+        compute = statistics.median(step.compute or 0.0 for step in steps)
+        return max(read, statistics.median(step.written for step in steps) / self.case.limit.write, compute)
 
     @property
     def of_bound(self) -> float:
@@ -245,7 +247,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps per process, the first of which is warm-up")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads of either side")
     parser.add_argument("--device", default="256MiB", help="Penstock's device budget")
-    parser.add_argument("--host", default="512MiB", help="Penstock's host budget")
+    parser.add_argument("--host", default="1GiB", help="Penstock's host budget")
     parser.add_argument("--pipeline", action=argparse.BooleanOptionalAction, default=True, help="DeepSpeed's")
     parser.add_argument("--sub-group", type=int, default=30_000_000, help="DeepSpeed's, in elements")
     parser.add_argument("--no-record", action="store_true", help="print, but leave the results file alone")

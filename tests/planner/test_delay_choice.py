@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.config import Budget
+from penstock.planner.ask import plan
 from penstock.planner.question import Question
 from penstock.schedule.place import Format
 from penstock.schedule.program import ALIGN, Program
@@ -60,3 +62,30 @@ def test_the_delay_that_is_chosen_is_within_three_percent_of_the_best_forced_one
     open_ = of()
     forced = (searched(replace(open_, request=replace(open_.request, delay=delay))) for delay in (0.0, 0.3, 0.4))
     assert searched(open_).expected_seconds <= 1.03 * min(choice.expected_seconds for choice in forced)
+
+
+def test_a_delay_is_chosen_where_memory_is_too_small_for_the_usual_buffers_beside_large_chunks() -> None:
+    """The device has no room for the usual ones whatever the chunks are; host memory has for small chunks."""
+    model = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 12, "n_head": 16, "vocab_size": 8192, "n_positions": 256}
+    rates = {"h2d": 6e9, "d2h": 6e9, "h2d_both": 4e9, "d2h_both": 4e9}
+    machine = replace(
+        MACHINE,
+        host=replace(MACHINE.host, copy=8e9, optimizer={"adamw.fp32": 1e9}),
+        device=replace(MACHINE.device, memory=24 << 30, flops={"fp32": 2e11}, **rates),
+        drives=(replace(DRIVE, read=2e8, write=1e8, read_both=2e8, write_both=1e8),),
+    )
+    budget = Budget(device=256 * MIB, host=512 * MIB, disk=DRIVE.path, weights="disk", state="disk")
+    chosen, forced = (
+        plan(
+            {**model, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0},
+            machine=machine,
+            budget=budget,
+            micro_batches=4,
+            micro_batch_size=4,
+            sequence_length=128,
+            precision="fp32",
+            delay=delay,
+        ).forecast.step_seconds
+        for delay in (None, 0.2)
+    )
+    assert chosen <= 1.03 * forced

@@ -15,6 +15,7 @@ from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.probes import Probes
 from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Limits, Pattern, Rounding
+from penstock.planner.update_mode import DELAY_STEP
 from penstock.schedule.place import Depths, Settings
 from penstock.sim.costs import Costs
 
@@ -22,7 +23,8 @@ CHUNKS = tuple(2**power for power in range(16, 29))
 EQUAL = 1.005
 """Estimates that differ by no more than this are as good as each other."""
 FIRST = 4
-"""proposals of the linear programs that are simulated before the neighbours of the best"""
+"""so many of the linear programs' proposals with different tiers or patterns, and so many with different delays or
+chunks, are simulated before the neighbours of the best"""
 
 _FEW_CHUNKS = (2**24, 2**20, 2**18, 2**16)
 """where one size has to do: the first that fits"""
@@ -83,7 +85,8 @@ class Proposals:
         """
         screened = [(request, self._screened(request, self.q.delays_of(request))) for request in self.q.requests]
         bar = min((found[0][0] for _, found in screened if found), default=math.inf) * _PROMISING
-        return [(request, _best_delays(found)) for request, found in screened if found and found[0][0] <= bar]
+        worth = [(request, found) for request, found in screened if found and found[0][0] <= bar]
+        return [(request, _best_delays([*found, *self._between(request, found)])) for request, found in worth]
 
     def least_relaxed(self, request: Request, delays: Iterable[float]) -> float:
         """Expected seconds of the best relaxed optimum for these delays."""
@@ -105,6 +108,14 @@ class Proposals:
                 break
         return sorted(found)
 
+    def _between(self, request: Request, screened: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """The same of the delays beside the best of those that were screened, where that is one of several."""
+        if len(screened) < 2:
+            return []
+        known, best = {delay for _, delay in screened}, screened[0][1]
+        near = (round(best + step, 6) for step in (-DELAY_STEP, DELAY_STEP))
+        return [one for d in near if 0 <= d <= max(known) and d not in known for one in self._screened(request, (d,))]
+
     def least(self, request: Request) -> float:
         """Expected seconds of the best shares, for the first chunk size that fits and the better of a few delays;
         infinite if none does."""
@@ -118,14 +129,14 @@ class Proposals:
 
     def _first_fitting(self, request: Request, delay: float) -> PlacementLP | None:
         """The better program of two chunk sizes: the largest of a few with which anything fits, and the largest that
-        leaves room for pools of the usual depth, which a delay may not find beside larger chunks."""
+        leaves room for host pools of the usual depth, which a delay may not find beside larger chunks."""
         smallest = None if self.q.unstartable else self.smallest(request)
         if smallest is None or not smallest.fits:
             return None
         base, found = base_placement(request), list[PlacementLP]()
         for chunk in (*(c for c in _FEW_CHUNKS if c > smallest.s.chunk), smallest.s.chunk):
             settings = self._deepest(replace(settings_of(request, base, chunk, Depths()), delay=delay), request)
-            usual = settings is not None and settings.depths == Depths()
+            usual = settings is not None and settings.depths.state == _HOST_DEPTHS[0]
             if settings is not None and (usual or not found):
                 found.append(self._keeping(settings, request))
             if usual:
@@ -342,14 +353,17 @@ class Proposals:
         return round(float(self._counters[key].of(settings.place).sum()))
 
 
-def _best_delays(screened: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """Of (seconds, delay): the middle of those that are as good as the best, which leaves lanes the most room, and none
-    at all beside it."""
-    if not screened:
+def _best_delays(screened: Iterable[tuple[float, float]]) -> tuple[float, ...]:
+    """Of (seconds, delay): the middle of those that are as good as the best, which leaves lanes the most room; the next
+    one that promises something; and none at all beside them."""
+    by_seconds = sorted(screened)
+    if not by_seconds:
         return ()
-    least = min(screened)[0]
-    good = sorted(delay for seconds, delay in screened if seconds <= least * EQUAL)
-    return tuple(dict.fromkeys((good[len(good) // 2], *(delay for _, delay in screened if not delay))))
+    least = by_seconds[0][0]
+    good = sorted(delay for seconds, delay in by_seconds if seconds <= least * EQUAL)
+    middle = good[len(good) // 2]
+    others = [delay for seconds, delay in by_seconds if delay not in (0, middle) and seconds <= least * _PROMISING]
+    return tuple(dict.fromkeys((middle, *others[:1], *(delay for _, delay in by_seconds if not delay))))
 
 
 def _too_little_disk(request: Request, settings: Settings, limits: Limits) -> str:

@@ -40,7 +40,7 @@ from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 
-SIMULATIONS = 24
+SIMULATIONS = 36
 
 _DEEPEST = 8
 _BETTER = 0.998
@@ -302,12 +302,13 @@ class _Search:
         """Simulate the first of some proposals; the least that is possible, now that there are these.
 
         Of estimates that are as good as equal first those without a delay, which costs something at the start and at
-        each evaluation. Then the largest chunks, which let the lanes run further ahead and leave, with their few ops,
-        more simulations to come. Then what works and moves least.
+        each evaluation. Then those with pools of the usual depth, where reads, steps and writes need not take turns.
+        Then the largest chunks, which let the lanes run further ahead and leave, with their few ops, more simulations
+        to come. Then what works and moves least.
         """
         best = min((p.estimate for p in proposals), default=math.inf)
         possible = min(best, possible)
-        proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, -p.settings.chunk, p.work))
+        proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, *_ahead(p.settings), p.work))
         for proposal in _different(proposals, FIRST):
             if not self._settled(possible):
                 self._try(proposal)
@@ -436,27 +437,26 @@ def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placemen
     )
 
 
+def _ahead(settings: Settings) -> tuple[int, int]:
+    """How far lanes run ahead of each other, least for the furthest: by the number of buffers, then by their size."""
+    return -settings.depths.state, -settings.chunk
+
+
 def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
-    """The best proposals, each with another combination of family, speculation, cast, stage, tiers or pattern. Two
-    patterns are one where all groups of a class live alike."""
-    chosen: list[Proposal] = []
-    kinds: set[tuple[object, ...]] = set()
+    """Of proposals, the best first, those to simulate: one for each way to come to the numbers, ``count`` with other
+    tiers or patterns, and ``count`` with other delays or chunks, since estimates hardly tell these apart. Two patterns
+    are one where all groups of a class live alike."""
+    ways: dict[object, Proposal] = {}
+    tiers: dict[object, Proposal] = {}
+    paces: dict[object, Proposal] = {}
     for p in proposals:
-        if any((p.request.family, p.settings) == (one.request.family, one.settings) for one in chosen):
-            continue
-        kind = (
-            p.request.family,
-            p.settings.speculate,
-            p.settings.cast,
-            p.settings.stage,
-            p.settings.place.checkpoints,
-            p.settings.place.gradients,
-            p.pattern,
-        )
-        if kind not in kinds:
-            kinds.add(kind)
-            chosen.append(p)
-    return chosen[:count]
+        settings, place = p.settings, p.settings.place
+        way = p.request.family, settings.speculate, settings.cast, settings.stage
+        ways.setdefault((way, settings.delay > 0), p)
+        tiers.setdefault((way, place.checkpoints, place.gradients, p.pattern), p)
+        paces.setdefault((way, settings.delay, settings.chunk), p)
+    chosen = (*ways.values(), *list(tiers.values())[:count], *list(paces.values())[:count])
+    return list({(p.request.family, p.settings): p for p in chosen}.values())
 
 
 def _changes(request: Request, settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
