@@ -192,7 +192,7 @@ class Report:
 
     def step(self, *, seconds: float, loss: float, compute: float | None = None) -> None:
         """Record a step: its wall time, its mean loss, and what ``/proc`` says of memory and disk traffic. ``compute``:
-        seconds that its forwards and backwards would take alone; None: the side does not know."""
+        seconds that its forwards and backwards take alone, at most; None: the side does not know."""
         before, self._disk = self._disk, disk_bytes()
         record = {
             "seconds": seconds,
