@@ -55,6 +55,7 @@ def test_a_run_trains_and_leaves_its_files(config: Path, tmp_path: Path, capsys:
     assert [m["step"] for m in metrics if "validation_loss" in m] == [2, 4, 6]
     assert [m["lr"] for m in metrics] == pytest.approx([1.5e-3] + [3e-3] * 5)
     assert settings.load(run / "config.yaml").steps == 6
+    assert "torch" in json.loads((run / "environment.json").read_text())
     out = capsys.readouterr().out
     assert f"loss     {metrics[0]['loss']:.4f} -> {metrics[-1]['loss']:.4f}" in out
     assert str(run / "trace.json") in out

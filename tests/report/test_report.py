@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.cli import main
+from penstock.cli.environment import write_environment
 from penstock.cli.report import Arguments, gather
 from penstock.cli.words import read_words
 from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
@@ -26,9 +28,10 @@ from penstock.report.causes import measured_bars
 from penstock.report.chrome import chrome_trace
 from penstock.report.colors import GROUPS
 from penstock.report.columns import Columns
+from penstock.report.curves import thinned
 from penstock.report.html import in_script
 from penstock.report.prediction import Prediction, parse_prediction
-from penstock.report.run_page import run_page, thinned
+from penstock.report.run_page import run_page
 from penstock.report.sentence import bottleneck, format_time, measured_bottleneck, verdict
 from penstock.report.series import Because, last_of_each_moment, parse_cause
 from penstock.report.simulated_page import simulated_page
@@ -276,7 +279,7 @@ def test_a_part_of_a_step_is_compared_with_nothing(tmp_path: Path, share: float,
     path = tmp_path / "trace.json"
     raw = path.read_bytes()
     path.write_bytes(raw[: int(share * len(raw))])
-    page = run_page(gather(tmp_path, 1)).partition('<script type="application/json"')[0].partition("<body>")[2]
+    page = run_page(gather(tmp_path, 1)).partition("<details>")[0].partition("<body>")[2]  # without the settings' names
     assert "Step 1 was cut" in page
     for word in ("bottleneck", "too high", "too low", "error", "%", "predicted", "bound", "share", "memory taken"):
         assert word not in page, word
@@ -346,6 +349,36 @@ def test_a_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
     assert not re.search(r"""\b(?:src|href)=["'](?!data:)""", page)
 
 
+def test_runs_are_drawn_over_one_another_and_told_apart(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        write_run(tmp_path / name)
+    line = {"step": 1, "loss": 9.0, "seconds": 2.0, "tokens": 512, "lr": 1e-3, "grad_norm": 0.5, "mfu": 0.25}
+    (tmp_path / "other" / "metrics.jsonl").write_text(json.dumps(line | {"peak_bytes": {"host": 1024}}) + "\n")
+    page = run_page(gather(tmp_path / "one", 2, [tmp_path / "other"]))
+    curves = {curve["key"]: curve for curve in _unpacked(page)[0]["curves"]}
+    assert [line["name"] for line in curves["loss"]["lines"]] == ["one", "other", "one, held out", "other, held out"]
+    assert curves["tokens"]["lines"][1]["points"] == [[1, 256.0]]
+    for key, value in (("lr", 1e-3), ("norm", 0.5), ("mfu", 0.25), ("host-memory", 1024)):
+        own, other = curves[key]["lines"]
+        assert (own["points"], other["points"]) == ([], [[1, value]])
+        assert own["style"] != other["style"]
+        assert f'id="{key}"' in page
+    assert "product" not in curves, "nobody has measured it"
+    for caption in ("Figures of the runs", "Settings that differ", "Settings"):
+        assert f"<h2>{caption}</h2>" in page
+
+
+def test_a_page_tells_settings_machine_and_versions(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert "Machine and versions" not in run_page(gather(tmp_path, 2)), "the run has not noted it"
+    (tmp_path / "environment.json").write_text("{")
+    assert "Machine and versions" not in run_page(gather(tmp_path, 2))
+    write_environment(tmp_path, "the processor", None)
+    page = run_page(gather(tmp_path, 2))
+    for name, value in (("torch", re.escape(torch.__version__)), ("memory", ".*iB"), ("optimizer.lr", r"0\.001")):
+        assert re.search(f'<th scope="row">{re.escape(name)}</th><td>{value}</td>', page)
+
+
 def test_curves_of_many_steps_keep_their_extremes() -> None:
     points: list[tuple[int, float | None]] = [(i, float(i % 100)) for i in range(50_000)]
     points[777] = (777, 1e6)
@@ -380,7 +413,11 @@ def test_sentences_name_the_bottleneck_and_the_distance_from_the_bound() -> None
     )
     assert bottleneck(8.0, work, work).startswith("Waiting is the bottleneck: even compute is busy for only 25%")
     assert bottleneck(0.0, {}, {}) == "The step has no work in it."
-    assert "1.25 times its lower bound of 2 s" in measured_bottleneck(2.5, work, 2.0)
+    apart = measured_bottleneck(2.5, work, 2.0)
+    assert "80% busy. That is measured. Its lower bound is predicted" in apart
+    assert "work takes 2 s. This step took 1.25 times that; the rest is waiting." in apart
+    slow = measured_bottleneck(2.62, {"compute": 2.6}, 2.0)
+    assert "1.31 times that; compute took 1.3 times that for its own work." in slow
     assert "the machine beats its profile" in measured_bottleneck(2.5, work, 3.0)
     assert verdict(2.0, 2.1) == "This step was predicted to take 2.1 s: 5.0% too high."
     assert verdict(2.0, 1.9) == "This step was predicted to take 1.9 s: 5.0% too low."
@@ -465,7 +502,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     ("words", "says"),
     [
         ([], "was given none"),
-        (["a", "b"], "a and b"),
+        (["a", "b", "c", "d", "e"], "5 runs on one page: at most 4"),
         (["a", "--colour", "red"], "there is no option --colour; penstock report takes --step"),
         (["a", "--step"], "--step needs a value"),
         (["a", "--step", "x"], "--step must be a whole number"),

@@ -1,6 +1,6 @@
 """``penstock report``: from a run's folder to a page, a Chrome trace and a picture."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,16 +8,19 @@ from typing import ClassVar
 
 from penstock import files
 from penstock.cli.disk_summary import allowed_per_day
+from penstock.cli.environment import read_environment
+from penstock.cli.run_figures import RunFigures, read_run
 from penstock.cli.run_folder import settings_file, settings_of
 from penstock.cli.run_record import RunRecord
+from penstock.cli.runs import difference_rows, figure_rows, shown_value
 from penstock.cli.words import Words
 from penstock.config import Tier, TrainConfig
 from penstock.errors import ConfigError
 from penstock.report.chrome import chrome_trace
-from penstock.report.metrics_file import read_metrics
+from penstock.report.curves import MOST_RUNS
 from penstock.report.picture import draw
 from penstock.report.prediction import read_prediction
-from penstock.report.run_page import Report, run_page
+from penstock.report.run_page import Report, Table, run_page
 from penstock.report.trace_file import choose_step, read_traces
 
 
@@ -25,7 +28,8 @@ from penstock.report.trace_file import choose_step, read_traces
 class Arguments(Words):
     """penstock report: what a run did, beside what it was predicted to do
 
-      penstock report RUN [options]   RUN is the folder that penstock train wrote
+      penstock report RUN [options]           RUN is the folder that penstock train wrote
+      penstock report RUN OTHER ... [options] the same, with the curves of other runs over its own, and what differs
 
     | option | meaning |
     |---|---|
@@ -38,11 +42,12 @@ class Arguments(Words):
     """
 
     command: ClassVar[str] = "penstock report"
-    takes: ClassVar[str] = "one run's folder"
-    operands: ClassVar[tuple[str, ...]] = ("folder",)
+    takes: ClassVar[str] = "a run's folder, and perhaps those of others"
+    operands: ClassVar[tuple[str, ...]] = ("folder", "others")
     endings: ClassVar[Mapping[str, str]] = {"svg": ".svg", "png": ".png"}
 
     folder: Path
+    others: tuple[Path, ...] = ()
     step: int | None = None
     out: Path | None = None
     svg: Path | bool = False
@@ -50,6 +55,13 @@ class Arguments(Words):
     trace: Path | None = None
 
     def __post_init__(self) -> None:
+        if pictures := [path for path in self.others if path.suffix in self.endings.values()]:
+            raise ConfigError(
+                f"{self.command} takes {self.takes}, and was given {self.folder} and {pictures[0]}: a picture's name "
+                "follows its option, and ends as that says (--svg FILE.svg, --png FILE.png)"
+            )
+        if len(self.others) >= MOST_RUNS:
+            raise ConfigError(f"{1 + len(self.others)} runs on one page: at most {MOST_RUNS} can be told apart")
         for key, ending in self.endings.items():
             if isinstance(path := getattr(self, key), Path) and path.suffix != ending:
                 raise ConfigError(f"{key}={str(path)!r}: the file's name must end in {ending}")
@@ -68,7 +80,7 @@ def run(arguments: Arguments) -> int:
     Raises:
         ConfigError: the folder is not a run's, holds no trace, or a file cannot be read or written.
     """
-    found = gather(arguments.folder, arguments.step)
+    found = gather(arguments.folder, arguments.step, arguments.others)
     put = partial(_put, run=arguments.folder)
     _write(arguments.out or arguments.folder / "report.html", lambda path: put(path, run_page(found)))
     for picture in arguments.pictures:
@@ -78,8 +90,8 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def gather(folder: Path, step: int | None) -> Report:
-    """Read a run's folder.
+def gather(folder: Path, step: int | None, others: Sequence[Path] = ()) -> Report:
+    """Read a run's folder, and what is drawn over it of ``others``.
 
     Raises:
         ConfigError: it is not a run's folder, holds no trace, or a file in it is damaged.
@@ -90,16 +102,39 @@ def gather(folder: Path, step: int | None) -> Report:
     prediction = read_prediction(folder / "prediction.json")
     record = RunRecord.read(folder)
     ranks = 1 if record is None else record.ranks
+    runs = [read_run(path) for path in (folder, *others)]
     return Report(
         name=folder.resolve().name,
         description=_description(config, ranks),
         step=choose_step(steps, step),
         traced=len(steps),
-        metrics=read_metrics(folder / "metrics.jsonl"),
+        metrics=runs[0].metrics,
         prediction=prediction,
         budget=_budget(config, ranks) if prediction is None else prediction.budget,
         allowed=allowed_per_day(config.budget, ranks),
+        others=[(_short(run.folder, folder), run.metrics) for run in runs[1:]],
+        tables=tuple(_tables(runs, read_environment(folder))),
     )
+
+
+def _short(folder: Path, beside: Path) -> str:
+    """A run's name on the page of another: its folder's, or all of it where that is the other's too."""
+    folder, beside = folder.resolve(), beside.resolve()
+    return str(folder) if folder.name == beside.name else folder.name
+
+
+def _tables(runs: Sequence[RunFigures], environment: Mapping[str, str]) -> Iterator[Table]:
+    first = runs[0]
+    if len(runs) > 1:
+        names = [str(run.folder) for run in runs]
+        yield Table(caption="Figures of the runs", heads=["", *names], rows=list(figure_rows(runs)), shown=True)
+        rows = list(difference_rows(runs)) or [["none", *("" for _ in runs)]]
+        yield Table(caption="Settings that differ", heads=["", *names], rows=rows, shown=True)
+    settings = [[key, shown_value(value)] for key, value in first.settings.items()]
+    yield Table(caption="Settings", heads=["setting", "value"], rows=settings)
+    if environment:
+        rows = [[key, value] for key, value in environment.items()]
+        yield Table(caption="Machine and versions of the last start", heads=["", ""], rows=rows)
 
 
 def _budget(config: TrainConfig, ranks: int) -> dict[Tier, int]:

@@ -37,6 +37,7 @@ _FILES = (
     METRICS,
     "data.json",
     "kept.json",
+    "environment.json",
     IDS,
 )
 _MODEL = "model"

@@ -87,29 +87,32 @@ def listed(runs: Sequence[RunFigures]) -> list[str]:
 def compared(runs: Sequence[RunFigures]) -> list[str]:
     """Settings that differ, then figures; a column for each run."""
     names = [str(run.folder) for run in runs]
-    differ = list(_differences(runs))
+    differ = list(difference_rows(runs))
     lines = _table(["settings that differ", *names], differ, left=1) if differ else ["Their settings are the same."]
-    return [*lines, "", *_table(["figures", *names], list(_figures(runs)), left=1)]
+    return [*lines, "", *_table(["figures", *names], list(figure_rows(runs)), left=1)]
 
 
-def _differences(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
+def difference_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
+    """A row for each setting that is not the same in all runs."""
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = [run.settings.get(key, _MISSING) for run in runs]
         if any(value != values[0] for value in values):
-            yield [key, *map(_value, values)]
+            yield [key, *map(shown_value, values)]
 
 
 _MISSING = object()
 
 
-def _value(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """A setting's value for people."""
     if value is _MISSING:
         return "–"
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def _figures(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
+def figure_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
+    """A row for each figure, with a cell for each run."""
     yield ["state", *(run.state for run in runs)]
     yield ["steps", *map(_steps, runs)]
     yield ["last step (UTC)", *(f"{run.last:%Y-%m-%d %H:%M}" for run in runs)]

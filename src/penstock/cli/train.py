@@ -13,6 +13,7 @@ from torch import nn
 from penstock.cli.claim import is_complete
 from penstock.cli.disk_summary import cost_of_a_kill, space
 from penstock.cli.durable import in_words, with_durability
+from penstock.cli.environment import write_environment
 from penstock.cli.joint import Joint, joint
 from penstock.cli.kept_files import KeptFiles, kept_of, vouched_by
 from penstock.cli.launch import launched
@@ -40,7 +41,7 @@ from penstock.data.stream import Prepared
 from penstock.data.summary import summary_of
 from penstock.data.tokenizer import pad_id
 from penstock.engine.arguments import WrapArguments
-from penstock.engine.device import kind_of, resolve_device
+from penstock.engine.device import kind_of, name_of, resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
@@ -132,7 +133,8 @@ def _start(
     data = ranks.after_first("data", lambda: _open_data(config, display, run, model, new=new))
     ranks.agree("data", data.identity.fingerprint)
     kept = ranks.once("what the run keeps", lambda: _keep(run.folder, data))
-    return _train(config, display, run, make_engine, parameter_count(model.model), data, kept, cut, measure, weighed)
+    count = parameter_count(model.model)
+    return _train(config, display, run, make_engine, count, data, kept, cut, measure, weighed, profile)
 
 
 def _as_before(config: TrainConfig, ranks: int) -> TrainConfig:
@@ -192,6 +194,7 @@ def _train(
     cut: Cut,
     measure: Yardstick,
     weighed: Weighed | None,
+    profile: Machine | None,
 ) -> int:
     """The run in a folder that is its own."""
     config, folder, ranks = _in_steps(config, data), run.folder, run.ranks
@@ -244,6 +247,8 @@ def _train(
             display.say(is_complete(config, engine.step_count, ranks.size))
             return 0
         ranks.once("settings of the run", lambda: write_settings(folder, config))
+        if ranks.rank == 0:
+            write_environment(folder, name_of(resolve_device(config.device)), profile)
         code = run_steps(stretch, missed)
     if ranks.rank:
         return code

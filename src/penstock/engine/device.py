@@ -57,3 +57,8 @@ def check_room(device: torch.device, budget: Budget, model: nn.Module) -> None:
 def kind_of(device: torch.device) -> DeviceKind:
     """The kind of a device that ``resolve_device`` has found."""
     return "cpu" if device.type == "cpu" else "cuda"
+
+
+def name_of(device: torch.device) -> str:
+    """What a device is called, for people."""
+    return "the processor" if device.type == "cpu" else accelerator.of(device).name(device)

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from html import escape
 from statistics import median
 
 from penstock.config import TIERS, Tier, format_size
 from penstock.report.causes import measured_bars
 from penstock.report.columns import Columns, Names
+from penstock.report.curves import Curve, Run, curves_of
 from penstock.report.html import Figure, Page, table
 from penstock.report.metrics_file import StepMetrics
 from penstock.report.prediction import Prediction, predicted_bars
@@ -18,14 +21,23 @@ from penstock.schedule.ir.lanes import LANES, Lane
 _DAY = 86400.0
 _CHANGES = 10
 """Changes of plan that a page tells, the last ones."""
-_POINTS = 2000
-"""Steps that a curve is drawn through at most; of more, the lowest and the highest of each stretch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """``shown``: whether it is open when the page is."""
+
+    caption: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    shown: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """The facts about a run that its page shows. ``budget``: bytes that tiers were given. ``traced``: how many of its
-    steps are traced. ``allowed``: bytes a day that its drives may be written; None: any.
+    steps are traced. ``allowed``: bytes a day that its drives may be written; None: any. ``others``: runs whose curves
+    are drawn over its own. ``tables``: more tables, below all else.
     """
 
     name: str
@@ -36,6 +48,13 @@ class Report:
     prediction: Prediction | None
     budget: Mapping[Tier, int]
     allowed: float | None = None
+    others: Sequence[Run] = ()
+    tables: Sequence[Table] = ()
+
+    @cached_property
+    def curves(self) -> Sequence[Curve]:
+        predicted = None if self.prediction is None else self.prediction.time
+        return curves_of([(self.name, self.metrics), *self.others], predicted)
 
     @property
     def settled(self) -> Sequence[StepMetrics]:
@@ -69,7 +88,7 @@ def run_page(report: Report) -> str:
         "sides": sides,
         "names": names.texts,
         "budget": dict(report.budget),
-        "curves": _curves(report),
+        "curves": [curve.to_json() for curve in report.curves],
     }
     page = Page(
         eyebrow=f"Run report · {report.description}" if report.description else "Run report",
@@ -191,12 +210,16 @@ def _peaks(report: Report) -> list[Figure]:
 
 def _sections(report: Report) -> str:
     parts = [f"<section><h2>Lanes in step {report.step.step}</h2>{_lane_table(report)}</section>"]
-    if report.metrics:
-        parts.insert(
-            0,
-            '<section class="pair"><figure><h2>Loss</h2><div id="loss" class="curve"></div></figure>'
-            '<figure><h2>Time of each step</h2><div id="seconds" class="curve"></div></figure></section>',
+    if report.curves:
+        figures = (
+            f'<figure><h2>{escape(curve.title)}</h2><div id="{curve.key}" class="curve"></div></figure>'
+            for curve in report.curves
         )
+        parts.insert(0, f'<section class="pair">{"".join(figures)}</section>')
+    for one in report.tables:
+        head = f"<summary><h2>{escape(one.caption)}</h2></summary>"
+        body = table(one.heads, one.rows, caption=one.caption)
+        parts.append(f"<section><details{' open' * one.shown}>{head}{body}</details></section>")
     return "\n".join(parts)
 
 
@@ -269,27 +292,3 @@ def _rate(step: MeasuredStep, lane: Lane) -> str:
 
 def _share(step: MeasuredStep, lane: Lane) -> str:
     return f"{step.busy.get(lane, 0.0) / step.time:.0%}"
-
-
-def _curves(report: Report) -> dict[str, object]:
-    metrics = report.metrics
-    return {
-        "loss": thinned([(m.step, m.loss) for m in metrics]),
-        "validation": [(m.step, m.validation) for m in metrics if m.validation is not None],
-        "seconds": thinned([(m.step, m.seconds) for m in metrics]),
-        "predicted": None if report.prediction is None else report.prediction.time,
-        "shown": report.step.step,
-    }
-
-
-def thinned(points: Sequence[tuple[int, float | None]], limit: int = _POINTS) -> list[tuple[int, float]]:
-    """The points that have a value; of more than ``limit``, the lowest and the highest of each stretch of steps."""
-    known = [(step, value) for step, value in points if value is not None]
-    if len(known) <= limit:
-        return known
-    stretch = -(-2 * len(known) // limit)
-    kept: set[tuple[int, float]] = set()
-    for i in range(0, len(known), stretch):
-        part = known[i : i + stretch]
-        kept |= {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
-    return sorted(kept)

@@ -17,6 +17,8 @@ LANE_WORDS: dict[Lane, str] = {
 }
 
 
+_SLOWER = 1.02
+"""Times the predicted bound from which on a lane's own work has taken longer than predicted."""
 _BUSY = 0.6
 """Share of a step from which a lane that is busy for it counts as its bottleneck."""
 
@@ -69,7 +71,12 @@ def measured_bottleneck(time: float, busy: Mapping[Lane, float], lower_bound: fl
     bound = format_time(lower_bound)
     if time < lower_bound:
         return f"{first} This step is faster than its predicted lower bound of {bound}: the machine beats its profile."
-    return f"{first} This step takes {time / lower_bound:.3g} times its lower bound of {bound}."
+    slower, words = busy[lane] / lower_bound, LANE_WORDS[lane]
+    why = f"{words} took {slower:.3g} times that for its own work" if slower >= _SLOWER else "the rest is waiting"
+    return (
+        f"{first} That is measured. Its lower bound is predicted: by the machine's profile the busiest lane's work "
+        f"takes {bound}. This step took {time / lower_bound:.3g} times that; {why}."
+    )
 
 
 def verdict(measured: float, predicted: float) -> str:

@@ -91,23 +91,29 @@ class Curve {
   }
 }
 
+const UNITS = {
+  plain: { unit: (high) => plainUnit(high), format: (value) => significant(value, 5) },
+  time: { unit: timeUnit, format: (time) => formatTime(time) },
+  amount: { unit: amountUnit, format: formatAmount },
+  share: { unit: () => ({ factor: 100, name: "%" }), format: (share) => `${significant(share * 100, 3)} %` },
+};
+
+// Learning rates are small: their axis has a power of ten.
+function plainUnit(high) {
+  if (high === 0 || Math.abs(high) >= 1e-2) return { factor: 1, name: "" };
+  const power = Math.floor(Math.log10(Math.abs(high)) + 1e-9);
+  return { factor: 10 ** -power, name: `e${MINUS}${-power}` };
+}
+
 function drawCurves(tip) {
-  const { curves } = facts;
-  const plain = () => ({ factor: 1, name: "" });
-  const number = (value) => significant(value, 5);
-  const loss = document.getElementById("loss");
-  if (loss) {
-    const lines = [
-      { name: "loss", points: curves.loss, class: "measured" },
-      { name: "held-out loss", points: curves.validation, class: "held", only: true },
-    ];
-    const label = "loss of each step";
-    new Curve(loss, tip, { lines, levels: [], format: number, unit: plain, fromZero: false, label });
+  for (const { key, title, unit, lines, levels, from_zero: fromZero } of facts.curves) {
+    const styled = (entry) => ({ ...entry, class: entry.style });
+    new Curve(document.getElementById(key), tip, {
+      lines: lines.map(styled),
+      levels: levels.map(styled),
+      ...UNITS[unit],
+      fromZero,
+      label: title,
+    });
   }
-  const seconds = document.getElementById("seconds");
-  if (!seconds) return;
-  const levels = curves.predicted === null ? [] : [{ name: "predicted", value: curves.predicted, class: "predicted" }];
-  const lines = [{ name: "measured", points: curves.seconds, class: "measured" }];
-  const format = (time) => formatTime(time);
-  new Curve(seconds, tip, { lines, levels, format, unit: timeUnit, fromZero: true, label: "time of each step" });
 }
