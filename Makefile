@@ -12,7 +12,7 @@ BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt \
 # two thirds of its time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test faults products proofs sweep wheel lint bench
+.PHONY: demo test faults products proofs sweep wheel docs lint bench
 
 demo: $(READY)
 	$(BIN)/penstock train examples/demo.yaml --overwrite
@@ -51,9 +51,18 @@ wheel: $(READY)
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python -m pytest --campaign -m campaign
 
+# The documentation as a site: build/site/index.html. Pages lie as in the repository, so links are the same in both.
+PAGES := build/pages
+docs: .venv/.docs
+	rm -rf $(PAGES) && mkdir -p $(PAGES)/docs
+	cp README.md $(PAGES)/index.md && cp CHANGELOG.md CONTRIBUTING.md SECURITY.md $(PAGES)
+	cp docs/*.md docs/*.svg $(PAGES)/docs && cp -r examples $(PAGES)
+	sed -i 's|\.\./README\.md|../index.md|; s|\[\(bench/results\)\](bench/results)|`\1`|' $(PAGES)/*.md $(PAGES)/docs/*.md
+	$(BIN)/zensical build --strict --clean
+
 lint: $(READY)
-	$(BIN)/ruff check src tests bench examples
-	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/ruff check src tests bench examples docs
+	$(BIN)/ruff format --check src tests bench examples docs
 	$(BIN)/mypy
 
 bench: $(READY)
@@ -72,6 +81,10 @@ bench: $(READY)
 
 # torch goes first and pinned, so that nothing else picks another build of it. The native library is built here, too.
 # Python compiles a module when it is first imported; pip would spend a minute on all that nobody imports.
+.venv/.docs: $(READY) pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[docs]'
+	touch $@
+
 $(READY): $(BUILT_FROM)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Penstock needs Python 3.11 or newer, this is " + sys.version'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

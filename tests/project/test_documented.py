@@ -80,9 +80,12 @@ NOT_RUN = {
     "make test": "this is it",
     "make lint": "the checks run it",
     "make faults": "nine minutes",
+    "make docs": "half a minute; test_site.py looks at the pages",
+    "make wheel": "some minutes; test_wheel.py is a part of it",
     ".ci/run": "it runs this test",
     "penstock doctor --path": "it measures for a minute; test_doctor.py runs it",
     "penstock plan examples/sft-8b-24gb.yaml": "it searches for half a minute; test_examples.py plans it in short",
+    "penstock plan --model llama-8b": "it searches for seconds; test_cli_plan.py plans others",
     "penstock plan --model gpt-65b": "it searches for ten seconds; test_cli_plan.py plans it",
 }
 
