@@ -7,9 +7,9 @@ each of three seeds, in fp32 on one core, by the optimizer's own kernels. A seed
 and the same batches in the same order. Required of each compact form: its mean held-out loss after the last step is
 above that of its fp32 form by no more than the spread of the fp32 form's seeds, and by no more than 0.5%.
 
-A run takes about ten minutes of one quiet core and is kept, one line of ``bench/results/loss_parity.jsonl``; only those
-are done that are not there yet for these settings, this text and this optimizer. Started twice at once, the command
-shares the runs. At its end it draws ``docs/loss_parity.svg`` and makes the table, from all that is kept.
+A run takes ten to twenty minutes of one quiet core and is kept, one line of ``bench/results/loss_parity.jsonl``; only
+those are done that are not there yet for these settings, this text and this optimizer. Started twice at once, the
+command shares the runs. At its end it draws ``docs/loss_parity.svg`` and makes the table, from all that is kept.
 """
 
 import argparse
