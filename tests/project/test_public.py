@@ -88,6 +88,7 @@ PLAN = {
     "stage": None,
     "disk_free": None,
     "tbw": None,
+    "tokens": None,
 }
 
 ENGINE = {

@@ -281,6 +281,19 @@ def test_an_op_is_found_by_its_id(opened: Page) -> None:
     assert opened.view() == (low, high)
 
 
+def test_an_op_is_found_by_a_part_of_its_id_and_again_the_next_one(opened: Page) -> None:
+    ids = [op.id for op in offload_schedule().ops if "1m" in op.id]
+    opened.page.locator("#find").fill("1M")
+    told, starts = [], []
+    for _ in range(2 * len(ids) + 1):
+        opened.page.locator("#find").press("Enter")
+        told.append(opened.page.locator("#tip").inner_text().split()[0])
+        starts.append(opened.js("() => { const { part, op } = penstock.timeline.hover; return part.side.start[op]; }"))
+    assert sorted(told[:-1]) == sorted(2 * ids), "predicted and measured, each once"
+    assert starts[:-1] == sorted(starts[:-1])
+    assert told[-1] == told[0], "and over again"
+
+
 def test_every_op_is_found_under_the_pointer(opened: Page) -> None:
     """Zoomed in on, the op in the middle of the screen is the one that was asked for, in both sides."""
     wrong = opened.js(

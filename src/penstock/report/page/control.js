@@ -118,21 +118,38 @@ class Control {
     box.reportValidity();
   }
 
-  // Bring an op into view, as if it were pointed at: an id, or a rank and an id, as in 3:F2m0.
+  // Bring an op into view, as if it were pointed at: an id, or a rank and an id, as in 3:F2m0. Where no op is called so,
+  // the first whose id has the text in it; asked for again, the next one.
   find(text) {
     const [, rank, name] = /^(?:(\d+):)?(.*)$/.exec(text.trim());
-    const id = facts.names.indexOf(name);
-    for (const band of id < 0 ? [] : this.timeline.bands) {
-      if (rank !== undefined && band.rank !== Number(rank)) continue;
+    const bands = this.timeline.bands.filter((band) => rank === undefined || band.rank === Number(rank));
+    let places = this.places(bands, (id) => id === name);
+    if (!places.length) {
+      places = this.places(bands, (id) => id.toLowerCase().includes(name.toLowerCase()));
+      places.sort((a, b) => a.part.side.start[a.op] - b.part.side.start[b.op]);
+    }
+    if (!places.length) return false;
+    const next = this.found?.text === text ? (this.found.at + 1) % places.length : 0;
+    this.found = { text, at: next };
+    const { band, part, op } = places[next];
+    this.reveal(band, part, op);
+    return true;
+  }
+
+  // Where ops are drawn whose ids are wanted.
+  places(bands, wanted) {
+    const ids = new Set(facts.names.flatMap((name, i) => (wanted(name) ? [i] : [])));
+    if (!ids.size) return [];
+    const found = [];
+    for (const band of bands) {
       for (const part of band.parts) {
-        const op = part.kind === "ops" ? part.side.find(id) : -1;
-        if (part.stretches?.some((stretch) => op >= stretch.from && op < stretch.to)) {
-          this.reveal(band, part, op);
-          return true;
+        if (part.kind !== "ops") continue;
+        for (const { from, to } of part.stretches ?? []) {
+          for (let op = from; op < to; op++) if (ids.has(part.side.id[op])) found.push({ band, part, op });
         }
       }
     }
-    return false;
+    return found;
   }
 
   reveal(band, part, op) {
