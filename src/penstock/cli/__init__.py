@@ -186,5 +186,8 @@ _OF_RANKS = ("train", "resume")
 COMMANDS = {
     "train": _train,
     "resume": _resume,
-    **{name: _of(name) for name in ("verify", "export", "reshard", "plan", "simulate", "runs", "report", "doctor")},
+    **{
+        name: _of(name)
+        for name in ("verify", "export", "reshard", "plan", "simulate", "runs", "report", "doctor", "completion")
+    },
 }

@@ -26,6 +26,7 @@ penstock: trains language models that do not fit in memory
   penstock runs [FOLDER ...] [--compare]             list runs; show what two differ in, and their figures side by side
   penstock report RUN [--svg] [--step N]             one HTML page of what a run did, beside what was predicted
   penstock doctor [--path DIR ...]                   measure this machine for plans, and say what is wrong with it
+  penstock completion bash|zsh|fish                  a script with which the shell completes all of this
   penstock COMMAND --help                            what a command takes
   penstock --version
 """
@@ -33,7 +34,20 @@ penstock: trains language models that do not fit in memory
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments(Words):
-    """What ``penstock train`` is given; ``train_help`` explains it, with every setting."""
+    """penstock train: trains a model as a settings file says
+
+      penstock train CONFIG.yaml [--SETTING VALUE ...] [--overwrite | --resume] [--print-config]
+
+    | option | meaning |
+    |---|---|
+    | ``overwrite`` | replace the run that is in the folder, and its state on disk |
+    | ``resume`` | go on with the run that is in the folder; begin where there is none yet |
+    | ``print_config`` | print the resolved settings and stop |
+
+    Each setting is a key in the file, or a flag: --optimizer.lr 1e-3. A flag's value is YAML: null,
+    [1, 2], {{every: 5}}. Bytes may be written as 512MiB, 24GiB or 8GB. docs/training.md tells more, and
+    examples/ has files to begin with.
+    """
 
     command: ClassVar[str] = "penstock train"
     takes: ClassVar[str] = "one settings file"

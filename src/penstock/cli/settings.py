@@ -268,6 +268,17 @@ def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
     return rows
 
 
+def hints_below(cls: type, section: str = "") -> dict[str, Any]:
+    """The type of every setting below ``cls``, and of the sections themselves, by dotted name."""
+    found: dict[str, Any] = {}
+    hints = typing.get_type_hints(cls)
+    for f in by_need(cls):
+        name, inner = _dotted(section, f.name), section_of(hints[f.name])
+        found[name] = hints[f.name]
+        found |= {} if inner is None else hints_below(inner, name)
+    return found
+
+
 def _default(f: Field[Any]) -> str:
     """The default as YAML has it."""
     return "required" if is_required(f) else dump_yaml([_plain(f.default)]).removeprefix("-").strip()

@@ -4,25 +4,14 @@ import textwrap
 import typing
 from collections.abc import Iterator
 
+from penstock.cli.arguments import TrainArguments
 from penstock.cli.settings import describe, section_of
-from penstock.cli.words import columns
+from penstock.cli.words import columns, help_of
 from penstock.config import TrainConfig
 from penstock.config.meanings import by_need, is_required
 
 _FLAG = 34
 """Columns of the flags."""
-
-_USAGE = """\
-penstock train CONFIG.yaml [--SETTING VALUE ...] [--overwrite | --resume] [--print-config]
-
-  --overwrite      replace the run that is in the folder, and its state on disk
-  --resume         go on with the run that is in the folder
-  --print-config   print the resolved settings and stop
-
-Each setting is a key in the file, or a flag: --optimizer.lr 1e-3. A flag's value is YAML: null,
-[1, 2], {every: 5}. Bytes may be written as 512MiB, 24GiB or 8GB. docs/training.md tells more, and
-examples/ has files to begin with.
-"""
 
 
 def train_help() -> str:
@@ -32,7 +21,7 @@ def train_help() -> str:
     rare = next(n for n, f in enumerate(order) if section_of(hints[f.name]) and not is_required(f))
     first = {f.name for f in order[:rare]}
     own = [row for row in rows if "." not in row[0]]
-    parts = [_USAGE.rstrip(), "\n".join(["run", *_rows([row for row in own if row[0] in first])])]
+    parts = [help_of(TrainArguments).rstrip(), "\n".join(["run", *_rows([row for row in own if row[0] in first])])]
     for f in order:
         section = section_of(hints[f.name])
         inside = [row for row in rows if row[0].startswith(f"{f.name}.")]

@@ -131,6 +131,43 @@ def _options(kind: type[Words]) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in by_need(kind) if f.name not in others}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option as it is declared: its flag, the type of its value, and what it means."""
+
+    flag: str
+    hint: Any
+    meaning: str
+
+
+def declared(kind: type[Words]) -> list[Option]:
+    """A command's options, without the settings that it may take."""
+    meaning = meanings(kind)
+    return [Option(flag=_flag(key), hint=hint, meaning=meaning.get(key, "")) for key, hint in _options(kind).items()]
+
+
+def takes_no_value(hint: Any) -> bool:
+    """Whether an option is a switch."""
+    return hint is bool
+
+
+def values_of(hint: Any) -> tuple[str, ...]:
+    """The words that a value is one of; empty: it may be anything of its type."""
+    options = options_of(_each(hint))
+    words = [
+        str(word) for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)
+    ]
+    if len(options) > len([o for o in options if typing.get_origin(o) is Literal or o in (bool, type(None))]):
+        return ()
+    return (*(("true", "false") if bool in options else ()), *words)
+
+
+def may_be_a_file(hint: Any) -> bool:
+    """Whether a value can be the name of a file: it is a path or a text, and no size."""
+    options = {*options_of(_each(hint))}
+    return Path in options or (str in options and int not in options)
+
+
 def _ending_hint(kind: type[Words], words: Sequence[str]) -> str:
     """What is to be said where a word was perhaps meant as the value of an option that may be without one."""
     for word, following in pairwise(words):
@@ -168,7 +205,7 @@ def _value(hint: Any, text: str, flag: str) -> Located:
 
 def _as_it_stands(hint: Any) -> bool:
     """Whether an option's value is a text; None, the type of a setting: it is not."""
-    options = options_of(typing.get_args(hint)[0] if _is_list(hint) else hint)
+    options = options_of(_each(hint))
     words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
     return str in options or Path in options or any(isinstance(word, str) for word in words)
 
@@ -184,6 +221,11 @@ def _text(text: str, where: str) -> Located:
 
 def _is_list(hint: Any) -> bool:
     return typing.get_origin(hint) is tuple
+
+
+def _each(hint: Any) -> Any:
+    """The type of one value of an option that may be given more than once; of another one its type."""
+    return typing.get_args(hint)[0] if _is_list(hint) else hint
 
 
 def _key(flag: str) -> str:
@@ -242,7 +284,7 @@ def _named(hint: Any, key: str, head: str) -> str:
 
 def _value_name(hint: Any) -> str:
     """What stands for a value in help and messages."""
-    options = set(options_of(typing.get_args(hint)[0] if _is_list(hint) else hint)) - {type(None)}
+    options = {*options_of(_each(hint))} - {type(None)}
     if hint is bool:
         return ""
     words = [str(w) for o in options if typing.get_origin(o) is Literal for w in typing.get_args(o)]
