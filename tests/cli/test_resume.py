@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ import pytest
 
 from penstock.cli import main, settings
 from penstock.cli.metrics import MetricsFile
+from penstock.store import successor
+from penstock.store.directory import LOCK
+from penstock.store.making import BESIDE
+from penstock.store.manifest import DATA
 from penstock.store.store import Store
 from tests import warm
 from tests.faults import Nth, error, intercepted
@@ -92,6 +97,28 @@ def test_a_run_goes_on_with_its_moments_in_another_form(
     assert resumed("--steps", "4", "--optimizer.moments", "fp32") == []
     assert [step for step, *_ in _numbers(run)] == [1, 2, 3, 4]
     assert main(["verify", str(run)]) == 0
+
+
+def test_what_ranks_have_converted_is_put_in_its_place_for_all_of_them_by_whoever_starts_their_run(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by another number of ranks, which is refused then; until then no other command touches it."""
+    assert main(["reshard", str(a_run), "--ranks", "2", "--strands", "2"]) == 0
+    stores = [[a_run / "store" / f"rank-{rank}"] for rank in range(2)]
+    for (path,) in stores:
+        shutil.copytree(path, successor.staged([path])[0])
+    successor.decide(stores)
+
+    def refused(*words: str) -> str:
+        capsys.readouterr()
+        assert main([*words]) != 0
+        return capsys.readouterr().err
+
+    for words in (["verify", str(a_run)], ["export", str(a_run), "out"], ["reshard", str(a_run), "--ranks", "1"]):
+        assert "rank-0: penstock was stopped as it put the converted state in its place" in refused(*words)
+    assert "has the state of 2 ranks: this is one process" in refused("resume", str(a_run))
+    assert {item.name for (path,) in stores for item in path.iterdir()} <= {*BESIDE, LOCK, DATA}
+    assert main(["verify", str(a_run)]) == 0
 
 
 @pytest.mark.parametrize("words", [["resume"], ["train", "--overwrite"]])

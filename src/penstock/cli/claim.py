@@ -73,8 +73,8 @@ class Claim:
         self._record = RunRecord.read(self.folder)
         if self._record is not None:
             self._record.require_settled(self.folder)
-            for paths in self._stores if start != "new" else ():
-                settle(paths)
+            if start != "new":
+                settle(config.budget.stores(self._record.ranks))
         self._began: RunRecord | None = None
         self._replaces: tuple[Replaced, ...] = ()
         self.step: int | None = None

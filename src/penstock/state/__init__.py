@@ -6,7 +6,7 @@
     commits, record    the store of a run, and what a commit says besides its arrays
     background         state in memory is written while training goes on
     buffers, values    a model's persistent buffers; values by name, out of wherever they live
-    convert            the state with its moments in another form
+    convert, converted_stores          the state with its moments in another form; all stores of a run so
     snapshots, stats   whole copies of the state; what a step reports, and its commit keeps
 
 May import: ``accelerator``, ``errors``, ``files``, ``documents``, ``compat``, ``config``, ``schedule``, ``store``,

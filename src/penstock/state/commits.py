@@ -18,7 +18,8 @@ from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays, parts_of
 from penstock.state.buffers import Buffers
-from penstock.state.convert import convert_store, has_other_form, require_like_but_for_form
+from penstock.state.convert import has_other_form, require_like_but_for_form
+from penstock.state.converted_stores import convert_stores
 from penstock.state.parts import layout_of
 from penstock.state.record import check_stored
 from penstock.state.slots import Slots
@@ -29,6 +30,7 @@ from penstock.store.layout import Layout
 from penstock.store.owner import Owner, check_owner
 from penstock.store.parts import require_part
 from penstock.store.store import Store
+from penstock.store.successor import Stores
 
 Progress = Mapping[str, Any]
 
@@ -108,12 +110,11 @@ class Commits:
 
     def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
         with self.ranks.together():
-            paths = self._budget.disk_paths
-            successor.settle(paths)
+            paths, stores = self._budget.disk_paths, self._settled()
             facts = facts_of(paths) if Store.exists(paths) else None
             found = self.ranks.told("store", (facts is not None, facts is None or facts.untouched))
             if all(there for there, _ in found):
-                return self._found(model, io_threads)
+                return self._found(model, io_threads, stores)
             if facts is None and not all(untouched for _, untouched in found):
                 raise StoreError(f"{paths[0]} holds no store, and other ranks have theirs: give each its own again")
             self.ranks.agree("way to begin", all(untouched for _, untouched in found))
@@ -131,7 +132,21 @@ class Commits:
         weights = self._weights(paths)
         return Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner, weights=weights)
 
-    def _found(self, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
+    def _settled(self) -> Stores:
+        """The directories of each rank's store, once stores that count are in the place of those that they replace.
+        All ranks come here, with theirs closed; the first does it for all.
+
+        Raises:
+            StoreError: on all ranks: that cannot be done.
+        """
+        paths = self._budget.disk_paths
+        stores = self.ranks.told("directories of the stores", tuple(path.resolve() for path in paths))
+        stores[self.ranks.rank] = paths  # as they were given
+        settle = partial(successor.settle, stores) if self.ranks.rank == 0 else lambda: None
+        self.ranks.jointly("stores in their place", settle)
+        return stores
+
+    def _found(self, model: dict[str, Any], io_threads: int, stores: Stores) -> tuple[Store, Progress | None]:
         """The store that is there, and what it goes on from: the last commit that all ranks have."""
         paths = self._budget.disk_paths
         store = Store.open(paths, io_threads=io_threads)
@@ -145,7 +160,6 @@ class Commits:
                 model["strands"] = store.model["strands"]
             converts = has_other_form(store.model, model, str(paths[0]))
             if converts:
-                self._require_alone(store, model)
                 require_like_but_for_form(store, model)
             else:
                 store.require_model(model)
@@ -162,9 +176,12 @@ class Commits:
                     "what is on disk is not one step's state. Remove the directory to start over (and load a snapshot "
                     "if there is one)"
                 )
-            successor.clear(paths)
+            successor.clear(paths, stores)
+            if record is not None:
+                self.ranks.agree("form of moments in their stores", store.model.get("moments", "fp32"))
+            converts = any(self.ranks.told("way to go on", converts))  # without a commit, some may be made anew already
             if converts and record is not None:
-                convert_store(store, model, record, io_threads=io_threads)
+                convert_stores(store, stores, model, record, io_threads=io_threads, ranks=self.ranks)
         except BaseException:
             store.close()
             raise
@@ -174,21 +191,7 @@ class Commits:
         if record is None:  # nothing but the making of it has been done
             Store.delete(paths, only=lambda facts: facts.untouched)
             return self._made(layout_of(model, self._budget.slots), model, io_threads), None
-        successor.settle(paths)
-        return self._found(model, io_threads)
-
-    def _require_alone(self, store: Store, model: Mapping[str, Any]) -> None:
-        """Raises:
-        StoreError: several ranks ask for another form of moments than theirs have.
-        """
-        if self.ranks.size > 1:
-            had, asked = (each.get("moments", "fp32") for each in (store.model, model))
-            raise StoreError(
-                f"{store.paths[0]}: moments are kept in {had} there, and optimizer.moments={asked!r} asks for another "
-                f"form, to which one process converts them, and not several: go on with moments={had!r}; or cut the "
-                "state for one process (penstock reshard RUN --ranks 1), take a step with it, and cut it for several "
-                "again; or load a snapshot into new stores"
-            )
+        return self._found(model, io_threads, self._settled())
 
     @property
     def written(self) -> int:

@@ -8,15 +8,10 @@ Which group a parameter is in, and where, differs between forms, as does what ha
 3. Padding is zeros, as in state that is new, and rounded with its neighbours where these share a scale with it.
 4. All else that a commit or a snapshot says of a run stays as it was; what it says of parameters by their number is
    said of the same ones.
-5. A store is converted beside itself, and counts from one instant on (``store.successor``): whatever that is broken off
-   by, the old one is whole or the new one is, and what does not count is removed by whoever opens the store next. So
-   there must be room for both.
-6. A group's arrays are read and written piece by piece: memory has room for a few pieces, whatever the groups are.
+5. A group's arrays are read and written piece by piece: memory has room for a few pieces, whatever the groups are.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, get_args
@@ -36,15 +31,10 @@ from penstock.schedule.program import GroupSpec, round_up
 from penstock.state.arrays import Part, StateArrays, parts_of
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.numa import thread_count
-from penstock.state.parts import Parts, form_of, groups_of, layout_of
+from penstock.state.parts import form_of, groups_of
 from penstock.state.record import NAMES, check_renumbered
-from penstock.state.reshard import commit_first, copy_buffers
-from penstock.store import successor
 from penstock.store.manifest import difference
-from penstock.store.packed import store_error
 from penstock.store.store import Store
-
-log = logging.getLogger("penstock")
 
 
 class WholeArrays(Protocol):
@@ -87,11 +77,12 @@ _OF_A_CUT = frozenset({"name", "trainable", "frozen", "compact", "parameters"})
 
 def in_words(had: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     """What becomes of moments."""
-    before, after = (format_size(_nbytes(each, ("moment", "scale"))) for each in (had, model))
+    before, after = (format_size(nbytes_of(each, ("moment", "scale"))) for each in (had, model))
     return f"from {had.get('moments', 'fp32')} to {model.get('moments', 'fp32')}, {before} of them to {after}"
 
 
-def _nbytes(model: Mapping[str, Any], names: tuple[str, ...]) -> int:
+def nbytes_of(model: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    """Bytes of all whole arrays whose names begin with one of these."""
     form, dtype = form_of(model), DTYPES[model["precision"]]
     parts = (part for group in groups_of(model) for part in parts_of(group, form, dtype))
     return sum(part.nbytes for part in parts if part.name.startswith(names))
@@ -127,48 +118,6 @@ def require_like_but_for_form(store: Store, model: Mapping[str, Any]) -> None:
     if (differs := difference(without_form(store.model), without_form(model), "")) is not None:
         where = ", ".join(map(str, store.paths))
         raise StoreError(f"{where}: the store was made for another model: {differs}: give another directory")
-
-
-def convert_store(store: Store, model: dict[str, Any], record: Mapping[str, Any], *, io_threads: int) -> None:
-    """Make the store that takes the place of one of one process, and let it count: ``successor.settle`` puts it there
-    when this one is closed. Needs 32 MiB of memory.
-
-    ``model``: what it is to be made for, which differs in nothing but the form. ``record``: the last commit, which is
-    whole.
-
-    Raises:
-        StoreError: a drive fails, or has no room for both. This one still counts then, and is what it was.
-    """
-    record = renumbered(record, store.model, model, f"the last commit in {store.paths[0]}")
-    size = format_size(_nbytes(model, ("",)))
-    words = in_words(store.model, model)
-    log.warning("%s: moments are converted %s: %s are written anew", store.paths[0], words, size)
-    try:
-        _write(store, model, record, io_threads)
-        successor.decide(store.paths)
-    except BaseException as error:
-        with suppress(OSError):  # what is left then goes when the store is opened
-            successor.clear(store.paths)
-        if isinstance(error, StoreError):
-            raise store_error(f"moments are not converted, and the state is as it was: {error}", error) from error
-        raise
-
-
-def _write(store: Store, model: dict[str, Any], record: Mapping[str, Any], io_threads: int) -> None:
-    slots = max(extent.slots for extent in store.layout.extents)
-    with Store.create(
-        successor.staged(store.paths),
-        layout_of(model, slots),
-        model=model,
-        io_threads=io_threads,
-        owner=store.owner,
-        names=store.paths,
-        weights=store.weights,
-    ) as made:
-        source, (target,) = Parts([store]), Parts([made]).arrays
-        Conversion(source, store.model, model).fill(target)
-        copy_buffers(source, target.slots, model)
-        commit_first(made, record, target.slots)
 
 
 class _Place(NamedTuple):

@@ -269,6 +269,15 @@ class DirectoryLock:
             self._fd = None
 
 
+def locked(paths: Sequence[Path], stack: contextlib.ExitStack, *, writes: bool = True) -> list[DirectoryLock]:
+    """The locks of several directories, as ``DirectoryLock``; they are given back with the ``stack``."""
+    locks = []
+    for path in paths:
+        locks.append(DirectoryLock(path, writes=writes))
+        stack.callback(locks[-1].release)
+    return locks
+
+
 _held: "weakref.WeakSet[DirectoryLock]" = weakref.WeakSet()
 
 

@@ -33,8 +33,8 @@ def require_settled(path: Path) -> None:
     """
     if directory.is_there(path / NEXT):
         raise StoreError(
-            f"{path}: penstock was stopped as it put the converted state in its place: go on with the run (penstock "
-            "resume, or penstock.wrap), which finishes that"
+            f"{path}: penstock was stopped as it put the converted state in its place: go on with the run, with as "
+            "many ranks as it has (penstock resume, or penstock.wrap), which finishes that"
         )
 
 

@@ -21,12 +21,7 @@ def opened_parts(stores: Sequence[Sequence[Path]]) -> Iterator[tuple[Store, ...]
     """
     with ExitStack() as stack:
         found = tuple(stack.enter_context(Store.open(paths, writable=False)) for paths in stores)
-        for rank, store in enumerate(found):
-            require_part(store, rank, len(found), whole=bool(found[0].model.get(WHOLE)))
-            if store.model.get("world") != found[0].model.get("world"):
-                raise StoreError(
-                    f"{found[0].paths[0]} and {store.paths[0]} have parts of two runs: put back what was there"
-                )
+        require_one_run([(store.paths[0], store.model) for store in found])
         newest = min(store.commits.sequence for store in found)
         for store in found:
             if store.commits.sequence > newest:
@@ -57,11 +52,28 @@ def require_part(store: Store, rank: int, ranks: int, *, whole: bool = False) ->
     """Raises:
     StoreError: the store is not this rank's, or of another number of ranks, or has not what it should have.
     """
-    had = store.model.get("rank", 0), store.model.get("ranks", 1), bool(store.model.get(WHOLE))
+    _require_part(store.paths[0], store.model, rank, ranks, whole=whole)
+
+
+def require_one_run(parts: Sequence[tuple[Path, Mapping[str, Any]]]) -> None:
+    """``parts``: of each rank's store, by rank, a directory and what it is made for.
+
+    Raises:
+        StoreError: one is not that rank's, or of another run than the others.
+    """
+    first, model = parts[0]
+    for rank, (path, own) in enumerate(parts):
+        _require_part(path, own, rank, len(parts), whole=bool(model.get(WHOLE)))
+        if own.get("world") != model.get("world"):
+            raise StoreError(f"{first} and {path} have parts of two runs: put back what was there")
+
+
+def _require_part(path: Path, model: Mapping[str, Any], rank: int, ranks: int, *, whole: bool) -> None:
+    had = model.get("rank", 0), model.get("ranks", 1), bool(model.get(WHOLE))
     wanted = rank, ranks, whole and ranks > 1
     if had != wanted:
         raise StoreError(
-            f"{store.paths[0]} has {_told(*had)}, and what is asked for is {_told(*wanted)}: go on with as many ranks "
+            f"{path} has {_told(*had)}, and what is asked for is {_told(*wanted)}: go on with as many ranks "
             "as the run began with, with stage=0 if it had that and else without, on the same directories in the same "
             "order"
         )

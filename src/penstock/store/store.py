@@ -159,12 +159,17 @@ class Store:
 
     @staticmethod
     def open(
-        paths: Sequence[Path], *, io_threads: int = 4, direct: bool | None = None, writable: bool = True
+        paths: Sequence[Path],
+        *,
+        io_threads: int = 4,
+        direct: bool | None = None,
+        writable: bool = True,
+        lent: bool = False,
     ) -> "Store":
         """Open an existing store, given its directories in the order they were created in.
 
         ``writable``: False: to read alone, which others may do at the same time. It changes nothing at all, so that
-        the drive may be one that takes no writes.
+        the drive may be one that takes no writes. ``lent``: nor is it locked, as who may write does not, for now.
 
         Raises:
             StoreError: a directory is missing, swapped, not writable or in use; the store is incomplete, damaged or
@@ -177,10 +182,7 @@ class Store:
                 directory.check_directory(path, writable=writable)
                 require_settled(path)
             read_manifests(paths)  # before a lock file is put into a directory that is perhaps not a store at all
-            locks = []
-            for path in paths:
-                locks.append(DirectoryLock(path, writes=writable))
-                undo.callback(locks[-1].release)
+            locks = [] if lent else directory.locked(paths, undo, writes=writable)
             store = _attach(paths, locks, io_threads=io_threads, direct=direct, made=False, writable=writable)
             undo.pop_all()
         return store
@@ -209,10 +211,7 @@ class Store:
             for path in paths:
                 directory.check_directory(path)
                 require_settled(path)
-            locks = []
-            for path in paths:
-                locks.append(DirectoryLock(path))
-                undo.callback(locks[-1].release)
+            locks = directory.locked(paths, undo)
             if only is not None and (facts := facts_of(paths)) is not None and not only(facts):
                 return False
             remove_files(paths)

@@ -1,4 +1,4 @@
-"""A store that takes the place of another, in the same directories, so that at each instant one of the two counts.
+"""Stores that take the place of others, in the same directories, so that at each instant one or the other count.
 
     path/                          the old one
     path/penstock.store.staged/    the new one's part of this directory, while it is made
@@ -8,6 +8,10 @@ The new one is made whole, and durable, before anything of the old one is touche
 the first directory's part is called ``next``: one rename, whatever the number of directories. From then on the old one
 is removed and the new one moved to where it was, directory by directory. Whatever that is broken off by, ``settle``
 goes on with it, and until it has nobody reads, replaces or removes either.
+
+The stores of all ranks of a run take the place of theirs together: all new ones are whole, and durable, before the
+first directory of the first rank's says that they count. All parts are called ``next`` before anything is removed, so
+that one of them says so until the last is in its place.
 """
 
 import os
@@ -16,10 +20,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from penstock.store.directory import DirectoryLock, check_directory, is_there, sync_directory
+from penstock.store.directory import check_directory, is_there, locked, sync_directory
 from penstock.store.making import BESIDE, NEXT, STAGED, remove_files
 from penstock.store.manifest import DATA, MANIFEST, PARTIAL, Manifest, require_all
 from penstock.store.packed import reported
+from penstock.store.parts import require_one_run
+
+Stores = Sequence[Sequence[Path]]
+"""The directories of each rank's store, by rank; one process has one store."""
 
 
 def staged(paths: Sequence[Path]) -> list[Path]:
@@ -27,46 +35,51 @@ def staged(paths: Sequence[Path]) -> list[Path]:
     return [path / STAGED for path in paths]
 
 
-def clear(paths: Sequence[Path]) -> None:
-    """Remove what was staged and does not count.
+def clear(paths: Sequence[Path], stores: Stores) -> None:
+    """Remove what was staged of one of the ``stores`` and does not count. Nobody may be about to let them count.
 
     Raises:
         StoreError: it cannot be removed.
     """
-    if not _any_decided(paths):
+    if _decided(stores) is None:
         with reported("removing what was staged"):
             for path in staged(paths):
                 if is_there(path):
                     shutil.rmtree(path)
 
 
-def decide(paths: Sequence[Path]) -> None:
-    """From here on the new store counts, which is whole, durable and closed.
+def decide(stores: Stores) -> None:
+    """From here on the new stores count, all of which are whole, durable and closed.
 
     Raises:
-        StoreError: it does not.
+        StoreError: they do not.
     """
+    first = stores[0][0]
     with reported("putting a store in the place of another"):
-        os.rename(paths[0] / STAGED, paths[0] / NEXT)
+        os.rename(first / STAGED, first / NEXT)
 
 
-def settle(paths: Sequence[Path]) -> None:
-    """Put a store that counts where the one was that it replaces. Does nothing where there is none; can be broken off
+def settle(stores: Stores) -> None:
+    """Put stores that count where those were that they replace. Does nothing where there are none; can be broken off
     anywhere and done again.
 
     Raises:
-        StoreError: it is in use; the directories are not all of a store's, in their order; or a drive fails.
+        StoreError: one is in use; the directories are not all of a store's, in their order, or the stores not all of a
+            run's; or a drive fails.
     """
-    if not _any_decided(paths):
+    if _decided(stores) is None:
         return
+    paths = [path for store in stores for path in store]
     with reported("putting a store in the place of another"), ExitStack() as stack:
         for path in paths:
             check_directory(path)
-        for path in paths:
-            stack.callback(DirectoryLock(path).release)
-        if not _any_decided(paths):  # another process has been faster
+        locked(paths, stack)
+        if _decided(stores) is None:  # another process has been faster
             return
-        require_all(paths, [Manifest.read(_place(path)) for path in paths])
+        found = [[Manifest.read(_place(path)) for path in store] for store in stores]
+        for store, manifests in zip(stores, found, strict=True):
+            require_all(store, manifests)
+        require_one_run([(store[0], manifests[0].model) for store, manifests in zip(stores, found, strict=True)])
         for path in paths:
             if is_there(path / STAGED):
                 os.rename(path / STAGED, path / NEXT)
@@ -75,8 +88,9 @@ def settle(paths: Sequence[Path]) -> None:
             _move_in(path)
 
 
-def _any_decided(paths: Sequence[Path]) -> bool:
-    return any(is_there(path / NEXT) for path in paths)
+def _decided(stores: Stores) -> Path | None:
+    """A directory that says that the new stores count."""
+    return next((path for store in stores for path in store if is_there(path / NEXT)), None)
 
 
 def _place(path: Path) -> Path:
