@@ -177,9 +177,8 @@ class Commits:
                     "if there is one)"
                 )
             successor.clear(paths, stores)
-            if record is not None:
+            if record is not None:  # else a start that came to nothing may have made some of them anew
                 self.ranks.agree("form of moments in their stores", store.model.get("moments", "fp32"))
-            converts = any(self.ranks.told("way to go on", converts))  # without a commit, some may be made anew already
             if converts and record is not None:
                 convert_stores(store, stores, model, record, io_threads=io_threads, ranks=self.ranks)
         except BaseException:

@@ -91,7 +91,7 @@ def _say(store: Store, model: Mapping[str, Any], ranks: int) -> None:
     where, size, words = str(store.paths[0]), format_size(nbytes_of(model, ("",))), in_words(store.model, model)
     each = ""
     if ranks > 1:
-        where += f" and the stores of all {ranks} ranks"
+        where = f"stores of {ranks} ranks ({where} and so on)"
         each = " by each" if number_of_parts(model) == 1 else ""
     log.warning("%s: moments are converted %s: %s are written anew%s", where, words, size, each)
 
