@@ -184,6 +184,7 @@ def _needing_hf(command: str) -> Iterator[None]:
 _OF_RANKS = ("train", "resume")
 """What several processes do together."""
 COMMANDS = {
+    "init": _of("init"),
     "train": _train,
     "resume": _resume,
     **{

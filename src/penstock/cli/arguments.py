@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 USAGE = """\
 penstock: trains language models that do not fit in memory
 
+  penstock init --model NAME --data FILE --disk DIR  write a settings file for this machine; asks what is not given
   penstock train CONFIG.yaml [--SETTING VALUE ...]   train; writes metrics, trace and settings into the run's folder
       --overwrite      replace the run that is in the folder, and its state on disk
       --resume         go on with the run that is in the folder; begin where there is none yet, and end with code 0
@@ -45,8 +46,8 @@ class TrainArguments(Words):
     | ``print_config`` | print the resolved settings and stop |
 
     Each setting is a key in the file, or a flag: --optimizer.lr 1e-3. A flag's value is YAML: null,
-    [1, 2], {{every: 5}}. Bytes may be written as 512MiB, 24GiB or 8GB. docs/training.md tells more, and
-    examples/ has files to begin with.
+    [1, 2], {{every: 5}}. Bytes may be written as 512MiB, 24GiB or 8GB. penstock init writes a file to begin
+    with, docs/training.md tells more, and examples/ has files for more cases.
     """
 
     command: ClassVar[str] = "penstock train"

@@ -22,7 +22,7 @@ def check_named_files(config: TrainConfig, start: Start) -> None:
         )
     _check_data(config.data)
     if start != "resume":
-        _check_model(config.model)
+        check_model(config.model)
 
 
 def _check_data(data: DataConfig) -> None:
@@ -39,7 +39,7 @@ def _check_data(data: DataConfig) -> None:
             raise ConfigError(f"data.{key}={given!r}: there is no such file or folder")
 
 
-def _check_model(model: ModelConfig) -> None:
+def check_model(model: ModelConfig) -> None:
     if not isinstance(model.config, str) and not model.path:
         return
     path = Path(model.source).expanduser()

@@ -11,6 +11,9 @@ Kind = Literal["text", "completion", "chat", "tokens"]
 LossOn = Literal["answers", "all"]
 TooLong = Literal["split", "cut", "drop"]
 
+STREAM_FROM = 10_000_000_000
+"""Bytes of files from which on data are streamed, unless the settings say otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from penstock import files
-from penstock.config.data import DataConfig, SourceConfig, each_source
+from penstock.config.data import STREAM_FROM, DataConfig, SourceConfig, each_source
 from penstock.data import tokenizer as tokenizers
 from penstock.data.encode import Encoder
 from penstock.data.example import read_as, texts_in
@@ -26,9 +26,6 @@ from penstock.data.token_files import TokenFile
 from penstock.errors import ConfigError, StoreError
 
 log = logging.getLogger("penstock")
-
-STREAM_FROM = 10_000_000_000
-"""Bytes of files from which on data are streamed, unless the settings say otherwise."""
 
 _SHUFFLE = 10_000
 _VERSION = 2  # of what is written from equal settings

@@ -33,7 +33,7 @@ MOST_OPS = 80_000
 TOKEN_BYTES = 2 * 8
 """int64 token and label"""
 
-_OWN_SHARE = {"cuda": (0.95, 0.9), "cpu": (0.25, 0.5)}
+OWN_SHARE = {"cuda": (0.95, 0.9), "cpu": (0.25, 0.5)}
 """Shares of device and host memory that a budget takes if none is given; a CPU's two are the same memory. Of a device
 whose profile tells what is free on it, it takes that."""
 
@@ -154,13 +154,13 @@ class Task(StepConfig):
 
 
 def own_budget(machine: Machine, *, device: str | float | None, host: str | float | None) -> Budget:
-    """A budget from what a machine has: its drives, what is free on its device, and else the shares ``_OWN_SHARE`` of
+    """A budget from what a machine has: its drives, what is free on its device, and else the shares ``OWN_SHARE`` of
     memory that are not given.
 
     Raises:
         ConfigError: more is given than there is.
     """
-    shares, free = _OWN_SHARE[machine.device.kind], machine.device.room
+    shares, free = OWN_SHARE[machine.device.kind], machine.device.room
     if free is None:
         free = int(machine.device.memory * shares[0])
     budget = Budget(

@@ -1,0 +1,293 @@
+"""What can be seen of a model, of data and of a machine in a moment: without weights, and with nothing measured."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.located import parse_yaml
+from penstock.cli.named_files import check_model
+from penstock.cli.settings import read
+from penstock.config import ModelConfig, SourceConfig, format_size
+from penstock.data.forms import form_of, recognised
+from penstock.data.sources.find import local_source
+from penstock.errors import ConfigError
+from penstock.hardware import system
+from penstock.hardware.machine import DeviceKind, Machine
+from penstock.hardware.profiles import find_profile, machine_named, on_directories
+from penstock.planner.task import OWN_SHARE, own_budget
+from penstock.shape import transformer
+from penstock.shape.huggingface import model_shape
+from penstock.shape.shipped import CONFIGS, ON_THE_HUB
+
+_ENOUGH = 2000
+"""Documents that are looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """``config``: of Hugging Face. ``parameters``: None, they cannot be told without building it. ``template``: whether
+    its tokenizer renders chats; None: that is not known here. ``tokenizer``: whether there is one."""
+
+    settings: ModelConfig
+    config: Mapping[str, Any]
+    parameters: int | None
+    template: bool | None
+    tokenizer: bool
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that it takes at a time, if its configuration says."""
+        return next((n for key in _POSITIONS if isinstance(n := self.config.get(key), int) and n > 1), None)
+
+    @property
+    def name(self) -> str:
+        """Of the model, or of the folder that its configuration is in."""
+        folder = Path(self.settings.source).expanduser().absolute()
+        return self.settings.name or (folder.parent if self.settings.config else folder).name
+
+    @property
+    def said(self) -> str:
+        millions = None if self.parameters is None else self.parameters / 1e6
+        count = "" if millions is None else f", {millions:,.1f}M parameters"
+        return f"model    {self.name}: {self.config['model_type']}{count}"
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions")
+
+
+def look_at_model(name: str) -> ModelFacts:
+    """Raises:
+    ConfigError: there is no such model, or its configuration cannot be read.
+    """
+    file = Path(name).expanduser()
+    scratch = file.is_file() and file.name == "config.json"
+    settings = ModelConfig(config=name, init=True) if scratch else ModelConfig(path=name)
+    check_model(settings)
+    if name in CONFIGS:
+        raise ConfigError(
+            f"{name} is a shape that ships for plans, without weights: give the model's folder or its name on the hub"
+        )
+    folder, shipped = file.parent if scratch else file, None
+    if not file.exists():
+        from penstock.hf.models.folder import resolve
+
+        shipped = ON_THE_HUB.get(name)
+        if shipped is None:
+            folder = resolve(name, weights=False)
+    config = CONFIGS[shipped] if shipped is not None else model_shape(folder / "config.json").config
+    return ModelFacts(
+        settings=settings,
+        config=config,
+        parameters=_parameters(config, None if scratch or shipped is not None else folder),
+        template=None if shipped is not None else _has_template(folder),
+        tokenizer=shipped is not None or any((folder / name).is_file() for name in _TOKENIZERS),
+    )
+
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def _has_template(folder: Path) -> bool:
+    from penstock.hf.models.folder import read_json
+
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    file = folder / "tokenizer_config.json"
+    return file.is_file() and bool(read_json(file).get("chat_template"))
+
+
+def _parameters(config: Mapping[str, Any], folder: Path | None) -> int | None:
+    """By formula where there is one, else by the bytes of the weights."""
+    formula = transformer.from_config(config, name="model")
+    if formula is not None:
+        return sum(n for end in formula.ends for n in end.sizes) + formula.layers * sum(map(prod, formula.block))
+    if folder is None:
+        return None
+    nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return nbytes // (2 if dtype.endswith("16") else 4) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """``forms``: of each source, in words. ``kinds``: of the examples; ``tokens`` where ids are on disk. ``documents``:
+    as many as were counted, at most so many as are looked at. ``nbytes``: of all files; None: some are not here."""
+
+    sources: tuple[SourceConfig, ...]
+    forms: tuple[str, ...]
+    kinds: frozenset[str]
+    documents: int
+    nbytes: int | None
+
+    @property
+    def has_many(self) -> bool:
+        """Whether a hundredth of the documents is certainly some."""
+        return self.documents >= _ENOUGH // 2
+
+    @property
+    def said(self) -> str:
+        return f"data     {'; '.join(self.forms)}"
+
+
+def look_at_data(paths: Sequence[str], *, template: bool | None, tokenizer: bool) -> DataFacts:
+    """``template``, ``tokenizer``: of the model, see there.
+
+    Raises:
+        ConfigError: there is nothing there, or it is of no form that is read.
+    """
+    sources, forms, kinds, documents, nbytes = [], [], set[str](), 0, 0
+    known = True
+    for path in paths:
+        source = _source(path)
+        reader = local_source(source)
+        sources.append(source)
+        if reader is None:
+            known = False
+            forms.append(f"{source.path}: a data set on the hub, which is looked at when training begins")
+            continue
+        files = reader if isinstance(reader, tuple) else reader.files
+        nbytes += sum(file.stat().st_size * (4 if file.suffix == ".gz" else 1) for file in files)
+        if isinstance(reader, tuple):
+            kinds.add("tokens")
+            documents = _ENOUGH  # a share is then of tokens
+            forms.append(f"{source.path}: token ids")
+            continue
+        first = None
+        for number, (example, _) in enumerate(reader.read(None)):
+            first = first or example
+            documents += example.begins
+            if number >= _ENOUGH:
+                break
+        if first is None:
+            raise ConfigError(f"data: {source.path!r} has no documents: there is nothing to train on")
+        form = form_of(first, source.kind, template=bool(template))
+        kinds.add(form.kind)
+        words = recognised(first, form, template=bool(template)) if template is not None else None
+        forms.append(f"{source.path}: {words or f'each document is {form.called}'}")
+        if form.kind == "chat" and not tokenizer:
+            raise ConfigError(f"data: {source.path!r} has chats, for which a tokenizer with a chat template is needed")
+        if form.kind == "chat" and template is False:
+            raise ConfigError(
+                f"data: {source.path!r} has chats, and the model's tokenizer has no chat template: take a chat model, "
+                "or write the settings yourself, with data.chat_template (penstock train --help)"
+            )
+    return DataFacts(
+        sources=tuple(sources),
+        forms=tuple(forms),
+        kinds=frozenset(kinds),
+        documents=documents,
+        nbytes=nbytes if known else None,
+    )
+
+
+def _source(text: str) -> SourceConfig:
+    if text.lstrip().startswith("{"):
+        return read(SourceConfig, parse_yaml(text, "--data", flag=True), section="")
+    return SourceConfig(path=text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskFacts:
+    """``free``: bytes in the directories together; None: they are on another machine, or there are none."""
+
+    paths: tuple[Path, ...]
+    free: int | None
+
+
+def look_at_disk(paths: Sequence[str], *, here: bool) -> DiskFacts:
+    """``here``: whether it is this machine that will train.
+
+    Raises:
+        ConfigError: a directory cannot be made or written to.
+    """
+    found, free = [], 0
+    for text in paths:
+        path = Path(text).expanduser()
+        if text.strip() == "" or "\0" in text:
+            raise ConfigError("--disk: give a directory")
+        found.append(path)
+        if not here:
+            continue
+        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.lexists(folder))
+        if not there.is_dir():
+            raise ConfigError(f"--disk {text}: {there} is no directory")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"--disk {text}: {there} cannot be written to")
+        free += shutil.disk_usage(there).free
+    return DiskFacts(paths=tuple(found), free=free if here and found else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """What a budget may have. ``name``: as it was given; None: this machine. ``how``: where that is known from."""
+
+    name: str | None
+    kind: DeviceKind
+    title: str
+    device: int
+    host: int
+    how: str
+
+    @property
+    def said(self) -> str:
+        where = (
+            f"{format_size(self.device)} to compute in" if self.kind == "cpu" else f"{format_size(self.device)} of GPU"
+        )
+        return f"machine  {self.title}: {where}, {format_size(self.host)} of host memory"
+
+
+def look_at_machine(name: str | None, paths: Sequence[Path]) -> MachineFacts:
+    """Raises:
+    ConfigError: there is no such machine, or it has fewer drives than there are directories.
+    """
+    if name is not None:
+        machine = on_directories(machine_named(name), paths)
+        return _of_profile(machine, name, f"the profile of {machine.name}", machine.host.memory)
+    now = system.look()
+    found = find_profile(tuple(paths)) or find_profile()
+    if found is not None:
+        return _of_profile(found, None, "what penstock doctor has measured here, and what is free now", now.available)
+    room = _gpu()
+    kind: DeviceKind = "cpu" if room is None else "cuda"
+    shares = OWN_SHARE[kind]
+    title = f"this one, {now.cores} cores" + (", no GPU" if room is None else ", a GPU")
+    return MachineFacts(
+        name=None,
+        kind=kind,
+        title=title,
+        device=int(now.available * shares[0]) if room is None else room,
+        host=int(now.available * shares[1]),
+        how="what is free now; penstock doctor measures the machine",
+    )
+
+
+def _of_profile(machine: Machine, name: str | None, how: str, memory: int) -> MachineFacts:
+    """``memory``: of the host, that may be had."""
+    machine = replace(machine, host=replace(machine.host, memory=min(memory, machine.host.memory)))
+    if machine.device.kind == "cpu":
+        machine = replace(machine, device=replace(machine.device, memory=min(memory, machine.device.memory)))
+    budget = own_budget(machine, device=None, host=None)
+    return MachineFacts(
+        name=name,
+        kind=machine.device.kind,
+        title=machine.name,
+        device=budget.device_bytes,
+        host=budget.host_bytes,
+        how=how,
+    )
+
+
+def _gpu() -> int | None:
+    """Bytes of the GPU that a budget may have; None: there is none. Without a driver torch is not asked: that takes
+    seconds."""
+    if not any(Path(place).exists() for place in ("/proc/driver/nvidia", "/dev/dxg", "/dev/kfd")):
+        return None
+    from penstock import accelerator
+    from penstock.engine.device import resolve_device
+
+    device = resolve_device(None)
+    return None if device.type == "cpu" else accelerator.room(device)
