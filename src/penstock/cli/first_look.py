@@ -286,8 +286,6 @@ def _gpu() -> int | None:
     seconds."""
     if not any(Path(place).exists() for place in ("/proc/driver/nvidia", "/dev/dxg", "/dev/kfd")):
         return None
-    from penstock import accelerator
-    from penstock.engine.device import resolve_device
+    from penstock.engine.device import free_room
 
-    device = resolve_device(None)
-    return None if device.type == "cpu" else accelerator.room(device)
+    return free_room()

@@ -54,6 +54,12 @@ def check_room(device: torch.device, budget: Budget, model: nn.Module) -> None:
         )
 
 
+def free_room() -> int | None:
+    """Bytes that a budget may have of the accelerator that is there; None: there is none."""
+    device = resolve_device(None)
+    return None if device.type == "cpu" else accelerator.room(device)
+
+
 def kind_of(device: torch.device) -> DeviceKind:
     """The kind of a device that ``resolve_device`` has found."""
     return "cpu" if device.type == "cpu" else "cuda"
