@@ -49,6 +49,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--data.validation", "{{sources: held-out.jsonl}}", "--evaluate.every", "2"), "'held-out.jsonl' matches"),
         (("--data.tokenizer", "{folder}/tokenizer"), "data.tokenizer="),
         (("--data.chat_template", "{folder}/chat.jinja"), "data.chat_template="),
+        (("--budget.disk", "{folder}/c.yaml/store"), "c.yaml is a file: give a folder"),
+        (("--data.prepared", "{folder}/c.yaml"), "data.prepared='"),
         (("--schedule", "{folder}/own.txt"), "there is no such file"),
         (("--model", "{folder}/nowhere"), "there is no such folder"),
         (("--model", "{folder}/empty"), "it has no config.json"),

@@ -1,8 +1,10 @@
 """The files that settings name, looked for before torch and transformers are imported: that takes seconds."""
 
+import os
 from pathlib import Path
 
 from penstock.cli.run_folder import Start
+from penstock.cli.trackers import check_installed
 from penstock.config import DataConfig, ModelConfig, TrainConfig
 from penstock.config.data import each_source
 from penstock.errors import ConfigError
@@ -14,15 +16,32 @@ def check_named_files(config: TrainConfig, start: Start) -> None:
     A run that goes on needs its data; its model it keeps itself.
 
     Raises:
-        ConfigError: a schedule, a folder of a model, a source of data, a tokenizer or a template is missing.
+        ConfigError: a schedule, a folder of a model, a source of data, a tokenizer, a template or the package of a
+            tracker is missing; or a folder to write into cannot be one.
     """
     if isinstance(config.schedule, Path) and not config.schedule.exists():
         raise ConfigError(
             f"schedule={str(config.schedule)!r}: must be vertical, horizontal or a file, and there is no such file"
         )
+    check_installed(config.trackers)
     _check_data(config.data)
+    for key, folder in (
+        ("data.prepared", config.data.prepared),
+        *(("budget.disk", p) for p in config.budget.disk_paths),
+    ):
+        if folder is not None:
+            _check_folder(key, Path(folder).expanduser())
     if start != "resume":
         check_model(config.model)
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    """Raises:
+    ConfigError: what is there is no folder, or what it would have to be made in is none.
+    """
+    there = next((place for place in (folder, *folder.absolute().parents) if os.path.exists(place)), folder)
+    if os.path.exists(there) and not there.is_dir():
+        raise ConfigError(f"{key}={str(folder)!r}: {there} is a file: give a folder")
 
 
 def _check_data(data: DataConfig) -> None:

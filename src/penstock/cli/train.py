@@ -32,7 +32,6 @@ from penstock.cli.showing.summary import closing, opening, resident_bytes
 from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, check_goes_on, check_shared, cut_batch
 from penstock.cli.stretch import Stretch
-from penstock.cli.trackers import check_installed
 from penstock.config import LoraConfig, Precision, StepConfig, Tier, TrainConfig, fields_of, format_size
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
@@ -73,7 +72,6 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
     display = choose_display(sys.stdout)
     schedule = _schedule(config.schedule)
     optimizer = optimizer_spec(config.optimizer)
-    check_installed(config.trackers)
     with launched(config.device) as ranks:
         if start != "resume":  # a run that goes on has more to say
             check_shared(config, ranks.size)
