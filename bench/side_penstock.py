@@ -41,8 +41,8 @@ def train(work: Work, report: Report, device: str, host: str) -> None:
 
 
 def _compute(engine: penstock.Engine) -> float:
-    """Seconds that the last step's forwards and backwards take alone, at most: as they took in it, or as they took when
-    the model was wrapped, each beside what else there was."""
+    """Seconds of the last step's forwards and backwards: as they took in it, or as they took when the model was
+    wrapped. Each is an upper limit of what they take alone, by as much as what was beside them slowed them."""
     measured = sum(event.end - event.start for event in engine.trace if event.lane == "compute")
     return measured if engine.prediction is None else min(measured, engine.prediction.work(0)["compute"])
 

@@ -8,8 +8,8 @@ recomputed and clipping off on both sides, parameters and optimizer state on dis
 whose disk is held to a rate, start from the same weights, see the same tokens, and their losses are compared.
 DeepSpeed has its fastest settings, with pipelined swapping; Penstock plans for the machine as ``penstock doctor
 --quick`` measures it in that cgroup. Required: 3.4x and 3x at 200/100 MB/s (read/write) with 4 and with 8
-micro-batches, 5x at 100/50 MB/s with 8, and steps of at most 1.10 of Penstock's own lower bound, which is the drive's
-or the processor's.
+micro-batches, 5x at 100/50 MB/s with 8, and steps of at most 1.10 of Penstock's own bound: the drive's, or what its
+forwards and backwards took, which other programs beside make longer.
 
 DeepSpeed is installed from PyPI into an environment of its own the first time (``.bench/deepspeed``, or the place
 named by ``--venv`` or ``$PENSTOCK_BENCH_DEEPSPEED``). Without root or cgroup v1 the disk's rate is not held; the
@@ -92,7 +92,7 @@ class Outcome:
     @property
     def bound(self) -> float:
         """Penstock's lower bound in seconds: what it moved, at the disk's rates, reads beside writes, and beside
-        them what its forwards and backwards take alone."""
+        them what its forwards and backwards take, beside little else."""
         steps = [step for run in self.runs["penstock"] for step in run.measured]
         read = statistics.median(step.read for step in steps) / self.case.limit.read
         compute = min(step.compute or 0.0 for step in steps)

@@ -44,10 +44,14 @@ def test_a_gpu_is_asked_of_its_driver(tmp_path: Path, monkeypatch: pytest.Monkey
     now = here()
     on_gpu = replace(now, device=replace(now.device, kind="cuda", name="NVIDIA H200"))
     monkeypatch.setattr(system, "look", lambda root: replace(system_now, cores=now.host.cores))
-    assert (outdated(on_gpu, tmp_path) or "").endswith("and this machine has none")
+    assert outdated(on_gpu, tmp_path) is None, "a container may not show its driver"
     file = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information"
     file.parent.mkdir(parents=True)
+    file.write_text("Model: \t\t NVIDIA H100\nIRQ:   \t\t 24\n")
+    assert (outdated(on_gpu, tmp_path) or "").endswith("and this machine has NVIDIA H100")
     file.write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 24\n")
+    a_slice = replace(on_gpu, device=replace(on_gpu.device, name="NVIDIA H200 MIG 3g.71gb"))
+    assert outdated(a_slice, tmp_path) is None
     assert outdated(on_gpu, tmp_path) is None
     file.write_text("Model: \t\t NVIDIA L4\n")
     assert (outdated(on_gpu, tmp_path) or "").endswith("measured on NVIDIA H200, and this machine has NVIDIA L4")

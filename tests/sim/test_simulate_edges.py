@@ -58,7 +58,10 @@ def test_no_name_and_no_command_are_told_what_there_is(capsys: pytest.CaptureFix
     assert "takes one schedule, by its name or a file's, and was given none" in capsys.readouterr().err
     assert main(["simulat"]) == 2
     said = capsys.readouterr().err
-    assert "Commands: train, resume, verify, export, reshard, plan, simulate, report, doctor." in said
+    assert (
+        "Commands: init, train, resume, verify, export, reshard, plan, simulate, runs, report, doctor, completion."
+        in said
+    )
 
 
 @pytest.mark.parametrize("name", ["horizontal", "vertical", "zero-infinity", "greedysnake"])

@@ -84,7 +84,6 @@ class ModelArguments(Words, PlanSettings):
     |---|---|
     | ``model`` NAME | a model that ships, a config.json or its folder |
     | ``device``, ``host`` | memory that may be used (most of what the machine has) |
-    | ``tokens`` N | tokens of training in all (100M, 1.5B): how long they take, and what share of the drives' life |
     | ``durability`` | what a kill may cost (step, if that costs less than 10% of a step) |
     """
 

@@ -66,6 +66,15 @@ class Arguments(Words):
             if isinstance(path := getattr(self, key), Path) and path.suffix != ending:
                 raise ConfigError(f"{key}={str(path)!r}: the file's name must end in {ending}")
 
+    def require_folders(self) -> None:
+        """Raises:
+        ConfigError: another run's folder is not there: it was perhaps meant as the value of an option before it.
+        """
+        if gone := [path for path in self.others if not path.is_dir()]:
+            bare = next((ending for key, ending in self.endings.items() if getattr(self, key) is True), None)
+            hint = "" if bare is None else f". A picture's name ends in {bare}"
+            raise ConfigError(f"{self.command} takes {self.takes}, and {gone[0]} is no folder{hint}")
+
     @property
     def pictures(self) -> Iterator[Path]:
         """Where pictures are to be written."""
@@ -80,6 +89,7 @@ def run(arguments: Arguments) -> int:
     Raises:
         ConfigError: the folder is not a run's, holds no trace, or a file cannot be read or written.
     """
+    arguments.require_folders()
     found = gather(arguments.folder, arguments.step, arguments.others)
     put = partial(_put, run=arguments.folder)
     _write(arguments.out or arguments.folder / "report.html", lambda path: put(path, run_page(found)))

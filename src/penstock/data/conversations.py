@@ -34,6 +34,12 @@ def messages_of(example: Example, field: str) -> list[Message]:
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise ConfigError(f"{example.place}: {example.called(field)} must be a list of messages, not {type_of(turns)}")
     messages = [_message(turn, example.place, number) for number, turn in enumerate(turns, start=1)]
+    for number, message in enumerate(messages, start=1):
+        if message["role"] == "assistant" and (message.get("weight") == 0 or message.get("train") is False):
+            raise ConfigError(
+                f"{example.place}: message {number} is an answer that is not to be trained (weight 0, train false), "
+                "and all answers of a chat are: leave the chat out, or end it before that message"
+            )
     if messages[0]["role"] == "system":
         return messages
     return [*system_of(example), *messages]

@@ -7,6 +7,8 @@ from penstock.hardware import system
 from penstock.hardware.machine import Device, Drive, Machine
 
 _ROOT = Path("/")
+_SLICE = " MIG "
+"""What a GPU's own name ends before, where torch names a slice of it."""
 _LESS = 0.95
 """Share of its memory with which a machine is the one that it was: what is reserved differs a little."""
 
@@ -24,7 +26,7 @@ def outdated(machine: Machine, root: Path = _ROOT) -> str | None:
             f"{format_size(now.memory)}"
         )
     there = _devices(machine.device, root)
-    if there is not None and machine.device.name not in there:
+    if there is not None and machine.device.name.partition(_SLICE)[0] not in there:
         return f"it was measured on {machine.device.name}, and this machine has {' and '.join(sorted(there)) or 'none'}"
     return None
 
@@ -46,7 +48,7 @@ def _devices(device: Device, root: Path) -> set[str] | None:
         return {system.cpu_name(root)}
     if not device.name.startswith("NVIDIA") or (root / "dev/dxg").exists():
         return None
-    return system.nvidia_names(root)
+    return system.nvidia_names(root) or None  # a container may not show what the driver says of them
 
 
 def _cores(count: int) -> str:

@@ -310,9 +310,13 @@ class _Search:
         possible = min(best, possible)
         proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, *_ahead(p.settings), p.work))
         for proposal in _different(proposals, FIRST):
-            if not self._settled(possible):
+            if not self._settled(possible) or self._delays_beside(proposal):
                 self._try(proposal)
         return possible
+
+    def _delays_beside(self, proposal: Proposal) -> bool:
+        """Whether the best delays and this one does not: a delay is worth what it costs where it is the faster one."""
+        return self.best is not None and self.best[1].settings.delay > 0 and proposal.settings.delay == 0
 
     def _beaten(self) -> bool:
         """Whether the plan for another question, which was found before, is better."""
