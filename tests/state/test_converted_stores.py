@@ -4,6 +4,7 @@ the bit. What breaks a conversion off is in ``tests/campaigns/test_conversion_of
 Ranks are threads here, which meet where ranks tell each other something.
 """
 
+import errno
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from penstock.state.commits import Commits
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.reshard import reshard
 from penstock.state.slots import Slots
+from penstock.store import records
 from penstock.store.parts import of_rank, opened_parts
 from penstock.store.store import Store
 from penstock.store.successor import Stores
@@ -237,6 +239,37 @@ def test_ranks_make_of_their_stores_what_one_process_makes_of_the_same_state(
     caplog.clear()
     assert opened(tmp_path / "ranks", form, whole=whole) == [2, 2]
     assert "converted" not in caplog.text
+
+
+def test_a_rank_that_cannot_read_anothers_last_commit_does_not_take_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would be whole, of another step, and converted without a word."""
+    begun(tmp_path, "fp32")
+    stores = cut(tmp_path / "store", tmp_path / "ranks", whole=False)
+    with closing(Store.open(stores[1])) as store:
+        newest, before = f"commit.{store.commits.sequence % 2}", store.commits.sequence
+    was = contents(stores)
+    open_store, read = Store.open, records.read_bounded
+    lent = threading.local()
+
+    def opened_so(paths: Sequence[Path], **how: Any) -> Store:
+        lent.now = how.get("lent", False)
+        return open_store(paths, **how)
+
+    def failing(path: Path, most: int) -> str:
+        if getattr(lent, "now", False) and path == stores[1][0] / newest:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path, most)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "open", staticmethod(opened_so))
+        patched.setattr(records, "read_bounded", failing)
+        for found in opened(tmp_path / "ranks", "int8", whole=False):
+            assert isinstance(found, StoreError)
+            assert f"rank 0 finds commit {before - 1} in" in str(found)
+    assert contents(stores) == was
+    check_nothing_else(stores)
 
 
 def check_nothing_else(stores: Stores) -> None:

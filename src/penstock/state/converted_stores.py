@@ -59,6 +59,7 @@ def convert_stores(
     if ranks.size > 1:
         model = {**model, "world": ranks.told("world of the converted state", uuid.uuid4().hex)[0]}
     identities = ranks.told("directories of the state", [_identity(path) for path in store.paths])
+    commits = ranks.told("last commits of the state", store.commits.sequence)
     if ranks.rank == 0:
         _say(store, model, ranks.size)
     own_is_whole = False
@@ -72,7 +73,7 @@ def convert_stores(
         with ExitStack() as stack:
             reach = partial(_require_reachable, store, stores, identities, model, ranks.rank)
             ranks.jointly("reach of the state", partial(_unchanged, reach))
-            read = partial(_opened, store, stores, ranks, io_threads, stack)
+            read = partial(_opened, store, stores, commits, ranks, io_threads, stack)
             old = ranks.jointly("state to convert", partial(_unchanged, read))
             make = partial(_made, store, model, io_threads, stack)
             made = ranks.jointly("room for what is converted", partial(_unchanged, make))
@@ -131,18 +132,29 @@ def _require_reachable(
                 )
 
 
-def _opened(store: Store, stores: Stores, ranks: Ranks, io_threads: int, stack: ExitStack) -> Parts:
-    """All arrays of whole groups, out of this rank's ``store`` if it has all of the state, else out of those of all."""
+def _opened(
+    store: Store, stores: Stores, commits: Sequence[int], ranks: Ranks, io_threads: int, stack: ExitStack
+) -> Parts:
+    """All arrays of whole groups, out of this rank's ``store`` if it has all of the state, else out of those of all.
+    ``commits``: the number of each rank's last one.
+
+    Raises:
+        StoreError: a rank's store cannot be read, or not as of its last commit.
+    """
     if number_of_parts(store.model) == 1:
         return Parts([store])
-    return Parts(
-        [
-            store
-            if rank == ranks.rank
-            else stack.enter_context(Store.open(paths, io_threads=io_threads, writable=False, lent=True))
-            for rank, paths in enumerate(stores)
-        ]
-    )
+    found = []
+    for rank, paths in enumerate(stores):
+        if rank == ranks.rank:
+            found.append(store)
+            continue
+        found.append(stack.enter_context(Store.open(paths, io_threads=io_threads, writable=False, lent=True)))
+        if (seen := found[-1].commits.sequence) != commits[rank]:  # what cannot be read of it is passed over
+            raise StoreError(
+                f"rank {ranks.rank} finds commit {seen} in {paths[0]}, and rank {rank}, whose it is, {commits[rank]}: "
+                "see that the drive can be read, and that both have the same directory there, and start again"
+            )
+    return Parts(found)
 
 
 def _made(store: Store, model: dict[str, Any], io_threads: int, stack: ExitStack) -> Store:

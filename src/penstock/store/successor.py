@@ -52,10 +52,11 @@ def decide(stores: Stores) -> None:
     """From here on the new stores count, all of which are whole, durable and closed.
 
     Raises:
-        StoreError: they do not.
+        StoreError: they do not; or one of them is not to be found where the others are.
     """
     first = stores[0][0]
     with reported("putting a store in the place of another"):
+        _require_whole(stores, [[Manifest.read(path) for path in staged(paths)] for paths in stores])
         os.rename(first / STAGED, first / NEXT)
 
 
@@ -77,15 +78,24 @@ def settle(stores: Stores) -> None:
         if _decided(stores) is None:  # another process has been faster
             return
         found = [[Manifest.read(_place(path)) for path in store] for store in stores]
-        for store, manifests in zip(stores, found, strict=True):
-            require_all(store, manifests)
-        require_one_run([(store[0], manifests[0].model) for store, manifests in zip(stores, found, strict=True)])
+        _require_whole(stores, found)
         for path in paths:
             if is_there(path / STAGED):
                 os.rename(path / STAGED, path / NEXT)
             sync_directory(path)  # the first one's, too: what counts does so for good, before anything is removed
         for path in paths:
             _move_in(path)
+
+
+def _require_whole(stores: Stores, found: Sequence[Sequence[Manifest]]) -> None:
+    """``found``: of each rank's new store, those of its directories.
+
+    Raises:
+        StoreError: they are not all of a store's, or the stores not all of a run's.
+    """
+    for store, manifests in zip(stores, found, strict=True):
+        require_all(store, manifests)
+    require_one_run([(store[0], manifests[0].model) for store, manifests in zip(stores, found, strict=True)])
 
 
 def _decided(stores: Stores) -> Path | None:
