@@ -14,7 +14,7 @@ penstock: trains language models that do not fit in memory
   penstock init --model NAME --data FILE --disk DIR  write a settings file for this machine; asks what is not given
   penstock train CONFIG.yaml [--SETTING VALUE ...]   train; writes metrics, trace and settings into the run's folder
       --overwrite      replace the run that is in the folder, and its state on disk
-      --resume         go on with the run that is in the folder; begin where there is none yet, and end with code 0
+      --resume         go on with the run that is in the folder, or begin where there is none, and end with code 0
                        where it is complete: the one command that a script needs
       --print-config   print the resolved settings and stop
   penstock train --help                              every setting
@@ -42,12 +42,12 @@ class TrainArguments(Words):
     | option | meaning |
     |---|---|
     | ``overwrite`` | replace the run that is in the folder, and its state on disk |
-    | ``resume`` | go on with the run that is in the folder; begin where there is none yet |
+    | ``resume`` | go on with the run that is in the folder, or begin where there is none |
     | ``print_config`` | print the resolved settings and stop |
 
     Each setting is a key in the file, or a flag: --optimizer.lr 1e-3. A flag's value is YAML: null,
-    [1, 2], {{every: 5}}. Bytes may be written as 512MiB, 24GiB or 8GB. penstock init writes a file to begin
-    with, docs/training.md tells more, and examples/ has files for more cases.
+    [1, 2], {{every: 5}}. Bytes may be written as 512MiB, 24GiB or 8GB. penstock init writes a file to
+    begin with, docs/training.md tells more, and examples/ has files for more cases.
     """
 
     command: ClassVar[str] = "penstock train"
