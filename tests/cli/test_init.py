@@ -12,7 +12,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.cli.commented import written
-from penstock.cli.first_look import DataFacts, DiskFacts, MachineFacts, ModelFacts
+from penstock.cli.first_look import DataFacts, DiskFacts, MachineFacts, ModelFacts, look_at_disk
 from penstock.cli.located import parse_yaml
 from penstock.cli.proposal import propose
 from penstock.cli.settings import describe, load, load_text
@@ -162,3 +162,11 @@ def test_on_a_terminal_it_asks_and_asks_again(
     monkeypatch.setattr(sys, "stdin", Terminal("config.json\n"))
     assert main(["init", "--output", "b.yaml"]) == 2
     assert not (there / "b.yaml").exists()
+
+
+def test_directories_on_one_drive_have_its_free_space_once(tmp_path: Path) -> None:
+    one = look_at_disk([str(tmp_path / "a")], here=True).free
+    two = look_at_disk([str(tmp_path / "a"), str(tmp_path / "b")], here=True).free
+    assert one is not None
+    assert two is not None
+    assert two < 1.5 * one

@@ -204,7 +204,7 @@ def look_at_disk(paths: Sequence[str], *, here: bool) -> DiskFacts:
     Raises:
         ConfigError: a directory cannot be made or written to.
     """
-    found, free = [], 0
+    found, free = [], dict[int, int]()
     for text in paths:
         path = Path(text).expanduser()
         if text.strip() == "" or "\0" in text:
@@ -217,8 +217,8 @@ def look_at_disk(paths: Sequence[str], *, here: bool) -> DiskFacts:
             raise ConfigError(f"--disk {text}: {there} is no directory")
         if not os.access(there, os.W_OK | os.X_OK):
             raise ConfigError(f"--disk {text}: {there} cannot be written to")
-        free += shutil.disk_usage(there).free
-    return DiskFacts(paths=tuple(found), free=free if here and found else None)
+        free[there.stat().st_dev] = shutil.disk_usage(there).free  # of several on one drive once
+    return DiskFacts(paths=tuple(found), free=sum(free.values()) if here and found else None)
 
 
 @dataclass(frozen=True, kw_only=True)
