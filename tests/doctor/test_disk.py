@@ -6,16 +6,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from bench.harness import MB, BenchError, DiskLimit
 
 from bench import harness
 from penstock.doctor import disk, mounts
 from penstock.doctor.disk import REQUEST, Scratch
+from penstock.doctor.pace import Load, Span
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Sustained
 from tests.machines import GIB, SMALL, mount
@@ -87,43 +89,87 @@ def test_the_file_takes_no_more_than_half_of_what_is_free() -> None:
     assert disk.file_size(mount(file_system="nfs4"), disk.THOROUGH) == GIB // 4
 
 
-def _throttled(made: Scratch, seconds: Callable[[int], float]) -> None:
-    """Make a scratch file's writes take as long as ``seconds`` says, from the bytes that were written before."""
-    written = 0
+@dataclass
+class Clock:
+    """The clock of a drive, which only requests put forward: how busy the machine is does not matter.
+
+    It takes the place of ``disk.time``. Requests come one after the other: ``rates`` measures as ``pace`` does, but
+    gives each worker its turns in one thread.
+    """
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+    def rate(self, load: Load, span: Span) -> float:
+        return self.rates([load], span)[load.name]
+
+    def rates(self, loads: Sequence[Load], span: Span) -> dict[str, float]:
+        begun, calls, taken = self.now, 0, dict.fromkeys((load.name for load in loads), 0.0)
+        while self.now - begun < span.seconds or calls < span.calls:
+            calls += 1
+            for load in loads:
+                before = self.now
+                load.workers[0]()
+                taken[load.name] += self.now - before
+        return {load.name: calls * load.amount / taken[load.name] for load in loads}
+
+
+_READ, _BURST, _FULL = 0.002, 0.001, 0.01
+"""Seconds of a request: of reading, and of writing while there is room in the cache, and then."""
+
+
+def _drive(made: Scratch, cache: int, patch: pytest.MonkeyPatch) -> None:
+    """Put a drive under a scratch file that is slower once an address beyond ``cache`` has been written."""
+    clock, full = Clock(), False
 
     def write(address: int, view: memoryview) -> None:
-        nonlocal written
-        time.sleep(seconds(written))
-        written += len(view)
+        nonlocal full
+        full = full or address >= cache
+        clock.spend(_FULL if full else _BURST)
 
     made.files.write = write  # type: ignore[method-assign]
+    made.files.read = lambda address, view: clock.spend(_READ)  # type: ignore[method-assign]
+    for name, replaced in (("time", clock), ("rate", clock.rate), ("rates", clock.rates)):
+        patch.setattr(disk, name, replaced)
 
 
 SETTLE = disk.Settle(nbytes=2048 << 20, span=0.1, seconds=5.0)
-_CACHE = 512 << 20
 
 
-def test_a_drive_whose_cache_fills_has_a_burst_and_a_sustained_rate(tmp_path: Path) -> None:
-    effort = replace(SMALL, settle=SETTLE)
+def test_a_drive_whose_cache_fills_has_a_burst_and_a_sustained_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    effort, cache = replace(SMALL, settle=SETTLE), 512 << 20
     with Scratch(tmp_path, disk.file_size(mount(), effort), depth=1, io_threads=1) as made:
-        _throttled(made, lambda written: 0.001 if written < _CACHE else 0.01)
+        _drive(made, cache, monkeypatch)
         found = disk.measure(made, effort)
-    assert found.sustained is not None
+    sustained = found.sustained
+    assert sustained is not None
     assert found.settled
-    assert found.sustained.write < REQUEST / 0.01 < found.write
-    assert max(found.sustained.write_both, found.last) < REQUEST / 0.01 < min(found.write_both, found.first)
-    assert SMALL.nbytes < found.sustained.after == found.filled < SETTLE.nbytes  # it ends once that is known
+    assert (found.read, found.read_both, sustained.read_both) == pytest.approx((REQUEST / _READ,) * 3)
+    assert (found.write, found.write_both, found.first) == pytest.approx((REQUEST / _BURST,) * 3)
+    assert (sustained.write, sustained.write_both, found.last) == pytest.approx((REQUEST / _FULL,) * 3)
+    assert sustained.after == found.filled < SETTLE.nbytes  # it ends once that is known:
+    assert found.filled - cache <= (2 * SETTLE.span / _FULL + 2) * REQUEST  # after two spans
 
 
-def test_a_drive_that_is_never_slower_sustains_what_was_measured(tmp_path: Path) -> None:
+def test_a_drive_that_is_never_slower_sustains_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settle = replace(SETTLE, nbytes=512 << 20)
     effort = replace(SMALL, settle=settle)
     with Scratch(tmp_path, disk.file_size(mount(), effort), depth=1, io_threads=1) as made:
-        _throttled(made, lambda written: 0.005)
+        _drive(made, settle.nbytes, monkeypatch)
         found = disk.measure(made, effort)
     assert found.sustained == Sustained(
         write=found.write, read_both=found.read_both, write_both=found.write_both, after=settle.nbytes
     )
+    assert found.write == pytest.approx(REQUEST / _BURST)
     assert found.settled
 
 
@@ -215,18 +261,23 @@ def test_a_disk_that_is_held_to_a_rate_is_measured_at_that_rate_in_time(tmp_path
         harness.block_device(tmp_path)
     except BenchError:
         pytest.skip("the temporary directory is on no block device")
+    exact = (limit.read, limit.write, limit.read, limit.write)
     with harness.disk_cgroup(limit, tmp_path) as group:
         assert group is not None
-        done = subprocess.run(
-            [sys.executable, "-c", script, tmp_path],
-            capture_output=True,
-            text=True,
-            check=True,
-            preexec_fn=lambda: (group / "cgroup.procs").write_text("0"),
-        )
-    *found, seconds = (float(word) for word in done.stdout.split())
-    # Within 2% on a quiet machine, and within 15% on one whose cores are busy with something else.
-    assert found == pytest.approx([limit.read, limit.write, limit.read, limit.write], rel=0.25)
+        for left in reversed(range(3)):  # what else the machine does makes it slower, never faster
+            done = subprocess.run(
+                [sys.executable, "-c", script, tmp_path],
+                capture_output=True,
+                text=True,
+                check=True,
+                preexec_fn=harness.joining(group),
+            )
+            *found, seconds = (float(word) for word in done.stdout.split())
+            assert all(rate <= 1.25 * limited for rate, limited in zip(found, exact, strict=True))
+            # Within 2% on a quiet machine, and mostly within 15% on one whose cores are busy with something else.
+            if left == 0 or (min(np.divide(found, exact)) >= 0.75 and seconds < 12):
+                break
+    assert found == pytest.approx(exact, rel=0.25)
     assert seconds < 12
 
 

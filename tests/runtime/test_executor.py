@@ -314,7 +314,12 @@ def test_a_read_that_overtakes_an_earlier_one_counts_as_done_only_after_it() -> 
     """The checker takes an op that waits for the second read to come after the first one, too."""
     schedule = parse_schedule("schedule example micro-batches 1 chunk 4096\nRS0.0\nRS0.1\nOP0.1 after RS0.1\n")
     pools = Pools(schedule, CPU)
-    recorder = Recorder(schedule, pools, 0, lambda op: time.sleep(0.02 if op.id == "RS0.0" else 0))
+
+    def act(op: Op) -> None:
+        while op.id == "RS0.0" and ("end", "RS0.1") not in recorder.events:
+            time.sleep(0.001)
+
+    recorder = Recorder(schedule, pools, 0, act)
     executor = Executor(schedule, pools, recorder, HostStreams(), io_workers=2)
     executor.run()
     executor.close()
