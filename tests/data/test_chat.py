@@ -47,6 +47,29 @@ def test_of_a_chat_the_assistants_turns_count_with_the_mark_that_ends_them(
         assert bpe.decode(document.ids.tolist(), skip_special_tokens=False) == whole
 
 
+GREETED = (
+    "{% if messages[0].role != 'system' %}<system>You help.</system>\n{% endif %}" + PLAIN_TEMPLATE.split("{% if")[0]
+)
+"""It writes words of the system's before a chat that has none, and opens no turn of the assistant's."""
+OPENED = GREETED + "{% if add_generation_prompt and messages[-1].role != 'tool' %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE, GREETED, OPENED])
+@pytest.mark.parametrize("who", ["a", "aua", "saua", "uaa", "uta", "ata"])
+def test_what_a_template_writes_before_an_answer_is_not_the_answers(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path, template: str, who: str
+) -> None:
+    """Also where nothing is said before the answer, or the template opens no turn behind what is said."""
+    bpe.chat_template = template
+    roles = {"a": "assistant", "u": "user", "s": "system", "t": "tool"}
+    said = [
+        {"role": roles[letter], "content": text} for letter, text in zip(who, ["0", "is", "z a", "<"], strict=False)
+    ]
+    (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [{"messages": said}]))
+    assert _answers(bpe, found) == "".join(f"{m['content']}</assistant>\n" for m in said if m["role"] == "assistant")
+    assert "<assistant>0" in bpe.decode(found.ids.tolist()) or who[0] != "a"
+
+
 def test_all_of_a_chat_counts_if_asked_for(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     bpe.chat_template = PLAIN_TEMPLATE
     path = write_jsonl(tmp_path / "c.jsonl", chats(3))

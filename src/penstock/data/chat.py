@@ -2,9 +2,12 @@
 
 A template that marks answers (``{% generation %}``) says it itself. Of any other it is found out by rendering the chat
 up to each answer: what the whole has beyond that, up to where the answer ends, is the answer. This holds only if
-a chat's rendering begins with the rendering of its beginning, which is checked for each chat.
+a chat's rendering begins with the rendering of its beginning, which is checked for each chat. Where there is nothing to
+render before an answer, or the template opens no turn of the assistant's there, the answer begins where that of another
+answer would differ.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, cast
@@ -118,8 +121,8 @@ class ChatEncoder:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(example, messages[:number], tools, prompt=True) if number else ""
             through = self._render(example, messages[: number + 1], tools)
+            before = self._before(example, through, messages[: number + 1], tools)
             if not (text.startswith(through) and through.startswith(before)):
                 raise ConfigError(
                     f"{example.place}: the chat template does not say where the assistant's answers are: it renders "
@@ -127,6 +130,25 @@ class ChatEncoder:
                 )
             spans.append((len(before), len(through)))
         return spans
+
+    def _before(self, example: Example, through: str, messages: Sequence[Message], tools: Any) -> str:
+        """What a chat has before its last message, which is an answer, with what opens the assistant's turn.
+
+        ``through``: the chat. Where there is nothing before the answer, or the template opens no turn when it is asked
+        to, it may still write a header before the answer, or words of the system's, which another answer has, too.
+        """
+        *earlier, answer = messages
+        before = self._render(example, earlier, tools, prompt=True) if earlier else ""
+        if earlier and before != self._render(example, earlier, tools):
+            return before
+        others = [{"role": "assistant", "content": _in_form_of(answer, text)} for text in _OTHERS]
+        shared = os.path.commonprefix([through, *(self._render(example, [*earlier, other], tools) for other in others)])
+        if not shared.startswith(before):
+            return before
+        behind = self._render(example, messages, tools, prompt=True)
+        opening = behind.removeprefix(through) if behind.startswith(through) else ""
+        place = shared.rfind(opening, len(before)) if opening else -1
+        return shared if place < 0 else shared[: place + len(opening)]
 
     def _render(self, example: Example, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> str:
         return cast(str, self._apply(example, messages, tools, tokenize=False, add_generation_prompt=prompt))
@@ -140,6 +162,15 @@ class ChatEncoder:
             raise ConfigError(
                 f"{example.place}: the chat template fails on this chat: {type(error).__name__}: {reason}"
             ) from None
+
+
+_OTHERS = ("0", "z")
+"""Answers of which at least one differs from any other in the first character."""
+
+
+def _in_form_of(message: Message, text: str) -> Any:
+    """A content as the message's is: text, or a list of parts."""
+    return text if isinstance(message.get("content"), str | None) else [{"type": "text", "text": text}]
 
 
 def _messages(example: Example) -> list[Message]:

@@ -28,8 +28,8 @@ from penstock.errors import ConfigError, StoreError
 log = logging.getLogger("penstock")
 
 _SHUFFLE = 10_000
-_VERSION = 2  # of what is written from equal settings
-_PREPARED = 3  # of the form that it is written in
+_VERSION = 3  # of what is written from equal settings
+_PREPARED = 4  # of the form that it is written in
 
 
 @dataclass(frozen=True, kw_only=True)
