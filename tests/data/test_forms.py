@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.data.forms import form_of, recognised
 from penstock.data.opening import Data, open_data
 from penstock.data.prepare import Opened
 from penstock.data.sources.find import open_source
+from penstock.data.sources.reader import Example
 from penstock.data.summary import summary_of
 from penstock.data.token_files import Document
 from penstock.errors import ConfigError
@@ -118,6 +120,15 @@ def test_calls_of_tools_are_the_assistants_and_results_are_not(bpe: PreTrainedTo
     bpe.chat_template = TOOLS_TEMPLATE.replace("messages %}<", "messages if m.role != 'tool' %}<")
     with pytest.raises(ConfigError, match="line 1: the chat template leaves out results of tools, as message 3"):
         _documents(bpe, tmp_path / "theirs.jsonl")
+
+
+def test_tools_that_the_template_does_not_write_are_refused(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "valve", "parameters": {"type": "object", "properties": {}}}}]
+    path = _written(tmp_path / "own.jsonl", [{"messages": chats(1)[0]["messages"], "tools": tools}])
+    with pytest.raises(ConfigError, match="line 1: the chat template leaves out what tools there are, as 'tools' has"):
+        _documents(bpe, path)
+    bpe.chat_template = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + PLAIN_TEMPLATE
+    assert "valve" in bpe.decode(_documents(bpe, path)[0].ids.tolist())
 
 
 ALPACA: list[Row] = [
@@ -324,8 +335,40 @@ def test_how_an_instruction_is_read_is_said(tmp_path: Path, template: bool, kind
     reader = open_source(SourceConfig(path=str(_written(tmp_path / "a.jsonl", ALPACA))), streaming=False)
     assert not isinstance(reader, tuple)
     example, _ = next(reader.read(None))
-    found = recognised(example, form_of(example, kind, template=template), template=template)
+    found = recognised(example, form_of(example, kind, template=template), kind, template=template)
     assert found == f"Alpaca's form (instruction, input, output), {says}"
+
+
+SAID = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+ALPACAS = "and not what rows have as instruction, output, which fields: {instruction: instruction, output: output}"
+BOTH: list[tuple[Row, Any, str]] = [
+    ({"messages": SAID, "instruction": "a", "output": "b"}, None, f"a chat (messages), {ALPACAS}"),
+    (
+        {"messages": SAID, "conversations": SAID, "prompt": "a", "completion": "b"},
+        "chat",
+        "a chat (messages), and not what rows have as conversations, which fields: {messages: conversations}",
+    ),
+    ({"conversations": SAID, "instruction": "a", "output": "b"}, None, f"chats (conversations), {ALPACAS}"),
+    (
+        {"prompt": "a", "completion": "b", "instruction": "a", "output": "b"},
+        "completion",
+        f"a prompt with its completion (prompt, completion), {ALPACAS}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "kind", "says"), BOTH)
+def test_what_rows_have_in_another_form_as_well_is_said_and_fields_choose(row: Row, kind: Any, says: str) -> None:
+    example = Example(fields=row, place="a.jsonl, line 1")
+    found = recognised(example, form_of(example, kind, template=True), kind, template=True)
+    assert found == f"{says} reads instead"
+    fields = dict(pair.split(": ") for pair in says.partition("{")[2].partition("}")[0].split(", "))
+    assert SourceConfig(path="a.jsonl", kind=kind, fields=fields).fields == fields
+    if "instruction" in fields:
+        chosen = replace(example, names=fields)
+        form = form_of(chosen, kind, template=True)
+        assert form.needs == ("instruction", "output")
+        assert "and not" not in (recognised(chosen, form, kind, template=True) or "")
 
 
 def test_penstocks_own_form_by_its_own_names_needs_no_word(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -334,7 +377,7 @@ def test_penstocks_own_form_by_its_own_names_needs_no_word(bpe: PreTrainedTokeni
         reader = open_source(SourceConfig(path=str(path)), streaming=False)
         assert not isinstance(reader, tuple)
         example, _ = next(reader.read(None))
-        assert recognised(example, form_of(example, None, template=True), template=True) is None
+        assert recognised(example, form_of(example, None, template=True), None, template=True) is None
 
 
 def test_a_stream_that_goes_on_reads_what_it_began_with(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:

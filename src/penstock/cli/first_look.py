@@ -166,7 +166,7 @@ def look_at_data(paths: Sequence[str], *, template: bool | None, tokenizer: bool
             raise ConfigError(f"data: {source.path!r} has no documents: there is nothing to train on")
         form = form_of(first, source.kind, template=bool(template))
         kinds.add(form.kind)
-        words = recognised(first, form, template=bool(template)) if template is not None else None
+        words = recognised(first, form, source.kind, template=bool(template)) if template is not None else None
         forms.append(f"{source.path}: {words or f'each document is {form.called}'}")
         if form.kind == "chat" and not tokenizer:
             raise ConfigError(f"data: {source.path!r} has chats, for which a tokenizer with a chat template is needed")

@@ -7,7 +7,6 @@ render before an answer, or the template opens no turn of the assistant's there,
 answer would differ.
 """
 
-import os
 import re
 from collections.abc import Sequence
 from typing import Any, cast
@@ -94,26 +93,37 @@ class ChatEncoder:
         return Document(ids=np.asarray(found["input_ids"], dtype=np.uint32), answers=answers)
 
     def _check_tools(self, example: Example) -> None:
-        """Refuse a template that leaves out calls of tools or their results: it renders a chat without them the same.
-
-        One chat of each sort tells. A template that fails on the chat without them does look at them.
+        """Refuse a template that leaves out tools, calls of them or their results: who is trained to call tools must
+        be shown them. One chat of each sort tells.
         """
         messages, tools = _messages(example), tools_of(example)
+        if tools:
+            self._check_written(example, "what tools there are", "'tools' has", messages, None)
         for number, message in enumerate(messages):
-            found = "calls of tools" if message.get("tool_calls") else "results of tools"
-            if found in self._shown or not (message.get("tool_calls") or message["role"] == "tool"):
+            if not (message.get("tool_calls") or message["role"] == "tool"):
                 continue
+            found = "calls of tools" if message.get("tool_calls") else "results of tools"
             less = [{k: v for k, v in message.items() if k != "tool_calls"}] if message.get("tool_calls") else []
-            try:
-                without = self._render(example, [*messages[:number], *less, *messages[number + 1 :]], tools)
-            except ConfigError:
-                without = None
-            if without == self._render(example, messages, tools):
-                raise ConfigError(
-                    f"{example.place}: the chat template leaves out {found}, as message {number + 1} has them: give "
-                    "one that writes them (data.chat_template), or data without them"
-                )
-            self._shown.add(found)
+            without = [*messages[:number], *less, *messages[number + 1 :]]
+            self._check_written(example, found, f"message {number + 1} has", without, tools)
+
+    def _check_written(self, example: Example, found: str, who: str, without: Sequence[Message], tools: Any) -> None:
+        """Raises:
+        ConfigError: the template renders a chat as it does ``without`` what ``found`` says, and these ``tools``. One
+            that fails on that does look at it.
+        """
+        if found in self._shown:
+            return
+        try:
+            less = self._render(example, without, tools)
+        except ConfigError:
+            less = None
+        if less == self._render(example, _messages(example), tools_of(example)):
+            raise ConfigError(
+                f"{example.place}: the chat template leaves out {found}, as {who} them: give one that writes them "
+                "(data.chat_template), or data without them"
+            )
+        self._shown.add(found)
 
     def _spans(self, example: Example, text: str, messages: Sequence[Message], tools: Any) -> list[tuple[int, int]]:
         """The assistant's turns in ``text``: of each its first character, and the one behind its last."""
@@ -142,7 +152,7 @@ class ChatEncoder:
         if earlier and before != self._render(example, earlier, tools):
             return before
         others = [{"role": "assistant", "content": _in_form_of(answer, text)} for text in _OTHERS]
-        shared = os.path.commonprefix([through, *(self._render(example, [*earlier, other], tools) for other in others)])
+        shared = _shared([through, *(self._render(example, [*earlier, other], tools) for other in others)])
         if not shared.startswith(before):
             return before
         behind = self._render(example, messages, tools, prompt=True)
@@ -171,6 +181,12 @@ _OTHERS = ("0", "z")
 def _in_form_of(message: Message, text: str) -> Any:
     """A content as the message's is: text, or a list of parts."""
     return text if isinstance(message.get("content"), str | None) else [{"type": "text", "text": text}]
+
+
+def _shared(texts: Sequence[str]) -> str:
+    """What all of them begin with."""
+    least, most = min(texts), max(texts)
+    return least[: next((n for n, pair in enumerate(zip(least, most, strict=False)) if pair[0] != pair[1]), len(least))]
 
 
 def _messages(example: Example) -> list[Message]:

@@ -36,6 +36,8 @@ INSTRUCTION_CHAT, INSTRUCTION_PROMPT = (
     for kind in data.INSTRUCTION.kinds
 )
 
+_ALPACA = (INSTRUCTION_CHAT, INSTRUCTION_PROMPT)
+
 _KNOWN = (
     "text (for plain text), prompt and completion, messages or conversations (for chat), or instruction and output. "
     "If they are there under other names, say which (data.sources: fields)"
@@ -49,13 +51,11 @@ def form_of(example: Example, kind: Kind | None, *, template: bool) -> Form:
     Raises:
         ConfigError: the example's fields say none, or several.
     """
-    alpaca = INSTRUCTION_CHAT if kind == "chat" or (kind is None and template) else INSTRUCTION_PROMPT
-    forms = [form for form in (TEXT, COMPLETION, *CHATS, alpaca) if kind in (None, form.kind)]
-    if example.names is not None:
-        forms = [form for form in forms if example.names.keys() <= {*form.needs, *form.may}]
-    found = [form for form in forms if form.missing(example) is None and _fits(example, form)]
+    forms = _forms(example, kind, template=template)
+    found = [form for form in forms if _is(example, form)]
+    alpaca = next((form for form in found if form in _ALPACA), None)
     by_kind = {form.kind: form for form in reversed(found) if form is not alpaca}
-    if alpaca in found and not by_kind.keys() & {"chat", "completion"}:
+    if alpaca is not None and not by_kind.keys() & {"chat", "completion"}:
         by_kind[alpaca.kind] = alpaca
     if len(by_kind) == 1:
         return next(iter(by_kind.values()))
@@ -65,6 +65,19 @@ def form_of(example: Example, kind: Kind | None, *, template: bool) -> Form:
     if kind is not None or example.names is not None:
         lacks(example, forms[0])
     raise ConfigError(f"{example.place}: it has {example.listed}, and none of the fields that are read: {_KNOWN}")
+
+
+def _forms(example: Example, kind: Kind | None, *, template: bool) -> list[Form]:
+    """The forms that an example may have, by the settings alone."""
+    alpaca = INSTRUCTION_CHAT if kind == "chat" or (kind is None and template) else INSTRUCTION_PROMPT
+    forms = [form for form in (TEXT, COMPLETION, *CHATS, alpaca) if kind in (None, form.kind)]
+    if example.names is None:
+        return forms
+    return [form for form in forms if example.names.keys() <= {*form.needs, *form.may}]
+
+
+def _is(example: Example, form: Form) -> bool:
+    return form.missing(example) is None and _fits(example, form)
 
 
 def lacks(example: Example, form: Form) -> None:
@@ -86,11 +99,23 @@ def is_list(value: Any) -> bool:
     return value.lstrip().startswith("[") if isinstance(value, str) else isinstance(value, Sequence)
 
 
-def recognised(example: Example, form: Form, *, template: bool) -> str | None:
-    """What is to be said of the form in which a source is read; None: it is Penstock's own, by its own names.
-    ``template``: as in ``form_of``.
+def recognised(example: Example, form: Form, kind: Kind | None, *, template: bool) -> str | None:
+    """What is to be said of the form in which a source is read; None: it is Penstock's own, by its own names, and the
+    only one. ``kind``, ``template``: as in ``form_of``.
     """
-    if form in (INSTRUCTION_CHAT, INSTRUCTION_PROMPT):
+    others = [other for other in _forms(example, kind, template=template) if other is not form and _is(example, other)]
+    words = _words(example, form, template=template)
+    if not others:
+        return words
+    left = ", ".join(_named(example, other.needs) for other in others)
+    theirs = {name if name not in TURNS else "messages": name for name in others[0].needs}
+    fields = ", ".join(f"{here}: {name}" for here, name in {**(example.names or {}), **theirs}.items())
+    read = words or f"{form.called} ({_named(example, form.needs)})"
+    return f"{read}, and not what rows have as {left}, which fields: {{{fields}}} reads instead"
+
+
+def _words(example: Example, form: Form, *, template: bool) -> str | None:
+    if form in _ALPACA:
         fields = [name for name in ("instruction", "input", "output") if name in example.fields]
         how = "each a chat in the tokenizer's template" if form is INSTRUCTION_CHAT else "in Alpaca's words"
         how += "" if template or form is INSTRUCTION_CHAT else ", as the tokenizer has no chat template"

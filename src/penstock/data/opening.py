@@ -204,7 +204,7 @@ def _opened(sources: Sequence[SourceConfig], template: bool, *, streaming: bool)
                 raise ConfigError(f"data: {source.path!r} has no documents: there is nothing to train on")
             form = form_of(example, source.kind, template=template)
             one = replace(one, form=form)
-            words = recognised(example, form, template=template)
+            words = recognised(example, form, source.kind, template=template)
             said += [] if words is None else [f"{source.path}: {words}"]
         opened.append(one)
     return opened, said
