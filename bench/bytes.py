@@ -2,9 +2,9 @@
 
     python -m bench.bytes
 
-A Llama of 29M parameters with AdamW or Muon, weights and state on disk, checkpoints in memory, and host memory for the
-weights of a few blocks, which so stay there from their last read to their step. Nothing is delayed, and no norm is
-waited for.
+A Llama of 29M parameters with AdamW or Muon, weights and state on disk, saved activations in memory, and host memory
+for the weights of a few blocks, which so stay there from their last read to their step. Nothing is delayed, and no norm
+is waited for.
 Required of a step:
 
 - by the trace, of each parameter of a block that is loaded twice: in fp32 16 bytes read (weights for the forward and
@@ -146,7 +146,7 @@ def measure(case: Case, model: str, folder: Path) -> Found:
         build(model),
         optimizer=case.optimizer,
         budget=penstock.Budget(
-            device="1GiB", host="1GiB", disk=store, weights="disk", state="disk", checkpoints="device"
+            device="1GiB", host="1GiB", disk=store, weights="disk", state="disk", activations="device"
         ),
         precision=case.precision,
         clip_grad_norm=None,

@@ -88,7 +88,7 @@ def schedule_of(tier: Tier, *, layers: int = 32, micro_batches: int = 8) -> Sche
         micro_batches=micro_batches,
         chunk=_CHUNK,
         form=form,
-        place=Placement(weights=everything, state=everything, gradients="host", checkpoints="host"),
+        place=Placement(weights=everything, state=everything, gradients="host", activations="host"),
         depths=Depths(),
         wait=False,
         grad_dtype="bf16",

@@ -2,10 +2,10 @@
 
     python -m bench.lp_vs_brute_force [--pairs N]
 
-The grid: both families, three chunk sizes, three depths, checkpoints and waiting gradients on every tier, shares of
-weights and state on every tier in halves and quarters, the last groups or every n-th. A point of the grid is simulated
-unless the sum of some lane's work already takes longer than the best found, which no order of the ops can beat.
-Required: the choice takes at most 3% longer than the best of the grid, on every pair.
+The grid: both families, three chunk sizes, three depths, saved activations and waiting gradients on every tier, shares
+of weights and state on every tier in halves and quarters, the last groups or every n-th. A point of the grid is
+simulated unless the sum of some lane's work already takes longer than the best found, which no order of the ops can
+beat. Required: the choice takes at most 3% longer than the best of the grid, on every pair.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from penstock.sim.simulate import simulate
 WITHIN = 0.03
 _DEPTHS = (
     Depths(),
-    Depths(weights=1, gradients=1, stage_in=2, stage_out=2, state=2, checkpoints=2),
-    Depths(weights=3, gradients=3, stage_in=6, stage_out=6, state=6, checkpoints=6),
+    Depths(weights=1, gradients=1, stage_in=2, stage_out=2, state=2, activations=2),
+    Depths(weights=3, gradients=3, stage_in=6, stage_out=6, state=6, activations=6),
 )
 
 
@@ -148,12 +148,12 @@ def _placed(base: Settings, classes: Sequence[GroupClass], question: Question) -
     tiers: tuple[Tier, ...] = ("device", "host", "disk")
     waits = ("host", "disk") if base.wait else ("host",)
     seen = set()
-    for homes, checkpoints, gradients in product(_homes(classes), tiers, waits):
+    for homes, activations, gradients in product(_homes(classes), tiers, waits):
         place = replace(
             base.place,
             weights=tuple(home[0] for home in homes),
             state=tuple(home[1] for home in homes),
-            checkpoints=checkpoints,
+            activations=activations,
             gradients=gradients,
         )
         if place not in seen:

@@ -95,7 +95,7 @@ def run(case: Case, profile: Path, steps: int, folder: Path) -> Outcome:
 
     counting = Counting()
     budget = penstock.Budget(
-        device="400MiB", host="2GiB", disk=folder / "store", checkpoints="host", **dict(case.places)
+        device="400MiB", host="2GiB", disk=folder / "store", activations="host", **dict(case.places)
     )
     with penstock.wrap(
         model,

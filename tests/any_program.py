@@ -48,7 +48,7 @@ def _stage(draw: st.DrawFn, index: int, size: int, groups: list[GroupSpec], read
     trained = [g for g in reads if groups[g].trainable]
     without = draw(st.sets(st.sampled_from(trained), max_size=2)) if trained and draw(st.booleans()) else set()
     saved = reads if kind == "call" or draw(st.booleans()) else tuple(g for g in reads if draw(st.booleans()))
-    checkpoint = 0 if last else draw(st.sampled_from(BYTES))
+    activation = 0 if last else draw(st.sampled_from(BYTES))
     return Stage(
         index=index,
         kind=kind,
@@ -56,8 +56,8 @@ def _stage(draw: st.DrawFn, index: int, size: int, groups: list[GroupSpec], read
         forward_reads=reads,
         backward_reads=saved,
         gradients=tuple(g for g in trained if g not in without),
-        checkpoint=checkpoint,
-        gradient=draw(st.sampled_from((0, checkpoint))),
+        activation=activation,
+        gradient=draw(st.sampled_from((0, activation))),
         kept=draw(st.sampled_from(BYTES)),
         forward_peak=500,
         backward_peak=900,
@@ -120,7 +120,7 @@ def depths(draw: st.DrawFn) -> Depths:
         stage_in=draw(few),
         stage_out=draw(few),
         state=draw(few),
-        checkpoints=draw(few),
+        activations=draw(few),
         inputs=draw(st.integers(2, 4)),
     )
 
@@ -139,5 +139,5 @@ def placements(draw: st.DrawFn, program: Program) -> Placement:
         weights=tuple(weights for weights, _ in homes),
         state=tuple(state for _, state in homes),
         gradients=draw(st.sampled_from(("host", "disk"))),
-        checkpoints=draw(st.sampled_from(("device", "host", "disk"))),
+        activations=draw(st.sampled_from(("device", "host", "disk"))),
     )

@@ -82,7 +82,7 @@ ON_ACCELERATOR = {
     "on an accelerator": Setting(
         numbers={"precision": "bf16", "clip_grad_norm": 1.25, "device": DEVICE},
         how={"speculate": True, **AT_ONCE},
-        budget={"checkpoints": "disk"},
+        budget={"activations": "disk"},
     ),
 }
 """For tests that are marked ``accelerator``: whose random numbers are its own, and so all others."""

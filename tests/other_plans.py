@@ -22,7 +22,7 @@ def other_plans(request: Request, seed: int) -> Iterator[Settings]:
         weights = [rng.choice(tiers) for _ in groups]
         state = ["disk" if every_step else rng.choice(tiers) for _ in groups]
         place = Placement(
-            weights=tuple(weights), state=tuple(state), checkpoints=rng.choice(tiers),  # type: ignore[arg-type]
+            weights=tuple(weights), state=tuple(state), activations=rng.choice(tiers),  # type: ignore[arg-type]
             gradients=rng.choice(("host", "disk")) if "disk" in tiers else "host",
         )  # fmt: skip
         if any(place.fault(group) for group in groups) or any(state[g] == "device" for g in tied):

@@ -12,7 +12,7 @@ from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
 
-CHECKPOINT = 5000
+ACTIVATION = 5000
 """Bytes of a block's outputs for one micro-batch; not a whole number of pages."""
 
 
@@ -42,8 +42,8 @@ def transformer(
             forward_reads=reads,
             backward_reads=back,
             gradients=tuple(g for g in (back or reads) if groups[g].trainable and not (inner and index and g < ends)),
-            checkpoint=CHECKPOINT if inner else 0,
-            gradient=CHECKPOINT if inner else 0,
+            activation=ACTIVATION if inner else 0,
+            gradient=ACTIVATION if inner else 0,
             kept=100,
             forward_peak=500,
             backward_peak=900,
@@ -68,14 +68,14 @@ def placement(rng: Random, program: Program, *, tied: bool) -> Placement:
         weights=tuple(w for w, _ in chosen),
         state=tuple(s for _, s in chosen),
         gradients=rng.choice(("host", "disk")),
-        checkpoints=rng.choice(("device", "host", "disk")),
+        activations=rng.choice(("device", "host", "disk")),
     )
 
 
 def all_on_disk(program: Program, *, chunk: int, micro_batches: int = 1, **more: Any) -> Settings:
     """Settings of a step in 16 bits that streams all of a program, and waits for no norm unless ``more`` says so."""
     disk: tuple[Tier, ...] = ("disk",) * len(program.groups)
-    place = Placement(weights=disk, state=disk, gradients="host", checkpoints="host")
+    place = Placement(weights=disk, state=disk, gradients="host", activations="host")
     common = {"form": Format.of("bf16", 2), "depths": Depths(), "wait": False, "place": place}
     return Settings(micro_batches=micro_batches, chunk=chunk, **common | more)
 
@@ -127,7 +127,7 @@ def random_case(seed: int, *, largest: int = 4) -> Case:
         stage_in=rng.randint(1, 3),
         stage_out=rng.randint(1, 3),
         state=rng.randint(1, 3),
-        checkpoints=rng.randint(1, 3),
+        activations=rng.randint(1, 3),
     )
     settings = Settings(
         micro_batches=rng.randint(1, largest),

@@ -28,7 +28,7 @@ def offload_schedule(layers: int = 3, micro_batches: int = 2, delay: float = 0.0
     """A vertical schedule with everything on disk."""
     program = transformer(layers)
     everywhere = ("disk",) * len(program.groups)
-    place = Placement(weights=everywhere, state=everywhere, gradients="host", checkpoints="host")
+    place = Placement(weights=everywhere, state=everywhere, gradients="host", activations="host")
     return vertical(
         program,
         Settings(

@@ -2,7 +2,7 @@
 
 ``Bench`` keeps every group's weights in a flat buffer, as the real executor does. With ``moving=True`` it takes away
 whatever it may: weights are attached only while a stage that reads them runs, each time at another address, and
-checkpoints are dropped as soon as they are made and restored just before they are read.
+saved activations are dropped as soon as they are made and restored just before they are read.
 """
 
 from collections import defaultdict
@@ -112,7 +112,7 @@ class Bench:
         return losses, total
 
     def run(self, order: Order, count: int) -> None:
-        """All stages of all micro-batches, with weights and checkpoints coming and going."""
+        """All stages of all micro-batches, with weights and saved activations coming and going."""
         away: dict[tuple[int, int], list[torch.Tensor]] = {}
         for direction, stage, mb in order(len(self.stages), count):
             reads = self.stages[stage].forward_reads if direction == "forward" else self.stages[stage].backward_reads
@@ -122,7 +122,7 @@ class Bench:
                 getattr(self.tape, direction)(stage, mb)
             if self.moving and direction == "forward":
                 for k in (stage, stage - 1):
-                    tensors = self.tape.checkpoint(k, mb)
+                    tensors = self.tape.saved_activation(k, mb)
                     if k == stage and tensors:
                         away[k, mb] = [t.detach().clone() for t in tensors]
                     self.tape.drop(k, mb)

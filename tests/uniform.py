@@ -9,16 +9,16 @@ def uniform_program(
     block: int,
     embedding: int = 0,
     head: int = 0,
-    checkpoint: int = 0,
+    activation: int = 0,
     working: int = 0,
 ) -> Program:
     """``layers`` blocks between an embedding and a head.
 
     ``block``, ``embedding``, ``head``: parameters of each, rounded up to multiples of ``ALIGN``; no end group for 0.
-    ``checkpoint``: bytes of the activations between two blocks for one micro-batch, and of the gradient with respect to
+    ``activation``: bytes of the activations between two blocks for one micro-batch, and of the gradient with respect to
     them. ``working``: bytes of a block's temporaries, forward and backward.
 
-    A transformer block of width h has about 12 h**2 parameters, and b sequences of s tokens a bf16 checkpoint of
+    A transformer block of width h has about 12 h**2 parameters, and b sequences of s tokens a bf16 saved activation of
     2 b s h bytes.
     """
     assert layers >= 1
@@ -41,7 +41,7 @@ def uniform_program(
             forward_reads=reads,
             backward_reads=reads if name == "epilogue" else (),
             gradients=reads,
-            checkpoint=out,
+            activation=out,
             gradient=out,
             kept=0,
             forward_peak=0,
@@ -57,13 +57,13 @@ def uniform_program(
             forward_reads=reads,
             backward_reads=reads,
             gradients=reads,
-            checkpoint=checkpoint,
-            gradient=checkpoint,
+            activation=activation,
+            gradient=activation,
             kept=0,
             forward_peak=working,
             backward_peak=working,
         )
 
     calls = tuple(call(i) for i in range(layers))
-    stages = (end(0, "prologue", first, checkpoint), *calls, end(layers + 1, "epilogue", last, 0))
+    stages = (end(0, "prologue", first, activation), *calls, end(layers + 1, "epilogue", last, 0))
     return Program(groups=tuple(groups), stages=stages)

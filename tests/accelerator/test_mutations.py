@@ -16,7 +16,7 @@ import torch
 
 import penstock
 from penstock import accelerator
-from penstock.runtime.actions.checkpoints import Checkpoints
+from penstock.runtime.actions.saved_activations import SavedActivations
 from penstock.runtime.executor import Executor
 from penstock.runtime.streams import DeviceStreams
 from penstock.state import background
@@ -56,7 +56,7 @@ def steps(where: penstock.Budget) -> None:
 
 
 def from_disk(path: Path) -> None:
-    steps(budget(path, checkpoints="disk", gradients="disk"))
+    steps(budget(path, activations="disk", gradients="disk"))
 
 
 def written_behind(path: Path) -> None:
@@ -117,8 +117,8 @@ MUTATIONS = {
         name="_take",
         line="waits += [self._users[slot] for slot in taken if slot in self._users]",
     ),
-    "a checkpoint's memory is kept until it is down": Mutation(
-        owner=Checkpoints, name="down", line='self._streams.used_on("d2h", data)'
+    "a saved activation's memory is kept until it is down": Mutation(
+        owner=SavedActivations, name="down", line='self._streams.used_on("d2h", data)'
     ),
     "what is copied from and to is page-locked": Mutation(
         owner=HostSlab,

@@ -123,7 +123,7 @@ def test_a_settings_file_is_planned_for_the_machine_that_was_measured(
         "bottleneck",
         "disk write",
         "weights ",
-        "checkpoints",
+        "activations",
         "a snapshot",
         "\nkill        ",
         "at 100 TBW a drive",

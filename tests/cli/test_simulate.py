@@ -152,7 +152,7 @@ def test_a_faster_machine_is_faster_and_a_longer_sequence_slower(simulate: Simul
         (("fsdp",), ("--lookahead", 2)),
         (("vertical", "--layers", 2), ("--delay", 0.5)),
         (("vertical", "--layers", 2), ("--wait",)),
-        (("vertical", "--layers", 2), ("--checkpoints", "disk")),
+        (("vertical", "--layers", 2), ("--activations", "disk")),
         (("vertical", "--layers", 2), ("--state", "host")),
         (("superoffload", "--layers", 4), ("--device-blocks", 2)),
         (("vertical", "--layers", 2), ("--chunks", 3)),

@@ -62,10 +62,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float 
 VARIANTS: dict[str, tuple[Where, Setting]] = {
     "disk": (lambda p: budget(p), {}),
     "disk_horizontal": (lambda p: budget(p), {"schedule": "horizontal"}),
-    "disk_all": (lambda p: budget(p, checkpoints="disk", gradients="disk"), {}),
-    "disk_all_horizontal": (lambda p: budget(p, checkpoints="disk", gradients="disk"), {"schedule": "horizontal"}),
-    "checkpoints_on_host": (lambda p: budget(p, checkpoints="host"), {}),
-    "checkpoints_on_disk_horizontal": (lambda p: budget(p, checkpoints="disk"), {"schedule": "horizontal"}),
+    "disk_all": (lambda p: budget(p, activations="disk", gradients="disk"), {}),
+    "disk_all_horizontal": (lambda p: budget(p, activations="disk", gradients="disk"), {"schedule": "horizontal"}),
+    "activations_on_host": (lambda p: budget(p, activations="host"), {}),
+    "activations_on_disk_horizontal": (lambda p: budget(p, activations="disk"), {"schedule": "horizontal"}),
     "host": (lambda p: budget(None, weights="host", state="host"), {}),
     "host_horizontal": (lambda p: budget(None, weights="host", state="host"), {"schedule": "horizontal"}),
     "device": (lambda p: budget(None, weights="device", state="device"), {}),
@@ -275,10 +275,12 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
-def test_what_the_allocator_reserves_for_checkpoints_that_come_back_is_planned(schedule: str, tmp_path: Path) -> None:
+def test_what_the_allocator_reserves_for_saved_activations_that_come_back_is_planned(
+    schedule: str, tmp_path: Path
+) -> None:
     """It has memory of its own for each stream, and keeps it: what compute's has is no memory for what comes back."""
     rows, slack = (1 << 17, 64 << 20) if DEVICE == "cuda" else (4096, 1 << 18)
-    where = budget(tmp_path / "store", checkpoints="host", device="1GiB", host="1GiB", durability="none")
+    where = budget(tmp_path / "store", activations="host", device="1GiB", host="1GiB", durability="none")
     settings: Setting = {"device": DEVICE, "precision": "fp32", "schedule": schedule, "optimizer": penstock.AdamW()}
     micro_batches = [{"x": torch.randn(rows, Wide.WIDTH)} for _ in range(6)]
     torch.accelerator.empty_cache()

@@ -75,12 +75,12 @@ VARIANTS: dict[str, tuple[Where, Setting]] = {
     "on_device": (lambda p: budget(None, weights="device", state="device"), {}),
     "on_device_horizontal": (lambda p: budget(None, weights="device", state="device"), {"schedule": "horizontal"}),
     "planned": (lambda p: budget(p, weights=None, state=None, durability="none"), {}),
-    "checkpoints_on_host": (lambda p: budget(p, checkpoints="host"), {}),
-    "checkpoints_on_disk": (lambda p: budget(p, checkpoints="disk"), {}),
-    "checkpoints_on_disk_horizontal": (lambda p: budget(p, checkpoints="disk"), {"schedule": "horizontal"}),
-    "all_on_disk": (lambda p: budget(p, checkpoints="disk", gradients="disk"), {}),
+    "activations_on_host": (lambda p: budget(p, activations="host"), {}),
+    "activations_on_disk": (lambda p: budget(p, activations="disk"), {}),
+    "activations_on_disk_horizontal": (lambda p: budget(p, activations="disk"), {"schedule": "horizontal"}),
+    "all_on_disk": (lambda p: budget(p, activations="disk", gradients="disk"), {}),
     "all_on_disk_horizontal": (
-        lambda p: budget(p, checkpoints="disk", gradients="disk"),
+        lambda p: budget(p, activations="disk", gradients="disk"),
         {"schedule": "horizontal"},
     ),
     "striped_one_thread": (lambda p: budget([p / "a", p / "b"]), {"io_threads": 1}),
@@ -122,7 +122,7 @@ def smallest(tier: str, error: BudgetError) -> int:
 
 def partly_resident(path: Path, precision: str) -> penstock.Budget:
     """Room on the device for some of the weights, and on the host for some of the state, beyond what is needed."""
-    tight = {"weights": None, "state": None, "durability": "none", "checkpoints": "host", "gradients": "host"}
+    tight = {"weights": None, "state": None, "durability": "none", "activations": "host", "gradients": "host"}
     sizes: dict[str, int | str] = {"device": 0, "host": 1 << 40}
     for tier, extra in (("device", 300_000), ("host", 250_000)):
         sizes[tier] = 0
@@ -159,7 +159,7 @@ def test_same_bits_with_any_chunk_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fit, "_CHUNKS", (chunk,))
-    where = budget(tmp_path / "store", checkpoints="disk", gradients="disk" if clip else None)
+    where = budget(tmp_path / "store", activations="disk", gradients="disk" if clip else None)
     with wrap(CASE, where, precision=precision, clip_grad_norm=clip, schedule=schedule) as engine:
         found = run_steps(engine, STEPS)
         assert engine.plan.settings.chunk == chunk
@@ -221,7 +221,7 @@ def test_same_bits_with_other_shapes_of_model(model: tuple[str, str], variant: s
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("precision", "clip"), FORMATS)
 @pytest.mark.parametrize(
-    ("before", "after"), [("checkpoints_on_disk_horizontal", "on_device"), ("on_host_horizontal", "overlapped")]
+    ("before", "after"), [("activations_on_disk_horizontal", "on_device"), ("on_host_horizontal", "overlapped")]
 )
 def test_same_bits_when_saved_and_loaded_in_the_middle(
     precision: str, clip: float | None, before: str, after: str, reference: Callable[..., Result], tmp_path: Path

@@ -222,7 +222,7 @@ def test_a_schedule_of_ones_own_may_not_step_in_place_before_the_norm() -> None:
         chunk=5 * ALIGN,
         form=Format.of("fp32", 2),
         place=Placement(
-            weights=("disk",) * count, state=("host", *("disk",) * (count - 1)), gradients="host", checkpoints="device"
+            weights=("disk",) * count, state=("host", *("disk",) * (count - 1)), gradients="host", activations="device"
         ),
         depths=Depths(),
         wait=True,
@@ -275,7 +275,7 @@ def test_a_plan_that_cannot_be_made_executable_leaves_no_thread_no_memory_and_no
             raise RuntimeError("injected")
         return real(*args, **more)
 
-    where, steps = budget(tmp_path / "run", gradients="disk", checkpoints="disk"), campaign.step_data(1)
+    where, steps = budget(tmp_path / "run", gradients="disk", activations="disk"), campaign.step_data(1)
     with wrap(campaign.CASE, where, delay=0.0, **COMMON) as engine:
         engine.prepare(steps)
         engine.inside.planning.close()

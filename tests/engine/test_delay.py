@@ -300,14 +300,14 @@ PLAIN = transformer(LAYERS, block=24)
 
 
 def placed(
-    *, wait: bool = False, checkpoints: Tier = "host", chunk: int = 4, program: Program = PLAIN, delay: float = 0.0
+    *, wait: bool = False, activations: Tier = "host", chunk: int = 4, program: Program = PLAIN, delay: float = 0.0
 ) -> Settings:
     count = len(program.groups)
     return Settings(
         micro_batches=M,
         chunk=chunk * ALIGN,
         form=Format.of("bf16", 2),
-        place=Placement(weights=("disk",) * count, state=("disk",) * count, gradients="host", checkpoints=checkpoints),
+        place=Placement(weights=("disk",) * count, state=("disk",) * count, gradients="host", activations=activations),
         depths=Depths(),
         wait=wait,
         delay=delay,
@@ -319,17 +319,17 @@ def pool_bytes(schedule: Schedule, *names: str) -> int:
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("checkpoints", ["device", "host", "disk"])
-def test_with_a_wait_for_the_norm_a_delay_costs_no_memory(share: float, checkpoints: Tier) -> None:
-    plain = vertical(PLAIN, placed(wait=True, checkpoints=checkpoints))
-    late = vertical(PLAIN, placed(wait=True, checkpoints=checkpoints, delay=share))
+@pytest.mark.parametrize("activations", ["device", "host", "disk"])
+def test_with_a_wait_for_the_norm_a_delay_costs_no_memory(share: float, activations: Tier) -> None:
+    plain = vertical(PLAIN, placed(wait=True, activations=activations))
+    late = vertical(PLAIN, placed(wait=True, activations=activations, delay=share))
     assert late.peak_bytes("host") <= plain.peak_bytes("host")
     assert late.peak_bytes("device") == plain.peak_bytes("device")
 
 
 @pytest.mark.parametrize("share", SHARES)
 def test_without_a_wait_a_delay_costs_what_it_delays_of_the_gradients(share: float) -> None:
-    plain, late = (vertical(PLAIN, placed(checkpoints="device", delay=a)) for a in (0.0, share))
+    plain, late = (vertical(PLAIN, placed(activations="device", delay=a)) for a in (0.0, share))
     assert pool_bytes(late, "gradients_held") == late_count(plain, share) * 4 * ALIGN * FP32
     out = 0 if share < 1 else pool_bytes(plain, "gradients_out")  # nothing else comes down
     more = pool_bytes(late, "gradients_held") - out
@@ -338,37 +338,37 @@ def test_without_a_wait_a_delay_costs_what_it_delays_of_the_gradients(share: flo
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_checkpoints_and_delayed_gradients_take_turns_in_one_pool(chunk: int) -> None:
-    """With checkpoints as large as the gradients of a block that wait: one pool of either's size and one visit's more,
-    where two would take twice as much."""
+def test_saved_activations_and_delayed_gradients_take_turns_in_one_pool(chunk: int) -> None:
+    """With saved activations as large as the gradients of a block that wait: one pool of either's size and one visit's
+    more, where two would take twice as much."""
     share, block = 0.5, 24
-    checkpoint = block * ALIGN * FP32 // 2 // M  # M checkpoints are as large as half of a block's gradient
+    activation = block * ALIGN * FP32 // 2 // M  # M saved activations are as large as half of a block's gradient
     stages = tuple(
-        replace(s, checkpoint=checkpoint if s.checkpoint else 0) for s in transformer(LAYERS, block=block).stages
+        replace(s, activation=activation if s.activation else 0) for s in transformer(LAYERS, block=block).stages
     )
     program = replace(PLAIN, stages=stages)
     plain = vertical(program, placed(chunk=chunk, program=program))
     late = vertical(program, placed(chunk=chunk, program=program, delay=share))
     check(late)
-    apart = pool_bytes(plain, "checkpoints")
+    apart = pool_bytes(plain, "saved_activations")
     gradients = late_count(plain, share) * chunk * ALIGN * FP32
     together = pool_bytes(late, "held")
-    assert not pool_bytes(late, "checkpoints", "gradients_held")
-    assert max(apart, gradients) <= together <= max(apart, gradients) + M * checkpoint + chunk * ALIGN * FP32
+    assert not pool_bytes(late, "saved_activations", "gradients_held")
+    assert max(apart, gradients) <= together <= max(apart, gradients) + M * activation + chunk * ALIGN * FP32
     assert together < 0.6 * (apart + gradients)
 
 
-def test_a_checkpoint_that_fits_no_shared_buffer_well_keeps_a_pool_of_its_own() -> None:
-    """Checkpoints of 2 pages in buffers of a gradient chunk, 4 times as large: apart they take less."""
+def test_a_saved_activation_that_fits_no_shared_buffer_well_keeps_a_pool_of_its_own() -> None:
+    """Saved activations of 2 pages in buffers of a gradient chunk, 4 times as large: apart they take less."""
     late = vertical(PLAIN, replace(placed(chunk=2, delay=0.25), micro_batches=16))
     assert 4 * 2 * PAGE == 2 * ALIGN * FP32
-    assert {"checkpoints", "gradients_held"} <= {pool.name for pool in late.pools}
+    assert {"saved_activations", "gradients_held"} <= {pool.name for pool in late.pools}
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases, st.sampled_from(SHARES))
 def test_the_pool_of_waiting_gradients_is_as_large_as_the_most_that_wait(case: Case, share: float) -> None:
-    """Exactly; where checkpoints share it, up to one visit's, because a lane that runs ahead frees buffers sooner."""
+    """Exactly; where saved activations share it, up to one visit's, as a lane that runs ahead frees them sooner."""
     schedule = delayed(case, share).build()
     for pool in schedule.pools:
         most = max(in_use(schedule, pool.name))

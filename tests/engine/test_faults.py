@@ -126,8 +126,8 @@ def test_a_drive_that_fails_anywhere_in_a_step_costs_only_that_step(
 def test_a_drive_that_fails_before_the_first_update(
     call: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that cannot be read, gradients and checkpoints that cannot be put aside: the step can be tried again."""
-    places = {"checkpoints": "disk", "gradients": "disk"}
+    """Weights that cannot be read, gradients and activations that cannot be put aside: the step can be tried again."""
+    places = {"activations": "disk", "gradients": "disk"}
     wanted = train(CASE, budget(tmp_path / "wanted", **places), STEPS)
     with wrap(CASE, budget(tmp_path / "store", **places), overlap=overlap) as engine:
         first = run_steps(engine, STEPS[:2])

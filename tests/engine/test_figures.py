@@ -34,13 +34,13 @@ def test_a_steps_flop_are_those_of_a_plain_forward_and_backward(name: str, tmp_p
             assert engine.step([long, short]).flops == pytest.approx(counted(long) * (1 + 8 / 12))
 
 
-@pytest.mark.parametrize("checkpoints", ["host", "disk"])
+@pytest.mark.parametrize("activations", ["host", "disk"])
 def test_the_bytes_written_are_all_that_reach_the_disk(
-    checkpoints: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the write lane, and the checksums of the commit besides."""
     case = MODELS["llama"]
-    where = budget(tmp_path / "store", checkpoints=checkpoints)
+    where = budget(tmp_path / "store", activations=activations)
     with wrap(case, where) as engine:
         for micro_batches in steps_of(case, 3):
             stats = engine.step(micro_batches)

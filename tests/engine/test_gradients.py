@@ -151,7 +151,7 @@ def test_bytes_of_gradients_are_half_of_those_in_fp32(tmp_path: Path) -> None:
     moved, held = {}, {}
     for dtype in ("fp32", "bf16"):
         for gradients in ("host", "disk"):
-            where = budget(tmp_path / f"{dtype}.{gradients}", gradients=gradients, checkpoints="device")
+            where = budget(tmp_path / f"{dtype}.{gradients}", gradients=gradients, activations="device")
             settings: dict[str, Any] = {"precision": "bf16", "grad_dtype": dtype, "speculate": False, "delay": 0.0}
             with wrap(case, where, clip_grad_norm=1.0, **settings) as engine:
                 stats = [engine.step(micro_batches) for _ in range(2)][-1]

@@ -71,7 +71,7 @@ def undisturbed(*, after_first: int = 0, **settings: Any) -> Result:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("clip", [1.0, None])
-@pytest.mark.parametrize("places", [{}, {"checkpoints": "disk", "gradients": "disk"}, {"memory": "device"}], ids=str)
+@pytest.mark.parametrize("places", [{}, {"activations": "disk", "gradients": "disk"}, {"memory": "device"}], ids=str)
 def test_an_overflow_in_fp16_skips_the_step_and_nothing_else(
     clip: float | None, places: dict[str, str], tmp_path: Path
 ) -> None:

@@ -94,17 +94,17 @@ def test_clipping_in_some_of_the_steps_gives_the_bits_of_a_run_that_waits(
 
 
 @pytest.mark.sampled(9)
-@pytest.mark.parametrize(("checkpoints", "gradients"), [("device", "host"), ("host", "host"), ("disk", "disk")])
+@pytest.mark.parametrize(("activations", "gradients"), [("device", "host"), ("host", "host"), ("disk", "disk")])
 @pytest.mark.parametrize(("place", "delay"), list(zip(places("bf16"), (0.25, 0.5, 1.0, 0.3, 0.6, 0.8), strict=True)))
 def test_any_delay_gives_the_same_bits_without_a_norm_to_wait_for(
-    tmp_path: Path, place: str, delay: float, checkpoints: str, gradients: str
+    tmp_path: Path, place: str, delay: float, activations: str, gradients: str
 ) -> None:
     common: dict[str, Any] = {"clip_grad_norm": None, "precision": "bf16"}
     if gradients == "disk":
         common["clip_grad_norm"] = 1e9
         common["speculate"] = False
     where = budget(
-        tmp_path, checkpoints=checkpoints, gradients=gradients if gradients == "disk" else None, **PLACES[place]
+        tmp_path, activations=activations, gradients=gradients if gradients == "disk" else None, **PLACES[place]
     )
     found = train(CASE, where, STEPS, delay=delay, **common)
     assert_same(wanted("bf16", common["clip_grad_norm"]), found)

@@ -35,7 +35,7 @@ def machine(folder: Path, **changes: Any) -> Machine:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
-@pytest.mark.parametrize("where", [{}, {"weights": "host", "state": "host"}, {"state": "host", "checkpoints": "disk"}])
+@pytest.mark.parametrize("where", [{}, {"weights": "host", "state": "host"}, {"state": "host", "activations": "disk"}])
 def test_bytes_are_predicted_exactly_and_memory_is_not_exceeded(
     tmp_path: Path, schedule: Literal["vertical", "horizontal"], where: dict[str, Any]
 ) -> None:
@@ -59,7 +59,7 @@ def test_bytes_are_predicted_exactly_and_memory_is_not_exceeded(
 def test_a_shorter_micro_batch_moves_less_than_was_planned_for_the_longest(tmp_path: Path) -> None:
     case = MODELS["llama"]
     (step,) = steps_of(case, 1, lengths=(12, 8))
-    where = budget(tmp_path / "store", checkpoints="host")
+    where = budget(tmp_path / "store", activations="host")
     with wrap(case, where, plan=machine(tmp_path), clip_grad_norm=1e9, delay=0.0) as engine:
         stats = engine.step(step)
         assert engine.prediction is not None

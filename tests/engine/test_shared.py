@@ -55,8 +55,8 @@ def test_parameters_of_many_stages_train_as_in_plain_torch(name: str, tmp_path: 
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "horizontal": ({}, {"schedule": "horizontal"}),
-    "delayed": ({"checkpoints": "host"}, {"delay": 0.5}),
-    "waiting on disk": ({"gradients": "disk", "checkpoints": "disk"}, {"speculate": False}),
+    "delayed": ({"activations": "host"}, {"delay": 0.5}),
+    "waiting on disk": ({"gradients": "disk", "activations": "disk"}, {"speculate": False}),
     "on the host": ({"disk": None, "weights": "host", "state": "host", "host": "64MiB"}, {}),
     "where there is room": ({"weights": None, "state": None, "durability": "none", "host": "4MiB"}, {}),
 }

@@ -62,7 +62,7 @@ def test_a_step_before_the_norm_is_refused_where_nothing_can_take_it_back() -> N
         chunk=5 * ALIGN,
         form=Format.of("bf16", 2),
         place=Placement(
-            weights=("disk",) * count, state=("host", *("disk",) * (count - 1)), gradients="host", checkpoints="device"
+            weights=("disk",) * count, state=("host", *("disk",) * (count - 1)), gradients="host", activations="device"
         ),
         depths=Depths(),
         wait=True,

@@ -32,9 +32,9 @@ def test_unequal_drives_have_their_shares_and_the_bits_are_those_of_one(
     case, paths = MODELS["llama"], [tmp_path / "fast", tmp_path / "slow"]
     known = machine(tmp_path, drives=(drive(paths[0], 3e9), drive(paths[1], 1e9)))
     steps = steps_of(case, 3)
-    with wrap(case, budget(tmp_path / "one", checkpoints="disk")) as engine:
+    with wrap(case, budget(tmp_path / "one", activations="disk")) as engine:
         plain = run_steps(engine, steps)
-    places = replace(budget(tmp_path / "one", checkpoints="disk"), disk=paths)
+    places = replace(budget(tmp_path / "one", activations="disk"), disk=paths)
     with caplog.at_level(logging.INFO, "penstock"), wrap(case, places, plan=known) as engine:
         run_steps(engine, steps[:2])
         commits = engine.inside.resources.commits
@@ -43,7 +43,7 @@ def test_unequal_drives_have_their_shares_and_the_bits_are_those_of_one(
         runner = engine.inside.planning.runner
         assert runner is not None
         assert runner.scratch is not None
-        assert runner.scratch.weights == (3, 1)  # waiting gradients and checkpoints lie as the state does
+        assert runner.scratch.weights == (3, 1)  # waiting gradients and saved activations lie as the state does
         assert engine.inside.resources.machine is not None
         assert [each.weight for each in engine.inside.resources.machine.drives] == [3, 1]
     assert f"striping 3:1 over {paths[0]}, {paths[1]}" in caplog.text

@@ -68,7 +68,7 @@ class Sizes:
 
 
 SIZES = Sizes()
-CHECKPOINT = ROWS * LENGTH * HIDDEN
+ACTIVATION = ROWS * LENGTH * HIDDEN
 """Elements at a block boundary, of one micro-batch."""
 
 
@@ -90,7 +90,7 @@ def test_bytes_of_each_lane_follow_from_the_formulas(
     """Per parameter: weights twice (2M times if horizontal) but for what stays on the device, gradients down in fp32
     once (M times), master and moments read and written once. In bf16 the weights are the master copy's upper half. They
     are read no further time for the optimizer: 16 + 12 bytes of a block in fp32, 14 + 12 in bf16."""
-    where = budget(tmp_path / "store", checkpoints="device")
+    where = budget(tmp_path / "store", activations="device")
     times = 1 if schedule == "vertical" else M
     with wrap(CASE, where, precision=precision, schedule=schedule, clip_grad_norm=clip) as engine:
         stats = run_steps(engine, STEPS).stats[-1]
@@ -137,19 +137,19 @@ def test_bytes_of_the_cpu_lane(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
-def test_bytes_of_checkpoints_and_waiting_gradients(schedule: str, tmp_path: Path) -> None:
+def test_bytes_of_saved_activations_and_waiting_gradients(schedule: str, tmp_path: Path) -> None:
     """Down and up once for each micro-batch: inputs of all blocks but the last. (Its outputs are used at once, and its
     inputs stay where the device has room for them, as here.)"""
     bytes_of: dict[str, dict[str, int]] = {}
     for name, places in {
-        "device": {"checkpoints": "device"},
-        "host": {"checkpoints": "host"},
-        "disk": {"checkpoints": "disk", "gradients": "disk"},
+        "device": {"activations": "device"},
+        "host": {"activations": "host"},
+        "disk": {"activations": "disk", "gradients": "disk"},
     }.items():
         with wrap(CASE, budget(tmp_path / name, **places), schedule=schedule) as engine:
             engine.step(STEPS[0])
             bytes_of[name] = moved(engine)
-    each, base = 4 * CHECKPOINT, bytes_of["device"]
+    each, base = 4 * ACTIVATION, bytes_of["device"]
     count = (LAYERS - 1) * M
     both = {lane: base[lane] + count * each for lane in ("d2h", "h2d")}
     pages = count * padded(each) + 4 * SIZES.all  # a page has as many bytes as a group's padding has elements
@@ -160,7 +160,7 @@ def test_bytes_of_checkpoints_and_waiting_gradients(schedule: str, tmp_path: Pat
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_drives_move_exactly_the_bytes_of_the_trace(precision: str, tmp_path: Path) -> None:
-    where = budget([tmp_path / "a", tmp_path / "b"], checkpoints="disk", gradients="disk")
+    where = budget([tmp_path / "a", tmp_path / "b"], activations="disk", gradients="disk")
     (tmp_path / "a").mkdir()
     with wrap(CASE, where, precision=precision) as engine:
         engine.step(STEPS[0])
@@ -196,7 +196,7 @@ def test_the_trace_has_every_op_of_the_schedule_once_and_in_lane_order(tmp_path:
 
 PLACES: dict[str, dict[str, Any]] = {
     "disk": {},
-    "all_on_disk": {"checkpoints": "disk", "gradients": "disk"},
+    "all_on_disk": {"activations": "disk", "gradients": "disk"},
     "planned": {"weights": None, "state": None, "durability": "none"},
 }
 

@@ -58,7 +58,7 @@ PLACES: dict[str, dict[str, Any]] = {
         "durability": "interval",
         "interval": 1,
     },
-    "gradients and checkpoints": {"gradients": "disk", "checkpoints": "disk"},
+    "gradients and saved activations": {"gradients": "disk", "activations": "disk"},
 }
 CLIPS = {"none": None, "all": 0.5, "some": 2.1, "never": 1e9}
 
@@ -180,7 +180,7 @@ def test_what_is_delayed_may_all_be_in_memory_while_other_groups_are_on_disk(
     """The next step then writes beside what the one before has written: it is over the limit, and is repeated."""
     on_disk: tuple[Tier, ...] = ("host", "host", "host", "disk", "disk", "disk")
     weights = on_disk if precision == "fp32" else ("host",) * 6
-    place = Placement(weights=weights, state=on_disk, gradients="host", checkpoints="device")
+    place = Placement(weights=weights, state=on_disk, gradients="host", activations="device")
     expected = wanted(pattern, precision, CLIPS["all"])
     settings = {"optimizer": ADAMW, "precision": precision, "clip_grad_norm": CLIPS["all"], "delay": 0.1}
     with wrap(CASE, budget(tmp_path, weights=None, state=None), speculate=True, **settings) as engine:
@@ -206,7 +206,9 @@ DELAYS = st.sampled_from([0.0, 0.3, 0.7, 1.0])
 RUNS = st.builds(
     lambda early, horizontally, kills, **common: Run(
         **common,
-        kills=kills if common["place"] in ("disk", "weights in memory", "gradients and checkpoints") else frozenset(),
+        kills=kills
+        if common["place"] in ("disk", "weights in memory", "gradients and saved activations")
+        else frozenset(),
         wrapped=({"schedule": "horizontal", "delay": 0.0} if horizontally else {"delay": early[0]})
         | ({"speculate": False} if not early[1] else {})
         | {"overlap": early[2]},

@@ -55,7 +55,7 @@ def test_an_output_may_be_a_view_in_some_micro_batches(order: tuple[int, ...], r
     for mb in micro_batches:
         (plain(**mb) / len(micro_batches)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    budget = penstock.Budget(device="1MiB", host="1MiB", disk=tmp_path, checkpoints="host")
+    budget = penstock.Budget(device="1MiB", host="1MiB", disk=tmp_path, activations="host")
     with penstock.wrap(
         model,
         optimizer=penstock.SGD(lr=0.1),

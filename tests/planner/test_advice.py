@@ -22,7 +22,7 @@ LLAMA = {
     "vocab_size": 256,
 }
 PINS: list[dict[str, Any]] = [{}, *({kind: tier} for kind, tier in product(("weights", "state"), TIERS))]
-PINS += [{"gradients": tier} for tier in ("host", "disk")] + [{"checkpoints": tier} for tier in TIERS]
+PINS += [{"gradients": tier} for tier in ("host", "disk")] + [{"activations": tier} for tier in TIERS]
 
 
 def planned(pins: dict[str, Any], **settings: Any) -> PlanReport:

@@ -125,7 +125,7 @@ schedule: vertical
 delay: 0
 """
 """Little to choose here, too."""
-GIVEN = [f"--budget.{what}={tier}" for what, tier in (("weights", "disk"), ("state", "disk"), ("checkpoints", "host"))]
+GIVEN = [f"--budget.{what}={tier}" for what, tier in (("weights", "disk"), ("state", "disk"), ("activations", "host"))]
 """Nothing to choose, of a run with a disk."""
 
 

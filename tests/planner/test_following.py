@@ -60,7 +60,7 @@ def plan() -> Plan:
     count = len(PROGRAM.groups)
     settings = Settings(
         micro_batches=2, chunk=4 * ALIGN, form=Format.of("fp32", 2), depths=Depths(), wait=False,
-        place=Placement(weights=("disk",) * count, state=("disk",) * count, gradients="host", checkpoints="host"),
+        place=Placement(weights=("disk",) * count, state=("disk",) * count, gradients="host", activations="host"),
     )  # fmt: skip
     return Plan(program=PROGRAM, settings=settings, schedule=vertical(PROGRAM, settings), state_bytes=0, disk_bytes=0)
 

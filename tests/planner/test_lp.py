@@ -122,7 +122,7 @@ def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int, ran
     place = case.settings.place
     waits = place.gradients if place.gradients in lp.gradient_tiers else "host"
     place = replace(place, gradients=waits)
-    counted = lp.base_sizes(place.checkpoints, waits)
+    counted = lp.base_sizes(place.activations, waits)
     for g, home in enumerate(zip(place.weights, place.state, strict=True)):
         counted = counted + lp.group_sizes(g, home, waits)
     taken = request_of(case).peaks(replace(case.settings, place=place))
@@ -142,7 +142,7 @@ def test_the_optimum_is_no_worse_than_any_placement_that_fits(form: Format, wait
     for _ in range(400):
         place = placement(rng, request.program, tied=False)
         option = replace(settings, place=place)
-        sizes = lp.base_sizes(place.checkpoints, place.gradients if wait else "host")
+        sizes = lp.base_sizes(place.activations, place.gradients if wait else "host")
         homes = enumerate(zip(place.weights, place.state, strict=True))
         sizes = sizes + sum(lp.group_sizes(g, home, place.gradients if wait else "host") for g, home in homes)
         if (sizes <= lp.budget).all():
@@ -186,7 +186,7 @@ def test_a_budget_for_everything_on_the_device_is_used() -> None:
 
 def test_pins_are_constraints() -> None:
     asked = question(transformer(4), form=ADAM16, wait=True)
-    for kind, tier in itertools.product(("weights", "state", "gradients", "checkpoints"), ("device", "host", "disk")):
+    for kind, tier in itertools.product(("weights", "state", "gradients", "activations"), ("device", "host", "disk")):
         if (kind, tier) in (("gradients", "device"), ("state", "device")):
             continue
         request = replace(asked.request, budget=replace(asked.request.budget, **{kind: tier}))
@@ -206,7 +206,7 @@ def test_where_nothing_is_left_to_choose_the_answer_is_that_of_the_only_placemen
 ) -> None:
     """Its bound is that of its loads, and it fits exactly if its sizes do; in shares and in whole groups."""
     asked = question(transformer(4, block=40), form=form, wait=True, family=family, device=1 << 40, host=1 << 40)
-    pins = {"weights": tier, "state": tier, "gradients": "host", "checkpoints": "host"}
+    pins = {"weights": tier, "state": tier, "gradients": "host", "activations": "host"}
     roomy = replace(asked.request, budget=replace(asked.request.budget, **pins))
     settings = settings_of(roomy, fitted(roomy).place, 1 << 16, Depths())
     place, groups = settings.place, range(len(roomy.program.groups))

@@ -160,7 +160,7 @@ def test_a_probe_takes_what_is_planned(name: str, above: float) -> None:
         bench.probe(case.micro_batches(1)[0])
     program = Program(groups=tuple(g.spec for g in bench.groups), stages=bench.stages)
     everywhere: tuple[Tier, ...] = ("disk",) * len(program.groups)
-    place = Placement(weights=everywhere, state=everywhere, gradients="host", checkpoints="host")
+    place = Placement(weights=everywhere, state=everywhere, gradients="host", activations="host")
     peaks = peaks_outside_steps(program, FORM, place, step={"device": 0, "host": 0}, disk=True, host_bytes=0, slots=2)
     assert most[0] <= peaks["probe"]["device"] <= above * most[0]
 
@@ -192,7 +192,7 @@ def test_arrays_are_those_that_the_engine_keeps(tmp_path: Path) -> None:
 def test_scratch_is_on_disk_beside_a_snapshot() -> None:
     program = transformer(2)
     everywhere: tuple[Tier, ...] = ("disk",) * len(program.groups)
-    place = Placement(weights=everywhere, state=everywhere, gradients="disk", checkpoints="disk")
+    place = Placement(weights=everywhere, state=everywhere, gradients="disk", activations="disk")
 
     def disk(scratch: int) -> dict[Phase, int]:
         step: dict[Tier, int] = {"device": 0, "host": 0}

@@ -19,7 +19,7 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.place import GRAIN, LARGE_PART, Format, Placement, page_up
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
-from tests.programs import CHECKPOINT, transformer
+from tests.programs import ACTIVATION, transformer
 
 KIB, MIB = 1024, 1024 * 1024
 ADAM32, ADAM16 = Format.of("fp32", 2), Format.of("bf16", 2)
@@ -41,7 +41,7 @@ def request(
     weights: Tier | None = None,
     state: Tier | None = None,
     gradients: Tier | None = None,
-    checkpoints: Tier | None = None,
+    activations: Tier | None = None,
 ) -> Request:
     assert gradients != "device"
     return Request(
@@ -53,7 +53,7 @@ def request(
             weights=weights,
             state=state,
             gradients=gradients,
-            checkpoints=checkpoints,
+            activations=activations,
         ),
         form=form,
         micro_batches=micro_batches,
@@ -160,17 +160,17 @@ RANK = {"disk": 0, "host": 1, "device": 2}
 def preference(plan: Plan) -> tuple[object, ...]:
     """A plan's choices as the planner ranks them, most important first; larger is better.
 
-    First what decides device memory: checkpoints, depths, then who lives on the device, last blocks first. Then what
-    decides host memory: waiting gradients and checkpoints off the disk, chunks, depths, then who lives there.
-    """
+    First what decides device memory: saved activations, depths, then who lives on the device, last blocks first. Then
+    what decides host memory: waiting gradients and saved activations off the disk, chunks, depths, then who lives
+    there."""
     s, place = plan.settings, plan.settings.place
     on_device = tuple(t == "device" for t in place.weights[::-1] + place.state[::-1])
     on_host = tuple(RANK[t] for t in place.weights[::-1] + place.state[::-1])
     return (
-        place.checkpoints == "device",
+        place.activations == "device",
         (s.depths.weights, s.depths.gradients),
         on_device,
-        (place.gradients == "host", RANK[place.checkpoints]),
+        (place.gradients == "host", RANK[place.activations]),
         (s.chunk, s.depths.stage_in),
         on_host,
     )
@@ -214,23 +214,23 @@ def test_tied_groups_step_in_host_memory() -> None:
 
 
 def test_the_order_of_preference() -> None:
-    """Checkpoints stay on the device before weights do; later blocks before earlier; weights before state."""
+    """Saved activations stay on the device before weights do; later blocks before earlier; weights before state."""
     r = request(form=ADAM16, wait=False)
     base = smallest(r, "device")
     place = fit(replace(r, budget=replace(r.budget, device=base))).settings.place
-    assert place.checkpoints == "host"
+    assert place.activations == "host"
     assert "device" not in place.weights[3:], "no block"
-    # Room for all checkpoints and full depths, but not for a block. Counted were two more than are under way, and of
-    # those that come back, one more.
-    stay = request(form=ADAM16, wait=False, checkpoints="device")
-    with_checkpoints = fit(replace(stay, budget=replace(stay.budget, device=smallest(stay, "device"))))
-    assert with_checkpoints.device_bytes - base == (3 * 5 - (3 + 2)) * CHECKPOINT - (3 + 1) * page_up(CHECKPOINT)
+    # Room for all saved activations and full depths, but not for a block. Counted were two more than are under way, and
+    # of those that come back, one more.
+    stay = request(form=ADAM16, wait=False, activations="device")
+    with_activations = fit(replace(stay, budget=replace(stay.budget, device=smallest(stay, "device"))))
+    assert with_activations.device_bytes - base == (3 * 5 - (3 + 2)) * ACTIVATION - (3 + 1) * page_up(ACTIVATION)
     deep = fit(r).settings
-    assert deep.place.checkpoints == "device"
+    assert deep.place.activations == "device"
     on_device: list[int] = []
     for device in range(base, base + 2 * MIB, 16 * KIB):
         place = fit(replace(r, budget=replace(r.budget, device=device))).settings.place
-        if place.checkpoints == "device":
+        if place.activations == "device":
             blocks = [g for g in range(3, 7) if place.weights[g] == "device"]
             assert blocks == list(range(7 - len(blocks), 7)), "the last blocks first"
             on_device.append(len(blocks))
@@ -241,7 +241,7 @@ def test_the_order_of_preference() -> None:
 
 PINS: list[dict[str, Tier]] = [
     {kind: tier}
-    for kind in ("weights", "state", "gradients", "checkpoints")
+    for kind in ("weights", "state", "gradients", "activations")
     for tier in ("device", "host", "disk")
     if (kind, tier) != ("gradients", "device")
 ] + [
@@ -270,26 +270,26 @@ def test_pins_are_kept_or_refused(pins: dict[str, Tier], form: Format, device: i
     assert weights is None or set(place.weights) == {weights}
     assert state is None or set(place.state) == {state}
     assert pins.get("gradients") in (None, place.gradients)
-    assert pins.get("checkpoints") in (None, place.checkpoints)
+    assert pins.get("activations") in (None, place.activations)
 
 
 def test_what_the_device_has_left_keeps_the_inputs_of_the_last_block_until_its_backward() -> None:
-    pins: dict[str, Tier] = {"weights": "disk", "state": "disk", "checkpoints": "host"}
+    pins: dict[str, Tier] = {"weights": "disk", "state": "disk", "activations": "host"}
     least = fit(replace(request(micro_batches=6, **pins), micro_batches=6))  # type: ignore[arg-type]
     assert least.settings.depths.inputs == 6
     assert not [op for op in least.schedule.ops if op.id.kind in ("DC", "UC") and op.id.stage == 3]
     for taken in range(5):
-        tight = request(least.device_bytes - taken * CHECKPOINT, micro_batches=6, **pins)  # type: ignore[arg-type]
+        tight = request(least.device_bytes - taken * ACTIVATION, micro_batches=6, **pins)  # type: ignore[arg-type]
         plan = fit(tight)
         assert plan.settings.depths.inputs == max(6 - taken, 2)
         assert plan.device_bytes <= tight.budget.device_bytes
 
 
 def test_a_schedule_of_ones_own_keeps_as_many_inputs_on_the_device_as_when_it_was_made() -> None:
-    pins: dict[str, Tier] = {"weights": "disk", "state": "disk", "checkpoints": "host"}
+    pins: dict[str, Tier] = {"weights": "disk", "state": "disk", "activations": "host"}
     roomy = request(micro_batches=6, **pins)  # type: ignore[arg-type]
     most = fit(roomy)
-    tight = request(most.device_bytes - 3 * CHECKPOINT, micro_batches=6, **pins)  # type: ignore[arg-type]
+    tight = request(most.device_bytes - 3 * ACTIVATION, micro_batches=6, **pins)  # type: ignore[arg-type]
     theirs = fit(tight).schedule
     for r in (roomy, tight):
         plan = own(r, theirs)
@@ -327,7 +327,7 @@ def _random_program(rng: Random) -> Program:
             forward_reads=r,
             backward_reads=r,
             gradients=r,
-            checkpoint=1000 * (i < 2),
+            activation=1000 * (i < 2),
             gradient=1000 * (i < 2),
             kept=0,
             forward_peak=0,
@@ -372,7 +372,7 @@ def test_a_large_model_is_planned_in_seconds(family: Family) -> None:
 
 def test_a_plan_describes_itself() -> None:
     text = fit(request(4 * MIB, 6 * MIB)).describe()
-    for word in ("weights", "optimizer", "checkpoints", "chunks", "peak device", "vertical"):
+    for word in ("weights", "optimizer", "activations", "chunks", "peak device", "vertical"):
         assert word in text
 
 
@@ -461,7 +461,7 @@ def test_a_schedule_that_adds_gradients_up_in_another_order_is_refused() -> None
 def test_a_placement_must_be_possible() -> None:
     program = transformer(1)
     count = len(program.groups)
-    place = Placement(weights=("disk",) * count, state=("device",) * count, gradients="host", checkpoints="device")
+    place = Placement(weights=("disk",) * count, state=("device",) * count, gradients="host", activations="device")
     with pytest.raises(AssertionError):
         place.check(program)
 

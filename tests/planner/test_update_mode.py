@@ -107,7 +107,7 @@ def test_speculation_that_cannot_be_is_refused_with_the_reason_and_not_chosen(
     why = no_speculation(budget, wait=wait)
     assert why is not None
     asked = question(transformer(3), form=ADAM16, wait=wait)
-    roomy = replace(budget, device=1 << 40, host=1 << 40, checkpoints="host", gradients="host")
+    roomy = replace(budget, device=1 << 40, host=1 << 40, activations="host", gradients="host")
     request = replace(asked.request, budget=roomy, speculate=True)
     for ask in (lambda: fit(request), lambda: search(replace(asked, request=request))):
         with pytest.raises(ConfigError, match=f"speculate=True cannot be: .*{said}"):
@@ -199,7 +199,7 @@ def test_where_only_the_vertical_schedule_can_the_other_is_left_out() -> None:
 def test_either_schedule_sums_in_strands(family: Family) -> None:
     """Wherever everything is: that is given here, as a search for it takes seconds."""
     asked = question(transformer(3), form=ADAM16, wait=True, family=family, micro_batches=4)
-    given = replace(asked.request.budget, weights="disk", state="disk", checkpoints="host", gradients="host")
+    given = replace(asked.request.budget, weights="disk", state="disk", activations="host", gradients="host")
     asked = forced(asked, budget=given)
     for strands in (1, 4):
         found = searched(forced(asked, strands=strands, delay=0.0))
@@ -218,7 +218,7 @@ def test_with_a_delay_the_linear_program_never_promises_room_that_there_is_not(s
     settings = replace(fitted(request), depths=Depths(), chunk=1 << 12)
     lp = PlacementLP(request, settings, asked.costs)
     place = placement(rng, request.program, tied=False)
-    counted = lp.base_sizes(place.checkpoints, place.gradients)
+    counted = lp.base_sizes(place.activations, place.gradients)
     for g, home in enumerate(zip(place.weights, place.state, strict=True)):
         counted = counted + lp.group_sizes(g, home, place.gradients)
     taken = request.peaks(replace(settings, place=place))

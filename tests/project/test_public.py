@@ -142,7 +142,7 @@ BUDGET = [
     "weights",
     "state",
     "gradients",
-    "checkpoints",
+    "activations",
     "slots",
     "durability",
     "interval",

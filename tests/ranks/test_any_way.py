@@ -101,7 +101,7 @@ def way_of(rng: Random, numbers: Numbers) -> Way:
     if disk and norm and not settings.get("speculate") and rng.random() < 0.3:
         places["gradients"] = "disk"
     if disk and rng.random() < 0.3:
-        places["checkpoints"] = "disk"
+        places["activations"] = "disk"
     compact = numbers.settings["optimizer"].moments != "fp32"
     between = {step: rng.choice(("evaluate", "snapshot", *["again"] * disk)) for step in range(1, STEPS)}
     return Way(

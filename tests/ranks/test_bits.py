@@ -132,9 +132,9 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "on disk, early": (FP32, Run(disk=True, settings={"speculate": True})),
     "on disk, early, bf16": (BF16, Run(disk=True, settings={"speculate": True})),
     "on disk, after the norm": (BF16, Run(disk=True, settings={"speculate": False})),
-    "gradients and checkpoints on disk": (
+    "gradients and saved activations on disk": (
         FP32,
-        Run(disk=True, settings={"speculate": False}, budget={"gradients": "disk", "checkpoints": "disk"}),
+        Run(disk=True, settings={"speculate": False}, budget={"gradients": "disk", "activations": "disk"}),
     ),
     "weights on the host": (BF16, Run(disk=True, budget={"weights": "host"})),
     "delayed": (FP32, Run(disk=True, settings={"delay": 0.5})),
@@ -153,12 +153,12 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "horizontal, on disk, early": (FP32, Run(disk=True, settings=HORIZONTAL | {"speculate": True})),
     "horizontal, on disk, early, bf16": (BF16, Run(disk=True, settings=HORIZONTAL | {"speculate": True})),
     "horizontal, on disk, after the norm": (BF16, Run(disk=True, settings=HORIZONTAL | {"speculate": False})),
-    "horizontal, gradients and checkpoints on disk": (
+    "horizontal, gradients and saved activations on disk": (
         FP32,
         Run(
             disk=True,
             settings=HORIZONTAL | {"speculate": False},
-            budget={"gradients": "disk", "checkpoints": "disk"},
+            budget={"gradients": "disk", "activations": "disk"},
         ),
     ),
     "horizontal, weights on the host": (BF16, Run(disk=True, settings=HORIZONTAL, budget={"weights": "host"})),
@@ -188,7 +188,7 @@ WAYS |= {
 IN_SHORT = (
     ("in memory, fp16", 4),
     ("on disk, early, bf16", 2),
-    ("gradients and checkpoints on disk, stage 0", 2),
+    ("gradients and saved activations on disk, stage 0", 2),
     ("small chunks, delayed, stage 2", 4),
     ("experts", 2),
     ("horizontal, on disk, early, bf16", 2),

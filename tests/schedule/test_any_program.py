@@ -126,7 +126,7 @@ def test_new_weights_on_their_way_up_are_not_held_up_by_loads(build: Builder, de
                 forward_reads=own,
                 backward_reads=own,
                 gradients=own,
-                checkpoint=size,
+                activation=size,
                 gradient=size,
                 kept=0,
                 forward_peak=0,
@@ -138,9 +138,9 @@ def test_new_weights_on_their_way_up_are_not_held_up_by_loads(build: Builder, de
         weights=("disk", "disk", "disk", "device") * 6,
         state=("host",) * 24,
         gradients="host",
-        checkpoints="host",
+        activations="host",
     )
-    few = Depths(weights=depth, gradients=1, stage_in=1, stage_out=1, state=1, checkpoints=1)
+    few = Depths(weights=depth, gradients=1, stage_in=1, stage_out=1, state=1, activations=1)
     form = Format.of("bf16", 2)
     check(build(program, Settings(micro_batches=2, chunk=ALIGN, form=form, place=place, depths=few, wait=False)))
 
@@ -257,7 +257,7 @@ def questions(draw: st.DrawFn) -> Asked:
         disk="store" if disk else None,
         weights=draw(tiers),
         state=draw(tiers),
-        checkpoints=draw(tiers),
+        activations=draw(tiers),
         gradients=draw(tiers) if wait else None,
     )
     early: Any = draw(st.sampled_from((False, None)))

@@ -29,7 +29,7 @@ from penstock.schedule.place import (
 from penstock.schedule.program import ALIGN, GroupSpec, Program
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
-from tests.programs import CHECKPOINT, random_case, transformer
+from tests.programs import ACTIVATION, random_case, transformer
 
 
 @pytest.mark.parametrize("part", range(10))
@@ -51,7 +51,7 @@ def settings(
         micro_batches=micro_batches,
         chunk=5 * ALIGN,
         form=form,
-        place=Placement(weights=(weights,) * count, state=(state,) * count, gradients="host", checkpoints="device"),
+        place=Placement(weights=(weights,) * count, state=(state,) * count, gradients="host", activations="device"),
         depths=Depths(),
         wait=wait,
     )
@@ -253,25 +253,25 @@ def test_gradients_that_wait_on_disk_cost_4_bytes_each_way(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 @pytest.mark.parametrize("M", [1, 2, 3, 5])
-def test_a_checkpoint_goes_down_once_and_up_once_but_the_last_blocks_stays(
+def test_a_saved_activation_goes_down_once_and_up_once_but_the_last_blocks_stays(
     family: str,
     M: int,  # noqa: N803 - M is the field's name for it
 ) -> None:
     """Per micro-batch and block boundary one way down and one up, 2MC; the last block's outputs are used by the
-    epilogue at once, and two of its inputs (all, micro-batch by micro-batch) stay. Recompute starts from the checkpoint
-    that the backward brings up anyway, so this is less than the 3MC that GreedySnake counts for vertical, and the
-    gradients of checkpoints never leave the device."""
+    epilogue at once, and two of its inputs (all, micro-batch by micro-batch) stay. Recompute starts from the saved
+    activation that the backward brings up anyway, so this is less than the 3MC that GreedySnake counts for vertical,
+    and the gradients of saved activations never leave the device."""
     stay = settings(transformer(LAYERS), "disk", "disk", micro_batches=M, form=ADAM32)
-    host = replace(stay, place=replace(stay.place, checkpoints="host"))
-    disk = replace(stay, place=replace(stay.place, checkpoints="disk"))
+    host = replace(stay, place=replace(stay.place, activations="host"))
+    disk = replace(stay, place=replace(stay.place, activations="disk"))
     a, b, c = moved(family, stay), moved(family, host), moved(family, disk)
     last = max(M - 2, 0) if family == "vertical" else 0
     # boundaries: the embedding's outputs and those of all blocks but the last two, then the inputs of the last
     count = M * (LAYERS - 1) + last
-    nbytes = count * CHECKPOINT
+    nbytes = count * ACTIVATION
     assert b == {**a, "h2d": a["h2d"] + nbytes, "d2h": a["d2h"] + nbytes}
     pages = count * 2 * PAGE
-    assert CHECKPOINT < 2 * PAGE
+    assert ACTIVATION < 2 * PAGE
     assert c == {**b, "read": b["read"] + pages, "write": b["write"] + pages}
 
 
@@ -305,7 +305,7 @@ def test_what_stays_takes_no_buffer_more(family: str, reader: bool, depth: int) 
     embedding and head are of one size class, so that with depth 1 the last block has to make room for the head."""
     program = transformer(LAYERS, reader=reader)
     s = settings(program, "disk", "disk", micro_batches=4, form=ADAM16)
-    s = replace(s, depths=Depths(weights=depth), place=replace(s.place, checkpoints="host"))
+    s = replace(s, depths=Depths(weights=depth), place=replace(s.place, activations="host"))
     schedule = (vertical if family == "vertical" else horizontal)(program, s)
     check(schedule)
     pools = {pool.name: pool.count for pool in schedule.pools}
@@ -340,7 +340,7 @@ def test_consecutive_visits_of_one_group_load_it_once() -> None:
 def test_as_many_inputs_of_the_last_block_stay_as_there_is_room_for(inputs: int) -> None:
     program = transformer(LAYERS)
     s = settings(program, "disk", "disk", micro_batches=5, form=ADAM16)
-    s = replace(s, place=replace(s.place, checkpoints="host"), depths=Depths(inputs=inputs))
+    s = replace(s, place=replace(s.place, activations="host"), depths=Depths(inputs=inputs))
     schedule = vertical(program, s)
     check(schedule)
     leave = 5 - inputs
@@ -350,7 +350,7 @@ def test_as_many_inputs_of_the_last_block_stay_as_there_is_room_for(inputs: int)
     for m in range(5):
         assert f"{'a' if m < leave else 'A'}2m{m}" in schedule.by_id[f"B3m{m}"].gives
     counts = {pool.name: pool.count for pool in schedule.pools}
-    assert counts["checkpoints"] == 5 * (LAYERS - 1) + leave
+    assert counts["saved_activations"] == 5 * (LAYERS - 1) + leave
     assert counts["activations"] == 5 + inputs + 1
     assert counts["restored"] == 5 + 1
 

@@ -66,7 +66,7 @@ def touches(op: Op) -> Iterator[tuple[str, bool]]:
     for what, changes in homes.get(kind, []):
         yield f"{what} {at}", changes
     if kind in ("WC", "RC"):
-        yield f"checkpoint {op.id.stage}m{op.id.micro_batch}", kind == "WC"
+        yield f"saved activation {op.id.stage}m{op.id.micro_batch}", kind == "WC"
     if kind in ("NG", "ND"):
         yield f"part of the norm {at}", True
     if kind in ("NORM", "OP", "OD"):
@@ -266,7 +266,7 @@ BROKEN: dict[str, tuple[list[tuple[str, str]], str]] = {
         "op OP0.0 may run before UW0.0@B1, which it has to come after",
     ),
     "gradient read before it is on disk": ([("F0m0\n", "F0m0\nWG0.0\nRG0.0\n")], "op RG0.0 may run before WG0.0"),
-    "checkpoint that was never written": (
+    "saved activation that was never written": (
         [("F0m0\n", "F0m0\nRC0m0\n")],
         "op RC0m0 reads what no op has written to disk",
     ),

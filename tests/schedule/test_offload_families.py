@@ -26,14 +26,14 @@ STREAMED = {name: family.streaming for name, family in FAMILIES.items() if famil
 BLOCK, EMBEDDING, HEAD = 64 * ALIGN, 16 * ALIGN, 32 * ALIGN
 BLOCKS, ENDS = LAYERS * BLOCK, EMBEDDING + HEAD
 N = BLOCKS + ENDS
-CHECKPOINT = 10 * PAGE
+ACTIVATION = 10 * PAGE
 LOADED = 2 * BLOCKS + ENDS - BLOCK
 """Elements that go to the device in a vertical step: a block's twice, the last one's and the ends' once."""
 LOADED_ONE_BY_ONE = M * LOADED - (M - 1) * BLOCK
 """... in a horizontal one: the first block's also stay from one micro-batch's backward to the next one's forward."""
 
 PROGRAM = uniform_program(
-    LAYERS, block=BLOCK, embedding=EMBEDDING, head=HEAD, checkpoint=CHECKPOINT, working=2 * CHECKPOINT
+    LAYERS, block=BLOCK, embedding=EMBEDDING, head=HEAD, activation=ACTIVATION, working=2 * ACTIVATION
 )
 
 
@@ -56,9 +56,9 @@ def moved(schedule: Schedule) -> dict[Lane, int]:
     return {lane: found[lane] for lane in ("h2d", "d2h", "read", "write")}
 
 
-AWAY = (M * (LAYERS - 1) + M - 2) * CHECKPOINT
+AWAY = (M * (LAYERS - 1) + M - 2) * ACTIVATION
 """Vertical: what leaves after the embedding and every block but the last two, and the last block's inputs but two."""
-AWAY_ONE_BY_ONE = M * (LAYERS - 1) * CHECKPOINT
+AWAY_ONE_BY_ONE = M * (LAYERS - 1) * ACTIVATION
 
 
 @pytest.mark.parametrize("family", ["horizontal", "zero-infinity"])
@@ -196,7 +196,7 @@ OPTIONS: dict[str, Any] = {
     "wait": True,
     "weights": "host",
     "state": "host",
-    "checkpoints": "disk",
+    "activations": "disk",
     "device_blocks": 2,
 }
 
@@ -275,9 +275,9 @@ def chunk_of(family: str, **options: Any) -> int:
     return settings(request(family, **options), STREAMED[family]).chunk
 
 
-def test_a_delayed_gradient_is_as_large_as_a_checkpoint_unless_chunks_are_asked_for() -> None:
+def test_a_delayed_gradient_is_as_large_as_a_saved_activation_unless_chunks_are_asked_for() -> None:
     """So that they can take turns in one pool."""
-    assert chunk_of("greedysnake") * FP32 == CHECKPOINT // (4 * ALIGN) * 4 * ALIGN
+    assert chunk_of("greedysnake") * FP32 == ACTIVATION // (4 * ALIGN) * 4 * ALIGN
     assert "held" in {pool.name for pool in one("greedysnake").pools}
     assert chunk_of("greedysnake", chunks=16) == BLOCK // 16
     assert chunk_of("vertical") == BLOCK // 16
@@ -310,7 +310,7 @@ def test_the_newer_systems_are_faster_than_those_they_follow() -> None:
 
 def test_a_large_schedule_is_built_in_well_under_a_second() -> None:
     """One rank of vertical offload with 96 layers, 34 micro-batches and 16 chunks a block."""
-    large = uniform_program(96, block=256 * ALIGN, embedding=BLOCK, head=BLOCK, checkpoint=CHECKPOINT)
+    large = uniform_program(96, block=256 * ALIGN, embedding=BLOCK, head=BLOCK, activation=ACTIVATION)
     wanted = Request(family="greedysnake", program=large, micro_batches=34, chunks=16)
     begin = time.process_time()
     world = build(wanted)

@@ -19,7 +19,7 @@ DEEP = 1200
 def test_a_step_of_more_micro_batches_than_calls_go_deep_is_proved(family: str) -> None:
     program = transformer(1)
     home = ("disk",) * len(program.groups)
-    place = Placement(weights=home, state=home, gradients="host", checkpoints="host")
+    place = Placement(weights=home, state=home, gradients="host", activations="host")
     form = Format.of("fp32", 2)
     settings = Settings(micro_batches=DEEP, chunk=20 * ALIGN, form=form, place=place, depths=Depths(), wait=False)
     schedule = Case(program=program, settings=settings, family=family).build()

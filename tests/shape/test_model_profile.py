@@ -83,7 +83,7 @@ def dry(case: Case, *, dtype: torch.dtype = torch.float32, kind: DeviceKind = "c
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_dry_run_finds_what_a_probe_finds(name: str) -> None:
-    """All of it, to the byte and to the FLOP: groups, stages, reads, checkpoints, peaks."""
+    """All of it, to the byte and to the FLOP: groups, stages, reads, saved activations, peaks."""
     case = CASES[name]
     real = Bench(case, case.model(), moving=True)
     real.probe(case.micro_batches(1)[0])

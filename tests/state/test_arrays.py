@@ -80,7 +80,7 @@ def check(arrays: StateArrays, written: dict[str, torch.Tensor]) -> None:
 def placement(*tiers: tuple[Tier, Tier]) -> Placement:
     """(weights, state) of each group."""
     weights, state = zip(*tiers, strict=True)
-    return Placement(weights=weights, state=state, gradients="host", checkpoints="device")
+    return Placement(weights=weights, state=state, gradients="host", activations="device")
 
 
 ROUTE: tuple[Placement, ...] = (

@@ -61,7 +61,7 @@ class Run:
             self.arrays.zero(name)
         self.commit()
         weights, state = zip(*PLACES[place], strict=True)
-        self.arrays.settle(Placement(weights=weights, state=state, gradients="host", checkpoints="device"))
+        self.arrays.settle(Placement(weights=weights, state=state, gradients="host", activations="device"))
         generator = torch.Generator().manual_seed(0)
         for name in self.names:
             part = self.arrays.parts[name]

@@ -461,12 +461,12 @@ def flipping(call: Callable[..., int], folder: str, at: int) -> Callable[..., in
     return write
 
 
-@pytest.mark.parametrize("kind", ["gradient", "checkpoint"])
+@pytest.mark.parametrize("kind", ["gradient", "activation"])
 def test_a_flipped_bit_in_what_waits_on_disk_costs_only_that_step(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """State is on disk in two slots: the step is repeated, and nothing is different."""
-    places = {"gradients": "disk"} if kind == "gradient" else {"checkpoints": "disk"}
+    places = {"gradients": "disk"} if kind == "gradient" else {"activations": "disk"}
     wanted = train(CASE, budget(tmp_path / "wanted", **places), STEPS, clip_grad_norm=1.0)
     with wrap(CASE, budget(tmp_path / "d", **places), clip_grad_norm=1.0) as engine:
         first = run_steps(engine, STEPS[:2])

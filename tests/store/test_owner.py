@@ -57,7 +57,7 @@ def test_a_store_that_lies_where_passing_things_go_is_not_removed(tmp_path: Path
     scratch.parent.mkdir()
     Store.create([scratch], Layout.build([("weights.0", 4096, 1)]), model={}).close()
     with (
-        wrap(CASE, budget(tmp_path / "store", checkpoints="disk")) as engine,
+        wrap(CASE, budget(tmp_path / "store", activations="disk")) as engine,
         pytest.raises(StoreError, match="holds a run's state: move it"),
     ):
         engine.step(STEP)

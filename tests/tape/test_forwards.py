@@ -420,7 +420,7 @@ def run_scaled(model: Stack, x: torch.Tensor) -> torch.Tensor:
 def test_tensors_without_a_dimension(order: Order) -> None:
     found, bench = assert_exact(stack(Scaled, run_scaled), order=order)
     assert found["layers.1.scale"].shape == ()
-    assert all(s.checkpoint > 0 for s in bench.stages if s.kind == "call")
+    assert all(s.activation > 0 for s in bench.stages if s.kind == "call")
 
 
 @pytest.mark.parametrize("meta", [False, True])

@@ -1,4 +1,4 @@
-"""What the probe reports is what is: stages, reads, gradients, checkpoints, and bytes."""
+"""What the probe reports is what is: stages, reads, gradients, saved activations, and bytes."""
 
 import copy
 from collections.abc import Iterator
@@ -48,9 +48,9 @@ def test_llama_is_prologue_calls_epilogue() -> None:
     )
     assert [(s.forward_reads, s.backward_reads, s.gradients) for s in calls] == [((g,), (g,), (g,)) for g in layers]
     assert (last.forward_reads, last.gradients) == ((head, small), (head, small))
-    assert [(s.checkpoint, s.gradient) for s in (first, *calls)] == [(HIDDEN, HIDDEN)] * 4
+    assert [(s.activation, s.gradient) for s in (first, *calls)] == [(HIDDEN, HIDDEN)] * 4
     assert [s.kept for s in calls] == [0, 0, 0]
-    assert (last.checkpoint, last.gradient, last.kept) == (0, 0, 0)
+    assert (last.activation, last.gradient, last.kept) == (0, 0, 0)
 
 
 def test_t5_has_a_segment_between_encoder_and_decoder() -> None:
@@ -63,7 +63,7 @@ def test_t5_has_a_segment_between_encoder_and_decoder() -> None:
     # The encoder's output is read by every decoder block, so it stays; the decoder's own hidden states may leave. The
     # position bias that the first of the two encoder blocks makes is read by the second alone, so it may leave too.
     bias = 4 * 12 * 12 * 4
-    assert [s.checkpoint for s in bench.stages] == [HIDDEN, HIDDEN + bias, 0, *[HIDDEN // 2] * 4, 0]
+    assert [s.activation for s in bench.stages] == [HIDDEN, HIDDEN + bias, 0, *[HIDDEN // 2] * 4, 0]
 
 
 def test_a_tied_weight_has_gradients_at_both_ends() -> None:
@@ -114,13 +114,13 @@ def predicted(stages: tuple[Stage, ...], count: int) -> Iterator[tuple[str, int,
     for direction, s, mb in vertical(len(stages), count):
         stage, below = stages[s], stages[s - 1] if s else None
         if direction == "forward":
-            alive["checkpoint", s, mb], alive["kept", s, mb] = stage.checkpoint, stage.kept
+            alive["activation", s, mb], alive["kept", s, mb] = stage.activation, stage.kept
         if below is not None and (direction == "backward" or s == len(stages) - 1):
             alive["gradient", s - 1, mb] = below.gradient
         peak = stage.forward_peak if direction == "forward" else stage.backward_peak
         yield direction, s, sum(alive.values()) + peak
         if direction == "backward" or s == len(stages) - 1:
-            for key in (("kept", s, mb), ("gradient", s, mb), ("checkpoint", s - 1, mb)):
+            for key in (("kept", s, mb), ("gradient", s, mb), ("activation", s - 1, mb)):
                 alive.pop(key, None)
 
 

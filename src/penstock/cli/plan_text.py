@@ -152,7 +152,7 @@ def _memory(f: Forecast) -> Iterator[str]:
     if f.blocks_on_device:
         yield f"            {_of_blocks(f)}"
     waits = f"; gradients wait on {place.gradients}" if f.gradients_wait else ""
-    yield f"checkpoints on {place.checkpoints}{waits}"
+    yield f"saved activations on {place.activations}{waits}"
     if settings.grad_dtype == "bf16":
         where = "on the device" if settings.cast == "device" else "as the optimizer reads them"
         yield f"gradients   in bf16, rounded {where}"

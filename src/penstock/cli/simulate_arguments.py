@@ -43,7 +43,7 @@ class Arguments(Words):
     the two have N buffers more than the order needs |
     | ``delay`` | share of the optimizer's work that is done during the next step's forward, 0 to 1 |
     | ``wait`` | the optimizer waits for the norm of all gradients |
-    | ``weights`` TIER, ``state`` TIER, ``checkpoints`` TIER, ``gradients`` TIER | where they live: device, host or disk
+    | ``weights`` TIER, ``state`` TIER, ``activations`` TIER, ``gradients`` TIER | where they live: device, host or disk
     (gradients that wait: host or disk) |
     | ``device_blocks`` | blocks whose optimizer state lives on the device |
     | ``stage`` | of ZeRO: what several ranks have parts of, 0 (nothing) to 3 (all) |
@@ -96,7 +96,7 @@ class Arguments(Words):
     wait: bool = False
     weights: Tier | None = None
     state: Tier | None = None
-    checkpoints: Tier | None = None
+    activations: Tier | None = None
     gradients: Literal["host", "disk"] | None = None
     device_blocks: int | None = None
     stage: ZeroStage | None = None

@@ -198,7 +198,7 @@ def _offload(arguments: Arguments) -> Case:
             wait=arguments.wait or None,
             weights=arguments.weights,
             state=arguments.state,
-            checkpoints=arguments.checkpoints,
+            activations=arguments.activations,
             gradients=arguments.gradients,
             device_blocks=arguments.device_blocks,
             stage=arguments.stage,

@@ -66,7 +66,7 @@ def version(tensor: torch.Tensor) -> int:
 def is_view(tensor: torch.Tensor) -> bool:
     """True if autograd knows a tensor as a view of another one, which keeps that one's storage alive.
 
-    Without: checkpoints would be moved whose memory does not become free.
+    Without: saved activations would be moved whose memory does not become free.
     """
     return tensor._base is not None
 

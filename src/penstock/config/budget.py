@@ -32,7 +32,7 @@ class Budget:
     | ``device`` | bytes (``"24GiB"``, ``"24G"``) of the accelerator's memory; on the CPU, of the memory that computes |
     | ``host`` | bytes of host memory for buffers and whatever state is kept there |
     | ``disk`` | a directory, or several that are striped; None: nothing goes to disk |
-    | ``weights``, ``state``, ``gradients``, ``checkpoints`` | the tier that this lives on; None: the planner chooses |
+    | ``weights``, ``state``, ``gradients``, ``activations`` | the tier that this lives on; None: the planner chooses |
     | ``slots`` | copies of the state on disk: with 2 a run that is killed goes on from its last step; 1 takes half |
     | ``durability`` | what a kill may cost. ``step``: the step in flight; needs ``disk``, 2 ``slots``, and all that is
     trained on disk. ``interval``: the steps since the last commit of state that may live in memory. ``none``: the whole
@@ -49,7 +49,7 @@ class Budget:
     weights: Tier | None = None
     state: Tier | None = None
     gradients: Literal["host", "disk"] | None = None
-    checkpoints: Tier | None = None
+    activations: Tier | None = None
     slots: Literal[1, 2] = 2
     durability: Durability | None = None
     interval: int | str | None = None
@@ -73,7 +73,7 @@ class Budget:
             check_size(f"budget.{key}", getattr(self, key))
         if any("\0" in str(path) or not str(path) for path in _each(self.disk)):
             raise ConfigError(f"budget.disk={shown(self.disk)}: give directories, or None")
-        for kind in ("weights", "state", "gradients", "checkpoints"):
+        for kind in ("weights", "state", "gradients", "activations"):
             if getattr(self, kind) == "disk" and not self.disk_paths:
                 raise ConfigError(f"budget.{kind}='disk' needs budget.disk, a directory")
         self._check_durability()

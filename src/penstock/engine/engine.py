@@ -283,7 +283,7 @@ class Engine:
     def prediction(self) -> Simulation | None:
         """What the plan of the last step or evaluation was predicted to do, op by op; None without a machine profile.
 
-        It is for micro-batches that are all as large as the largest: checkpoints of shorter ones are smaller. Of
+        It is for micro-batches that are all as large as the largest: saved activations of shorter ones are smaller. Of
         several ranks it is of one, the slowest by all that is known; the others do the same at the same time.
 
         Raises:

@@ -202,8 +202,8 @@ def differences(old: Settings, new: Settings) -> str:
     """What changes from one plan to another, in words."""
     a, b = old.place, new.place
     parts = [*_moves("weights", a.weights, b.weights), *_moves("state", a.state, b.state)]
-    if a.checkpoints != b.checkpoints:
-        parts.append(f"checkpoints go to {b.checkpoints}")
+    if a.activations != b.activations:
+        parts.append(f"saved activations go to {b.activations}")
     if a.gradients != b.gradients:
         parts.append(f"gradients wait on {b.gradients}")
     if old.delay != new.delay:

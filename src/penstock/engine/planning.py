@@ -426,7 +426,7 @@ class Planning:
         ):  # nothing has been placed: evaluate from where the state is at home
             disk: Tier = "disk"
             home = (disk,) * len(request.program.groups)
-            keep = Placement(weights=home, state=home, gradients="host", checkpoints="device")
+            keep = Placement(weights=home, state=home, gradients="host", activations="device")
         if keep is not None:
             keep = off_device(keep, request.program)
         try:

@@ -10,7 +10,7 @@ from penstock.shape.model import StageTimes
 from penstock.tape import trees
 from penstock.tape.suspended import Facts, StageFacts
 
-_SIZES = ("checkpoint", "gradient", "kept", "forward_peak", "backward_peak")
+_SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak")
 
 
 def within(shape: batch.Shapes, others: Sequence[batch.Shapes]) -> bool:
@@ -40,16 +40,16 @@ def join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, 
             **{size: max(getattr(s, size) for s in same) for size in _SIZES},
         )
         if len({f.offload for f in known}) > 1:  # what only some of them can move stays for the others
-            stage = replace(stage, kept=stage.kept + stage.checkpoint + stage.gradient)
+            stage = replace(stage, kept=stage.kept + stage.activation + stage.gradient)
             if not _movable_for_all(known):
-                stage = replace(stage, checkpoint=0, gradient=0)
+                stage = replace(stage, activation=0, gradient=0)
         joined.append(stage)
     return tuple(joined)
 
 
 def _movable_for_all(known: Sequence[StageFacts]) -> tuple[trees.Place, ...]:
-    """The places of a stage's checkpoint that every micro-batch can move: the size of an output can decide whether it
-    has memory of its own or is a view.
+    """The places of a stage's saved activation that every micro-batch can move: the size of an output can decide
+    whether it has memory of its own or is a view.
     """
     return tuple(place for place in known[0].offload if all(place in f.offload for f in known))
 

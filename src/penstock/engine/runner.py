@@ -66,7 +66,7 @@ class Runner:
         }
         with ExitStack() as undo:  # what is made is given back if what comes after it fails, and by ``close``
             self.scratch = _scratch(self.bound, shared)
-            """where checkpoints and gradients wait on disk; None: none do"""
+            """where saved activations and gradients wait on disk; None: none do"""
             if self.scratch is not None:
                 undo.callback(_remove, self.scratch, shared.scratch_paths)
             self.pools = Pools(plan.schedule, shared.device)
@@ -168,7 +168,7 @@ class Runner:
 
     @property
     def scratch_written(self) -> int:
-        """Bytes of checkpoints and gradients that have gone to disk so far."""
+        """Bytes of saved activations and gradients that have gone to disk so far."""
         return 0 if self.scratch is None else self.scratch.written
 
     @property
@@ -222,7 +222,7 @@ def _remove(scratch: Store, paths: Sequence[Path]) -> None:
 
 
 def _scratch(bound: Bound, shared: EngineResources) -> Store | None:
-    """A store for what a step puts on disk and needs no longer than the step: waiting gradients, checkpoints."""
+    """A store for what a step puts on disk and needs no longer than the step: waiting gradients, saved activations."""
     sizes, grids = bound.scratch()
     if not sizes:
         return None

@@ -138,7 +138,7 @@ def _typical(stages: Sequence[Stage], program: Program, seconds: Sequence[float]
         if stage.kind == "segment":
             return (stage.index,)
         sizes = tuple(program.groups[g].numel for g in stage.forward_reads)
-        return (sizes, stage.checkpoint, stage.gradient, stage.forward_peak, stage.backward_peak)
+        return (sizes, stage.activation, stage.gradient, stage.forward_peak, stage.backward_peak)
 
     alike: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for stage, value in zip(stages, seconds, strict=True):

@@ -98,7 +98,7 @@ TRL_KEPT = frozenset(
     }
 )
 TRL_REFUSED: Mapping[str, str] = {
-    "activation_offloading": "the engine moves activations itself: give the budget, or pin budget.checkpoints",
+    "activation_offloading": "the engine moves activations itself: give the budget, or pin budget.activations",
 }
 
 

@@ -32,7 +32,7 @@ _MOST = 1 << 52
 _STEPS = 16
 _DOUBLED, _DRIVES = 7, 8
 """how often host memory is doubled, and how many times the drives are multiplied, to see whether they last then"""
-_KINDS = ("weights", "state", "gradients", "checkpoints")
+_KINDS = ("weights", "state", "gradients", "activations")
 _DRIVE = Drive(path="a drive", read=1e9, write=1e9, read_both=1e9, write_both=1e9, free=_MOST)
 """stands for one that is not there, when all that is asked is whether something would fit"""
 
@@ -135,10 +135,10 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
         words = "no gradient clipping" + (" and no budget.gradients" if unpinned != budget else "")
         free = _changed(task, clip_grad_norm=None, speculate=None, budget=unpinned)
         yield from variant(f"{words}, so that the optimizer need not wait", free)
-    kinds = ("weights", "gradients", "checkpoints") if budget.durability == "step" else _KINDS
+    kinds = ("weights", "gradients", "activations") if budget.durability == "step" else _KINDS
     pins = [kind for kind in kinds if getattr(budget, kind) is not None]
     if pins:
-        unpinned = replace(budget, weights=None, state=None, gradients=None, checkpoints=None).with_pins()
+        unpinned = replace(budget, weights=None, state=None, gradients=None, activations=None).with_pins()
         words = ", ".join(f"budget.{kind}" for kind in pins)
         yield from variant(f"tiers chosen by the planner instead of {words}", _changed(task, budget=unpinned))
     if task.grad_dtype == "fp32":
@@ -326,7 +326,7 @@ def smallest(question: Question, tier: Tier) -> int | None:
     def enough(nbytes: int, *, integer: bool = False) -> bool:
         for lp in programs:
             lp.budget[index] = nbytes
-            for tiers in product(lp.checkpoint_tiers, lp.gradient_tiers):
+            for tiers in product(lp.activation_tiers, lp.gradient_tiers):
                 if lp.solve(*tiers, integer=integer) is not None:
                     return True
         return False

@@ -137,7 +137,7 @@ def _plan(f: Forecast) -> dict[str, Any]:
         "depths": {name: getattr(settings.depths, name) for name in settings.depths.__dataclass_fields__},
         "weights": shares(f, place.weights, frozen=True),
         "state": shares(f, place.state, frozen=False),
-        "checkpoints": place.checkpoints,
+        "activations": place.activations,
         "gradients": place.gradients if f.gradients_wait else None,
         "ops": len(f.choice.plan.schedule.ops),
     }

@@ -1,6 +1,6 @@
 """Fits one step of a program into a budget: what stays on which tier, how large chunks are, how far lanes run ahead.
 
-The order of preference is by bytes saved on the slowest link per byte of memory: checkpoints stay on the device,
+The order of preference is by bytes saved on the slowest link per byte of memory: saved activations stay on the device,
 waiting gradients stay in host memory, and weights that are read for the backward until the optimizer takes them (a few
 blocks' save one read of all); then weights move up from disk, then optimizer state, as long as there is room.
 Peak memory is not estimated: it is what the schedule's own pools add up to.
@@ -77,7 +77,7 @@ class Plan:
             (
                 f"state {format_size(self.state_bytes)}",
                 f"weights {shares(place.weights)}; optimizer {shares(place.state)}",
-                f"checkpoints on {place.checkpoints}; gradients {wait}",
+                f"saved activations on {place.activations}; gradients {wait}",
                 f"{self.schedule.name}, {self.settings.micro_batches} micro-batches, {len(self.schedule.ops)} ops",
                 f"chunks of {format_size(self.settings.chunk * FP32)} of fp32",
                 f"peak device {format_size(self.device_bytes)}, host {format_size(self.host_bytes)}",
@@ -178,9 +178,9 @@ class Request(StreamConfig):
         return "disk" if self.budget.disk_paths else "host"
 
     def scratch_bytes(self, settings: Settings) -> int:
-        """Bytes on disk that a step needs besides the state: checkpoints and gradients that wait there."""
+        """Bytes on disk that a step needs besides the state: saved activations and gradients that wait there."""
         place, stages, stay = settings.place, self.program.stages, self.route.stay(settings.depths.weights)
-        gradients = checkpoints = 0
+        gradients = activations = 0
         if place.gradients == "disk":
             # with a delay alone, a share of each: but the extents are as large as the gradients
             stepped = (
@@ -190,9 +190,9 @@ class Request(StreamConfig):
             )
             narrow = narrow_groups(self.route, settings)
             gradients = sum(g.trainable * (BF16 if g.index in narrow else FP32) for g in stepped)
-        if self.train and place.checkpoints == "disk":
-            checkpoints = sum(page_up(s.checkpoint) * stay.leaving(s.index, settings.depths.inputs) for s in stages)
-        return gradients + checkpoints
+        if self.train and place.activations == "disk":
+            activations = sum(page_up(s.activation) * stay.leaving(s.index, settings.depths.inputs) for s in stages)
+        return gradients + activations
 
     def space_bytes(self, settings: Settings) -> int:
         """Bytes of disk that a run takes: the store has room for all weights and state, wherever they are at home, in
@@ -221,12 +221,12 @@ class Request(StreamConfig):
         budget has room for: they need not leave, and come back at once.
         """
         last, depths = len(self.program.stages) - 3, settings.depths
-        away = settings.train and settings.place.checkpoints != "device"
+        away = settings.train and settings.place.activations != "device"
         leaving = self.route.stay(depths.weights).leaving(last, depths.inputs) if away else 0
         if not leaving:
             return settings
         free = self.budget.device_bytes - self.peak_bytes(settings, "device")
-        more = min(free // max(stage.checkpoint for stage in self.program.stages[:-1]), leaving)
+        more = min(free // max(stage.activation for stage in self.program.stages[:-1]), leaving)
         return replace(settings, depths=replace(depths, inputs=depths.inputs + max(more, 0)))
 
     def plan(self, settings: Settings, schedule: Schedule | None = None) -> Plan:
@@ -352,7 +352,7 @@ def base_placement(request: Request) -> Placement:
         weights=(weights,) * len(groups),
         state=tuple("host" if g.index in tied else state for g in groups),
         gradients=budget.gradients or "host",
-        checkpoints=budget.checkpoints or "device",
+        activations=budget.activations or "device",
     )
 
 
@@ -392,12 +392,12 @@ def _in_larger_chunks(request: Request, settings: Settings) -> Settings:
 
 
 def _fit_device(request: Request, base: Placement) -> Settings:
-    """Choose what decides device memory: whether checkpoints leave, and the depth of weights and gradients."""
-    away: tuple[Tier, ...] = ("device", "host") if request.budget.checkpoints is None else (base.checkpoints,)
+    """Choose what decides device memory: whether saved activations leave, and the depth of weights and gradients."""
+    away: tuple[Tier, ...] = ("device", "host") if request.budget.activations is None else (base.activations,)
     needs = []
     for tier, (weights, gradients) in product(away if request.train else ("device",), _DEVICE_DEPTHS):
         depths = Depths(weights=weights, gradients=gradients)
-        settings = settings_of(request, replace(base, checkpoints=tier), _CHUNKS[0], depths)
+        settings = settings_of(request, replace(base, activations=tier), _CHUNKS[0], depths)
         needs.append(request.peak_bytes(settings, "device"))
         if needs[-1] <= request.budget.device_bytes:
             return settings
@@ -412,20 +412,20 @@ def _fit_device(request: Request, base: Placement) -> Settings:
 
 def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
     place, budget = settings.place, request.budget
-    checkpoints: list[Tier] = [place.checkpoints]
-    if place.checkpoints == "host" and budget.checkpoints is None and request.bottom == "disk":
-        checkpoints.append("disk")
+    activations: list[Tier] = [place.activations]
+    if place.activations == "host" and budget.activations is None and request.bottom == "disk":
+        activations.append("disk")
     gradients: list[Literal["host", "disk"]] = [place.gradients]
     waiting = settings.delay > 0 or any(settings.waits(g.index) for g in request.program.groups if g.trainable)
     if place.gradients == "host" and budget.gradients is None and request.bottom == "disk" and waiting:
         gradients.append("disk")
     kept = (True, False) if request.train and "disk" in place.weights else (False,)
-    for spill, away, keep in product(gradients, checkpoints, kept):
+    for spill, away, keep in product(gradients, activations, kept):
         for chunk, depths in product(_CHUNKS, _HOST_DEPTHS):
             device = settings.depths
             yield settings_of(
                 request,
-                replace(place, gradients=spill, checkpoints=away),
+                replace(place, gradients=spill, activations=away),
                 chunk,
                 replace(depths, weights=device.weights, gradients=device.gradients),
                 keep=keep,

@@ -199,7 +199,7 @@ class Forecast:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes on disk for checkpoints and gradients that wait there."""
+        """Bytes on disk for saved activations and gradients that wait there."""
         return self.choice.request.scratch_bytes(self.choice.plan.settings)
 
     @property

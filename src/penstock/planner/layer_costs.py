@@ -23,7 +23,7 @@ def layer_sizes(profile: ModelProfile, form: Format) -> Sizes:
     block = _block(profile)
     elements = sum(profile.program.groups[g].numel for g in block.forward_reads)
     return Sizes(
-        activation=block.checkpoint,
+        activation=block.activation,
         activation_gradient=block.gradient,
         weights=elements * form.weight_bytes,
         gradient=elements * FP32,

@@ -65,7 +65,7 @@ def speculates(schedule: Schedule, *, wait: bool) -> bool:
 
 
 def placement_of(schedule: Schedule, request: Request, others: Placement) -> Placement:
-    """Where stages of a schedule find weights, where it has state at home, and where gradients and checkpoints wait.
+    """Where stages of a schedule find weights, where it has state at home, and where gradients and activations wait.
 
     ``others``: where arrays are that no op is about.
     """
@@ -98,7 +98,7 @@ def placement_of(schedule: Schedule, request: Request, others: Placement) -> Pla
         weights=tuple(weights),
         state=tuple(state),
         gradients="disk" if "WG" in wrote else "host",
-        checkpoints="disk" if "WC" in wrote else away,
+        activations="disk" if "WC" in wrote else away,
     )
 
 
@@ -167,8 +167,8 @@ def _check_waiting(request: Request, schedule: Schedule, late: frozenset[ChunkAt
         raise ScheduleError(f"the schedule has ops {min(lacking)}, which write to disk: give budget.disk a directory")
     away = {(op.id.stage, op.id.micro_batch): "host" for op in schedule.ops if op.id.kind == "DC"}
     away |= {(op.id.stage, op.id.micro_batch): "disk" for op in schedule.ops if op.id.kind == "WC"}
-    if budget.checkpoints is not None and (others := {*away.values()} - {budget.checkpoints}):
-        raise ScheduleError(f"checkpoints wait on {min(others)}, and budget.checkpoints={budget.checkpoints!r}")
+    if budget.activations is not None and (others := {*away.values()} - {budget.activations}):
+        raise ScheduleError(f"saved activations wait on {min(others)}, and budget.activations={budget.activations!r}")
     aside = {(op.id.group, op.id.chunk) for op in schedule.ops if op.id.kind == "WG"}
     if budget.gradients == "host" and aside:
         raise ScheduleError("gradients wait on disk, and budget.gradients='host'")

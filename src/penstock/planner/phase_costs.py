@@ -77,14 +77,14 @@ class Prices:
             load += count / len(kind.members) * self.of_group(small, home, gradients, late=late, deep=deep)
         return load
 
-    def of_stages(self, checkpoints: Tier, inputs: int) -> Load:
-        """All compute, and the ways of checkpoints that live on a tier: shape (phases + 1, lanes)."""
-        key = (checkpoints, inputs)
+    def of_stages(self, activations: Tier, inputs: int) -> Load:
+        """All compute, and the ways of saved activations that live on a tier: shape (phases + 1, lanes)."""
+        key = (activations, inputs)
         if key not in self._stages:
             load, facts = self.none(), dict[int, Facts]()
             for stage, small in enumerate(self.probes.sample.stages):
                 if small not in facts:
-                    facts[small] = self.probes.of_stage(small, checkpoints, inputs)
+                    facts[small] = self.probes.of_stage(small, activations, inputs)
                 for (row, kind, _, nbytes), count in facts[small].items():
                     self._add(load, row, Op(id=stage_op(kind, stage, 0), nbytes=nbytes), count)
             self._stages[key] = load
@@ -154,7 +154,7 @@ class PhaseCosts:
         more = (max(count - 1, 0) for count in counts)
         return (share if late else 1 - share) * np.array([1.0, *more])
 
-    def of_checkpoints(self, tier: Tier) -> Load:
+    def of_activations(self, tier: Tier) -> Load:
         inputs = self.s.depths.inputs
         found: Load = self.prices.of_stages(tier, inputs) - self.prices.of_stages("device", inputs)
         return found
@@ -168,7 +168,7 @@ class PhaseCosts:
 
     def of(self, place: Placement) -> Load:
         """What a whole placement asks for."""
-        total = self.of_compute + self.of_checkpoints(place.checkpoints)
+        total = self.of_compute + self.of_activations(place.activations)
         homes = zip(place.weights, place.state, strict=True)
         return total + sum(self.of_group(g, home, place.gradients) for g, home in enumerate(homes))
 

@@ -60,7 +60,7 @@ def peaks_outside_steps(
         host_bytes: the budget of host memory, which is filled first where there is no disk.
         slots: copies of every array on disk (``Budget.slots``); a snapshot has one. The checksums of all are there too,
             in a store twice.
-        scratch: bytes on disk for checkpoints and gradients that wait there, from the first step on
+        scratch: bytes on disk for saved activations and gradients that wait there, from the first step on
             (``Request.scratch_bytes``).
         from_meta: whether the engine initialises the model. The check that everything was filled takes one byte for
             each element of a parameter; the group's largest is taken to be all of it.
@@ -70,7 +70,7 @@ def peaks_outside_steps(
     Returns:
         ``load``: a fresh start (``engine.start.fill``, ``_write_group``): a group in fp32, then written to its home.
         ``probe``: the first step's probe (``engine.planning.Planning._probe``): the weights of a stage at a time, all
-        checkpoints of one micro-batch.
+        saved activations of one micro-batch.
         ``place``: arrays move to their tiers (``state.arrays.StateArrays.settle``); an array is in both places while
         it moves.
         ``save``: ``state.snapshots.save``, between steps. ``disk`` counts the new snapshot, wherever it is written; one
@@ -150,12 +150,12 @@ def _probing(program: Program, form: Format, first: Sequence[Tier], parts: Seque
     most = alive = 0
     for stage in program.stages:
         gradient = program.stages[stage.index - 1].gradient if stage.index == len(program.stages) - 1 else 0
-        alive += stage.checkpoint + stage.kept + gradient
+        alive += stage.activation + stage.kept + gradient
         most = max(most, alive + stage.forward_peak + weights(stage.forward_reads))
     scratch = max((g.whole.scratch for g in program.groups if g.whole), default=0)
     most = max(most, scratch + scratch // 3)  # how fast updates are made orthogonal is measured: with them
     for stage in program.stages[-2::-1]:
-        alive -= stage.checkpoint  # its reader is done
+        alive -= stage.activation  # its reader is done
         below = program.stages[stage.index - 1].gradient if stage.index else 0
         most = max(most, alive + below + stage.backward_peak + weights(stage.backward_reads))
         alive += below - stage.kept - stage.gradient

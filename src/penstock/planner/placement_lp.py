@@ -1,4 +1,4 @@
-"""The linear program: which share of weights, optimizer state, checkpoints and waiting gradients lives on which tier.
+"""The linear program: the share of weights, state, saved activations and waiting gradients that lives on each tier.
 
 Given a family of schedules, M, the delay ratio, the chunk size and the depths of all pools, minimise the sum of the
 phases' times. After the configuration search of GreedySnake (arXiv 2512.17570), and beyond it with the device as a tier
@@ -8,7 +8,7 @@ Variables, all >= 0:
 
     T[p]            seconds of phase p (see ``phases``); the last, seconds more of all before the backward together
     y[k, w, s, q]   how many groups of class k have weights on tier w, state on tier s, and gradients that wait on q
-    c[t]            share of the checkpoints on tier t
+    c[t]            share of the saved activations on tier t
     z[q]            share of the waiting gradients on tier q
 
 Minimise sum_p T[p] + epsilon * (all seconds of all lanes), the second so that of equal times the one that moves less
@@ -81,19 +81,19 @@ class Shares:
     """A solution. ``homes[k]``: home -> number of groups of class k, not whole. ``seconds``: of the step."""
 
     homes: tuple[Mapping[Home, float], ...]
-    checkpoints: Mapping[Tier, float]
+    activations: Mapping[Tier, float]
     gradients: Mapping[Waits, float]
     seconds: float
 
     @property
     def whole(self) -> bool:
-        """Whether checkpoints and waiting gradients have one tier each, as a schedule wants it."""
-        return all(max(shares.values()) > 1 - 1e-6 for shares in (self.checkpoints, self.gradients))
+        """Whether saved activations and waiting gradients have one tier each, as a schedule wants it."""
+        return all(max(shares.values()) > 1 - 1e-6 for shares in (self.activations, self.gradients))
 
     @property
-    def checkpoint_tier(self) -> Tier:
-        """The tier of most of the checkpoints."""
-        return max(self.checkpoints, key=lambda tier: self.checkpoints[tier])
+    def activation_tier(self) -> Tier:
+        """The tier of most of the saved activations."""
+        return max(self.activations, key=lambda tier: self.activations[tier])
 
     @property
     def gradient_tier(self) -> Waits:
@@ -145,9 +145,9 @@ class PlacementLP:
         return self.loads.probes.classes
 
     @cached_property
-    def checkpoint_tiers(self) -> tuple[Tier, ...]:
-        if self.request.budget.checkpoints is not None:
-            return (self.request.budget.checkpoints,)
+    def activation_tiers(self) -> tuple[Tier, ...]:
+        if self.request.budget.activations is not None:
+            return (self.request.budget.activations,)
         if not self.request.train:
             return ("device",)
         return TIERS if self.request.bottom == "disk" else TIERS[:2]
@@ -203,36 +203,36 @@ class PlacementLP:
     def _waits(self, home: Home) -> bool:
         """``Settings.waits`` of a group with this home."""
         if home not in self._waiting:
-            alone = Placement(weights=home[:1], state=home[1:], gradients="host", checkpoints="device")
+            alone = Placement(weights=home[:1], state=home[1:], gradients="host", activations="device")
             self._waiting[home] = replace(self.s, place=alone).waits(0)
         return self._waiting[home]
 
     @cached_property
     def _provisions(self) -> dict[Waits, Provision]:
         return {
-            q: provision(self.request.route, self._settings(self.checkpoint_tiers[-1], q), self.request.ranks)
+            q: provision(self.request.route, self._settings(self.activation_tiers[-1], q), self.request.ranks)
             for q in self.gradient_tiers
         }
 
-    def _settings(self, checkpoints: Tier, gradients: Waits) -> Settings:
-        return replace(self.s, place=replace(self.base, checkpoints=checkpoints, gradients=gradients))
+    def _settings(self, activations: Tier, gradients: Waits) -> Settings:
+        return replace(self.s, place=replace(self.base, activations=activations, gradients=gradients))
 
-    def base_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
-        """Bytes that are there wherever the groups are: pools, inputs, working memory, checkpoints."""
-        key = (checkpoints, gradients)
+    def base_sizes(self, activations: Tier, gradients: Waits) -> Sizes:
+        """Bytes that are there wherever the groups are: pools, inputs, working memory, saved activations."""
+        key = (activations, gradients)
         if key not in self._bases:
-            self._bases[key] = self._base_sizes(checkpoints, gradients)
+            self._bases[key] = self._base_sizes(activations, gradients)
         return self._bases[key]
 
-    def _base_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
-        found: Sizes = self.lowest_sizes(checkpoints, gradients) - self._at_the_bottom(gradients)
+    def _base_sizes(self, activations: Tier, gradients: Waits) -> Sizes:
+        found: Sizes = self.lowest_sizes(activations, gradients) - self._at_the_bottom(gradients)
         return found
 
-    def lowest_sizes(self, checkpoints: Tier, gradients: Waits) -> Sizes:
+    def lowest_sizes(self, activations: Tier, gradients: Waits) -> Sizes:
         """Bytes that a step takes with every group as low as it goes."""
-        key = (checkpoints, gradients)
+        key = (activations, gradients)
         if key not in self._lowest:
-            option = self._settings(checkpoints, gradients)
+            option = self._settings(activations, gradients)
             total = np.array([*self.request.peaks(option), self.request.space_bytes(option)], dtype=np.float64)
             if self.s.speculate and gradients == "disk":  # those of a group whose state is in memory come back
                 total[1] += self.s.depths.stage_out * self.s.chunk * self._widest_gradient
@@ -251,26 +251,26 @@ class PlacementLP:
     @cached_property
     def device_is_full(self) -> bool:
         """Whether the device is too small even with everything as low as it goes."""
-        pairs = product(self.checkpoint_tiers[::-1], self.gradient_tiers[::-1])
+        pairs = product(self.activation_tiers[::-1], self.gradient_tiers[::-1])
         return all(self.lowest_sizes(c, q)[0] > self.budget[0] for c, q in pairs)
 
     @cached_property
     def fits(self) -> bool:
         """Whether anything fits. With a disk that is so if everything does as low as it goes."""
-        pairs = product(self.gradient_tiers, self.checkpoint_tiers[::-1])
+        pairs = product(self.gradient_tiers, self.activation_tiers[::-1])
         low = any((self.lowest_sizes(c, q) <= self.budget).all() for q, c in pairs)
         return low or (self.request.bottom != "disk" and self.relaxed is not None)
 
     # ---- solving
 
     def solve(
-        self, checkpoints: Tier | None = None, gradients: Waits | None = None, *, integer: bool = False
+        self, activations: Tier | None = None, gradients: Waits | None = None, *, integer: bool = False
     ) -> Shares | None:
-        """The best shares, or None if nothing fits. With tiers given, all checkpoints and gradients are there.
+        """The best shares, or None if nothing fits. With tiers given, all saved activations and gradients are there.
 
         ``integer``: in whole groups (a MILP).
         """
-        on = self.checkpoint_tiers if checkpoints is None else (checkpoints,)
+        on = self.activation_tiers if activations is None else (activations,)
         waits = self.gradient_tiers if gradients is None else (gradients,)
         return self._model.solve(on, waits, integer=integer)
 
@@ -285,16 +285,16 @@ class PlacementLP:
 
     @cached_property
     def least_whole(self) -> Shares | None:
-        """The best solution whose checkpoints and gradients have one tier each; None if nothing fits."""
+        """The best solution whose saved activations and gradients have one tier each; None if nothing fits."""
         if self.relaxed is not None and self.relaxed.whole:
             return self.relaxed
         return next(iter(self.solve_whole()), None)
 
     def solve_whole(self) -> list[Shares]:
-        """Solutions whose checkpoints and gradients have one tier each, best first; empty if nothing fits."""
+        """Solutions whose saved activations and gradients have one tier each, best first; empty if nothing fits."""
         if self.relaxed is None:
             return []
-        pairs = list(product(self.checkpoint_tiers, self.gradient_tiers))
+        pairs = list(product(self.activation_tiers, self.gradient_tiers))
         solved = [self.relaxed] if len(pairs) == 1 else [self.solve(c, q) for c, q in pairs]
         return sorted((s for s in solved if s is not None), key=lambda s: s.seconds)
 
@@ -312,7 +312,7 @@ class _Model:
         ]
         self.phases = len(lp.loads.probes.phases.names) + 1
         none = np.zeros_like(lp.loads.of_compute)
-        parts = [lp.loads.of_checkpoints(tier) for tier in lp.checkpoint_tiers]
+        parts = [lp.loads.of_activations(tier) for tier in lp.activation_tiers]
         groups = lp.loads.of_columns(lp.gradient_tiers)
         loads = np.array([*parts, *(none for _ in lp.gradient_tiers), *groups]) / self.unit
         self._loads = loads
@@ -320,9 +320,9 @@ class _Model:
         self._times, self._least = self._time_rows(loads)
 
     def solve(self, on: Sequence[Tier], waits: Sequence[Waits], *, integer: bool) -> Shares | None:
-        """The best shares with checkpoints and gradients on these tiers; None if nothing fits."""
+        """The best shares with saved activations and gradients on these tiers; None if nothing fits."""
         chosen = [j for j, column in enumerate(self.columns) if column.gradients in waits]
-        tiers, all_waits = self.lp.checkpoint_tiers, self.lp.gradient_tiers
+        tiers, all_waits = self.lp.activation_tiers, self.lp.gradient_tiers
         first_z = self.phases + len(on)
         first_y = first_z + len(waits)
         kept = [
@@ -352,7 +352,7 @@ class _Model:
             homes[column.kind][column.home] = homes[column.kind].get(column.home, 0.0) + value
         return Shares(
             homes=tuple(homes),
-            checkpoints=dict(zip(on, values[self.phases : first_z], strict=True)),
+            activations=dict(zip(on, values[self.phases : first_z], strict=True)),
             gradients=dict(zip(waits, values[first_z:first_y], strict=True)),
             seconds=float(values[: self.phases].sum()) * self.unit,
         )
@@ -360,7 +360,7 @@ class _Model:
     def _only(
         self,
         columns: Sequence[_Column],
-        checkpoints: Tier,
+        activations: Tier,
         gradients: Waits,
         kept: Sequence[int],
         sizes: NDArray[np.float64],
@@ -375,7 +375,7 @@ class _Model:
         load = self.lp.loads.of_compute + np.tensordot(counts, self._loads[np.array(kept) - self.phases], 1) * self.unit
         return Shares(
             homes=tuple({column.home: float(n)} for column, n in zip(columns, members, strict=True)),
-            checkpoints={checkpoints: 1.0},
+            activations={activations: 1.0},
             gradients={gradients: 1.0},
             seconds=self.lp.bound.seconds(load),
         )
@@ -408,7 +408,7 @@ class _Model:
     def _size_rows(
         self, columns: Sequence[_Column], on: Sequence[Tier], waits: Sequence[Waits]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Memory rows. What checkpoints and gradients take adds up: their pools have nothing to do with each other."""
+        """Memory rows. What saved activations and gradients take adds up: their pools are independent."""
         first = self.lp.base_sizes(on[0], waits[0])
         by_c = [self.lp.base_sizes(c, waits[0]) for c in on]
         by_z = [self.lp.base_sizes(on[0], q) - first for q in waits]

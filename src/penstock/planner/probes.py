@@ -87,10 +87,10 @@ class Probes:
         further = self.request.micro_batches - 2
         return found[0] if len(found) == 1 else _sum((1 - further, found[0]), (further, found[1]))
 
-    def of_stage(self, small: int, checkpoints: Tier, inputs: int) -> Facts:
+    def of_stage(self, small: int, activations: Tier, inputs: int) -> Facts:
         """What a stage of the sample does for all micro-batches. ``inputs``: as in ``Depths``."""
         count = self.request.micro_batches
-        two, three = (self._of_stages(checkpoints, m).stages[small] for m in (2, 3))
+        two, three = (self._of_stages(activations, m).stages[small] for m in (2, 3))
         if self._one_by_one:  # the first and the last, and those in between
             return _sum((1 - (count - 2), two), (count - 2, three))
         stay = min(inputs, count)
@@ -118,16 +118,16 @@ class Probes:
                 weights=tuple(weights for weights, _ in homes),
                 state=tuple(state for _, state in homes),
                 gradients="disk" if gradients == "disk" else "host",
-                checkpoints="device",
+                activations="device",
             )
             settings = replace(self._settings, place=place, delay=float(late), depths=Depths(weights=1 + deep))
             self._found[key] = self._probe(self._bare, replace(settings, micro_batches=count))
         return self._found[key]
 
-    def _of_stages(self, checkpoints: Tier, count: int) -> Probe:
-        key = (checkpoints, count)
+    def _of_stages(self, activations: Tier, count: int) -> Probe:
+        key = (activations, count)
         if key not in self._found:
-            place = replace(_in_host_memory(self._empty), checkpoints=checkpoints)
+            place = replace(_in_host_memory(self._empty), activations=activations)
             settings = replace(self._settings, micro_batches=count, place=place)
             self._found[key] = self._probe(self._empty, settings)
         return self._found[key]
@@ -157,14 +157,14 @@ class Probes:
 
     def _home(self, group: GroupSpec, home: Home) -> Home:
         """The home, or host memory for a group that cannot live there."""
-        alone = Placement(weights=(home[0],), state=(home[1],), gradients="host", checkpoints="device")
+        alone = Placement(weights=(home[0],), state=(home[1],), gradients="host", activations="device")
         impossible = alone.fault(replace(group, index=0)) is not None
         return ("host", "host") if impossible or (group.index in self._tied and home[1] == "device") else home
 
 
 def _in_host_memory(program: Program) -> Placement:
     tiers: list[Tier] = ["host"] * len(program.groups)
-    return Placement(weights=tuple(tiers), state=tuple(tiers), gradients="host", checkpoints="device")
+    return Placement(weights=tuple(tiers), state=tuple(tiers), gradients="host", activations="device")
 
 
 @lru_cache(maxsize=4096)

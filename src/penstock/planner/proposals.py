@@ -31,9 +31,9 @@ _FEW_CHUNKS = (2**24, 2**20, 2**18, 2**16)
 _DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 """of weights and gradients, from the best to the smallest"""
 _HOST_DEPTHS = (4, 3, 2, 1)
-_SHALLOWEST = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, checkpoints=1)
+_SHALLOWEST = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, activations=1)
 _TIERS_TRIED = 2
-"""combinations of tiers for checkpoints and gradients that are proposed for each size of chunks"""
+"""combinations of tiers for saved activations and gradients that are proposed for each size of chunks"""
 _PROMISING = 1.05
 _BESIDES = 1.01
 Promising = Sequence[tuple[Request, tuple[float, ...]]]
@@ -233,7 +233,7 @@ class Proposals:
             return None
         for weights, gradients in _DEVICE_DEPTHS:
             for n in _HOST_DEPTHS:
-                depths = Depths(weights=weights, gradients=gradients, stage_in=n, stage_out=n, state=n, checkpoints=n)
+                depths = Depths(weights=weights, gradients=gradients, stage_in=n, stage_out=n, state=n, activations=n)
                 option = replace(settings, depths=depths)
                 lp = self.program(option, request)
                 if lp.fits:
@@ -256,8 +256,8 @@ class Proposals:
         return without if without.relaxed is not None and without.relaxed.seconds < lp.relaxed.seconds else lp
 
     def rounded(self, lp: PlacementLP, shares: Shares, patterns: Iterable[Pattern]) -> Iterator[Proposal]:
-        """Whole groups for the tiers that shares have for checkpoints and gradients, as near to the optimum as fits."""
-        whole = lp.solve(shares.checkpoint_tier, shares.gradient_tier, integer=True)
+        """Whole groups for the tiers of saved activations and gradients that shares have, near the optimum."""
+        whole = lp.solve(shares.activation_tier, shares.gradient_tier, integer=True)
         rounding = Rounding(lp, whole or shares, self.limits)
         for pattern in patterns:
             placed = rounding.settings(pattern)

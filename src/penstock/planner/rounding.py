@@ -53,7 +53,7 @@ class Rounding:
         assert shares.whole
         self.lp = lp
         self.limits = limits
-        self.checkpoints = shares.checkpoint_tier
+        self.activations = shares.activation_tier
         self.gradients = shares.gradient_tier
         floors = [_floors(kind, found) for kind, found in zip(lp.classes, shares.homes, strict=True)]
         self.counts: list[dict[Home, int]] = [counts for counts, _ in floors]
@@ -125,7 +125,7 @@ class Rounding:
             weights=tuple(homes[g][0] for g in range(len(homes))),
             state=tuple(homes[g][1] for g in range(len(homes))),
             gradients=self.gradients,
-            checkpoints=self.checkpoints,
+            activations=self.activations,
         )
         return replace(self.lp.s, place=place)
 

@@ -73,7 +73,7 @@ def _likeness(program: Program, stage: Stage, calls: list[int]) -> object:
     return (
         stage.kind,
         bool(calls) and stage.index < calls[0],
-        stage.checkpoint,
+        stage.activation,
         stage.gradient,
         tuple(replace(program.groups[g], index=0, name="") for g in own),
         tuple(tuple(own.index(g) for g in groups) for groups in kinds),
@@ -91,7 +91,7 @@ def without_activations(program: Program) -> Program:
     """The program with nothing but weights and what follows from them."""
     groups = tuple(replace(group, name="") for group in program.groups)
     stages = (
-        replace(stage, checkpoint=0, gradient=0, kept=0, forward_peak=0, backward_peak=0) for stage in program.stages
+        replace(stage, activation=0, gradient=0, kept=0, forward_peak=0, backward_peak=0) for stage in program.stages
     )
     return Program(groups=groups, stages=tuple(stages))
 

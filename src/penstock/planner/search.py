@@ -2,14 +2,14 @@
 
 1. For every family, with and without speculation, and every delay one linear program tells which promise anything.
 2. For each of these and every chunk size, the linear program gives the placement with the least estimated time for each
-   tier of checkpoints and gradients (``placement_lp``); those that may be the best are found again in whole groups (the
-   same program, integer), and which groups these are is a matter of pattern (``rounding``).
+   tier of saved activations and gradients (``placement_lp``); those that may be the best are found again in whole
+   groups (the same program, integer), and which groups these are is a matter of pattern (``rounding``).
 3. The best few are built and simulated, then those that promise to be as fast as what that has shown, along with what
    ``fit`` would take.
-4. From the simulated best, its neighbours are: the other pattern, other tiers for checkpoints and gradients, chunks
-   twice, half and a quarter as large, a little more and less delay, each depth one more and one less, weights kept for
-   the optimizer or not, one group up or down. A neighbour whose estimate is well above the best simulated time is not
-   simulated. As long as one wins, its neighbours are next; it is over when the best takes as long as the least
+4. From the simulated best, its neighbours are: the other pattern, other tiers for saved activations and gradients,
+   chunks twice, half and a quarter as large, a little more and less delay, each depth one more and one less, weights
+   kept for the optimizer or not, one group up or down. A neighbour whose estimate is well above the best simulated time
+   is not simulated. As long as one wins, its neighbours are next; it is over when the best takes as long as the least
    estimate, or as the optimum in parts of groups, to 1%.
 
 All seconds that are compared count a step that is run twice as often as is expected. What is simulated is counted in
@@ -394,13 +394,13 @@ class _Search:
         place = settings.place
         for pattern in PATTERNS:
             if pattern != proposal.pattern:
-                yield from self._again(settings, request, (pattern,), place.checkpoints, place.gradients)
+                yield from self._again(settings, request, (pattern,), place.activations, place.gradients)
         lp = self.proposals.program(settings, request)
-        for tier, waits in product(lp.checkpoint_tiers, lp.gradient_tiers):
-            if (tier, waits) != (place.checkpoints, place.gradients):
+        for tier, waits in product(lp.activation_tiers, lp.gradient_tiers):
+            if (tier, waits) != (place.activations, place.gradients):
                 yield from self._again(settings, request, (proposal.pattern,), tier, waits)
         for changed in _changes(request, settings, self._delays_near(settings.delay, request)):
-            yield from self._again(changed, request, (proposal.pattern,), place.checkpoints, place.gradients)
+            yield from self._again(changed, request, (proposal.pattern,), place.activations, place.gradients)
         yield from self._moved(proposal)
 
     def _delays_near(self, delay: float, request: Request) -> list[float]:
@@ -411,12 +411,12 @@ class _Search:
         return [d for d in dict.fromkeys((*self.delays, *near)) if 0 <= d <= 1 and d != delay]
 
     def _again(
-        self, settings: Settings, request: Request, patterns: Iterable[Pattern], checkpoints: Tier, gradients: Waits
+        self, settings: Settings, request: Request, patterns: Iterable[Pattern], activations: Tier, gradients: Waits
     ) -> Iterator[Proposal]:
-        """The same tiers of checkpoints and gradients, placed anew for changed settings."""
+        """The same tiers of saved activations and gradients, placed anew for changed settings."""
         lp = self.proposals.program(settings, request)
         waits = gradients if gradients in lp.gradient_tiers else lp.gradient_tiers[0]
-        shares = lp.solve(checkpoints, waits)
+        shares = lp.solve(activations, waits)
         if shares is not None and not self._is_hopeless(shares.seconds):
             yield from self.proposals.rounded(lp, shares, patterns)
 
@@ -457,7 +457,7 @@ def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
         settings, place = p.settings, p.settings.place
         way = p.request.family, settings.speculate, settings.cast, settings.stage
         ways.setdefault((way, settings.delay > 0), p)
-        tiers.setdefault((way, place.checkpoints, place.gradients, p.pattern), p)
+        tiers.setdefault((way, place.activations, place.gradients, p.pattern), p)
         paces.setdefault((way, settings.delay, settings.chunk), p)
     chosen = (*ways.values(), *list(tiers.values())[:count], *list(paces.values())[:count])
     return list({(p.request.family, p.settings): p for p in chosen}.values())
@@ -468,7 +468,7 @@ def _changes(request: Request, settings: Settings, delays: Iterable[float]) -> I
     for chunk in (settings.chunk * 2, *(settings.chunk // part // ALIGN * ALIGN for part in (2, 4))):
         if CHUNKS[0] <= chunk <= CHUNKS[-1]:
             yield replace(settings, chunk=chunk)
-    for name in ("weights", "state", "gradients", "stage_out", "stage_in", "checkpoints"):  # likeliest to help first
+    for name in ("weights", "state", "gradients", "stage_out", "stage_in", "activations"):  # likeliest to help first
         depth = getattr(settings.depths, name)
         for other in (depth + 1, depth - 1):
             if 1 <= other <= _DEEPEST:

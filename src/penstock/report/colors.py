@@ -28,7 +28,7 @@ GROUPS: tuple[Group, ...] = (
     _group("weights", "RW UW WW UN", "#e69f00", "#f0b429"),
     _group("gradients", "AD DG AG UG WG RG", "#cf4f13", "#ee7440"),
     _group("optimizer state and step", "RS WS OP OD CM RM WM MU UU NS DU", "#0c8f68", "#22b58a"),
-    _group("checkpoints", "DC WC RC UC", "#b8649a", "#d98cbb"),
+    _group("saved activations", "DC WC RC UC", "#b8649a", "#d98cbb"),
     _group("gradient norm", "NG ND NORM", "#6b7280", "#9aa3b2"),
     _group("collectives", "GW GN AR SG GC GU AN", "#4b5563", "#c3cad6"),
     _group("send and receive", "SA SD RA RD", "#8a93a3", "#8a93a3"),

@@ -99,7 +99,7 @@ class Bound:
                 sizes[name] = numel * width
                 grids[name] = (Region(nbytes=numel * width, block=grain(numel) * width),)
             elif op.id.kind == "WC":
-                sizes[checkpoint_extent(op)] = op.nbytes
+                sizes[activation_extent(op)] = op.nbytes
         return sizes, grids
 
     def check_rest(self) -> None:
@@ -168,9 +168,9 @@ def gradient_extent(op: Op) -> str:
     return f"gradient.{op.id.group}"
 
 
-def checkpoint_extent(op: Op) -> str:
-    """The name of the extent in which an op's checkpoint waits."""
-    return f"checkpoint.{op.id.stage}.{op.id.micro_batch}"
+def activation_extent(op: Op) -> str:
+    """The name of the extent in which an op's saved activation waits."""
+    return f"activation.{op.id.stage}.{op.id.micro_batch}"
 
 
 def refuse_others(schedule: Schedule, known: Mapping[str, object]) -> None:

@@ -39,7 +39,7 @@ def page_up(nbytes: int) -> int:
 
 
 def end_to_end(sizes: Sequence[int]) -> list[int]:
-    """Where each of several tensors of one checkpoint begins, of so many bytes, that lie one behind the other.
+    """Where each of several tensors of one saved activation begins, of so many bytes, that lie one behind the other.
 
     As aligned as in memory of torch's own: kernels go by that, and another one may sum in another order.
     """
@@ -301,7 +301,8 @@ def home_of_weights(weights: Tier, state: Tier) -> Tier:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where stages find each group's weights, the home tier of its state, of waiting gradients, and of checkpoints.
+    """Where stages find each group's weights, the home tier of its state, of waiting gradients, and of saved
+    activations.
 
     A step changes weights and state together, so weights of a trained group are at home where its state is, or below.
     Where stages find them above that, they are a copy, which each step makes new.
@@ -310,7 +311,7 @@ class Placement:
     weights: tuple[Tier, ...]
     state: tuple[Tier, ...]
     gradients: Literal["host", "disk"]
-    checkpoints: Tier
+    activations: Tier
 
     def check(self, program: Program) -> None:
         assert len(self.weights) == len(self.state) == len(program.groups)
@@ -356,8 +357,8 @@ class Depths:
     """host chunks between device and optimizer"""
     state: int = 4
     """host chunks of optimizer state in flight"""
-    checkpoints: int = 4
-    """host buffers for checkpoints on their way to or from disk"""
+    activations: int = 4
+    """host buffers for saved activations on their way to or from disk"""
     inputs: int = 2
     """device buffers for activations besides those of the micro-batches under way: one on its way out, one on its way
     in, and so many inputs of the last block stay there for its backward; at least 2"""

@@ -81,7 +81,7 @@ class Stage:
 
     ``forward_reads`` / ``backward_reads``: groups whose weights the forward / backward needs on the device.
     ``gradients``: groups (ascending) that the backward of this stage produces gradients for.
-    ``checkpoint``: bytes of the outputs of this stage that only the next stage reads, and that may
+    ``activation``: bytes of the outputs of this stage that only the next stage reads, and that may
     therefore leave the device until the next stage's backward. ``gradient``: bytes of the gradients
     with respect to those outputs. ``kept``: bytes that stay on the device from this stage's forward
     until its backward (outputs with other readers, autograd graphs of segments).
@@ -94,7 +94,7 @@ class Stage:
     forward_reads: tuple[int, ...]
     backward_reads: tuple[int, ...]
     gradients: tuple[int, ...]
-    checkpoint: int
+    activation: int
     gradient: int
     kept: int
     forward_peak: int

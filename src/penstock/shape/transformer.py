@@ -220,7 +220,7 @@ class _Sizes:
             forward_reads=reads,
             backward_reads=(),
             gradients=reads,
-            checkpoint=self.u,
+            activation=self.u,
             gradient=self.u,
             kept=kept,
             forward_peak=forward,
@@ -238,7 +238,7 @@ class _Sizes:
             forward_reads=groups,
             backward_reads=groups,
             gradients=groups,
-            checkpoint=self.u,
+            activation=self.u,
             gradient=self.u,
             kept=0,
             forward_peak=forward,
@@ -261,7 +261,7 @@ class _Sizes:
             forward_reads=reads,
             backward_reads=(),
             gradients=reads,
-            checkpoint=0,
+            activation=0,
             gradient=0,
             kept=0,
             forward_peak=norm + 8 - others + max(loss, head),
@@ -317,7 +317,7 @@ class _Sizes:
         saved = 2 * self._rms_norm(self.tokens, shape.hidden, output=True) + q + 2 * k + self._attention()
         if shape.qk_norm:
             saved += self._rms_norm(self.tokens * (shape.heads + shape.kv_heads), shape.head_dim, output=False)
-        if e == FP32:  # norms keep their inputs; the first one's is the checkpoint
+        if e == FP32:  # norms keep their inputs; the first one's is the saved activation
             saved += u + (q + k if shape.qk_norm else 0)
         matrix = shape.intermediate * shape.hidden * e
         return max(u + 3 * w, 4 * q + 2 * k), saved - u + max(5 * w + matrix, 6 * w)

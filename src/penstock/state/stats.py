@@ -41,7 +41,7 @@ class StepStats:
     """why this step has another plan than the one before: what the machine does now, and what changes; None: it has
     not"""
     bytes_written: int = 0
-    """to disk since the step before: state, checkpoints, gradients, commits"""
+    """to disk since the step before: state, saved activations, gradients, commits"""
     bytes_moved: dict[Lane, int] = field(default_factory=dict)
     lane_seconds: dict[Lane, float] = field(default_factory=dict)
     """time that each lane was busy"""

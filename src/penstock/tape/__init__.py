@@ -3,7 +3,7 @@
     blocks    finds the submodules that are the blocks
     refusals  refuses models that cannot be run so
     groups    parameters that move together, and how they are attached to memory
-    tape      a step: stages, checkpoints, gradients
+    tape      a step: stages, saved activations, gradients
     suspended  one micro-batch's suspended forward, its cuts and its recomputation
     likeness  compares a recomputation's results with its forward's
     probe     learns a model's program from one micro-batch; watch sees its ops, segments makes stages of them

@@ -245,7 +245,7 @@ class Probe:
         is done too.
         """
         segment = self._start(None)
-        held = suspended.outputs  # a run's epilogue has them as its checkpoint, also where the model has let go of them
+        held = suspended.outputs  # saved for a run's epilogue, also where the model has let go of them
         with self._measuring(segment.forward):
             self._smuggled.begin(self._watch.segment, None, ())
             with self._asked, self.losses:

@@ -1,4 +1,4 @@
-"""From what a probe saw to a program: segments of a forward become stages, with their reads, checkpoints and sizes.
+"""From what a probe saw to a program: segments of a forward become stages: reads, saved activations, sizes.
 
 A *segment* is what runs between two events: the model's code up to its first call, a call, the code behind it, and so
 on. A stage is a segment, or a call together with the code behind it when that code touches no parameters.
@@ -93,7 +93,7 @@ class Stages:
             else:
                 self.members.append([index])
         self._stage_of = {segment: stage for stage, members in enumerate(self.members) for segment in members}
-        self._offload = [self._checkpoint(stage) for stage in range(len(self.members))]
+        self._offload = [self._activation(stage) for stage in range(len(self.members))]
 
     def stages(self) -> tuple[Stage, ...]:
         return tuple(self._stage(index) for index in range(len(self.members)))
@@ -133,7 +133,7 @@ class Stages:
         is_last = stage + 2 == len(self.members)
         return self._segments[self.members[stage][0]].outputs if is_last else []
 
-    def _checkpoint(self, stage: int) -> list[int]:
+    def _activation(self, stage: int) -> list[int]:
         """Positions in the boundary of the tensors that only the next stage reads."""
         boundary = self._boundary(stage)
         births = [seen.birth for seen in boundary]
@@ -171,20 +171,20 @@ class Stages:
     # -- sizes ------------------------------------------------------------------------------------------------------
 
     def _sizes(self, stage: int) -> tuple[int, int]:
-        """Bytes of the stage's checkpoint, and of the gradients with respect to it."""
+        """Bytes of the stage's saved activation, and of the gradients with respect to it."""
         moved = [self._boundary(stage)[p] for p in self._offload[stage]]
         sizes = [s.nbytes for s in moved]
-        checkpoint = end_to_end(sizes)[-1] + sizes[-1] if sizes else 0
-        return checkpoint, sum(s.nbytes for s in moved if s.needs_grad)
+        activation = end_to_end(sizes)[-1] + sizes[-1] if sizes else 0
+        return activation, sum(s.nbytes for s in moved if s.needs_grad)
 
     def _stage(self, index: int) -> Stage:
         segments = [self._segments[i] for i in self.members[index]]
         site = segments[0].site
         last = len(self.members) - 1
-        checkpoint, gradient = self._sizes(index)
+        activation, gradient = self._sizes(index)
         gradient_below = self._sizes(index - 1)[1] if index > 0 else 0
         start = segments[0].forward.start
-        stays = max(0, segments[-1].forward.end - start - checkpoint) if index < last else gradient_below
+        stays = max(0, segments[-1].forward.end - start - activation) if index < last else gradient_below
         return Stage(
             index=index,
             kind="segment" if site is None else "call",
@@ -192,10 +192,10 @@ class Stages:
             forward_reads=_ascending(segment.forward.reads for segment in segments),
             backward_reads=_ascending(segment.backward.reads for segment in segments),
             gradients=_ascending(segment.gradients for segment in segments),
-            checkpoint=checkpoint,
+            activation=activation,
             gradient=gradient,
             kept=0 if index == last else stays + self._kept_gradients(index),
-            forward_peak=max(0, max(segment.forward.peak for segment in segments) - start - checkpoint - stays),
+            forward_peak=max(0, max(segment.forward.peak for segment in segments) - start - activation - stays),
             backward_peak=max(
                 0, max(segment.backward.peak for segment in segments) - segments[-1].backward.start - gradient_below
             ),

@@ -3,7 +3,7 @@
     forward     a greenlet that runs the model's own forward for one micro-batch
     arrival     the forward is suspended at a block call, its arguments in hand
     cut         the block has run without a graph, and autograd's graph ends behind its outputs (``cut``)
-    call        what is kept of a block call for its recomputation: the inputs (the checkpoint) and the leaves
+    call        what is kept of a block call for its recomputation: the inputs (the saved activation) and the leaves
 
 All of it runs in one thread: greenlets are bound to the thread that made them.
 """
@@ -66,9 +66,9 @@ class Facts:
 class StageFacts:
     """Facts about a stage that the probe has learned and no schedule needs.
 
-    ``site``: the block of a call, None for the model's own code. ``offload``: which tensors are the stage's checkpoint,
-    by their places among the next call's inputs, or (before the epilogue) in the order of this call's outputs. Places
-    and not numbers, as another micro-batch may have no tensor where this one has a mask.
+    ``site``: the block of a call, None for the model's own code. ``offload``: which tensors are the stage's saved
+    activation, by their places among the next call's inputs, or (before the epilogue) in the order of this call's
+    outputs. Places and not numbers, as another micro-batch may have no tensor where this one has a mask.
     """
 
     site: Site | None

@@ -49,9 +49,9 @@ OnGradient = Callable[[nn.Parameter, int, torch.Tensor], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Movable:
-    """A tensor of a checkpoint. ``order``: its dimensions in the order of memory, so that its strides come back too.
+    """A tensor of a saved activation. ``order``: its dimensions in the order of memory, by which its strides come back.
 
-    Kernels may sum in another order for other strides, so a checkpoint must return with the strides that it had.
+    Kernels may sum in another order for other strides, so a saved activation must return with the strides that it had.
     """
 
     tensor: torch.Tensor
@@ -118,7 +118,7 @@ class Tape:
         self._stages: tuple[Stage, ...] = ()
         self._weights: tuple[float, ...] = ()
         self._next: list[int] = []
-        self._checkpoints: dict[tuple[int, int], list[Movable]] = {}
+        self._saved_activations: dict[tuple[int, int], list[Movable]] = {}
         self._losses: list[torch.Tensor | None] = []
         self._random: rng.RandomState | None = None
         self._step = self._first = 0
@@ -229,7 +229,7 @@ class Tape:
         except BaseException:
             self.abort()
             raise
-        self._checkpoints.pop((stage, mb), None)
+        self._saved_activations.pop((stage, mb), None)
         self._drop_inputs(stage, mb)
 
     def losses(self) -> list[torch.Tensor]:
@@ -243,7 +243,7 @@ class Tape:
         Raises:
             ModelError: in an evaluation, the loss function has kept what was let go of.
         """
-        movables = [] if self._train else [m for found in self._checkpoints.values() for m in found]
+        movables = [] if self._train else [m for found in self._saved_activations.values() for m in found]
         let_go = [weakref.ref(movable.tensor) for movable in movables]
         del movables
         self.abort()
@@ -253,7 +253,7 @@ class Tape:
         """End the step wherever it is. Suspended forwards are closed; the tape is ready for the next ``begin``."""
         set_at_work(self.model, False)
         all_suspended, self.suspended = self.suspended, []
-        self._checkpoints.clear()
+        self._saved_activations.clear()
         if self._random is not None:
             self._random.restore()
             self._random = None
@@ -261,24 +261,24 @@ class Tape:
             for suspended in all_suspended:
                 all_of_them.callback(suspended.close)
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------
+    # -- saved activations ----------------------------------------------------------------------------------------
 
-    def checkpoint(self, stage: int, mb: int) -> list[torch.Tensor]:
+    def saved_activation(self, stage: int, mb: int) -> list[torch.Tensor]:
         """The tensors that ``stage`` made and only stage + 1 reads, which may leave the device in between.
 
         Contiguous tensors without a graph, of the same shapes and dtypes and in the same order for every micro-batch of
         the same shape. They share memory with what the model holds until ``drop``.
         """
-        return [movable.contiguous() for movable in self._checkpoints.get((stage, mb), ())]
+        return [movable.contiguous() for movable in self._saved_activations.get((stage, mb), ())]
 
     def drop(self, stage: int, mb: int) -> None:
-        """Let go of the data of a checkpoint. What is left reads as NaN."""
-        for movable in self._checkpoints.get((stage, mb), ()):
+        """Let go of the data of a saved activation. What is left reads as NaN."""
+        for movable in self._saved_activations.get((stage, mb), ()):
             movable.tensor.data = self._hole(movable.tensor).expand(movable.tensor.shape)
 
     def restore(self, stage: int, mb: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Give a dropped checkpoint its data again: ``tensors`` in the order of ``checkpoint``."""
-        for movable, data in zip(self._checkpoints.get((stage, mb), ()), tensors, strict=True):
+        """Give a dropped saved activation its data again: ``tensors`` in the order of ``saved_activation``."""
+        for movable, data in zip(self._saved_activations.get((stage, mb), ()), tensors, strict=True):
             movable.put(data)
 
     def _hole(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ class Tape:
         return self._holes[key]
 
     def _drop_inputs(self, stage: int, mb: int) -> None:
-        """Let go of the checkpoint that ``stage`` has read; its gradient is still needed."""
+        """Let go of the saved activation that ``stage`` has read; its gradient is still needed."""
         if stage > 0:
             self.drop(stage - 1, mb)
 
@@ -307,7 +307,7 @@ class Tape:
             if self.facts[stage + 1].site is not None:
                 event = suspended.resume(stage)
         self._check_event(suspended, stage, event)
-        self._note_checkpoint(suspended, stage)
+        self._note_saved_activation(suspended, stage)
         if stage == last:
             self._losses[suspended.index] = self.run_loss(suspended, self._weights[suspended.index])
         if not self._train or stage == last:
@@ -320,14 +320,16 @@ class Tape:
         packer = graph.WeightPacker(s.parameter for g in reads for s in self.groups[g].slices)
         return saved_tensors_hooks(packer.pack, packer.unpack)
 
-    def _note_checkpoint(self, suspended: SuspendedForward, stage: int) -> None:
+    def _note_saved_activation(self, suspended: SuspendedForward, stage: int) -> None:
         places = self.facts[stage].offload
         if places:
             arrival = suspended.arrival
             found = trees.places(suspended.outputs) if arrival is None else arrival.tensors
             # What has memory of its own in the largest micro-batches, which were probed, may be a view in this one.
             tensors = [found[p] for p in places if p in found]
-            self._checkpoints[stage, suspended.index] = [Movable.of(t) for t in tensors if trees.has_own_memory(t)]
+            self._saved_activations[stage, suspended.index] = [
+                Movable.of(t) for t in tensors if trees.has_own_memory(t)
+            ]
 
     def run_code(self, suspended: SuspendedForward, stage: int) -> Event:
         """Let the model's own code run, as a stage of its own."""

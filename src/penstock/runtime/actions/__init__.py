@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.ranks.group import Ranks
 from penstock.runtime.access import Access
 from penstock.runtime.actions.between import Between
-from penstock.runtime.actions.checkpoints import Checkpoints
 from penstock.runtime.actions.compute import Compute
 from penstock.runtime.actions.gradients import Gradients
 from penstock.runtime.actions.matrices import MatrixUpdates
 from penstock.runtime.actions.norm import Norm
 from penstock.runtime.actions.optimizer import OptimizerSteps
+from penstock.runtime.actions.saved_activations import SavedActivations
 from penstock.runtime.actions.weights import Weights
 from penstock.runtime.bound import Bound, refuse_others
 from penstock.runtime.pools import Pools
@@ -67,7 +67,7 @@ class Actions:
             self.norm.kinds(),
             OptimizerSteps(self.access, self.norm, stepping).kinds(),
             MatrixUpdates(self.access, self.norm, stepping, ranks).kinds(),
-            Checkpoints(self.access, tape, streams).kinds(),
+            SavedActivations(self.access, tape, streams).kinds(),
             Between(self.access, self._compute, ranks).kinds(),
         )
         for table in tables:

@@ -92,7 +92,7 @@ def _check_after(first: Op, second: Op, clocks: Clocks) -> None:
 
 
 def _written(read: Op) -> OpId:
-    """The op that brings to disk what another reads from there: a gradient that waits, or a checkpoint."""
+    """The op that brings to disk what another reads from there: a gradient that waits, or a saved activation."""
     return read.id.of("WG" if read.id.kind == "RG" else "WC")
 
 

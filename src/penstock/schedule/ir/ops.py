@@ -20,13 +20,13 @@ and an update is made of both; momentum back |
 | ``UU5.1`` ``GU5`` ``NS5`` ``DU5.1`` | h2d, net, compute, d2h | that up to the device; those of all ranks' parts; all
 of the group's updates made orthogonal there; a chunk of that down, for ``OP5.1`` in the place of a gradient |
 | ``OD5`` | compute | optimizer step of a group whose state lives on the device |
-| ``DC3m0`` ``WC3m0`` ``RC3m0`` ``UC3m0`` | d2h, write, read, h2d | checkpoint of stage 3 down, to disk, back, up |
+| ``DC3m0`` ``WC3m0`` ``RC3m0`` ``UC3m0`` | d2h, write, read, h2d | stage 3's saved activation down, to disk, back, up |
 | ``I3m0`` ``W3m0`` | compute | backward of stage 3 split: gradient of its input, gradient of its weights |
 | ``GW5@F3`` ``GN5`` | net | all-gather of group 5's weights for a visit; of its new weights after a sharded step |
 | ``AR5`` ``AR5.1@B3`` ``SG5.1@B3`` | net | all-reduce, reduce-scatter of group 5's gradient, or of a chunk of it |
 | ``AN`` | net | all-reduce of the norm |
 | ``CM`` | write | commit of the step before, whose delayed steps are all on disk now |
-| ``GC3m0`` | net | all-gather of a checkpoint of stage 3 that is kept in parts (ZeRO-R) |
+| ``GC3m0`` | net | all-gather of a saved activation of stage 3 that is kept in parts (ZeRO-R) |
 | ``SA3m0`` ``RA3m0`` | send, recv | the activation that stage 3 puts out, to the peer, from the peer |
 | ``SD3m0`` ``RD3m0`` | send, recv | the gradient with respect to it |
 

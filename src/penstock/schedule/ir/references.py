@@ -51,12 +51,12 @@ Holds = Literal[
     "activation",
     "activation gradient",
     "saved",
-    "checkpoint",
+    "saved activation",
     "unknown",
 ]
-"""What is in a buffer. A ``gradient`` is of a whole group, on the device, as is an
-``update`` of matrices; a ``checkpoint`` an activation that is kept
-elsewhere than where it is computed. What is ``unknown`` can be checked and simulated."""
+"""What is in a buffer. A ``gradient`` is of a whole group, on the device, as is an ``update`` of matrices; a ``saved
+activation`` is kept elsewhere than where it is computed: ``C``, as it is activation checkpointing that keeps it.
+What is ``unknown`` can be checked and simulated."""
 
 HOLDS: dict[str, Holds] = {
     **dict.fromkeys(("W", "P@"), "weights"),
@@ -71,7 +71,7 @@ HOLDS: dict[str, Holds] = {
     **dict.fromkeys(("Am", "am", "Xm", "Nm"), "activation"),
     **dict.fromkeys(("Dm", "DXm"), "activation gradient"),
     "Km": "saved",
-    **dict.fromkeys(("Cm", "cm"), "checkpoint"),
+    **dict.fromkeys(("Cm", "cm"), "saved activation"),
 }
 """By kind, with ``m`` where it is of a micro-batch and ``@`` where the visit makes the difference."""
 
@@ -122,7 +122,7 @@ class OpId(_Reference):
 
 class Buffer(_Reference):
     """A buffer, and what it ``holds``. ``use``: which of a group's stages a chunk's gradient is of, in backward order;
-    ``part``: of a checkpoint that takes several.
+    ``part``: of a saved activation that takes several.
     """
 
     __slots__ = ("chunk", "group", "holds", "kind", "micro_batch", "part", "stage", "use", "visit")

@@ -9,7 +9,7 @@ a placement and a mesh to a world: each rank is a walk over its visits (``rank``
     placement   the tier of each group's weights and state                              -> ``provision``: the pools
                      |
                      v
-    one visit   receive, weights come  |  compute  |  checkpoints leave and come  |  what gradients complete, send
+    one visit   receive, weights come  |  compute  |  saved activations leave and come  |  what gradients complete, send
                 ``activations`` ``loads``                   ``activations``          ``update``, ``device_steps``
 
 All of them write ops down through one ``Builder`` and its ``emitter``. ``offload`` and ``ranks`` make worlds of that:

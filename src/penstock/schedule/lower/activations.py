@@ -30,7 +30,7 @@ class Activations:
     def __init__(self, builder: Builder) -> None:
         self.b = builder
         self.stages = builder.program.stages
-        self.tier = builder.s.place.checkpoints
+        self.tier = builder.s.place.activations
         self.train = builder.s.train
         self._parted = builder.seat.model.size > 1
         self._last_readers = ("BEW" if self.train else "FE") + ("F" if self._parted else "")
@@ -45,7 +45,7 @@ class Activations:
         """Add the activations of one compute op to what it touches; what it waits for among them."""
         kind, k, own = visit.kind, visit.stage, self.stages[visit.stage]
         taken = self._input(visit, m)
-        received = self.stages[k - 1].checkpoint if k else self.b.seat.inputs
+        received = self.stages[k - 1].activation if k else self.b.seat.inputs
         if received:
             if kind == "F" and not k:
                 op.make(taken, "activations")
@@ -54,7 +54,7 @@ class Activations:
             if kind in self._last_readers:
                 op.gives.append(taken)
         if kind == "F":
-            if own.checkpoint:
+            if own.activation:
                 op.make(stage_buffer("A", k, m), "activations")
             if self._saves:
                 op.make(stage_buffer("K", k, m), "saved")
@@ -84,8 +84,9 @@ class Activations:
     # ---- between tiers
 
     def around(self, index: int) -> None:
-        """Emit what follows the compute ops of a visit: the way out of the checkpoints that it was the last to use in
-        the forward, and the way back of those that the next backward reads, before the weights of the one after it."""
+        """Emit what follows the compute ops of a visit: the way out of the saved activations that it was the last to
+        use in the forward, and the way back of those that the next backward reads, before the weights of the one after
+        it."""
         if not self._moves:
             return
         visit = self.b.visits[index]
@@ -95,10 +96,10 @@ class Activations:
             self._up(following.stage - 1, following.micro_batches)
 
     def _down(self, k: int, micro_batches: Sequence[int]) -> None:
-        """Emit the way out of stage k's checkpoints, after stage k+1 has used them."""
+        """Emit the way out of stage k's saved activations, after stage k+1 has used them."""
         for m in self.b.provision.leaving(k, micro_batches):
-            pool = "checkpoints_out" if self.tier == "disk" else self.b.provision.checkpoints_pool
-            host, nbytes = self._host(k, m), self.stages[k].checkpoint
+            pool = "saved_activations_out" if self.tier == "disk" else self.b.provision.saved_activations_pool
+            host, nbytes = self._host(k, m), self.stages[k].activation
             down = self.b.emit(
                 stage_op("DC", k, m),
                 after=[stage_op("F", k + 1, m)],
@@ -112,16 +113,16 @@ class Activations:
                 self.b.emit(down.of("WC"), after=[down], reads=host, gives=host, nbytes=page_up(nbytes))
 
     def _host(self, k: int, m: int) -> list[Buffer]:
-        """The host buffers of a checkpoint: one, or in a pool that it shares with smaller ones, several."""
-        return [stage_buffer("C", k, m, part=part) for part in range(self.b.provision.checkpoint_parts)]
+        """The host buffers of a saved activation: one, or in a pool that it shares with smaller ones, several."""
+        return [stage_buffer("C", k, m, part=part) for part in range(self.b.provision.activation_parts)]
 
     def _up(self, k: int, micro_batches: Sequence[int]) -> None:
-        """Emit the way back of the checkpoints that the backward of stage ``k + 1`` reads."""
+        """Emit the way back of the saved activations that the backward of stage ``k + 1`` reads."""
         for m in self.b.provision.leaving(k, micro_batches):
-            host, after, nbytes = self._host(k, m), [stage_op("DC", k, m)], self.stages[k].checkpoint
+            host, after, nbytes = self._host(k, m), [stage_op("DC", k, m)], self.stages[k].activation
             if self.tier == "disk":
                 host = [stage_buffer("c", k, m)]
-                takes = [(host[0], "checkpoints_in")]
+                takes = [(host[0], "saved_activations_in")]
                 after = [stage_op("WC", k, m)]
                 after = [
                     self.b.emit(stage_op("RC", k, m), after=after, takes=takes, writes=host, nbytes=page_up(nbytes))
@@ -144,7 +145,7 @@ class Activations:
         if not self._parted or visit.kind != "B":
             return
         k, seat = visit.stage, self.b.seat
-        size = (self.stages[k - 1].checkpoint if k else seat.inputs) * seat.items
+        size = (self.stages[k - 1].activation if k else seat.inputs) * seat.items
         for m in visit.micro_batches:
             op, gathered = Touched(), stage_buffer("N", k, m)
             if size:
@@ -158,7 +159,7 @@ class Activations:
         """Emit what passes between this rank and another one."""
         ident, peer, items = message.ident, message.peer, self.b.seat.items
         outputs, own = ident.kind in ("RA", "SA"), self.stages[ident.stage]
-        size = (own.checkpoint if outputs else own.gradient) * items
+        size = (own.activation if outputs else own.gradient) * items
         name = stage_buffer("A" if outputs else "D", ident.stage, ident.micro_batch)
         names = [name] if size else []
         if ident.lane == "recv":

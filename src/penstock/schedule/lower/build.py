@@ -8,8 +8,8 @@ within what follows a visit chunk by chunk, a chunk's gradient down, added, step
 down. Lanes, dependencies and pools keep that order, so the first op of it that is not done yet can always run. It needs
 
 - of weights what a visit reads and what stays through it (``stay``), and nothing ahead that has no room beside these
-  (``Loads.ahead``): a load that waits would hold up the new weights, checkpoints and state behind it in its lane, which
-  the visit that it waits for may need;
+  (``Loads.ahead``): a load that waits would hold up the new weights, saved activations and state behind it in its lane,
+  which the visit that it waits for may need;
 - of gradients on the host those that are held (``Provision.held``), and one buffer more: no other gradient outlives
   what follows its visit, since that of a second stage is added to the first one's as soon as it is whole.
 """

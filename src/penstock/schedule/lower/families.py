@@ -27,7 +27,7 @@ STREAM_OPTIONS = (
     "wait",
     "weights",
     "state",
-    "checkpoints",
+    "activations",
     "gradients",
     "device_blocks",
     "stage",
@@ -156,7 +156,7 @@ def _streamed(summary: str, streaming: Streaming, *options: str, one_rank: bool 
     )
 
 
-_TIERS = ("weights", "state", "checkpoints", "gradients")
+_TIERS = ("weights", "state", "activations", "gradients")
 
 FAMILIES: dict[str, Family] = {
     "single": Family(
@@ -221,18 +221,18 @@ FAMILIES: dict[str, Family] = {
     "zero-offload": _streamed(
         "weights on the device, state in host memory; gradients go down as they are made, the CPU steps after the "
         "global norm (Ren et al., arXiv 2101.06840)",
-        Streaming(order="horizontal", weights="device", state="host", checkpoints="device", wait=True),
+        Streaming(order="horizontal", weights="device", state="host", activations="device", wait=True),
         one_rank=True,
     ),
     "zero-infinity": _streamed(
-        "weights and state on disk, checkpoints in host memory, micro-batch by micro-batch, steps after the global "
-        "norm (Rajbhandari et al., arXiv 2104.07857)",
+        "weights and state on disk, saved activations in host memory, micro-batch by micro-batch, steps after the "
+        "global norm (Rajbhandari et al., arXiv 2104.07857)",
         Streaming(order="horizontal", wait=True, sharding=FULLY),
     ),
     "superoffload": _streamed(
         "zero-offload that does not wait for the norm (a step that should not have been is taken back), with the "
         "state of the blocks whose gradients come last on the device (Lian et al., arXiv 2509.21271)",
-        Streaming(order="horizontal", weights="device", state="host", checkpoints="device", device_share=0.125),
+        Streaming(order="horizontal", weights="device", state="host", activations="device", device_share=0.125),
         "device_blocks",
         one_rank=True,
     ),

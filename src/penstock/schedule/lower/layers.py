@@ -28,7 +28,7 @@ def layer_program(sizes: Sizes, layers: int) -> Program:
             forward_reads=own,
             backward_reads=own,
             gradients=own,
-            checkpoint=sizes.activation if own else 0,
+            activation=sizes.activation if own else 0,
             gradient=sizes.activation_gradient if own else 0,
             kept=sizes.saved if own else 0,
             forward_peak=0,
@@ -47,7 +47,7 @@ def layer_settings(layers: int, micro_batches: int) -> Settings:
         micro_batches=micro_batches,
         chunk=0,
         form=Format.of("bf16", 2),
-        place=Placement(weights=there, state=there, gradients="host", checkpoints="device"),
+        place=Placement(weights=there, state=there, gradients="host", activations="device"),
         depths=Depths(weights=0),
         wait=False,
     )

@@ -9,8 +9,8 @@ Bytes per parameter and step, M micro-batches, bf16 weights and Adam, next to wh
 | weights up, vertical | 2 x 2 of blocks (last block 2), 2 of ends | 2 x 2 |
 | fp32 gradients, horizontal | M x 4 down; M - 1 sums on the host | (2M - 1) x 4: the sum so far goes up each time |
 | fp32 gradients, vertical | 4 down | 4 down |
-| checkpoints of M micro-batches, C each | M x C down and M x C up (see below) | 2MC, vertical 3MC: ours are read once |
-| gradients of checkpoints, vertical | stay on the device, block by block | 2MC |
+| saved activations, M of C bytes | M x C down and M x C up (see below) | 2MC, vertical 3MC: ours are read once |
+| gradients of saved activations, vertical | stay on the device, block by block | 2MC |
 | all on disk, vertical | 2 + 2 + 12 read (last block 2 + 12), 12 written | 16, 14: their master copy is apart |
 | the same with delay ratio a | (2 - a) x 2 + 12 read: new weights go up from the step's own buffer | the same |
 
@@ -19,9 +19,9 @@ On disk, a plan's schedules read 2 less where weights stay in host memory until 
 Several ranks that go micro-batch by micro-batch sum gradients of all ranks' parts, M x 4 down and 4 up, and exchange
 them once. ZeRO-Infinity exchanges them M times, and sums its part alone.
 
-What stays on the device between two visits is not moved: see ``stay``. The checkpoint between the last block and the
-head is used at once and never leaves. That before the last block leaves for all micro-batches but two in the vertical
-schedule, and for none in the horizontal one.
+What stays on the device between two visits is not moved: see ``stay``. The saved activation between the last block and
+the head is used at once and never leaves. That before the last block leaves for all micro-batches but two in the
+vertical schedule, and for none in the horizontal one.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Streaming:
     order: Literal["vertical", "horizontal"]
     weights: Tier = "disk"
     state: Tier = "disk"
-    checkpoints: Tier = "host"
+    activations: Tier = "host"
     wait: bool = False
     delay: float = 0.0
     device_share: float = 0.0
@@ -93,12 +93,12 @@ def settings(request: Request, streaming: Streaming) -> Settings:
             f"{request.family}: {request.micro_batches} micro-batches cannot be shared evenly by {request.ranks} "
             f"ranks: ask for a multiple of {request.ranks}"
         )
-    checkpoints = request.checkpoints or streaming.checkpoints
+    activations = request.activations or streaming.activations
     return Settings(
         micro_batches=micro_batches,
-        chunk=_chunk(request, match=delay > 0 and checkpoints == "host"),
+        chunk=_chunk(request, match=delay > 0 and activations == "host"),
         form=request.form,
-        place=_placement(request, streaming, checkpoints),
+        place=_placement(request, streaming, activations),
         depths=request.depths or Depths(),
         wait=wait,
         delay=delay,
@@ -120,9 +120,9 @@ def _blocks(request: Request) -> tuple[int, ...]:
 
 
 def _chunk(request: Request, *, match: bool) -> int:
-    """Elements of a chunk. ``match``: delayed gradients and checkpoints can take turns in one pool where a buffer of
-    the one is as large as one of the other, so a chunk's fp32 gradient is made as large as a checkpoint if nothing else
-    is asked for and that makes a sensible number of chunks.
+    """Elements of a chunk. ``match``: delayed gradients and saved activations can take turns in one pool where a buffer
+    of the one is as large as one of the other, so a chunk's fp32 gradient is made as large as a saved activation if
+    nothing else is asked for and that makes a sensible number of chunks.
     """
     program = _part(request)
     sizes = [group.numel for group in program.groups]
@@ -134,13 +134,13 @@ def _chunk(request: Request, *, match: bool) -> int:
         )
     wanted = round_up(-(-block // (request.chunks or _CHUNKS)), ALIGN)
     if match and request.chunks is None:
-        checkpoint = max(stage.checkpoint for stage in program.stages) // FP32 // ALIGN * ALIGN
-        if block <= checkpoint * _MOST_CHUNKS and checkpoint <= block:
-            wanted = checkpoint
+        activation = max(stage.activation for stage in program.stages) // FP32 // ALIGN * ALIGN
+        if block <= activation * _MOST_CHUNKS and activation <= block:
+            wanted = activation
     return max(wanted, ALIGN)
 
 
-def _placement(request: Request, family: Streaming, checkpoints: Tier) -> Placement:
+def _placement(request: Request, family: Streaming, activations: Tier) -> Placement:
     groups = _part(request).groups
     weights, state = request.weights or family.weights, request.state or family.state
     pair = f"weights={weights!r} with state={state!r}"
@@ -157,7 +157,7 @@ def _placement(request: Request, family: Streaming, checkpoints: Tier) -> Placem
         weights=(weights,) * len(groups),
         state=tuple(states),
         gradients=request.gradients or "host",
-        checkpoints=checkpoints,
+        activations=activations,
     )
 
 

@@ -6,8 +6,8 @@ without building a schedule for each.
 What a delay ratio costs in memory. A delayed gradient is held on the host from the backward that makes it until the
 next step's forward comes to its group, 4 bytes per parameter. When the optimizer waits for the norm, all gradients are
 on the host at the end of the backward anyway: a delay costs nothing more. When it does not wait, the delayed share of
-them is what the peak of that pool is. Checkpoints on the host are the mirror image: the forward fills them block by
-block while it uses the delayed gradients up, and the backward the other way round. Where it takes less, both live in
+them is what the peak of that pool is. Saved activations on the host are the mirror image: the forward fills them block
+by block while it uses the delayed gradients up, and the backward the other way round. Where it takes less, both live in
 one pool, whose size is the most that ever is in use of the two together: that of the larger one and at most one
 visit's more, and what rounding up to whole buffers costs. Nothing else grows. Weights whose home is host memory stay
 where they are: their old values are of no use while a step is delayed, but that memory is not lent out.
@@ -121,7 +121,7 @@ KEPT = "kept_weights"
 """The pool of weights that stay in host memory from their last load until they are stepped."""
 
 RESTORED = "restored"
-"""The pool of checkpoints that have come back to the device."""
+"""The pool of saved activations that have come back to the device."""
 
 STAGED: Mapping[str, str] = {
     "stage_in": "stage_in",
@@ -133,8 +133,8 @@ STAGED: Mapping[str, str] = {
     "momentum": "state",
     "updates_up": "stage_out",
     "updates_down": "stage_out",
-    "checkpoints_out": "checkpoints",
-    "checkpoints_in": "checkpoints",
+    "saved_activations_out": "activations",
+    "saved_activations_in": "activations",
 }
 """Pools on the host that have as many buffers as a field of ``Depths`` says, on which nothing else depends; but for
 kept weights, of which there are so many more than are needed."""
@@ -152,9 +152,10 @@ class Provision:
 
     ``delayed``: streamed group -> indices of its chunks that step in the next step's forward; empty without a delay.
     ``kept``: group -> the visit whose load leaves the weights in host memory until they are stepped (``kept``).
-    ``checkpoints_pool`` and ``held_pool``: where checkpoints on the host, and gradients that wait, come from.
-    ``checkpoint_parts``: buffers that a checkpoint on the host takes. Where the ``seat`` shares groups with other ranks
-    the program has this rank's parts of them, and on the device the whole of a group is put together for a visit.
+    ``saved_activations_pool`` and ``held_pool``: where saved activations on the host, and gradients that wait, are
+    taken from.
+    ``activation_parts``: buffers that a saved activation on the host takes. Where the ``seat`` shares groups with other
+    ranks the program has this rank's parts of them, and on the device the whole of a group is put together for a visit.
     """
 
     def __init__(self, route: Route, settings: Settings, seat: Seat = ONE_RANK) -> None:
@@ -168,7 +169,7 @@ class Provision:
         self.delayed = self._delayed()
         self.kept = kept_groups(route, settings, self.stay, self._on_time) if settings.keep else {}
         self._narrow = narrow_groups(route, settings)
-        self.checkpoints_pool, self.held_pool, self.checkpoint_parts = "checkpoints", "gradients_held", 1
+        self.saved_activations_pool, self.held_pool, self.activation_parts = "saved_activations", "gradients_held", 1
         self.gradient_parts_pool = "gradient_parts"
         self.pools: dict[str, Pool] = {}
         for pool in self._all():
@@ -309,7 +310,7 @@ class Provision:
         return [(used[i], made[i], freed[i]) for i in range(len(route.visits))]
 
     def _most_held(self, parts: int) -> int:
-        """The most buffers of delayed gradients, and of checkpoints of ``parts`` buffers each, that are in use at once.
+        """The most buffers that delayed gradients, and saved activations of ``parts`` buffers each, use at once.
 
         Counted in the order in which a visit takes them. A buffer counts as free only from the visit on that cannot
         start before it is: earlier, if the lanes run ahead, which the count then leaves room for.
@@ -327,28 +328,28 @@ class Provision:
         return most
 
     def _share(self) -> list[Pool]:
-        """The pool of checkpoints and held gradients together, where that takes less than one for each.
+        """The pool of saved activations and held gradients together, where that takes less than one for each.
 
-        Its buffers are as large as one of either, or as a gradient, of which a checkpoint then takes several.
+        Its buffers are as large as one of either, or as a gradient, of which a saved activation then takes several.
         """
-        checkpoints, gradients = list(self._host_checkpoints("held")), list(self._held("held"))
-        if not (self.delayed and checkpoints and gradients):
+        activations, gradients = list(self._host_activations("held")), list(self._held("held"))
+        if not (self.delayed and activations and gradients):
             return []
-        apart = [*checkpoints, *gradients]
+        apart = [*activations, *gradients]
         best, least = None, sum(pool.size * pool.count for pool in apart)
         for size in (max(pool.size for pool in apart), gradients[0].size):
-            parts = -(-checkpoints[0].size // size)
+            parts = -(-activations[0].size // size)
             pool = Pool(name="held", tier="host", size=size, count=self._most_held(parts))
             if pool.size * pool.count < least:
-                best, least, self.checkpoint_parts = pool, pool.size * pool.count, parts
+                best, least, self.activation_parts = pool, pool.size * pool.count, parts
         if best is None:
             return []
-        self.checkpoints_pool = self.held_pool = best.name
+        self.saved_activations_pool = self.held_pool = best.name
         return [best]
 
     def leaving(self, stage: int, micro_batches: Sequence[int]) -> Sequence[int]:
-        """Those micro-batches, of all under way, whose checkpoint of a stage is moved off the device."""
-        if not self.s.train or self.s.place.checkpoints == "device":
+        """Those micro-batches, of all under way, whose saved activation of a stage is moved off the device."""
+        if not self.s.train or self.s.place.activations == "device":
             return ()
         return micro_batches[: self.stay.leaving(stage, self.s.depths.inputs)]
 
@@ -389,37 +390,37 @@ class Provision:
             yield Pool(name=name, tier="device", size=self._groups[g].trainable * FP32, count=self.device_sums)
 
     def _activations(self) -> Iterator[Pool]:
-        """Checkpoints on the device and their gradients, which torch's allocator owns, and checkpoints away from there.
+        """Saved activations on the device and their gradients, which torch's allocator owns, and those that leave it.
 
         Both come from the allocator's memory of one stream, which it uses for one when the other is done with it: a
-        gradient is made when no more than those of its stage, and the checkpoints that stay, are there. What comes back
-        is written on another stream, for which the allocator would take other memory: it has buffers of its own, for
-        the micro-batches under way and one on its way.
+        gradient is made when no more than those of its stage, and the saved activations that stay, are there. What
+        comes back is written on another stream, for which the allocator would take other memory: it has buffers of its
+        own, for the micro-batches under way and one on its way.
         """
         bodies, at_once = self.route.program.stages[:-1], self.route.at_once
-        size = max(s.checkpoint for s in bodies)
-        stay = self.s.train and self.s.place.checkpoints == "device"
+        size = max(s.activation for s in bodies)
+        stay = self.s.train and self.s.place.activations == "device"
         if size:
             count = at_once * len(bodies) if stay else at_once + self.s.depths.inputs
             gradient = self.s.train and any(s.gradient for s in bodies)
             yield Pool(name="activations", tier="device", size=size, count=count + gradient, backed=False)
         if self._away:
             yield Pool(name=RESTORED, tier="device", size=page_up(size), count=min(at_once + 1, self._away))
-        if self.checkpoints_pool == "checkpoints":
-            yield from self._host_checkpoints("checkpoints")
-        if self._away and self.s.place.checkpoints == "disk":
-            yield from (self._staged(name, page_up(size)) for name in ("checkpoints_out", "checkpoints_in"))
+        if self.saved_activations_pool == "saved_activations":
+            yield from self._host_activations("saved_activations")
+        if self._away and self.s.place.activations == "disk":
+            yield from (self._staged(name, page_up(size)) for name in ("saved_activations_out", "saved_activations_in"))
 
     @cached_property
     def _away(self) -> int:
-        """How many checkpoints are off the device at the end of the forward."""
+        """How many saved activations are off the device at the end of the forward."""
         under_way = range(self.route.at_once)
         return sum(len(self.leaving(k, under_way)) for k in range(len(self.route.program.stages)))
 
-    def _host_checkpoints(self, name: str) -> Iterator[Pool]:
+    def _host_activations(self, name: str) -> Iterator[Pool]:
         bodies = self.route.program.stages[:-1]
-        if self._away and self.s.place.checkpoints == "host":
-            size = max(s.checkpoint for s in bodies)
+        if self._away and self.s.place.activations == "host":
+            size = max(s.activation for s in bodies)
             yield Pool(name=name, tier="host", size=page_up(size), count=self._away)
 
     def _held(self, name: str) -> Iterator[Pool]:

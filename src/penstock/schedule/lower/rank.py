@@ -11,9 +11,9 @@ from penstock.schedule.lower.update import Updates
 
 
 def lower_rank(builder: Builder, name: str, fixed: Fixed) -> Schedule:
-    """One rank's schedule. A visit: its weights come, it computes for one micro-batch after the other, checkpoints
-    leave and come back around it, and what its gradients complete follows. Between visits, results are received from
-    the ranks that have the stages beside, and sent to them. At the end come the steps that wait.
+    """One rank's schedule. A visit: its weights come, it computes for one micro-batch after the other, saved
+    activations leave and come back around it, and what its gradients complete follows. Between visits, results are
+    received from the ranks that have the stages beside, and sent to them. At the end come the steps that wait.
     """
     activations, updates = Activations(builder), Updates(builder)
     loads = Loads(builder, updates)

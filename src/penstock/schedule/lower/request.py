@@ -49,7 +49,7 @@ class Request:
     | ``chunks``, ``depths`` | pieces that a block is cut into; how far the lanes may run ahead |
     | ``delay`` | the delay ratio, 0 to 1 |
     | ``wait`` | whether the optimizer waits for the global norm of the gradients |
-    | ``weights``, ``state``, ``checkpoints``, ``gradients`` (that wait) | the tier of all of them |
+    | ``weights``, ``state``, ``activations``, ``gradients`` (that wait) | the tier of all of them |
     | ``device_blocks`` | blocks whose state lives on the device, those whose gradients come last |
     | ``stage`` | of ZeRO: what several ranks have parts of |
     """
@@ -74,7 +74,7 @@ class Request:
     wait: bool | None = None
     weights: Tier | None = None
     state: Tier | None = None
-    checkpoints: Tier | None = None
+    activations: Tier | None = None
     gradients: Literal["host", "disk"] | None = None
     device_blocks: int | None = None
     stage: ZeroStage | None = None

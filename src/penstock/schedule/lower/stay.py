@@ -61,11 +61,11 @@ class Stay:
         self._keep(readers)
 
     def leaving(self, stage: int, inputs: int) -> int:
-        """Of how many micro-batches under way, the first ones, a stage's checkpoint leaves the device where checkpoints
-        do. None of the last block's: they are used at once. ``inputs``: of the last block that may stay.
+        """Of how many micro-batches under way, the first ones, a stage's saved activation leaves the device where saved
+        activations do. None of the last block's: they are used at once. ``inputs``: of the last block that may stay.
         """
         stages = self._program.stages
-        if stage < 0 or not stages[stage].checkpoint or stage > len(stages) - 3:
+        if stage < 0 or not stages[stage].activation or stage > len(stages) - 3:
             return 0
         return max(self._at_once - inputs, 0) if stage == len(stages) - 3 else self._at_once
 

@@ -77,8 +77,8 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules):
             "NS": self._orthogonalise,
             "DU": self._update_down,
             "DC": self._leave,
-            "WC": self._write_checkpoint,
-            "RC": self._read_checkpoint,
+            "WC": self._write_saved_activation,
+            "RC": self._read_saved_activation,
             "UC": self._come_back,
         }
         if needs.shared:
@@ -96,7 +96,7 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules):
         for name in op.gives:
             value = self.values.pop(name, None)
             if isinstance(value, Activation) and self.activations.get(value[:2]) == name and not value.gradient:
-                raise refused(op, f"gives {name} back, which a checkpoint is still in")
+                raise refused(op, f"gives {name} back, which a saved activation is still in")
 
     def finish(self) -> None:
         """All stages have run, and everything that has a gradient is stepped, or left with it."""

@@ -1,4 +1,4 @@
-"""What stages need: their weights, checkpoint and gradient, in the order of each micro-batch."""
+"""What stages need: their weights, saved activation and gradient, in the order of each micro-batch."""
 
 from collections.abc import Collection, Mapping
 
@@ -78,25 +78,25 @@ class ComputeRules(Ground):
                 raise refused(op, f"reads chunk {g}.{c.index} of the weights, which is {state[versions.get(c.index)]}")
 
     def _check_activations(self, op: Op, stage: Stage) -> None:
-        """The checkpoint and the gradient that a stage reads are on the device; it puts out its own."""
+        """The saved activation and the gradient that a stage reads are on the device; it puts out its own."""
         k, m, kind = stage.index, op.id.micro_batch, op.id.kind
         into = self.stages[k - 1] if k else None
         fresh = tuple(name for name, _ in op.takes if name in op.writes and not self.pool_of[name].backed)
-        if into is not None and into.checkpoint:
-            self.outside.look(op, "checkpoint", k - 1, m)
+        if into is not None and into.activation:
+            self.outside.look(op, "saved activation", k - 1, m)
             if self.activations.get((k - 1, m)) not in op.reads:
-                raise refused(op, f"needs the checkpoint of stage {k - 1} on the device, in a buffer that it reads")
+                raise refused(op, f"needs stage {k - 1}'s saved activation on the device, in a buffer that it reads")
             if kind != "F" or not self.needs.train:
                 del self.activations[k - 1, m]  # nobody reads it after that
         if kind == "B" and stage.gradient:
             found = [self.values.get(name) for name in op.reads]
             if Activation(k, m, True) not in found:
                 raise refused(op, f"needs the gradient of what stage {k} put out, in a buffer that it reads")
-        if kind == "F" and stage.checkpoint:
-            name = self._at(op, fresh, "its checkpoint")
-            self._put(op, name, Activation(k, m, False), "device", stage.checkpoint, backed=False)
+        if kind == "F" and stage.activation:
+            name = self._at(op, fresh, "its saved activation")
+            self._put(op, name, Activation(k, m, False), "device", stage.activation, backed=False)
             self.activations[k, m] = name
-            self.outside.change(op, "checkpoint", k, m)
+            self.outside.change(op, "saved activation", k, m)
         elif kind != "F" and self.needs.train and into is not None and into.gradient:
             name = self._at(op, fresh, "the gradient of its input")
             self._put(op, name, Activation(k - 1, m, True), "device", into.gradient, backed=False)

@@ -68,7 +68,7 @@ class Ground:
         self.scratch: set[tuple[int, int]] = set()
         self.values: dict[str, Value] = {}
         self.activations: dict[tuple[int, int], str] = {}
-        """(stage, micro-batch) -> the buffer that its checkpoint is in while it is on the device"""
+        """(stage, micro-batch) -> the buffer that its saved activation is in while it is on the device"""
         self.forward = [0] * schedule.micro_batches
         self.turns = [0] * len(self.stages)
         """stage -> the micro-batch whose forward is next"""

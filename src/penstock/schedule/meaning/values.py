@@ -72,7 +72,7 @@ class Update(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """A stage's checkpoint on the device, or the gradient with respect to it."""
+    """A stage's saved activation on the device, or the gradient with respect to it."""
 
     stage: int
     micro_batch: int
@@ -80,7 +80,7 @@ class Activation(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """One part of so many of a checkpoint in host memory."""
+    """One part of so many of a saved activation in host memory."""
 
     stage: int
     micro_batch: int
@@ -96,7 +96,7 @@ V = TypeVar("V", Weights, Gradient, AllParts, State, Momentum, Update, Activatio
 class Needs:
     """What a step has to compute, and where its arrays live.
 
-    ``place``: of weights and state; where gradients and checkpoints wait is the schedule's own affair. ``wait``:
+    ``place``: of weights and state; where gradients and saved activations wait is the schedule's own affair. ``wait``:
     whether the numbers of a step depend on the global norm of its gradients.
     """
 
@@ -179,7 +179,7 @@ SHOWN: dict[type, str] = {
     Momentum: "momentum",
     Update: "updates",
     Activation: "an activation",
-    Kept: "a checkpoint",
+    Kept: "a saved activation",
 }
 
 

@@ -1,4 +1,4 @@
-"""Gradients and checkpoints: what is made in a step, waits, and is used up in it or in the next one."""
+"""Gradients and saved activations: what is made in a step, waits, and is used up in it or in the next one."""
 
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.meaning.ground import Ground
@@ -96,24 +96,24 @@ class WaitingRules(Ground):
             raise refused(op, "reads what no op has written to disk")
         self._put(op, self._at(op, op.writes, "the gradient"), self.extents[g, c.index], "host", op.nbytes)
 
-    def _checkpoint(self, op: Op) -> int:
-        """Bytes of the checkpoint that an op moves."""
+    def _activation(self, op: Op) -> int:
+        """Bytes of the saved activation that an op moves."""
         k = op.id.stage
-        if k >= len(self.stages) or not self.stages[k].checkpoint:
-            raise refused(op, "is of a stage that has no checkpoint")
-        return self.stages[k].checkpoint
+        if k >= len(self.stages) or not self.stages[k].activation:
+            raise refused(op, "is of a stage that has no saved activation")
+        return self.stages[k].activation
 
     def _leave(self, op: Op) -> None:
         k, m = op.id.stage, op.id.micro_batch
-        self._moves(op, self._checkpoint(op))
+        self._moves(op, self._activation(op))
         if self.forward[m] < k + 2 or self.activations.get((k, m)) not in op.reads:
-            raise refused(op, f"takes a checkpoint that is not on the device, or that stage {k + 1} has yet to use")
-        self.outside.change(op, "checkpoint", k, m)
+            raise refused(op, f"takes a saved activation that is not on the device or that stage {k + 1} has not used")
+        self.outside.change(op, "saved activation", k, m)
         del self.activations[k, m]
         self._hold(op, op.writes, op.nbytes)
 
     def _hold(self, op: Op, names: tuple[str, ...], nbytes: int) -> None:
-        """A checkpoint is in host buffers, one after the other."""
+        """A saved activation is in host buffers, one after the other."""
         room = sum(self.pool_of[name].size for name in names)
         if room < nbytes:
             raise refused(op, f"needs {nbytes} bytes on the host, and its buffers have {room}")
@@ -123,36 +123,36 @@ class WaitingRules(Ground):
     def _held(self, op: Op) -> None:
         for i, name in enumerate(op.reads):
             if self._value(op, name, Kept) != Kept(op.id.stage, op.id.micro_batch, i, len(op.reads)):
-                raise refused(op, f"takes {name} for part {i} of its checkpoint, which it is not")
+                raise refused(op, f"takes {name} for part {i} of its saved activation, which it is not")
         if not op.reads:
             raise refused(op, "reads no buffer")
 
-    def _write_checkpoint(self, op: Op) -> None:
-        self._moves(op, page_up(self._checkpoint(op)))
+    def _write_saved_activation(self, op: Op) -> None:
+        self._moves(op, page_up(self._activation(op)))
         self._held(op)
-        self._at(op, op.reads, "the checkpoint")
+        self._at(op, op.reads, "the saved activation")
         if self.pool_of[op.reads[0]].size < op.nbytes:
             raise refused(op, f"writes whole pages, and {op.reads[0]} has {self.pool_of[op.reads[0]].size} bytes")
-        self.outside.change(op, "checkpoint on disk", op.id.stage, op.id.micro_batch)
+        self.outside.change(op, "saved activation on disk", op.id.stage, op.id.micro_batch)
         self.scratch.add((op.id.stage, op.id.micro_batch))
 
-    def _read_checkpoint(self, op: Op) -> None:
-        self._moves(op, page_up(self._checkpoint(op)))
-        self.outside.look(op, "checkpoint on disk", op.id.stage, op.id.micro_batch)
+    def _read_saved_activation(self, op: Op) -> None:
+        self._moves(op, page_up(self._activation(op)))
+        self.outside.look(op, "saved activation on disk", op.id.stage, op.id.micro_batch)
         if (op.id.stage, op.id.micro_batch) not in self.scratch:
             raise refused(op, "reads what no op has written to disk")
-        self._at(op, op.writes, "the checkpoint")
+        self._at(op, op.writes, "the saved activation")
         self._hold(op, op.writes, op.nbytes)
 
     def _come_back(self, op: Op) -> None:
         k, m = op.id.stage, op.id.micro_batch
-        self._moves(op, self._checkpoint(op))
+        self._moves(op, self._activation(op))
         self._held(op)
         if (k, m) in self.activations or self.backward[m] <= k:
-            raise refused(op, "brings back a checkpoint that is on the device, or that nobody needs any more")
-        name = self._at(op, op.writes, "the checkpoint on the device")
+            raise refused(op, "brings back a saved activation that is on the device, or that nobody needs any more")
+        name = self._at(op, op.writes, "the saved activation on the device")
         if name not in dict(op.takes):
             raise refused(op, f"writes {name}, which it has to take for that")
         self._put(op, name, Activation(k, m, False), "device", op.nbytes)
         self.activations[k, m] = name
-        self.outside.change(op, "checkpoint", k, m)
+        self.outside.change(op, "saved activation", k, m)

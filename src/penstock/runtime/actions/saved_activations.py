@@ -1,18 +1,18 @@
-"""Checkpoints of activations on their way off the device and back."""
+"""Saved activations on their way off the device and back."""
 
 from collections.abc import Callable
 
 import torch
 
 from penstock.runtime.access import Access
-from penstock.runtime.bound import checkpoint_extent
+from penstock.runtime.bound import activation_extent
 from penstock.runtime.streams import DeviceStreams, HostStreams
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.place import end_to_end
 from penstock.tape.tape import Tape
 
 
-class Checkpoints:
+class SavedActivations:
     """Moves what the tape has kept of a stage for a micro-batch: all of its tensors, one behind the other."""
 
     def __init__(self, access: Access, tape: Tape, streams: HostStreams | DeviceStreams) -> None:
@@ -26,7 +26,7 @@ class Checkpoints:
     def down(self, op: Op) -> None:
         """To host buffers that hold it together; the device's memory is free then."""
         k, m = op.id.stage, op.id.micro_batch
-        tensors = self._tape.checkpoint(k, m)
+        tensors = self._tape.saved_activation(k, m)
         for tensor, offset in zip(tensors, end_to_end([t.nbytes for t in tensors]), strict=True):
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             for piece, first in self._to.pools.pieces(op.writes, offset, data.numel()):
@@ -37,7 +37,7 @@ class Checkpoints:
     def up(self, op: Op) -> None:
         """Back to the tape, in a buffer of the device."""
         k, m = op.id.stage, op.id.micro_batch
-        old, buffer = self._tape.checkpoint(k, m), self._to.pools.buffer(op.writes[0])
+        old, buffer = self._tape.saved_activation(k, m), self._to.pools.buffer(op.writes[0])
         tensors = []
         for like, offset in zip(old, end_to_end([t.nbytes for t in old]), strict=True):
             data = buffer[offset : offset + like.nbytes]
@@ -48,8 +48,8 @@ class Checkpoints:
 
     def write(self, op: Op) -> None:
         """To disk, in whole pages."""
-        self._to.write_scratch(checkpoint_extent(op), 0, self._to.pools.buffer(op.reads[0])[: op.nbytes])
+        self._to.write_scratch(activation_extent(op), 0, self._to.pools.buffer(op.reads[0])[: op.nbytes])
 
     def read(self, op: Op) -> None:
         """Back from there."""
-        self._to.read_scratch(checkpoint_extent(op), 0, self._to.pools.buffer(op.writes[0])[: op.nbytes])
+        self._to.read_scratch(activation_extent(op), 0, self._to.pools.buffer(op.writes[0])[: op.nbytes])
