@@ -1,4 +1,4 @@
-"""Whether training with compact moments learns as well: held-out losses of each form beside those of its fp32 form.
+"""True if training with compact moments learns as well: held-out losses of each form beside those of its fp32 form.
 
     python -m bench.loss_parity
 
@@ -157,7 +157,7 @@ def kept(path: Path, setting: Setting, data: str, forms: Mapping[str, Form]) -> 
 
 @contextmanager
 def _mine(form: str, seed: int) -> Iterator[bool]:
-    """Whether nobody else is at this run; as long as this lasts, nobody else will be."""
+    """True if nobody else is at this run; as long as this lasts, nobody else will be."""
     SCRATCH.mkdir(parents=True, exist_ok=True)
     with (SCRATCH / f"loss_parity-{form.replace(' ', '-')}-{seed}.lock").open("w") as file:
         try:

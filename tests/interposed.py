@@ -70,7 +70,7 @@ class Ended:
 
     @property
     def clean(self) -> bool:
-        """Whether it ended as a command may: done, or with an error in words."""
+        """True if it ended as a command may: done, or with an error in words."""
         return self.code in (0, 1, 2) and "Traceback" not in self.said
 
 

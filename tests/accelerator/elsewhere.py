@@ -23,7 +23,7 @@ PREFIX = "penstock-accelerator-"
 """What its folder in the system's temporary one is called; it is there until pytest ends."""
 _PROCESS = pytest.StashKey["Elsewhere"]()
 _inside = False
-"""Whether this process is the other one."""
+"""True if this process is the other one."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

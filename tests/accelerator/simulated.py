@@ -41,7 +41,7 @@ class Simulated:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
         self.refuses_pages = False
-        """Whether page-locking fails, as it does past a limit."""
+        """True if page-locking fails, as it does past a limit."""
 
     # ---- what the engine asks for
 

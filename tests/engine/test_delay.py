@@ -208,7 +208,7 @@ class Run:
             self.home[at] = old[0] + 1
 
     def _is_home(self, g: int) -> bool:
-        """Whether a group's weights are at home in host memory."""
+        """True if a group's weights are at home in host memory."""
         return self.place.home(self.case.program.groups[g]) == "host"
 
     def _in_memory(self, at: tuple[int, int]) -> int:

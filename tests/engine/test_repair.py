@@ -108,7 +108,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def early(precision: str, place: str) -> bool:
-    """Whether anything can step before the norm is known: in fp32 weights in memory are state in memory."""
+    """True if anything can step before the norm is known: in fp32 weights in memory are state in memory."""
     return place in ("disk", "mixed") or (precision != "fp32" and place == "weights-host")
 
 

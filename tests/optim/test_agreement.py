@@ -1,4 +1,4 @@
-"""Whether a device steps with the host's bits is found out, in every optimizer and precision."""
+"""True if a device steps with the host's bits is found out, in every optimizer and precision."""
 
 from typing import Any
 

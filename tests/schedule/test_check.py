@@ -23,7 +23,7 @@ from tests.programs import random_case
 
 
 def orderings(schedule: Schedule) -> Callable[[Op, Op], bool]:
-    """Whether one op is done before another starts, for every timing: reachability between starts and ends.
+    """True if one op is done before another starts, for every timing: reachability between starts and ends.
 
     A lane that does one thing at a time starts an op after the end of the one before it. ``read`` and ``write`` keep
     several in flight: only the publication of their ends is in order.

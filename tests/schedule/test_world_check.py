@@ -82,7 +82,7 @@ def test_one_buffer_less_than_ranks_follow_still_works_and_none_is_a_deadlock_on
 
 
 def has_cycle(world: World) -> bool:
-    """Whether lanes' orders, dependencies and messages contradict each other, pools aside: a plain topological sort."""
+    """True if lanes' orders, dependencies and messages contradict each other, pools aside: a plain topological sort."""
     needs: dict[tuple[int, str], set[tuple[int, str]]] = defaultdict(set)
     for rank, schedule in enumerate(world.ranks):
         for ops in schedule.lanes.values():

@@ -295,7 +295,7 @@ def _steps(forms: Forms) -> Any:
 
 
 def _counts_first(model: nn.Module, micro_batch: MicroBatch) -> bool | None:
-    """Whether a model's loss depends on the first label of a row; None: labels are not a row of tokens."""
+    """True if a model's loss depends on the first label of a row; None: labels are not a row of tokens."""
     labels = micro_batch.get("labels")
     if labels is None or labels.dim() < 2:
         return None

@@ -30,7 +30,7 @@ log = logging.getLogger("penstock")
 
 
 class NoAccount:
-    """That of a rank which leaves all of it to the first one."""
+    """The account of a rank which leaves all of it to the first one."""
 
     def __init__(self, stretch: Stretch) -> None:
         self._kept = stretch.kept
@@ -43,7 +43,7 @@ class NoAccount:
         """A step is done."""
 
     def wrote(self, stats: StepStats, data: Step, held_out: float | None) -> None:
-        """And evaluated, if it is followed by an evaluation (``held_out``: the mean loss)."""
+        """A step is in the metrics, with the evaluation that follows it (``held_out``: its mean loss), if one does."""
 
     def ends(self, how: Literal["done", "stopped"]) -> None:
         """The run is over: ``"done"``, or ``"stopped"``."""
@@ -56,7 +56,7 @@ class NoAccount:
 
 
 class Account(NoAccount):
-    """That of the first rank. While it is open, the display shows the run."""
+    """The account of the first rank. While it is open, the display shows the run."""
 
     def __init__(self, stretch: Stretch, missed: Mapping[str, Any] | None) -> None:
         """``missed``: a line of metrics that was added when the run went on: trackers are to have it, too."""

@@ -308,12 +308,12 @@ class Claim:
 
     @property
     def began(self) -> bool:
-        """Whether this start has begun the run."""
+        """True if this start has begun the run."""
         return self._began is not None
 
     @property
     def has_steps(self) -> bool:
-        """Whether there is a step to go on from, as far as the store says; also where it cannot say."""
+        """True if there is a step to go on from, as far as the store says; also where it cannot say."""
         if self.step is not None:
             return True
         try:

@@ -45,7 +45,7 @@ class ModelFacts:
 
     @property
     def name(self) -> str:
-        """Of the model, or of the folder that its configuration is in."""
+        """The name of the model, or of the folder that its configuration is in."""
         folder = Path(self.settings.source).expanduser().absolute()
         return self.settings.name or (folder.parent if self.settings.config else folder).name
 
@@ -125,7 +125,7 @@ class DataFacts:
 
     @property
     def has_many(self) -> bool:
-        """Whether a hundredth of the documents is certainly some."""
+        """True if a hundredth of the documents is certainly some."""
         return self.documents >= _ENOUGH // 2
 
     @property

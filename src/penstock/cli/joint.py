@@ -40,7 +40,7 @@ class Joint:
 
     @property
     def has_steps(self) -> bool:
-        """Whether there is a step to go on from, as far as this rank knows."""
+        """True if there is a step to go on from, as far as this rank knows."""
         return self.step is not None if self._claim is None else self._claim.has_steps
 
 

@@ -124,7 +124,7 @@ class _Reading:
         return self._name if self._flag else f"{self._name}:{node.start_mark.line + 1}"
 
     def _scalar(self, node: yaml.Node) -> Plain:
-        """Of the kinds that JSON has: a tag may ask for others."""
+        """A value of the kinds that JSON has: a tag may ask for others."""
         try:
             value = self._loader.construct_object(node, deep=True)
         except (ValueError, LookupError, TypeError, AttributeError) as error:  # a tag that does not fit, many digits
@@ -143,7 +143,7 @@ _TOO_DEEP = f"lists and mappings are within each other more than {_DEEPEST} deep
 
 
 def is_plain_text(value: str) -> bool:
-    """Whether a text can be the name of a file: it has no NUL, and no half of a character."""
+    """True if a text can be the name of a file: it has no NUL, and no half of a character."""
     try:
         return "\0" not in value and bool(value.encode() or True)
     except UnicodeEncodeError:

@@ -40,7 +40,7 @@ def report_last(stretch: Stretch) -> Mapping[str, Any] | None:
 
 
 def _lacks_line(stretch: Stretch) -> bool:
-    """Whether the last step has no line; those before it have, from here on."""
+    """True if the last step has no line; those before it have, from here on."""
     last, behind = stretch.engine.last_step, stretch.engine.position or {}
     with MetricsFile(stretch.folder, done=stretch.first, committed=behind.get(METRICS_KEY, ())) as metrics:
         return last is not None and metrics.last < stretch.first == last.step
@@ -86,7 +86,7 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
 
 
 class _Stop:
-    """Whether somebody has asked for an end: all ranks end after the same step, whichever of them was asked.
+    """True if somebody has asked for an end: all ranks end after the same step, whichever of them was asked.
 
     ``code``: the exit code, 0 as long as nobody has.
     """

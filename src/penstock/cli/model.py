@@ -205,7 +205,7 @@ def _check_causal(model: nn.Module, asked: str) -> None:
 
 
 def _sees_what_follows(model: nn.Module) -> bool:
-    """Whether a model's attention is causal only where its configuration calls it a decoder. GPT-NeoX's always is."""
+    """True if a model's attention is causal only where its configuration calls it a decoder. GPT-NeoX's always is."""
     given = inspect.getsource(inspect.getmodule(type(model)) or type(model))
     return given.count("config.is_decoder") > 1
 

@@ -76,5 +76,5 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _is_a_path(name: str) -> bool:
-    """Whether a name is of no shape that a name on the hub may have."""
+    """True if a name is of no shape that a name on the hub may have."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1

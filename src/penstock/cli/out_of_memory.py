@@ -28,7 +28,7 @@ _PLACE = re.compile(r"^\[enforce fail at [^\]]*\] [^.]*\. ")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory: Python's, the system's, or torch's."""
+    """True if an error says that there was no memory: Python's, the system's, or torch's."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):

@@ -14,7 +14,7 @@ from penstock.schedule.place import Format
 _LENGTH = 2048
 _BYTES_A_TOKEN = 4
 _STEPS = 1000
-"""Of a run over data whose length is not known."""
+"""Steps of a run over data whose length is not known."""
 
 _SCRATCH = ((0.125e9, 6e-4), (0.35e9, 3e-4), (0.76e9, 2.5e-4), (1.3e9, 2e-4), (2.7e9, 1.6e-4), (6.7e9, 1.2e-4))
 """Parameters, and the learning rate that GPT-3's authors took for them (arXiv 2005.14165, table 2.1)."""

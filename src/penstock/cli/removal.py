@@ -108,7 +108,7 @@ def _deleted(paths: Sequence[Path], owner: Owner) -> bool:
 
 
 _TRIES, _APART = 20, 0.1
-"""how often, and how many seconds apart, a store is looked at that is in use"""
+"""How often a store that is in use is looked at again, and the seconds between."""
 
 
 def _remove_part(path: Path, owner: str) -> None:

@@ -52,7 +52,7 @@ class RunFigures:
 
     @property
     def loss(self) -> float | None:
-        """Of the last step."""
+        """Loss of the last step."""
         return self.metrics[-1].loss if self.metrics else None
 
     def loss_at(self, step: int) -> float | None:

@@ -101,7 +101,7 @@ def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainCon
 
 
 def trusts_code(flags: Sequence[tuple[str, str]]) -> bool:
-    """Whether flags say that a model's own code may run."""
+    """True if flags say that a model's own code may run."""
     said = [value for key, value in flags if key.replace("-", "_") == "model.trust_remote_code"]
     return bool(said) and load_flag(said[-1], "--model.trust_remote_code") is True
 
@@ -142,7 +142,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def has_steps(folder: Path) -> bool:
-    """Whether a step has left its numbers in this folder. Without them there may be steps all the same: they may have
+    """True if a step has left its numbers in this folder. Without them there may be steps all the same: they may have
     been moved away.
 
     Raises:

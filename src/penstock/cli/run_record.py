@@ -54,7 +54,7 @@ class RunRecord:
 
     @property
     def ids(self) -> set[str]:
-        """Of the stores that are this run's, or are to be removed for it."""
+        """Paths of the stores that are this run's, or are to be removed for it."""
         return {self.owner.id, *(one.id for one in (self.pending.replaces if self.pending else ()))}
 
     def write(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ MOST_OPS = 4_000_000
 """About as many as fit in 4 GB with all that is known of them. Ranks that share one text have ops of their own."""
 _MOST_BYTES = 256 * MOST_OPS
 _TOLD = 10
-"""As many violations as one message names."""
+"""The most violations that one message names."""
 
 
 def read_world(path: Path) -> World:

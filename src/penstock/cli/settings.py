@@ -202,7 +202,7 @@ def _convert(item: Located, hint: Any, key: str) -> Any:
 
 
 def _match(item: Located, hint: Any, key: str) -> tuple[bool, Any]:
-    """Whether ``item`` is of one type that is no union, and its value as that type."""
+    """True if ``item`` is of one type that is no union, and its value as that type."""
     value = item.value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:

@@ -45,7 +45,7 @@ class Words:
     operands: ClassVar[tuple[str, ...]] = ()
     endings: ClassVar[Mapping[str, str]] = {}
     of_a_run: ClassVar[bool] = False
-    """Whether options are a run's settings, for which other tools have names of theirs."""
+    """True if options are a run's settings, for which other tools have names of theirs."""
 
 
 W = TypeVar("W", bound=Words)
@@ -147,7 +147,7 @@ def declared(kind: type[Words]) -> list[Option]:
 
 
 def takes_no_value(hint: Any) -> bool:
-    """Whether an option is a switch."""
+    """True if an option is a switch."""
     return hint is bool
 
 
@@ -163,7 +163,7 @@ def values_of(hint: Any) -> tuple[str, ...]:
 
 
 def may_be_a_file(hint: Any) -> bool:
-    """Whether a value can be the name of a file: it is a path or a text, and no size."""
+    """True if a value can be the name of a file: it is a path or a text, and no size."""
     options = {*options_of(_each(hint))}
     return Path in options or (str in options and int not in options)
 
@@ -204,7 +204,7 @@ def _value(hint: Any, text: str, flag: str) -> Located:
 
 
 def _as_it_stands(hint: Any) -> bool:
-    """Whether an option's value is a text; None, the type of a setting: it is not."""
+    """True if an option's value is a text; None, the type of a setting: it is not."""
     options = options_of(_each(hint))
     words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
     return str in options or Path in options or any(isinstance(word, str) for word in words)
@@ -264,7 +264,7 @@ def help_of(kind: type[Words], but: type[Words] = Words, **names: str) -> str:
 
 
 def columns() -> int:
-    """Of the terminal, so far as lines of that length can be read."""
+    """Columns of the terminal, so far as lines of that length can be read."""
     return max(60, min(shutil.get_terminal_size((_READABLE, 24)).columns, _READABLE))
 
 

@@ -126,7 +126,7 @@ class Budget:
 
     @property
     def may_keep_every_step(self) -> bool:
-        """Whether every step could be durable: there is a disk, with room for two slots, and no pin is in the way."""
+        """True if every step could be durable: there is a disk, with room for two slots, and no pin is in the way."""
         return bool(self.disk_paths) and self.slots == 2 and self.state in (None, "disk")
 
     def by_default(self) -> "Budget":
@@ -165,7 +165,7 @@ _OF_RANK = "rank-"
 
 
 def is_of_rank(path: Path) -> bool:
-    """Whether a directory has the name of one that a rank has (``Budget.of_rank``)."""
+    """True if a directory has the name of one that a rank has (``Budget.of_rank``)."""
     return path.name.removeprefix(_OF_RANK).isdecimal() and path.name.startswith(_OF_RANK)
 
 

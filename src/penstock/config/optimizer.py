@@ -8,7 +8,7 @@ from penstock.config.checked import check_fields
 from penstock.errors import ConfigError
 
 NS_STEPS, MOST_STEPS = 5, 100
-"""of the Newton-Schulz iteration: as in torch.optim.Muon, and how many it refuses"""
+"""Newton-Schulz iterations of an update: as many as torch.optim.Muon takes, and the most that it takes."""
 OptimizerName = Literal["adamw", "adam", "sgd", "lion", "muon"]
 Moments = Literal["fp32", "bf16", "int8"]
 """The form that an optimizer's moments are kept in."""
@@ -79,7 +79,7 @@ class Orthogonal:
     elementwise: str | None = None
 
     def leaves(self, name: str) -> bool:
-        """Whether a matrix is AdamW's by its name."""
+        """True if a matrix is AdamW's by its name."""
         return self.elementwise is not None and re.search(self.elementwise, name) is not None
 
     def split_of(self, name: str) -> Split | None:
@@ -174,7 +174,7 @@ class OptimizerConfig:
 
     @property
     def is_compact(self) -> bool:
-        """Whether moments take less than fp32."""
+        """True if moments take less than fp32."""
         return self.moments != "fp32"
 
     @property

@@ -17,7 +17,7 @@ Family = Literal["vertical", "horizontal"]
 """Orders of a schedule that the planner makes: block by block, or micro-batch by micro-batch."""
 
 ZeroStage = Literal[0, 1, 2, 3]
-"""Of ZeRO: what several ranks have parts of."""
+"""Stage of ZeRO: the tensors that several ranks have parts of."""
 
 STRANDS = 1024
 """The most strands that make sense: nobody has more ranks."""
@@ -121,7 +121,7 @@ class StepConfig(StreamConfig):
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the numbers of a step depend on the norm of all its gradients: clipping, or fp16's overflow."""
+        """True if the numbers of a step depend on the norm of all its gradients: clipping, or fp16's overflow."""
         return self.clip_grad_norm is not None or self.precision == "fp16"
 
     def precision_on(self, kind: Literal["cpu", "cuda"]) -> Precision:

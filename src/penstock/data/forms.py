@@ -95,7 +95,7 @@ def _fits(example: Example, form: Form) -> bool:
 
 
 def is_list(value: Any) -> bool:
-    """Whether a value is a list, or JSON text of one, as a table has it."""
+    """True if a value is a list, or JSON text of one, as a table has it."""
     return value.lstrip().startswith("[") if isinstance(value, str) else isinstance(value, Sequence)
 
 

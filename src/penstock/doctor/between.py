@@ -141,7 +141,7 @@ def _gathering(ranks: Ranks, numel: int) -> Callable[[], None]:
 
 
 def _exchanging(ranks: Ranks, numel: int) -> Callable[[], None]:
-    """As the engine exchanges a chunk of a gradient."""
+    """An exchange of a chunk of a gradient, as the engine does it."""
     chunk = numel // ranks.size
     gradient, own = torch.ones(ranks.size, chunk), torch.zeros(chunk)
     into, out = torch.zeros(2, ranks.size, chunk)

@@ -60,14 +60,14 @@ class Settle:
     seconds: float
 
     def fell(self, ends: Ends, first: float) -> bool:
-        """Whether the last span went slower than ``first``, at which writing began, or than its own first span."""
+        """True if the last span went slower than ``first``, at which writing began, or than its own first span."""
         last = ends[-1][0]
         if len(ends) == 1:  # there was no room for more than what had been written before
             return False
         return _between(ends, last - self.span, last) < _FELL * max(first, _between(ends, 0.0, self.span))
 
     def settled(self, ends: Ends, first: float) -> bool:
-        """Whether the rate has fallen and stays where it is."""
+        """True if the rate has fallen and stays where it is."""
         last = ends[-1][0]
         if last < 2 * self.span or not self.fell(ends, first):
             return False

@@ -122,7 +122,7 @@ class WrapArguments(LoopArguments, StepConfig):
 
     @property
     def follows_machine(self) -> bool:
-        """Whether plans may change for what steps show of the machine."""
+        """True if plans may change for what steps show of the machine."""
         return self.replan is not False and self.overlap and not isinstance(self.schedule, Schedule)
 
 

@@ -48,7 +48,7 @@ class Attempt:
 
     runner: Runner
     context: StepContext
-    """of the run that counts, or of the last one"""
+    """the context of the run that counts, or of the last one"""
     micro_batches: Sequence[Mapping[str, Any]]
     """on the device"""
     loss_weights: Sequence[float]
@@ -57,11 +57,11 @@ class Attempt:
     before: Mapping[str, torch.Tensor]
     """copies of the model's buffers, from before the step"""
     skips: bool
-    """whether a step that is not finite is skipped; else it is an error"""
+    """True: a step that is not finite is skipped; else it is an error"""
     began: float
     """in ``perf_counter`` seconds"""
     origin: float
-    """when ``trace`` begins"""
+    """the instant at which ``trace`` begins, in ``perf_counter`` seconds"""
     count: Callable[["Attempt"], None]
     """makes the run one step further"""
     losses: Sequence[float] = ()
@@ -72,7 +72,7 @@ class Attempt:
     samples: Sequence[MemorySample] = ()
     stats: StepStats | None = None
     _spent: Totals | None = None
-    """what the runs before this one have moved, and how long that took"""
+    """bytes that the runs before this one have moved, and their seconds"""
 
     @property
     def actions(self) -> Actions:

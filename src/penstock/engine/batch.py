@@ -111,7 +111,7 @@ def _hides(place: trees.Place, value: torch.Tensor) -> tuple[int, ...]:
 
 
 def covers(planned: Shapes, wanted: Shapes) -> bool:
-    """Whether a plan made for one micro-batch has room for another: same tensors, no dimension larger."""
+    """True if a plan made for one micro-batch has room for another: same tensors, no dimension larger."""
     return len(planned) == len(wanted) and all(
         a[0] == b[0]
         and a[2] == b[2]

@@ -1,4 +1,4 @@
-"""Which device computes."""
+"""The device that computes."""
 
 import torch
 from torch import nn

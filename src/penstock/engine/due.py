@@ -1,4 +1,4 @@
-"""When the next commit of state in memory is due."""
+"""The time at which the next commit of state in memory is due."""
 
 import time
 from collections.abc import Callable
@@ -26,13 +26,13 @@ class Due:
 
     @staticmethod
     def of(budget: Budget) -> "Due | None":
-        """As a budget asks; None: by its durability there are no such commits."""
+        """The interval that a budget asks for; None: by its durability there are no such commits."""
         if budget.durability != "interval":
             return None
         return Due(steps=budget.interval_steps, seconds=budget.interval_seconds)
 
     def after(self, step: int) -> bool:
-        """Whether a commit is due after ``step``, which has just been done."""
+        """True if a commit is due after ``step``, which has just been done."""
         now = self._clock()
         took, self._last = now - self._last, now
         if self._failed:

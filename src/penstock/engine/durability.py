@@ -65,7 +65,7 @@ class Durability:
         self._progress = progress
         self._due = due
         self.background: Background | None = None
-        """what brings to disk what is in memory; None: nothing yet"""
+        """the writer of snapshots of state in memory; None: there is none yet"""
         self._unwritten: Exception | None = None
 
     def check_open(self) -> None:

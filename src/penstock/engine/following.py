@@ -102,12 +102,12 @@ class Following:
 
     def __init__(self) -> None:
         self.search_seconds = 0.0
-        """that the last search for a plan took; known to rank 0"""
+        """seconds of the last search for a plan; known to rank 0"""
         self._deviations = Deviations()
         self._lens: tuple[Simulation, Lens] | None = None
         self._last: Step | None = None
         self.due = False
-        """whether the machine is another one than at the last search"""
+        """True: the machine is another one than at the last search"""
         self._rested = 0
         self._patience = PATIENCE[0]
         self._known: float | None = None  # seconds of a step by the plan in use, when it was last searched
@@ -142,7 +142,7 @@ class Following:
         self._deviations.clear()
 
     def is_due(self, now: float) -> bool:
-        """Whether to search, with a plan in use whose steps take ``now`` seconds by all that is known: not at once
+        """True if to search, with a plan in use whose steps take ``now`` seconds by all that is known: not at once
         after a search in vain, unless steps are other ones than then."""
         other = self._known is None or abs(now / self._known - 1) > AGAIN
         return self.due and (other or self._rested >= self._patience)
@@ -186,7 +186,7 @@ def better(question: Question, plan: Plan, simulation: Simulation, search_second
 
 
 def _order_of_moves(plan: Plan, new: Placement) -> bool:
-    """Whether arrays can move to another placement with no tier fuller on the way than before or after. Copies of
+    """True if arrays can move to another placement with no tier fuller on the way than before or after. Copies of
     weights are given back before, and made last."""
     form, old = plan.settings.form, plan.settings.place
     sizes, now, then = list[int](), list[Tier](), list[Tier]()

@@ -31,7 +31,7 @@ class _Asked:
 
 
 _asked = _Asked()
-"""Of the step under way."""
+"""Interrupts of the step under way."""
 
 
 @contextmanager

@@ -131,7 +131,7 @@ class LabelCount:
         return None
 
     def _is_mean(self, compared: Compared, count: int, loss: float | None) -> bool:
-        """Whether a loss is a mean: by what it was asked for, or by its value."""
+        """True if a loss is a mean: by what it was asked for, or by its value."""
         if compared.mean:
             return True
         if compared.total is not None and loss is not None and count:

@@ -60,10 +60,10 @@ class Ready:
     prediction: Simulation | None
     request: Request
     times: StageTimes | None
-    """what the prediction is made from; None: nothing is predicted"""
+    """measured times of stages, from which steps are predicted; None: nothing is predicted"""
 
     def covers(self, wanted: Sequence[batch.Shapes]) -> bool:
-        """Whether these micro-batches need no more than the plan has."""
+        """True if these micro-batches need no more than the plan has."""
         return len(wanted) == self.plan.settings.micro_batches and all(
             any(batch.covers(planned, shape) for planned in self.shapes) for shape in wanted
         )
@@ -105,7 +105,7 @@ class Planning:
         ranks, whole = resources.ranks, resources.machine
         threads = max(ranks.told("threads", resources.threads))
         self._machine = None if whole is None else of_each_rank(whole, ranks.size, threads)
-        """as each rank sees it, by what steps have shown; None: nothing is predicted"""
+        """the machine as each rank sees it, corrected by what steps have shown; None: nothing is predicted"""
         follows = settings.follows_machine and self._machine is not None
         self._following = Following() if follows else None
         self.changed: str | None = None
@@ -119,7 +119,7 @@ class Planning:
         """the plan that was in use before a change that has not come into use yet; None: there is none"""
         self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
         self.placed: Placement | None = None
-        """where arrays are; None: nothing has been placed"""
+        """the placement of arrays; None: nothing has been placed"""
 
     def runner_for(self, micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Runner:
         """The runner for these micro-batches; plans anew when they are more, larger or others than planned for.
@@ -284,7 +284,7 @@ class Planning:
         return total
 
     def observe(self, *, over: bool) -> None:
-        """Whether a step's norm was over the limit. Every so many steps the share of those that were is compared with
+        """True if a step's norm was over the limit. Every so many steps the share of those that were is compared with
         what the plan was made for; where it is another one, the next step is planned anew: speculating pays as long as
         few steps have to be run again.
         """
@@ -340,7 +340,7 @@ class Planning:
 
     @cached_property
     def _orthogonal(self) -> float | None:
-        """As in ``StageTimes``."""
+        """Seconds of each stage, as in ``StageTimes``."""
         groups = self._shared.matrices.values()
         return orthogonal_rate([p for group in groups for _, pieces in group for p in pieces], self._shared.device)
 

@@ -14,7 +14,7 @@ _SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak")
 
 
 def within(shape: batch.Shapes, others: Sequence[batch.Shapes]) -> bool:
-    """Whether a micro-batch is smaller than another one in every respect."""
+    """True if a micro-batch is smaller than another one in every respect."""
     return any(other != shape and batch.covers(other, shape) for other in others)
 
 

@@ -119,5 +119,5 @@ def _existing(path: Path) -> Path:
 
 
 def _quietly(what: str) -> nullcontext[None]:
-    """It is said in one line, at the end."""
+    """Progress of a measurement that is not shown: one line at the end tells of it."""
     return nullcontext()

@@ -55,26 +55,26 @@ class EngineResources:
     optimizer: StreamedOptimizer
     progress: Progress
     description: Mapping[str, Any]
-    """what the store, and a snapshot, is made for"""
+    """the model and optimizer that the store, and a snapshot, is made for"""
     runs: Mapping[int, Sequence[Run]]
     """by group, in order of elements"""
     matrices: Mapping[int, Sequence[tuple[ParamSlice, Sequence[Piece]]]]
     """by group of matrices, what each parameter consists of"""
     ranks: Ranks
-    """who trains the model together"""
+    """the ranks that train the model together"""
     share: Share
-    """of every group, of which this rank's arrays are"""
+    """this rank's part of every group, which its arrays hold"""
     strands: int
-    """of all ranks"""
+    """strands of all ranks together"""
     device: torch.device
     streams: HostStreams | DeviceStreams
     scratch_paths: tuple[Path, ...]
     io_threads: int
     threads: int
-    """of the optimizer"""
+    """threads of the optimizer"""
     overlap: bool
     machine: Machine | None
-    """what plans are made for; None: nothing is predicted"""
+    """the machine that plans are made for; None: nothing is predicted"""
     rate: str
     """the machine's name for the rate of this optimizer in this precision"""
 
@@ -84,7 +84,7 @@ class EngineResources:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That computes."""
+        """The device that computes."""
         return self.arrays.dtype
 
     @property

@@ -66,7 +66,7 @@ class Runner:
         }
         with ExitStack() as undo:  # what is made is given back if what comes after it fails, and by ``close``
             self.scratch = _scratch(self.bound, shared)
-            """where saved activations and gradients wait on disk; None: none do"""
+            """the store in which saved activations and gradients wait on disk; None: none do"""
             if self.scratch is not None:
                 undo.callback(_remove, self.scratch, shared.scratch_paths)
             self.pools = Pools(plan.schedule, shared.device)
@@ -173,12 +173,12 @@ class Runner:
 
     @property
     def speculates(self) -> bool:
-        """Whether a step writes before it knows the norm that its numbers depend on."""
+        """True if a step writes before it knows the norm that its numbers depend on."""
         return self.plan.schedule.speculative
 
     @property
     def marks(self) -> Mapping[str, Mark]:
-        """When each op of the last run began and ended, and what it moved."""
+        """Start, end and bytes of each op of the last run."""
         return self._executor.marks
 
     def totals(self) -> Totals:

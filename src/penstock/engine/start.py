@@ -28,7 +28,7 @@ class WeightSource(Protocol):
     """
 
     def __contains__(self, name: str) -> bool:
-        """Whether it has the values of a parameter or persistent buffer; the model initialises the others itself."""
+        """True if it has the values of a parameter or persistent buffer; the model initialises the others itself."""
         ...
 
     def fill(self, name: str, out: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ def waiting_weights(model: nn.Module) -> str | None:
 
 
 def built_on_meta(model: nn.Module) -> bool:
-    """Whether the model's parameters are on the meta device and have to be initialised.
+    """True if the model's parameters are on the meta device and have to be initialised.
 
     Raises:
         ModelError: some are and some are not: which values are meant is not clear.

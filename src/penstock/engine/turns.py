@@ -93,7 +93,7 @@ def in_turn(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[S
 
 
 def is_foreign(owned: Owned) -> bool:
-    """Whether this process is another than the one that made it: a forked child of it."""
+    """True if this process is another than the one that made it: a forked child of it."""
     return owned._process != os.getpid()
 
 

@@ -343,7 +343,7 @@ class _Recorded:
         self.inputs = inputs_of(root)
         self.evaluates = evaluates
         self.outputs: Any = None
-        """of the latest evaluation"""
+        """outputs of the latest evaluation"""
 
 
 def _loss_of_root(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:

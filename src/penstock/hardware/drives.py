@@ -85,7 +85,7 @@ def in_proportion(weights: Sequence[int]) -> str:
 
 
 def used_rates(drives: Sequence[Drive]) -> str:
-    """Which rates of writing plans for state on disk take, in a line."""
+    """The rates of writing that plans for state on disk take, in a line."""
     known = [drive for drive in drives if drive.sustained is not None]
     if len(known) == len(drives):
         return "plans write at the sustained rate"

@@ -52,11 +52,11 @@ class Drive:
     node: int | None = None
     """the NUMA node of its controller, where the machine has several and tells"""
     mount: str | None = None
-    """where its file system was mounted when this was measured; None: nobody has looked"""
+    """the mount point of its file system when this was measured; None: nobody has looked"""
     sustained: Sustained | None = None
     """None: nobody has measured that"""
     weight: int | None = None
-    """how many stripes of a store it has beside the other drives'; None: as many as its rates say"""
+    """its stripes of a store, in proportion to the other drives'; None: as many as its rates say"""
 
     @property
     def steady(self) -> "Drive":
@@ -175,7 +175,7 @@ class Between(Network):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """When a profile was measured, and beside what."""
+    """The time at which a profile was measured, and what else kept the machine busy."""
 
     at: str
     """the time in UTC, as ISO 8601 writes it"""

@@ -1,4 +1,4 @@
-"""Whether a profile that was measured is still of this machine: its cores, memory, device and drives."""
+"""True if a profile that was measured is still of this machine: its cores, memory, device and drives."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def outdated(machine: Machine, root: Path = _ROOT) -> str | None:
 
 
 def is_gone(drive: Drive) -> bool:
-    """Whether what was measured in a drive's directory is no longer mounted there, as far as its profile tells."""
+    """True if what was measured in a drive's directory is no longer mounted there, as far as its profile tells."""
     return drive.mount is not None and mount_point(Path(drive.path)) != drive.mount
 
 

@@ -32,7 +32,7 @@ _STEPS = ("step", "step_grad_bf16", "step_grad_rounded", "step_no_copy")
 
 
 def knows_ranks(machine: Machine) -> bool:
-    """Whether a profile tells what collectives take."""
+    """True if a profile tells what collectives take."""
     return bool(machine.between) or machine.network is not None
 
 

@@ -15,7 +15,7 @@ from penstock.schedule.matrices import Piece
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """Coefficients of the polynomial (Jordan et al., kellerjordan.github.io/posts/muon)."""
 _LEAST = 1e-7
-"""of what an update is divided by"""
+"""The least norm that an update is divided by."""
 
 
 def orthogonalise(update: torch.Tensor, pieces: Sequence[Piece], steps: int) -> None:

@@ -212,7 +212,7 @@ class Muon(OptimizerSpec):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Of what is AdamW's. A matrix has one, called ``momentum_buffer``."""
+        """Names of the moments that AdamW keeps. A matrix has one, called ``momentum_buffer``."""
         return self.adamw.moment_names
 
     @property

@@ -31,7 +31,7 @@ _MOST = 1 << 52
 """bytes beyond which a tier is no answer"""
 _STEPS = 16
 _DOUBLED, _DRIVES = 7, 8
-"""how often host memory is doubled, and how many times the drives are multiplied, to see whether they last then"""
+"""Doublings of host memory, and multiples of the drives, that are tried to see whether the drives last then."""
 _KINDS = ("weights", "state", "gradients", "activations")
 _DRIVE = Drive(path="a drive", read=1e9, write=1e9, read_both=1e9, write_both=1e9, free=_MOST)
 """stands for one that is not there, when all that is asked is whether something would fit"""
@@ -280,7 +280,7 @@ def _with(task: Task, tier: Tier, nbytes: int) -> Task:
 
 
 def _fits_on_disk(task: Task, size: int, count: int) -> bool:
-    """Whether a directory on disk, where there is none, makes it fit: on the machine's drives, or on one with room."""
+    """True if a directory on disk, where there is none, makes it fit: on the machine's drives, or on one with room."""
     if task.budget.disk_paths:
         return False
     known = bool(task.machine.drives)

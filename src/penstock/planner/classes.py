@@ -66,7 +66,7 @@ def _homes(request: Request, g: int, tied: set[int]) -> Iterator[Home]:
 
 
 def _pinned(request: Request, g: int, home: Home, tied: set[int]) -> bool:
-    """Whether the budget's pins leave a group this home."""
+    """True if the budget's pins leave a group this home."""
     budget, trainable = request.budget, request.program.groups[g].trainable
     weights, state = budget.weights, budget.state
     if g in tied and state == "device":  # its gradient comes in parts: it steps in host memory

@@ -81,7 +81,7 @@ def kill_seconds(task: Task, choice: Choice) -> float | None:
 
 
 def undecided(task: Task) -> bool:
-    """Whether the planner is to choose between durable steps and state in memory."""
+    """True if the planner is to choose between durable steps and state in memory."""
     return task.ranks == 1 and _open(task)
 
 

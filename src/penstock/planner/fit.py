@@ -113,7 +113,7 @@ class Request(StreamConfig):
         return build(self.program, settings, self.fixed(settings.place), seat=self.seat(settings))
 
     def seat(self, settings: Settings) -> Seat:
-        """That of each rank."""
+        """The seat of each rank."""
         return streaming_seat(self.ranks, settings.stage)
 
     def peak_bytes(self, settings: Settings, tier: Tier) -> int:
@@ -135,27 +135,27 @@ class Request(StreamConfig):
 
     @property
     def early(self) -> bool | None:
-        """Whether to step before the norm is known, as far as that is said."""
+        """True if to step before the norm is known, as far as that is said."""
         return self.steps_early(self.budget)
 
     @cached_property
     def speculates(self) -> bool:
-        """Whether groups with all state on disk step before the norm is known."""
+        """True if groups with all state on disk step before the norm is known."""
         return self.early is not False and self.may_speculate
 
     @cached_property
     def may_speculate(self) -> bool:
-        """Whether anything could, if it is not forbidden."""
+        """True if anything could, if it is not forbidden."""
         return self.train and no_speculation(self.budget, wait=self.wait) is None
 
     @cached_property
     def casts_on_device(self) -> bool:
-        """Whether gradients that are complete on the device are rounded there."""
+        """True if gradients that are complete on the device are rounded there."""
         return self.cast != "host" and self.may_cast_on_device
 
     @property
     def may_cast_on_device(self) -> bool:
-        """Whether any gradient could be, if the choice is free."""
+        """True if any gradient could be, if the choice is free."""
         return self.grad_dtype == "bf16" and bool(self.route.whole)
 
     @cached_property

@@ -67,7 +67,7 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step that is run once."""
+        """Seconds of a step that is run once."""
         return self.choice.seconds
 
     @property
@@ -77,7 +77,7 @@ class Forecast:
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether any gradient waits, for the norm or for the next step's forward."""
+        """True if any gradient waits, for the norm or for the next step's forward."""
         settings, groups = self.choice.plan.settings, self.choice.plan.program.groups
         return settings.delay > 0 or any(group.trainable and settings.waits(group.index) for group in groups)
 

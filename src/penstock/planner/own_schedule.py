@@ -59,7 +59,7 @@ def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None
 
 
 def speculates(schedule: Schedule, *, wait: bool) -> bool:
-    """Whether any step comes before the norm that it depends on, or would if it were not delayed. ``wait``: whether
+    """True if any step comes before the norm that it depends on, or would if it were not delayed. ``wait``: whether
     steps depend on it; then a schedule without an op for it speculates, even if all its chunks are delayed."""
     return schedule.speculative or (wait and "NORM" not in schedule.by_id)
 

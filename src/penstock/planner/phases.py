@@ -28,7 +28,7 @@ HOME = -1
 _OF_STEPS = frozenset(("RS", "RG", "OP", "UN", "WS", "WW", "RM", "MU", "WM", "UU", "GU", "NS", "DU"))
 """Kinds of ops that steps are made of, of chunks or, of matrices, of a group"""
 BEFORE_GRADIENTS = 3
-"""how many phases there are before the backward"""
+"""Number of phases before the backward."""
 
 
 class Phases:

@@ -72,7 +72,7 @@ _HIGHS: Mapping[str, bool | int | float | str] = {
     "mip_heuristic_run_shifting": True,
 }
 _TOLERANCE = 1e-7
-"""how far beyond a limit still counts as within it, as in HiGHS"""
+"""The excess over a limit that still counts as within it, as in HiGHS."""
 _FEASIBLE = int(highspy.SolutionStatus.kSolutionStatusFeasible)
 
 
@@ -87,7 +87,7 @@ class Shares:
 
     @property
     def whole(self) -> bool:
-        """Whether saved activations and waiting gradients have one tier each, as a schedule wants it."""
+        """True if saved activations and waiting gradients have one tier each, as a schedule wants it."""
         return all(max(shares.values()) > 1 - 1e-6 for shares in (self.activations, self.gradients))
 
     @property
@@ -250,13 +250,13 @@ class PlacementLP:
 
     @cached_property
     def device_is_full(self) -> bool:
-        """Whether the device is too small even with everything as low as it goes."""
+        """True if the device is too small even with everything as low as it goes."""
         pairs = product(self.activation_tiers[::-1], self.gradient_tiers[::-1])
         return all(self.lowest_sizes(c, q)[0] > self.budget[0] for c, q in pairs)
 
     @cached_property
     def fits(self) -> bool:
-        """Whether anything fits. With a disk that is so if everything does as low as it goes."""
+        """True if anything fits. With a disk that is so if everything does as low as it goes."""
         pairs = product(self.gradient_tiers, self.activation_tiers[::-1])
         low = any((self.lowest_sizes(c, q) <= self.budget).all() for q, c in pairs)
         return low or (self.request.bottom != "disk" and self.relaxed is not None)

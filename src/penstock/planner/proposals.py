@@ -27,9 +27,9 @@ FIRST = 4
 chunks, are simulated before the neighbours of the best"""
 
 _FEW_CHUNKS = (2**24, 2**20, 2**18, 2**16)
-"""where one size has to do: the first that fits"""
+"""Chunk sizes where one has to do: the first that fits."""
 _DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
-"""of weights and gradients, from the best to the smallest"""
+"""Depths of weights and gradients, from the best to the smallest."""
 _HOST_DEPTHS = (4, 3, 2, 1)
 _SHALLOWEST = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, activations=1)
 _TIERS_TRIED = 2
@@ -181,7 +181,7 @@ class Proposals:
         return next((found for chunk in sizes if (found := self.at(request, chunk, delay))), [])
 
     def fits(self) -> bool:
-        """Whether the search would find anything, without a simulation."""
+        """True if the search would find anything, without a simulation."""
         if self.q.unstartable is not None:
             return False
         for request in self.q.requests:
@@ -327,7 +327,7 @@ class Proposals:
         return CHUNKS[first] if first < len(CHUNKS) else None
 
     def _allowed(self, request: Request, chunk: int) -> bool:
-        """Whether a schedule with such chunks, and everything as low as it goes, has few enough ops."""
+        """True if a schedule with such chunks, and everything as low as it goes, has few enough ops."""
         most = self.q.most_ops
         if most is None:
             return True

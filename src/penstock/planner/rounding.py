@@ -110,7 +110,7 @@ class Rounding:
         return False
 
     def _fits(self, counts: Sequence[Mapping[Home, int]], pattern: Pattern) -> bool:
-        """Whether it fits if groups that are nowhere yet take nothing but their pools."""
+        """True if it fits if groups that are nowhere yet take nothing but their pools."""
         filled = [
             {**found, kind.homes[-1]: found.get(kind.homes[-1], 0) + len(kind.members) - sum(found.values())}
             for kind, found in zip(self.lp.classes, counts, strict=True)

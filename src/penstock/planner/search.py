@@ -215,7 +215,7 @@ def _least(question: Question) -> float:
 
 
 def fits(question: Question) -> bool:
-    """Whether the search would find anything, without a simulation."""
+    """True if the search would find anything, without a simulation."""
     return Proposals(question).fits()
 
 
@@ -315,15 +315,15 @@ class _Search:
         return possible
 
     def _delays_beside(self, proposal: Proposal) -> bool:
-        """Whether the best delays and this one does not: a delay is worth what it costs where it is the faster one."""
+        """True if the best delays and this one does not: a delay is worth what it costs where it is the faster one."""
         return self.best is not None and self.best[1].settings.delay > 0 and proposal.settings.delay == 0
 
     def _beaten(self) -> bool:
-        """Whether the plan for another question, which was found before, is better."""
+        """True if the plan for another question, which was found before, is better."""
         return self.best is not None and self.best[0] > self.beat * _GOOD_ENOUGH
 
     def _settled(self, possible: float) -> bool:
-        """Whether the best takes as long as the least estimate says that it must."""
+        """True if the best takes as long as the least estimate says that it must."""
         return self.best is not None and self.best[0] <= possible * _GOOD_ENOUGH
 
     def _size(self, proposal: Proposal) -> int:
@@ -355,14 +355,14 @@ class _Search:
         return True
 
     def _wears(self, plan: Plan, seconds: float) -> bool:
-        """Whether a plan that has to keep to the drives' endurance does not."""
+        """True if a plan that has to keep to the drives' endurance does not."""
         allowed = self.q.allowance
         if self.q.most_written is None or allowed is None:
             return False
         return self.q.written_per_day(plan, seconds) > allowed
 
     def _is_hopeless(self, estimate: float) -> bool:
-        """Whether what is estimated like this is not worth a simulation, nor shares so good their rounding."""
+        """True if what is estimated like this is not worth a simulation, nor shares so good their rounding."""
         return self.best is not None and estimate >= self.best[0] * _HOPELESS
 
     def _beyond(self, request: Request, settings: Settings) -> str | None:
@@ -373,7 +373,7 @@ class _Search:
         return beyond(self.q.peaks(settings.place, {"device": device, "host": host}), self.q.room)
 
     def _spent(self, ops: int) -> bool:
-        """Whether another simulation of so many ops would be too many; the first never is."""
+        """True if another simulation of so many ops would be too many; the first never is."""
         return bool(self.seen) and (self.ops + ops > self.q.simulated_ops or len(self.seen) >= SIMULATIONS)
 
     def _improve(self) -> bool:

@@ -54,10 +54,10 @@ class Task(StepConfig):
     precision: Precision
     optimizer: OptimizerName
     moments: int
-    """how many the optimizer has"""
+    """number of moments that the optimizer has"""
     form_of_moments: Moments = "fp32"
     whole: Orthogonal | None = None
-    """how updates of matrices are made orthogonal (muon)"""
+    """the way in which updates of matrices are made orthogonal (muon)"""
     families: tuple[Family, ...]
     disk_free: int
     ranks: int = 1
@@ -83,7 +83,7 @@ class Task(StepConfig):
 
     @property
     def may_speculate(self) -> bool:
-        """Whether anything could, if it is not forbidden."""
+        """True if anything could, if it is not forbidden."""
         return no_speculation(self.budget, wait=self.needs_norm) is None
 
     @property

@@ -59,6 +59,6 @@ def expected_repeats(config: StepConfig) -> float:
 
 
 def steps_early(program: Program, settings: Settings) -> bool:
-    """Whether any group steps before the norm is known, so that a step whose norm is over the limit is run again."""
+    """True if any group steps before the norm is known, so that a step whose norm is over the limit is run again."""
     early = settings.wait and settings.delay < 1
     return early and any(group.trainable and not settings.waits(group.index) for group in program.groups)

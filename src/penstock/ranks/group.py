@@ -24,7 +24,7 @@ E = TypeVar("E", bound=BaseException)
 AXIS = "dp_shard"
 """The name of the one axis of a mesh, as torchtitan has it."""
 _PATIENCE = timedelta(days=7)
-"""that a rank has with others which prepare data, or load a model; one that is gone is noticed at once"""
+"""Patience of a rank with others that prepare data, or load a model; one that is gone is noticed at once."""
 
 
 class Ranks:
@@ -110,7 +110,7 @@ class Ranks:
         return self
 
     def is_of_all(self, error: BaseException) -> bool:
-        """Whether an error is the last that all ranks have raised alike."""
+        """True if an error is the last that all ranks have raised alike."""
         return error is self._of_all
 
     def of_all(self, error: E) -> E:
@@ -171,7 +171,7 @@ class Ranks:
 
     @property
     def broken_off(self) -> bool:
-        """Whether a collective was given up that may still write to what it was given: that must stay where it is."""
+        """True if a collective was given up that may still write to what it was given: that must stay where it is."""
         return False
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class Together(Ranks):
         members = dist.get_process_group_ranks(group)
         self.rank, self.size = members.index(dist.get_rank()), len(members)
         self._pending: list[object] = []
-        """what a broken-off collective may still write to"""
+        """objects that a broken-off collective may still write to"""
         found: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(found, (Place.here(), _made), group=group)

@@ -17,7 +17,7 @@ from penstock.ranks.waiting import beside
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(minutes=30)
-"""that a rank has with others which load a model, or plan; one that is gone is noticed at once"""
+"""Patience of a rank with others that load a model, or plan; one that is gone is noticed at once."""
 
 
 def torchrun_mesh(device: str | None = None) -> DeviceMesh:

@@ -161,7 +161,7 @@ class Watch:
         return None
 
     def _is_gone(self, other: int) -> bool:
-        """Whether another rank's process was on this machine, and is no more."""
+        """True if another rank's process was on this machine, and is no more."""
         place = self._places[other]
         if place.host != socket.gethostname():
             return False

@@ -52,7 +52,7 @@ class Access:
         return self.view(name, self.bound.chunk(op).numel, dtype)
 
     def idle(self, op: Op) -> bool:
-        """Whether an op on a chunk's way has nothing to do: it is not stepped, or was when the step before ended."""
+        """True if an op on a chunk's way has nothing to do: it is not stepped, or was when the step before ended."""
         if self.bound.is_late(op):
             return self.context.left is None
         return self.context.idle

@@ -47,7 +47,7 @@ class Bound:
 
     @cached_property
     def normed(self) -> bool:
-        """Whether the norm is known within the step: else the optimizer computes its parts in passing."""
+        """True if the norm is known within the step: else the optimizer computes its parts in passing."""
         return "NORM" in self.schedule.by_id
 
     @cached_property
@@ -71,7 +71,7 @@ class Bound:
         return replace(chunk, start=op.elements[0], numel=op.elements[1] - op.elements[0])
 
     def is_late(self, op: Op) -> bool:
-        """Whether an op belongs to a chunk, or to a group of matrices, that the step before has left to this one."""
+        """True if an op belongs to a chunk, or to a group of matrices, that the step before has left to this one."""
         return (op.id.group, op.id.chunk if op.id.chunk >= 0 else 0) in self.late
 
     @cached_property

@@ -60,7 +60,7 @@ class Update:
     touched: set[int] = field(default_factory=set)
     """ids of the parameters that have received a gradient; grows while their step runs"""
     grad_scale: float = 1.0
-    """what gradients are multiplied by"""
+    """the factor of gradients"""
 
     def missed_after(self, groups: Sequence[ParamGroup]) -> dict[str, int]:
         """``missed`` once this update is counted: parameters without a gradient have been passed over once more."""
@@ -79,7 +79,7 @@ class StepContext:
     clip: float | None = None
     loss_scale: float = 1.0
     left: Update | None = None
-    """of the step before, if it has delayed chunks that this one is to step"""
+    """the update of the step before, if it has delayed chunks that this one is to step"""
     completed: Callable[[], None] | None = None
     """called when they are stepped and at home, before any of this step is written to disk"""
     partials: dict[int, NDArray[np.float64]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class StepContext:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of this step is to be stepped."""
+        """True if nothing of this step is to be stepped."""
         stepped = self.verdict in (None, Verdict.WITHIN) and self.mode is not Mode.SEARCH
         return not stepped or self.failure is not None
 

@@ -55,7 +55,7 @@ class Executor:
         self._compute = self._by_name["compute"]
         self._marks: dict[str, Mark] = {turn.op.id: turn.mark for lane in self._lanes for turn in lane.turns}
         self.marks: dict[str, Mark] = {}
-        """of the last step, if it came to its end; the next one writes them anew"""
+        """marks of the last step's ops, if it came to its end; the next one writes them anew"""
         self._users: dict[tuple[str, int], Mark] = {}  # of each slot, who gave it back
         self._gate: Gate = Gate()  # the caller's
         self._running = 0  # ops under way in lane threads; compute runs in the thread that would wait for it
@@ -203,7 +203,7 @@ class Executor:
         return waits, [self._users[s] for s in taken if s in self._users and self.pools.counted(s[0])]
 
     def _run_op(self, turn: Turn, waits: Sequence[Mark], freed: Sequence[Mark]) -> bool:
-        """Whether it has come to its end."""
+        """True if it has come to its end."""
         mark = turn.mark
         try:
             # What torch allocates is free only when another stream's last use of it is over, not when that is queued.
@@ -261,7 +261,7 @@ class Executor:
         self._wake()
 
     def _over(self) -> bool:
-        """Whether all ops are published, or nothing runs any more after an error."""
+        """True if all ops are published, or nothing runs any more after an error."""
         return not self._left or (self._error is not None and not self._running)
 
     def _wait_idle(self) -> None:

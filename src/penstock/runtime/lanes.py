@@ -40,9 +40,9 @@ class LaneState:
         self.name = name
         self.turns: tuple[Turn, ...] = ()
         self.sleepers: list[Gate] = []
-        """of its threads that wait for the next op's turn"""
+        """gates of its threads that wait for the next op's turn"""
         self.open = 0
-        """how many of its ops may start: all in a step, none between steps and after an error"""
+        """number of its ops that may start: all in a step, none between steps and after an error"""
         self.started = self.published = 0
         self.finished: set[int] = set()
         """places of ops that are finished, and not published as one before them is not"""

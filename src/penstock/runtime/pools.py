@@ -54,7 +54,7 @@ class Pools:
         self.reset()
 
     def can_take(self, op: Op) -> bool:
-        """Whether every pool that the op takes from has a slot for it."""
+        """True if every pool that the op takes from has a slot for it."""
         if len(op.takes) == 1:
             return bool(self._free[op.takes[0][1]])
         return all(
@@ -82,7 +82,7 @@ class Pools:
         return given
 
     def counted(self, pool: str) -> bool:
-        """Whether a pool only counts memory that torch allocates."""
+        """True if a pool only counts memory that torch allocates."""
         return not self._pools[pool].backed
 
     def buffer(self, name: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ from penstock.schedule.matrices import Piece
 from penstock.tape.groups import ParamGroup, ParamSlice
 
 Half = Literal["all", "first", "second"]
-"""of a step that takes matrices whole: what makes the update, and what takes it once it is orthogonal"""
+"""Half of a step that takes matrices whole: the first makes the update, the second takes it once it is orthogonal."""
 _Span = tuple[int, int, Hyper, int]
 """(first element, end, hyper-parameters, number of the update)"""
 

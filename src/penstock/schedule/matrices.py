@@ -11,9 +11,9 @@ from penstock.schedule.place import BF16
 from penstock.schedule.program import Whole
 
 _DIMENSIONS = (2, 3)
-"""of a matrix, and of a stack of them, such as a block's experts"""
+"""Dimensions of a matrix, and of a stack of them, such as a block's experts."""
 _NORM = re.compile(r"norm(_?\w{1,2})?$", re.IGNORECASE)
-"""in what a module is called that is a norm: ``q_norm``, ``input_layernorm``, ``norm1``, ``norm_q``"""
+"""Names of modules that are norms: ``q_norm``, ``input_layernorm``, ``norm1``, ``norm_q``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Piece:
 
 
 def is_matrix(name: str, shape: Sequence[int], rule: Orthogonal) -> bool:
-    """Whether a block's parameter is a matrix or a stack of some, no bias and no norm's, and not left out by name."""
+    """True if a block's parameter is a matrix or a stack of some, no bias and no norm's, and not left out by name."""
     module, _, own = name.rpartition(".")
     of_norm = _NORM.search(module.rpartition(".")[2]) is not None
     return (

@@ -23,7 +23,7 @@ def move_order(sizes: Sequence[int], now: Sequence[Tier], wanted: Sequence[Tier]
 
 
 def fills_no_tier_more(sizes: Sequence[int], now: Sequence[Tier], wanted: Sequence[Tier]) -> bool:
-    """Whether there is such an order, as ``move_order`` goes about it."""
+    """True if there is such an order, as ``move_order`` goes about it."""
     held, final = held_by(sizes, now), held_by(sizes, wanted)
     most = {tier: max(held[tier], final[tier]) for tier in TIERS} | {"disk": sum(sizes)}
     for i in move_order(sizes, now, wanted):

@@ -17,7 +17,7 @@ NORM_BYTES = 8
 """bytes of one partial sum of squares, of ``ALIGN`` elements of a gradient"""
 
 Side = Literal["device", "host"]
-"""of the link between the two: which of them rounds"""
+"""Side of the link between the two that rounds."""
 
 PAGE = 4096
 """Bytes to which everything that goes to disk is padded."""
@@ -103,7 +103,7 @@ def _unit(unit: int, largest: int) -> int:
 
 
 def on_grain(group: GroupSpec, largest: int) -> bool:
-    """Whether chunks of at most ``largest`` elements begin and end where the disk's checksums do."""
+    """True if chunks of at most ``largest`` elements begin and end where the disk's checksums do."""
     parts = ((group.trainable, trained_grain(group)), (group.frozen, grain(group.frozen)))
     return all(n <= largest or unit <= largest for n, unit in parts)
 
@@ -213,7 +213,7 @@ class Format:
 
     @staticmethod
     def of(precision: Precision, moments: int, form: Moments = "fp32", whole: Orthogonal | None = None) -> "Format":
-        """That of a precision, with so many moments."""
+        """The format of a precision, with so many moments."""
         if precision == "fp32":
             return Format(weight_bytes=4, rest_bytes=0, moments=moments, form=form, whole=whole)
         rest: Literal[2, 4] = 2 if precision == "bf16" else 4
@@ -221,12 +221,12 @@ class Format:
 
     @property
     def is_compact(self) -> bool:
-        """Whether some moments are kept in less than fp32."""
+        """True if some moments are kept in less than fp32."""
         return self.form != "fp32"
 
     @property
     def steps_weights(self) -> bool:
-        """Whether a step reads the weights, and not only makes them anew."""
+        """True if a step reads the weights, and not only makes them anew."""
         return self.rest_bytes < FP32
 
     def form_of(self, group: GroupSpec) -> Moments:
@@ -330,16 +330,16 @@ class Placement:
         return home_of_weights(weights, state) if group.trainable else weights
 
     def copied(self, group: GroupSpec) -> bool:
-        """Whether stages find a copy of a group's weights above their home."""
+        """True if stages find a copy of a group's weights above their home."""
         return self.home(group) != self.weights[group.index]
 
     def stepped_in_passing(self, group: GroupSpec) -> bool:
-        """Whether the weights that a step on the host changes come from disk, or go there, through a buffer: they are
+        """True if the weights that a step on the host changes come from disk, or go there, through a buffer: they are
         at home there, and host memory has no copy."""
         return self.home(group) == "disk" and self.weights[group.index] != "host"
 
     def all_on_disk(self, group: int) -> bool:
-        """Whether all of a group's master copy and moments is at home on disk."""
+        """True if all of a group's master copy and moments is at home on disk."""
         return self.state[group] == "disk"
 
 
@@ -374,9 +374,9 @@ class Settings:
     place: Placement
     depths: Depths
     wait: bool
-    """Whether the numbers of a step depend on the global gradient norm (clipping, or fp16's overflow check)."""
+    """True if the numbers of a step depend on the global gradient norm (clipping, or fp16's overflow check)."""
     speculate: bool = False
-    """Whether groups whose state is on disk step before that norm is known, beside what the last commit names: a step
+    """True if groups whose state is on disk step before that norm is known, beside what the last commit names: a step
     that should have been another one is dropped, and run again. Groups with state in memory wait all the same."""
     train: bool = True
     delay: float = 0.0
@@ -390,9 +390,9 @@ class Settings:
     """Where that is done to a gradient that is complete on the device: there, so that it crosses in bf16, or by those
     who read it. Changes no bit, and nothing at all in fp32. What is summed on the host is rounded there."""
     stage: ZeroStage = 3
-    """Of ZeRO: what several ranks have parts of. Changes no bit."""
+    """Stage of ZeRO: the tensors that several ranks have parts of. Changes no bit."""
     keep: bool = False
-    """Whether weights on disk stay in host memory from the last load before their step until it, so that the optimizer
+    """True if weights on disk stay in host memory from the last load before their step until it, so that the optimizer
     does not read them again (``lower.kept``). Changes no bit."""
     strands: int = 1
     """In how many strands the gradients of all micro-batches are summed, a power of two, which are then added up in
@@ -400,9 +400,9 @@ class Settings:
 
     @property
     def casts_on_device(self) -> bool:
-        """Whether gradients that are complete on the device are rounded there."""
+        """True if gradients that are complete on the device are rounded there."""
         return self.grad_dtype == "bf16" and self.cast == "device"
 
     def waits(self, group: int) -> bool:
-        """Whether a group's optimizer step waits for the global gradient norm."""
+        """True if a group's optimizer step waits for the global gradient norm."""
         return self.wait and not (self.speculate and self.place.all_on_disk(group))

@@ -77,14 +77,14 @@ class HuggingFaceModel:
         )
 
     def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format) -> bool:
-        """Whether the formulas are right to the byte for this model and device, but for a loss in tiles."""
+        """True if the formulas are right to the byte for this model and device, but for a loss in tiles."""
         # On GPUs torch has no fused kernel for grouped queries in fp32.
         fused = self.kind == "cpu" or form.weight_bytes != FP32 or formula.kv_heads == formula.heads
         return fused and formula.is_usual and sequence_length <= formula.window
 
 
 def _knows_most(formula: transformer.Transformer, profile: ModelProfile, tile: int, form: Format) -> bool:
-    """Whether the formula has the moment at which an epilogue holds most. Llama's has all that there are; of the others
+    """True if the formula has the moment at which an epilogue holds most. Llama's has all that there are; of the others
     only the one at which a tile of logits is alive, and not how the hidden states go through the norm."""
     states, most = profile.tokens * formula.hidden * form.weight_bytes, profile.program.stages[-1].forward_peak
     if formula.gated:

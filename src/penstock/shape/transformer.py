@@ -100,7 +100,7 @@ class Transformer:
 
     @property
     def is_usual(self) -> bool:
-        """Whether the proportions are those for which peaks are exact: what is wide, and what is much wider."""
+        """True if the proportions are those for which peaks are exact: what is wide, and what is much wider."""
         width = max(self.hidden, self.heads * self.head_dim)
         words = self.vocabulary >= 2 * width and (self.gated or self.vocabulary >= self.positions)
         return words and 2 * self.intermediate >= 5 * width
@@ -379,11 +379,11 @@ class _Given:
         return bool(self._left.pop(key, default))
 
     def are(self, **wanted: object) -> bool:
-        """Whether these settings, where they are given at all, have the only values that the formulas are for."""
+        """True if these settings, where they are given at all, have the only values that the formulas are for."""
         return all(self._left.pop(key, value) == value for key, value in wanted.items())
 
     def without(self, *dropouts: str) -> bool:
-        """Whether these settings, which are on by default, are all switched off."""
+        """True if these settings, which are on by default, are all switched off."""
         return all(self._left.pop(key, 0.1) == 0.0 for key in dropouts)
 
     @property

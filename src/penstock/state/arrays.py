@@ -98,7 +98,7 @@ _MOMENTS: Mapping[Moments, tuple[torch.dtype, torch.dtype]] = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "int8": (torch.int8, torch.uint8),
 }
-"""Of the first and of the second moment."""
+"""Names of the first and of the second moment."""
 
 
 _REST: Mapping[int, torch.dtype] = {2: torch.int16, FP32: torch.float32}
@@ -218,9 +218,9 @@ class StateArrays:
         self.parts = {part.name: part for group in groups for part in parts_of(group, form, dtype)}
         self._names = {g.index: [part.name for part in parts_of(g, form, dtype)] for g in groups}
         self._copies: dict[int, _Copy] = {}
-        """of the weights of groups that stages find above their home"""
+        """group -> the copy of its weights that stages find above their home"""
         self.background: Changes | None = None
-        """who has to know before an array in memory is changed"""
+        """the writer that has to know before an array in memory is changed"""
         self._changed: set[str] = set()
         """arrays at home in memory that the step under way has changed"""
         self._renewed: set[int] = set()

@@ -56,7 +56,7 @@ class Background:
         """the pieces that a change must look at; None when nothing is pending"""
         self._last: Pieces | None = None
         self.thread: threading.Thread | None = None
-        """what writes, or has written, the newest snapshot; until it is waited for"""
+        """the thread that writes, or has written, the newest snapshot; until it is waited for"""
         self._running = threading.Lock()
         """held by the thread that writes"""
         self._closed = False

@@ -81,7 +81,7 @@ class Commits:
         self._buffers = buffers
         self._owner = owner
         self.ranks = ranks
-        """who commits together"""
+        """the ranks that commit together"""
         self._beside = ranks.beside() if budget.durability == "interval" else ranks
         """the same, for the thread that writes in the background"""
         self._share = share

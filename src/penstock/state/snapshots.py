@@ -240,7 +240,7 @@ class _Converted:
         """``readers``: of its parts, by rank. ``share``: what is to be read. ``meta``: of what ``description`` says."""
         self.meta = meta
         self.read = readers[0].read
-        """of buffers, which are the same on all"""
+        """reads buffers, which are the same on all"""
         self._share = share
         had = readers[0].meta["model"]
         self._conversion = Conversion(SnapshotArrays(readers, had), had, description)

@@ -28,9 +28,9 @@ class StepStats:
     repeats: int = 0
     """runs of the step besides the one that counts: it was over the limit of the norm, or not finite"""
     non_finite: str | None = None
-    """which gradient was infinite or NaN, if one was"""
+    """the gradient that was infinite or NaN, if one was"""
     labels: str | None = None
-    """which labels the loss is the mean over, as found out from the model: ``"all"``, ``"but the first"`` of each row
+    """the labels that the loss is the mean over, as found from the model: ``"all"``, ``"but the first"`` of a row
     (it compares each position with the next label), or ``"rows"`` as such; None where that was not asked"""
     flops: float = 0.0
     """FLOP that the model computes for all micro-batches, forward and backward, a multiplication and an addition as

@@ -153,7 +153,7 @@ def sync_directory(path: Path) -> None:
 
 
 def is_locked(directory: Path, *, name: str = LOCK) -> bool:
-    """Whether a process that writes has the lock of a directory now. One that starts in this very moment may find it
+    """True if a process that writes has the lock of a directory now. One that starts in this very moment may find it
     taken, and says so."""
     try:
         fd = files.descriptor(directory / name, os.O_RDONLY)

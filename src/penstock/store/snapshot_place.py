@@ -14,7 +14,7 @@ RANKS = "ranks.json"
 
 
 def is_snapshot(path: Path) -> bool:
-    """Whether a folder is one that ``engine.save`` has written, of one process or of several ranks."""
+    """True if a folder is one that ``engine.save`` has written, of one process or of several ranks."""
     return (path / MANIFEST).is_file() or (path / RANKS).is_file()
 
 

@@ -95,7 +95,7 @@ class PlainDisplay:
 
 
 class NoDisplay:
-    """That of a rank which leaves the view to the first one."""
+    """The display of a rank which leaves the view to the first one."""
 
     def say(self, text: str) -> None:
         pass
@@ -131,7 +131,7 @@ def choose_display(out: TextIO) -> Display:
 
 
 def can_redraw(out: TextIO) -> bool:
-    """Whether an output is a terminal on which lines can be drawn again."""
+    """True if an output is a terminal on which lines can be drawn again."""
     return out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 

@@ -69,7 +69,7 @@ class Meter:
     predicted: float | None = None
     bottleneck: str = ""
     step_seconds: list[float] = field(default_factory=list)
-    """of the steps under that plan, without the one that made it and warmed up"""
+    """seconds of the steps under that plan, but for the one that made it and warmed up"""
     planning: bool = True
     losses: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
@@ -158,7 +158,7 @@ class Meter:
 
     @property
     def flops_per_second(self) -> float:
-        """Of the model: what is computed a second time does not count."""
+        """FLOP of the model: what is computed a second time does not count."""
         return sum(s.flops for s in self.recent) / self._time
 
     @property

@@ -18,7 +18,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def is_array(file: BinaryIO) -> bool:
-    """Whether a file's first character is an array's. The file is then at its beginning."""
+    """True if a file's first character is an array's. The file is then at its beginning."""
     start = file.read(_FIRST).removeprefix(_BOM).lstrip()
     file.seek(0)
     return start.startswith(b"[")

@@ -32,7 +32,7 @@ class Clocks:
         self._run(ops)
 
     def before(self, first: Op, second: Op) -> bool:
-        """Whether ``first`` is surely done when ``second`` starts."""
+        """True if ``first`` is surely done when ``second`` starts."""
         lane, turn, _, _ = self._at[first.id]
         return self._at[second.id][2][lane] >= turn
 

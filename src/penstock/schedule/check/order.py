@@ -113,7 +113,7 @@ class _Progress:
             self._finish(index, op)
 
     def _meet(self, index: int, op: Op) -> bool:
-        """Whether this rank is the last of its group to arrive; if so, the others are done, too."""
+        """True if this rank is the last of its group to arrive; if so, the others are done, too."""
         members = self.world.groups.get(op.group, (index,))
         there = self.arrived.setdefault((op.group, op.id), [])
         if len(there) + 1 < len(members):

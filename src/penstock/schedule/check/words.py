@@ -63,7 +63,7 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
 
 
 def _speculates(schedule: Schedule, step: Op) -> bool:
-    """Whether an optimizer step need not know the norm: what it changes goes to disk, beside what was there. Where
+    """True if an optimizer step need not know the norm: what it changes goes to disk, beside what was there. Where
     state lives is not known here: a proof (``schedule.meaning``) sees whether all of it does."""
     return schedule.speculative and any(step.id.of(kind) in schedule.by_id for kind in ("WS", "WW"))
 
@@ -122,9 +122,9 @@ class _Order:
         self._own = not schedule.chunk
         self._left = left
         self._visits: dict[VisitId, list[Op]] = defaultdict(list)
-        """who makes gradients, by visit: ``B3``, ``B3m0``, ``E9``"""
+        """ops that make gradients, by visit: ``B3``, ``B3m0``, ``E9``"""
         self._sums: dict[int, list[Op]] = defaultdict(list)
-        """who brings a group's gradient together"""
+        """ops that sum up a group's gradient"""
         self._stepped: dict[int, Op] = {}
         for op in schedule.ops:
             word = op.id
@@ -162,11 +162,11 @@ class _Order:
         return []
 
     def _gradient_of(self, op: Op) -> bool:
-        """Whether an op takes a gradient: the step of matrices takes what another op has made of it."""
+        """True if an op takes a gradient: the step of matrices takes what another op has made of it."""
         return op.id.kind != "OP" or op.id.of("MU") not in self._by_id
 
     def _same(self, one: OpId, other: OpId) -> bool:
-        """Whether two chunks have something in common: a group that is not cut has all of its chunks."""
+        """True if two chunks have something in common: a group that is not cut has all of its chunks."""
         return one.chunk == other.chunk or -1 in (one.chunk, other.chunk)
 
     def _backwards(self, group: int) -> list[Op]:

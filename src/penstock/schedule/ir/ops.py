@@ -143,7 +143,7 @@ class Schedule:
 
     name: str
     micro_batches: int
-    """of the step; each has a number below this"""
+    """number of micro-batches of the step; each has a number below this"""
     chunk: int
     """Largest number of elements of a chunk; a group's chunks are given by ``chunks()`` of the builder. 0: groups are
     not cut, and group l is what stage l computes with (the schedules that do not offload)."""
@@ -154,7 +154,7 @@ class Schedule:
     carried: tuple[Carried, ...] = ()
     """Buffers that are held when the step starts, as the step before has left them, and when it ends."""
     speculative: bool = False
-    """Whether steps of chunks that come from disk and go back there need not come after the norm: see
+    """True if steps of chunks that come from disk and go back there need not come after the norm: see
     ``Settings.speculate``."""
 
     @cached_property

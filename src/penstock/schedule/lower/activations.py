@@ -39,7 +39,7 @@ class Activations:
         self._saves = "saved" in pools
         self._gradients_pool = "activation_gradients" if "activation_gradients" in pools else "activations"
         self._came: dict[Buffer, OpId] = {}
-        """what has come to the device and nobody has read yet -> the op that brings it"""
+        """buffer that has come to the device and that nobody has read yet -> the op that brings it"""
 
     def touched(self, op: Touched, visit: Visit, m: int) -> list[OpId]:
         """Add the activations of one compute op to what it touches; what it waits for among them."""

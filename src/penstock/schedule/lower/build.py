@@ -42,7 +42,7 @@ class Builder:
         self.ready: dict[VisitId, list[OpId]] = defaultdict(list)
         """visit -> ops that its first compute op waits for"""
         self._of_visit: tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]] = [], [], [], []
-        """what ``_of_groups`` says of the visit that is under way, which all of its micro-batches ask"""
+        """the answer of ``_of_groups`` for the visit under way, which all of its micro-batches ask for"""
 
     # ---- what a visit touches
 
@@ -63,7 +63,7 @@ class Builder:
         return group_buffer("G", g, visit=of_visit, use=-1 if self.is_first(strand) else strand)
 
     def is_first(self, strand: int) -> bool:
-        """Whether a strand is the first that has a micro-batch; strand 0 stands for it."""
+        """True if a strand is the first that has a micro-batch; strand 0 stands for it."""
         return not strand or strand == next(iter(strand_firsts(self.s.micro_batches, self.s.strands)))
 
     def strand_of(self, m: int) -> tuple[int, bool]:
@@ -72,11 +72,11 @@ class Builder:
         return next(strand for last, strand in ends.items() if m <= last), m == 0 or m - 1 in ends
 
     def _is_of_visit(self, g: int) -> bool:
-        """Whether each visit has a device gradient of a group of its own, or all have one."""
+        """True if each visit has a device gradient of a group of its own, or all have one."""
         return self.s.place.state[g] != "device" or self.seat.sharding.apart
 
     def strands_on_device(self, g: int) -> bool:
-        """Whether a group's strands are added up on the device: of one visit, or where all visits have one gradient."""
+        """True if a group's strands are added up on the device: of one visit, or where all visits have one gradient."""
         return self.s.strands > 1 and (self.route.at_once == self.s.micro_batches or not self._is_of_visit(g))
 
     def touched(self, index: int, m: int) -> Touched:
@@ -125,7 +125,7 @@ class Builder:
         return list(weights.values()), list(gradients.values()), fresh, done
 
     def speculates(self) -> bool:
-        """Whether the step waits for its norm, and any chunk is stepped in it without."""
+        """True if the step waits for its norm, and any chunk is stepped in it without."""
         return self.s.wait and any(
             not self.s.waits(g) and len(self.provision.delayed.get(g, ())) < self.provision.trained_count(g)
             for g in self.route.gradient_visits

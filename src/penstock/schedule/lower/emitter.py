@@ -115,7 +115,7 @@ class Emitter:
         self._take(start, pool, None)
 
     def has_room(self, pool: str) -> bool:
-        """Whether a buffer is left where all ops so far have run, in the order of emission."""
+        """True if a buffer is left where all ops so far have run, in the order of emission."""
         return self._lookahead is not None or self.held[pool] < self.pools[pool].count
 
     def _take(self, name: Buffer, pool: str, lane: Lane | None) -> bool:

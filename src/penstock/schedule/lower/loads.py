@@ -74,7 +74,7 @@ class Loads:
             self._load()
 
     def _has_room(self) -> bool:
-        """Whether the next load finds a buffer."""
+        """True if the next load finds a buffer."""
         _, g = self._order[self._next]
         return not self.b.provision.moves(g) or self.b.emitter.has_room(self.b.provision.weights_pool[g])
 

@@ -196,7 +196,7 @@ class Provision:
         return self.seat.parts * self.s.chunk * FP32
 
     def moves(self, g: int) -> bool:
-        """Whether a group's weights are brought to the device, or put together there, for each visit."""
+        """True if a group's weights are brought to the device, or put together there, for each visit."""
         return self.s.place.weights[g] != "device"
 
     def streamed(self) -> Iterator[int]:
@@ -213,7 +213,7 @@ class Provision:
         return max(map(self.gradient_bytes, self.streamed()), default=FP32)
 
     def held(self, g: int, use: int, *, waits: bool) -> bool:
-        """Whether the host gradient of a group's ``use``-th stage outlives the visit that makes it.
+        """True if the host gradient of a group's ``use``-th stage outlives the visit that makes it.
 
         ``waits``: its step comes later, after the norm or in the next step.
         """
@@ -229,7 +229,7 @@ class Provision:
 
     @property
     def sums_all_parts(self) -> bool:
-        """Whether gradients that are summed on the host are of all ranks' parts, which are exchanged after that."""
+        """True if gradients that are summed on the host are of all ranks' parts, which are exchanged after that."""
         return self.seat.sharding.reduce in ("scatter-late", "all")
 
     @property
@@ -238,7 +238,7 @@ class Provision:
         return UPDATES if self.sums_all_parts else "updates_up"
 
     def _summed(self, g: int, use: int) -> bool:
-        """Whether the gradient of a group's ``use``-th stage is summed on the host."""
+        """True if the gradient of a group's ``use``-th stage is summed on the host."""
         return (g, self.route.uses[g][use]) in self.route.summed
 
     @cached_property
@@ -290,7 +290,7 @@ class Provision:
         return {g: self.trained_count(g) - len(self.delayed.get(g, ())) for g in groups}
 
     def keeps(self, g: int, c: Chunk) -> bool:
-        """Whether a chunk's weights are in host memory when it is stepped, since the last load of its group."""
+        """True if a chunk's weights are in host memory when it is stepped, since the last load of its group."""
         return g in self.kept and c.trainable and c.index not in self.delayed.get(g, ())
 
     @cached_property
@@ -432,7 +432,7 @@ class Provision:
             yield Pool(name=name, tier="host", size=self.s.chunk * self.widest_gradient, count=count)
 
     def _from_disk(self, g: int) -> bool:
-        """Whether any chunk of a group's weights is read from disk to go up to the device and no further: a delayed
+        """True if any chunk of a group's weights is read from disk to go up to the device and no further: a delayed
         one's first load comes from its step, and the last of one that is kept is the step's."""
         loads, late = len(self.stay.loads[g]), len(self.delayed.get(g, ()))
         frozen, on_time = chunk_count(self._groups[g].frozen, self.s.chunk), self.trained_count(g) - late

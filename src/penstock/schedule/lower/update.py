@@ -76,7 +76,7 @@ class Updates:
         return name, self.b.provision.held_pool if held else "gradients_out"
 
     def _waits(self, g: int) -> bool:
-        """Whether a group's step comes after all visits."""
+        """True if a group's step comes after all visits."""
         return self.b.seat.steps != "within" or self.s.waits(g)
 
     def gradients_down(self, index: int) -> None:
@@ -331,7 +331,7 @@ class Updates:
         self.home(g, c, [done])
 
     def _is_whole(self, g: int) -> bool:
-        """Whether a group's step takes matrices whole."""
+        """True if a group's step takes matrices whole."""
         return self.b.program.groups[g].whole is not None
 
     def _begin_updates(self, g: int, first: list[OpId]) -> None:

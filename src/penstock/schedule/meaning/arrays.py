@@ -117,7 +117,7 @@ class ArrayRules(Ground):
         self.committed = True
 
     def _state_moves(self, g: int) -> bool:
-        """Whether a step reads a group's state from disk, and writes it there."""
+        """True if a step reads a group's state from disk, and writes it there."""
         return self.place.state[g] == "disk" and self._state_bytes(g) > 0
 
     def _state_bytes(self, g: int, numel: int = 1) -> int:
@@ -190,7 +190,7 @@ class ArrayRules(Ground):
         return update.late
 
     def _check_step(self, op: Op, gradient: Gradient) -> bool:
-        """Whether a step is of the gradient that the step before has left; else it is whole, and the norm is known."""
+        """True if a step is of the gradient that the step before has left; else it is whole, and the norm is known."""
         tag = chunk_of(op)
         if gradient.sum == LEFT:
             return True

@@ -53,7 +53,7 @@ class Ground:
         """version of a chunk's weights that a step has changed in memory"""
         self.normed = False
         self.gathered = False
-        """whether the norm's parts of all ranks are known"""
+        """True: the norm's parts of all ranks are known"""
         self.partials: set[ChunkAt] = set()
         self.stepped: set[ChunkAt] = set()
         self.committed = False

@@ -107,20 +107,20 @@ class Needs:
     grad_dtype: GradDtype = "fp32"
     train: bool = True
     ranks: int = 1
-    """that do the same"""
+    """number of ranks that do the same"""
     parts: int = 1
-    """of every group, of which each rank has one: ``program`` has those of one; 1: each has all of it"""
+    """parts of every group, of which each rank has one: ``program`` has those of one rank; 1: each has all of it"""
     strands: int = 1
-    """of one rank"""
+    """strands of one rank"""
 
     @property
     def shared(self) -> bool:
-        """Whether gradients are added up over several ranks."""
+        """True if gradients are added up over several ranks."""
         return self.ranks > 1
 
     @property
     def cut(self) -> bool:
-        """Whether each of them has a part of every group."""
+        """True if each of them has a part of every group."""
         return self.parts > 1
 
     @staticmethod
