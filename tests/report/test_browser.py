@@ -8,12 +8,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.cli import main
+from penstock.cli.report import gather
 from penstock.engine.trace import TraceEvent, TraceWriter
 from penstock.errors import ScheduleError
 from penstock.report.prediction import Prediction
@@ -513,4 +515,26 @@ def test_layers_have_colours_of_their_own_and_backward_is_lighter(tab: Any, tmp_
     assert fills["F0m0"] == fills["F0m1"] != fills["F1m0"]
     assert light["B0m0"] > light["F0m0"]
     assert light["B3m0"] > light["F3m0"]
+    page.close()
+
+
+def test_a_page_that_keeps_up_is_where_it_was_and_waits_while_it_is_pointed_at(tab: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    report = replace(gather(tmp_path / "run", None), refresh=1)
+    path = tmp_path / "report.html"
+    path.write_text(run_page(report), encoding="utf-8")
+    page = Page(tab, path)
+    end = page.view()[1]
+    page.js("([from, to]) => penstock.timeline.show(from, to)", [end / 4, end / 2])
+    page.js("() => { document.querySelector('details').open = true; scrollTo(0, 120); window.first = true; }")
+    page.page.mouse.move(*page.middle())
+    path.write_text(run_page(replace(report, name="later")), encoding="utf-8")
+    page.page.wait_for_timeout(1500)
+    assert page.js("() => window.first")
+    page.page.mouse.move(0, 0)
+    page.page.locator("h1", has_text="later").wait_for()
+    page.page.locator("html[data-ready=yes]").wait_for()
+    assert page.view() == pytest.approx((end / 4, end / 2))
+    assert page.js("() => document.querySelector('details').open")
+    assert page.js("() => scrollY") == 120
     page.close()

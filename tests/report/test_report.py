@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 from penstock.cli import main
+from penstock.cli.claim import RUN_LOCK
 from penstock.cli.environment import write_environment
 from penstock.cli.report import Arguments, gather
 from penstock.cli.words import read_words
@@ -44,6 +47,7 @@ from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
+from penstock.store.directory import DirectoryLock
 from tests.reports import offload_schedule, simulated, write_run
 
 # ---- what a measured op waited for
@@ -503,7 +507,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     [
         ([], "was given none"),
         (["a", "b", "c", "d", "e"], "5 runs on one page: at most 4"),
-        (["a", "--colour", "red"], "there is no option --colour; penstock report takes --step"),
+        (["a", "--blue", "red"], "there is no option --blue; penstock report takes --step"),
         (["a", "--step"], "--step needs a value"),
         (["a", "--step", "x"], "--step must be a whole number"),
         (["a", "--png=t.svg"], "must end in .png"),
@@ -569,3 +573,86 @@ def test_words_become_arguments() -> None:
 def test_the_report_needs_no_torch_and_no_matplotlib(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- a run that goes on
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """As if a process trained the run in a folder."""
+    lock = DirectoryLock(folder, name=RUN_LOCK)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _refresh(page: str) -> int | None:
+    """Seconds after which a page loads itself again."""
+    found = _unpacked(page)[0]["refresh"]
+    assert found is None or isinstance(found, int)
+    return found
+
+
+def test_a_page_keeps_up_with_a_run_until_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    write_run(folder)
+    trace = (folder / "trace.json").read_bytes()
+    (folder / "trace.json").unlink()
+    lock = DirectoryLock(folder, name=RUN_LOCK)
+    page, seen = folder / "report.html", list[str]()
+
+    def go_on(_: float) -> None:
+        """What happens in the pauses of the one who follows."""
+        seen.append(page.read_text() if page.exists() else "")
+        match len(seen):
+            case 1:
+                (folder / "trace.json").write_bytes(trace)
+            case 3:
+                with (folder / "metrics.jsonl").open("a") as metrics:
+                    metrics.write('{"step": 4, "loss": 0.5, "seconds": 1.0, "tokens": 512}\n{"step": 5, "lo')
+            case 4:
+                lock.release()
+
+    monkeypatch.setattr("penstock.cli.report.time.sleep", go_on)
+    assert main(["report", str(folder), "--follow"]) == 0
+    assert seen[0] == ""
+    assert list(map(_refresh, seen[1:])) == [5, 5, 5]
+    assert seen[1] == seen[2]
+    assert seen[1] != seen[3]
+    assert "goes on" in seen[3]
+    assert _refresh(page.read_text()) is None
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in said[:2]] == ["it", "run"]
+    assert said[2].startswith(f"wrote {page} (")
+    assert len(said) == 3
+
+
+def test_who_follows_a_run_without_a_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    write_run(folder)
+    (folder / "trace.json").unlink()
+    settings = folder / "config.yaml"
+    settings.write_text(re.sub(r"trace_steps: \d+", "trace_steps: 0", settings.read_text()))
+    with _held(folder):
+        assert main(["report", str(folder), "--follow"]) == 2
+    assert "holds no trace: train with trace_steps above 0" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_page_that_keeps_up_and_leaves_one_that_rests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    write_run(folder)
+
+    def interrupt(_: float) -> None:
+        assert _refresh((folder / "report.html").read_text()) == 5
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.cli.report.time.sleep", interrupt)
+    with _held(folder):
+        assert main(["report", str(folder), "--follow"]) == 0
+    assert _refresh((folder / "report.html").read_text()) is None

@@ -130,6 +130,11 @@ class RunFigures:
         }
 
 
+def is_training(folder: Path) -> bool:
+    """Whether a process trains the run in a folder now."""
+    return is_locked(folder, name=RUN_LOCK)
+
+
 def read_run(folder: Path) -> RunFigures:
     """Raises:
     ConfigError, StoreError: it is not a run's folder, or what is in it cannot be read.
@@ -144,7 +149,7 @@ def read_run(folder: Path) -> RunFigures:
         config=config,
         ranks=1 if record is None else record.ranks,
         begun=record is None or record.pending is None,
-        training=is_locked(folder, name=RUN_LOCK),
+        training=is_training(folder),
         metrics=metrics,
         last=datetime.fromtimestamp(newest.stat().st_mtime, tz=UTC),
     )

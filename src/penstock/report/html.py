@@ -24,6 +24,7 @@ _SCRIPTS = (
     "tip.js",
     "rows.js",
     "curves.js",
+    "follow.js",
     "main.js",
 )
 _UNIT = re.compile(r"(\d) (s|ms|µs|[KMGT]?i?B)\b")

@@ -37,7 +37,8 @@ class Table:
 class Report:
     """The facts about a run that its page shows. ``budget``: bytes that tiers were given. ``traced``: how many of its
     steps are traced. ``allowed``: bytes a day that its drives may be written; None: any. ``others``: runs whose curves
-    are drawn over its own. ``tables``: more tables, below all else.
+    are drawn over its own. ``tables``: more tables, below all else. ``refresh``: seconds after which the page loads
+    itself again, of a run that goes on; None: never.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Report:
     allowed: float | None = None
     others: Sequence[Run] = ()
     tables: Sequence[Table] = ()
+    refresh: int | None = None
 
     @cached_property
     def curves(self) -> Sequence[Curve]:
@@ -89,6 +91,7 @@ def run_page(report: Report) -> str:
         "names": names.texts,
         "budget": dict(report.budget),
         "curves": [curve.to_json() for curve in report.curves],
+        "refresh": report.refresh,
     }
     page = Page(
         eyebrow=f"Run report · {report.description}" if report.description else "Run report",
@@ -118,6 +121,8 @@ def _sentence(report: Report) -> str:
 
 def _notes(report: Report) -> list[str]:
     notes = []
+    if report.refresh is not None:
+        notes.append(f"The run goes on, and this page with it: it loads itself again every {report.refresh} s.")
     if report.prediction is None:
         notes.append("There is no prediction.json in this run's folder: the page shows the measurement alone.")
     if not report.step.whole:

@@ -24,6 +24,10 @@ _MICRO = 1e-6
 _STEP = re.compile(r"step (\d+)")
 
 
+class NoTraceError(ConfigError):
+    """A run has no step in a trace, or none yet."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
     """One op as it ran; seconds since the step's first op began."""
@@ -187,17 +191,18 @@ def read_traces(folder: Path) -> list[MeasuredStep]:
     several ranks those of the first.
 
     Raises:
-        ConfigError: there is no trace, none has an op in it, or a file is damaged.
+        NoTraceError: there is no trace, or none has an op in it.
+        ConfigError: a file is damaged.
     """
     found = (path for path in folder.glob("trace*.json") if not path.stem.startswith("trace-rank-"))
     paths = sorted(found, key=_first_step)
     steps = {step.step: step for path in paths for step in read_trace(path)}
     if not steps:
         if paths:
-            raise ConfigError(
+            raise NoTraceError(
                 f"{folder} holds {paths[0].name}, but it was cut off before its first op: train until a step is done"
             )
-        raise ConfigError(
+        raise NoTraceError(
             f"{folder} holds no trace: train with trace_steps above 0 (or leave it out), so that the run keeps one"
         )
     return [steps[number] for number in sorted(steps)]
