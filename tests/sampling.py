@@ -1,6 +1,7 @@
 """Products of settings: a seeded sample that has each value of each parameter, and all of them behind ``--campaign``.
 
 ``@pytest.mark.sampled(30)`` over a product of parameters runs 30 of its cases, always the same ones;
+``sampled(30, values=False)`` 30 that need not have each value, where every value of a parameter would be most of them;
 ``@pytest.mark.campaign`` none.
 """
 
@@ -15,17 +16,19 @@ import pytest
 def chosen(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """The tests to run, in their order, of all that were collected; and those that are left out."""
     products: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
-    counts = {}
+    counts, all_values = {}, {}
     for item in items:
         marker = item.get_closest_marker("sampled")
         if marker is not None:
             test, _, case = item.nodeid.partition("[")
             products[test][case] = item
-            (counts[test],) = marker.args
+            (counts[test],), all_values[test] = marker.args, marker.kwargs.get("values", True)
     kept = {
         id(cases[name])
         for test, cases in products.items()
-        for name in sample({name: _values(item) for name, item in cases.items()}, counts[test])
+        for name in sample(
+            {name: _values(item) if all_values[test] else frozenset() for name, item in cases.items()}, counts[test]
+        )
     }
     runs = [
         item.get_closest_marker("campaign") is None and (item.get_closest_marker("sampled") is None or id(item) in kept)

@@ -218,7 +218,7 @@ def test_a_command_on_a_run_ends_in_words_and_leaves_it_as_it_was(name: str, pla
     whole = files()
     wrong: list[str] = []
     tried: Counter[str] = Counter()
-    for fault, at in cases(name, clean, campaign, 2)[: SECONDS_EACH.get(name)]:
+    for fault, at in cases(name, clean, campaign, 1)[: SECONDS_EACH.get(name)]:
         place.put("after 2")
         ended = place.penstock(words, fault=fault, at=at)
         case = f"{fault} at call {at}, {ended.struck}: "

@@ -45,7 +45,7 @@ def test_a_call_that_fails_leaves_what_was_there_or_what_was_made(tmp_path: Path
     with intercepted(tmp_path / "clean", counted, names=True):
         opened("int8", budget(tmp_path / "clean")).close()
     rng, failures = Random(0), 0
-    for case in range(campaign.cases(4, 100)):
+    for case in range(campaign.cases(2, 100)):
         folder = tmp_path / str(case)
         copytree(tmp_path / "store", folder)
         hook = Nth(rng.randrange(len(counted.calls)), error(rng.choice((errno.EIO, errno.ENOSPC))))

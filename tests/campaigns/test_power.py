@@ -56,7 +56,7 @@ def test_after_a_power_cut_a_committed_step_is_found_whole(name: str, tmp_path: 
     found: Counter[int] = Counter()
     losses: Counter[str] = Counter()
     lost = trained = 0
-    for case in range(campaign.cases(10, share(500))):
+    for case in range(campaign.cases(6, share(500))):
         instant, loss = instants(log, rng), LOSSES[case % len(LOSSES)]
         log.image(instant, loss, rng, image := tmp_path / "image")
         train = case % 5 == case // 5 % 5  # a fifth of them, of every kind of loss
@@ -92,7 +92,7 @@ def test_a_power_cut_after_a_kill_within_a_commit(name: str, tmp_path: Path, cam
             log.found(engine.step_count)
             assert engine.step_count == log.commits[opening - 1].step
             go_on(engine, LAST)
-    cases = campaign.cases(5, share(200))
+    cases = campaign.cases(3, share(200))
     for case in range(cases):
         instant = rng.randint(opened, log.end) if case % 2 else rng.randint(opened, log.commits[opening].ended)
         log.image(instant, LOSSES[case % len(LOSSES)], rng, image := tmp_path / "image")

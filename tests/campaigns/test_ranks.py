@@ -223,7 +223,7 @@ def test_a_drive_that_fails_at_any_call_of_any_rank(campaign: Campaign, tmp_path
         folder.mkdir()
         cases = [
             (n % 2, call, rng.choice((errno.ENOSPC, errno.EIO)))
-            for n, call in enumerate(rng.sample(range(260), campaign.cases(3, 60)))
+            for n, call in enumerate(rng.sample(range(260), campaign.cases(2, 60)))
         ]
         for outcomes in each_of(with_faults, folder, settings, cases):
             before = max(step for _, step, _ in outcomes)
@@ -249,7 +249,7 @@ def all_gone_on(mesh: DeviceMesh, folder: Path, settings: dict[str, Any], disks:
 def test_the_power_fails_with_each_drive_at_another_point(campaign: Campaign, tmp_path: Path) -> None:
     """One instant for all drives, each of which has lost what it will of what it was not told to flush by then."""
     rng, begun = Random(2), Counter[int]()
-    count = campaign.cases(3, 50)
+    count = campaign.cases(1, 50)
     for way in range(len(WAYS)) if campaign.full else (1,):
         settings, wanted, folder = WAYS[way], undisturbed(way), tmp_path / f"cut-{way}"
         folder.mkdir()

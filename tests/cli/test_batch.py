@@ -157,6 +157,7 @@ def test_a_run_whose_drives_last_with_commits_now_and_then_has_these(config: Tra
     cpu = machine(tmp_path)
     free = replace(config.budget, device="64MiB", host="64MiB", weights=None, state=None)
     roomy = replace(free, endurance=Endurance(per_day="1TB"))
+    config = replace(config, batch=BatchConfig(sequences=2), delay=0.0, speculate=False)
     lasting = replace(config, budget=roomy)
     cut = split.cut_batch(lasting, "vertical", cpu, "cpu")
     assert cut == split.cut_batch(replace(config, budget=free), "vertical", cpu, "cpu")

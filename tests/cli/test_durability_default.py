@@ -117,7 +117,7 @@ def test_the_default_is_every_step_unless_it_costs_over_a_tenth(campaign: Campai
         waits=st.booleans(),
         micro_batches=st.sampled_from((1, 8)),
     )
-    count = campaign.cases(2, 200)
+    count = campaign.cases(1, 200)
     tried = settings(max_examples=count, deadline=None, derandomize=not campaign.full, database=None)(
         given(asked)(_holds)
     )

@@ -48,6 +48,7 @@ def fused() -> Iterator[ModuleType]:
         importlib.reload(importlib.import_module(name))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize(
     ("grad_dtype", "form", "moment_dtype"),

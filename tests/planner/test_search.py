@@ -40,6 +40,7 @@ MIB = 1 << 20
 PAIRS = list(product((ADAM32, ADAM16), (False, True), (4 * MIB, 9 * MIB), (8 * MIB, 16 * MIB)))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("form", "wait", "device", "host"), PAIRS)
 def test_the_choice_fits_passes_the_checker_and_is_no_slower_than_the_fixed_order(
     form: Format, wait: bool, device: int, host: int
@@ -100,6 +101,7 @@ def test_an_evaluation_holds_no_weights_for_a_second_use() -> None:
     assert fit(replace(asked, ranks=2, stage=2)).device_bytes > fit(replace(asked, ranks=2, stage=3)).device_bytes
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize(("form", "wait"), [(ADAM16, False), (ADAM32, True)])
 def test_the_choice_is_within_three_percent_of_a_grid(form: Format, wait: bool) -> None:
     """``bench/lp_vs_brute_force.py`` in small."""

@@ -56,6 +56,7 @@ def losses(run: Any) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in run.state.log_history if "loss" in line]
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("example", [trainer, sft_trainer], ids=["trainer", "sft_trainer"])
 def test_a_run_that_is_killed_and_resumed_saves_the_model_of_one_that_was_not(
     given: dict[str, Path], tmp_path: Path, example: ModuleType

@@ -18,3 +18,10 @@ def test_a_sample_has_each_value_and_no_more_cases_than_it_takes(count: int) -> 
     assert len(found) <= max(count, 8 + 3 + 2)
     for column, values in enumerate(VALUES):
         assert {value for name in found for place, value in CASES[name] if place == column} == set(values)
+
+
+@pytest.mark.parametrize("count", [1, 5, 99])
+def test_a_sample_without_values_has_as_many_cases_as_were_asked_for(count: int) -> None:
+    found = sample(dict.fromkeys(CASES, frozenset()), count)
+    assert found == sample(dict.fromkeys(CASES, frozenset()), count)
+    assert len(set(found)) == len(found) == min(count, len(CASES))

@@ -186,13 +186,11 @@ WAYS |= {
 
 
 IN_SHORT = (
-    ("in memory, fp16", 4),
-    ("on disk, early, bf16", 2),
+    ("in memory, fp16", 2),
     ("gradients and saved activations on disk, stage 0", 2),
     ("small chunks, delayed, stage 2", 4),
     ("experts", 2),
     ("horizontal, on disk, early, bf16", 2),
-    ("horizontal, gradients in bf16, stage 0", 2),
 )
 """Ways and ranks that every run of the tests takes; a campaign takes all of them."""
 

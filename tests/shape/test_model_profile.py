@@ -81,6 +81,7 @@ def dry(case: Case, *, dtype: torch.dtype = torch.float32, kind: DeviceKind = "c
 # ---- by dry run
 
 
+@pytest.mark.sampled(10, values=False)
 @pytest.mark.parametrize("name", CASES)
 def test_a_dry_run_finds_what_a_probe_finds(name: str) -> None:
     """All of it, to the byte and to the FLOP: groups, stages, reads, saved activations, peaks."""

@@ -103,9 +103,14 @@ class Place:
         with intercepted(self.folder(-1), counted, names=True):
             succeed(self.stores(-1))
         calls = counted.calls
-        renames = {n + after for n, call in enumerate(calls) if call.name == "rename" for after in (0, 1)}
-        self.numbers = sorted({*range(0, len(calls), 1 if full else 29), *renames, len(calls)})
-        """of system calls that are hit: all of them; or around all that give something another name, and some"""
+        renames = {
+            n + after
+            for n, call in enumerate(calls)
+            if call.name == "rename"
+            for after in ((0, 1) if full else (n % 2,))
+        }
+        self.numbers = sorted({*range(0, len(calls), 1 if full else 53), *renames, len(calls)})
+        """of system calls that are hit: all of them; or one beside each that gives something another name, and some"""
 
     def folder(self, number: int) -> Path:
         folder = self._folder / str(number)
