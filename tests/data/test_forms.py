@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from penstock.config import SourceConfig, ValidationConfig
+from penstock.data import opening
 from penstock.data.encode import Encoder
 from penstock.data.forms import form_of, recognised
 from penstock.data.opening import Data, open_data
@@ -289,6 +290,24 @@ def test_a_field_that_no_row_has_is_refused_when_all_have_been_read(
     says = rf"a.{kind}': fields.tools is 'functions', which no row has; .*, {last}, has 'messages', 'id'"
     with pytest.raises(ConfigError, match=says):
         _documents(bpe, path, fields={"tools": "functions"})
+
+
+def test_of_a_stream_a_field_that_the_first_rows_lack_is_refused_before_training(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_LOOKED_AT", 3)
+    path = tmp_path / "a.jsonl"
+    said = [{"thread": row["messages"]} | ({"persona": "brief"} if i == 2 else {}) for i, row in enumerate(chats(9))]
+    late = [said[0], said[1], said[3], said[2]]
+    streamed: dict[str, Any] = {"streaming": True, "packing": False}
+    source = SourceConfig(path=str(path), fields={"messages": "thread", "system": "persona"})
+    _written(path, late)
+    says = r"fields.system is 'persona', which none of the first 3 rows has; .*, line 3, has 'thread'\. If later rows"
+    with pytest.raises(ConfigError, match=says):
+        _open(bpe, tmp_path / "run", source, **streamed)
+    _open(bpe, tmp_path / "all", source, packing=False)
+    _written(path, said)
+    _open(bpe, tmp_path / "run", source, **streamed)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.tokens"])

@@ -20,6 +20,7 @@ from penstock.data.mixture import Mixture
 from penstock.data.pieces import Cuts, Pieces, continuous_pieces, pieces_of
 from penstock.data.prepare import Opened, prepare
 from penstock.data.sources.find import open_source
+from penstock.data.sources.reader import Renamed
 from penstock.data.stream import Prepared, Stream
 from penstock.data.streamed import Streamed, StreamSource
 from penstock.data.token_files import TokenFile
@@ -28,6 +29,7 @@ from penstock.errors import ConfigError, StoreError
 log = logging.getLogger("penstock")
 
 _SHUFFLE = 10_000
+_LOOKED_AT = 1_000  # rows of a source that is streamed, for the fields that the settings name
 _VERSION = 3  # of what is written from equal settings
 _PREPARED = 4  # of the form that it is written in
 
@@ -193,7 +195,8 @@ def _opened(sources: Sequence[SourceConfig], template: bool, *, streaming: bool)
     A run that goes on in the middle of a source reads what it began with, and so in the same form.
 
     Raises:
-        ConfigError: there is no such source, it is empty, or its first example has not the fields that it should have.
+        ConfigError: there is no such source, it is empty, or its first example has not the fields that it should have,
+            or of one that is streamed the first rows have not.
     """
     opened, said = [], []
     for source in sources:
@@ -203,6 +206,8 @@ def _opened(sources: Sequence[SourceConfig], template: bool, *, streaming: bool)
             if example is None:
                 raise ConfigError(f"data: {source.path!r} has no documents: there is nothing to train on")
             form = form_of(example, source.kind, template=template)
+            if streaming and isinstance(one.reader, Renamed):
+                one.reader.look(_LOOKED_AT)
             one = replace(one, form=form)
             words = recognised(example, form, source.kind, template=template)
             said += [] if words is None else [f"{source.path}: {words}"]

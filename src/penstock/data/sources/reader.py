@@ -1,7 +1,8 @@
 """The interface of every source of documents."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,19 +88,41 @@ class Renamed:
             ConfigError: the source has been read from beginning to end, and no row has a field of that name.
         """
         every = _every(self.names)
-        unseen = {} if start is not None else {theirs: here for here, theirs in self.names.items()}
+        unseen = set() if start is not None else {*self.names.values()}
         example = None
         for example, cursor in self.reader.read(start):
-            for name in [name for name in unseen if name in example.has]:
-                del unseen[name]
+            unseen.difference_update(example.has)
             fields = {here: example.fields[theirs] for here, theirs in every.items() if theirs in example.fields}
             yield Example(fields=fields, place=example.place, has=example.has, names=self.names), cursor
         if unseen and example is not None:
-            theirs, here = next(iter(unseen.items()))
+            raise ConfigError(f"{self._lacks(unseen)}, which no row has; the last one, {_has(example)}")
+
+    def look(self, rows: int) -> None:
+        """Whether the first ``rows`` rows have the fields, for who reads the rest only as training goes on.
+
+        Raises:
+            ConfigError: no row of them has a field of that name.
+        """
+        unseen = {*self.names.values()}
+        example = None
+        for example, _ in islice(self.reader.read(None), rows):
+            unseen.difference_update(example.has)
+            if not unseen:
+                return
+        if example is not None:
             raise ConfigError(
-                f"data: {self.path!r}: fields.{here} is {theirs!r}, which no row has; the last one, {example.place}, "
-                f"has {example.listed}"
+                f"{self._lacks(unseen)}, which none of the first {rows:,} rows has; the last of them, {_has(example)}. "
+                "If later rows have it, put one of them first, or have all rows read before training begins "
+                "(data.streaming: false)"
             )
+
+    def _lacks(self, unseen: Collection[str]) -> str:
+        here, theirs = next((here, theirs) for here, theirs in self.names.items() if theirs in unseen)
+        return f"data: {self.path!r}: fields.{here} is {theirs!r}"
+
+
+def _has(example: Example) -> str:
+    return f"{example.place}, has {example.listed}"
 
 
 def wanted(names: Mapping[str, str] | None) -> tuple[str, ...]:
