@@ -1,15 +1,33 @@
-"""Good machines and parts of them, for the tests of doctor to make worse."""
+"""Good machines and parts of them, for the tests of doctor to make worse; and profiles that count on this one."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from penstock.doctor import disk
 from penstock.doctor.disk import DiskRates
 from penstock.doctor.mounts import Mount
-from penstock.hardware.machine import Device, Drive, Host
+from penstock.hardware import system
+from penstock.hardware.machine import Device, Drive, Host, Machine, Measured
+from penstock.hardware.present import mount_point
 from penstock.hardware.system import System
 
 GIB = 1 << 30
+HERE = Measured(at="2026-01-31T12:00:00+00:00", load=0.25)
+
+
+def measured_here(machine: Machine) -> Machine:
+    """A profile as if it had been measured here and now: it counts when it is stored."""
+    now, device, drives = system.look(), machine.device, machine.drives
+    return replace(
+        machine,
+        host=replace(machine.host, cores=now.cores, memory=min(machine.host.memory, now.memory)),
+        device=replace(device, name=system.cpu_name()) if device.kind == "cpu" else device,
+        drives=tuple(replace(drive, mount=drive.mount or mount_point(Path(drive.path))) for drive in drives),
+        measured=HERE,
+    )
+
+
 SMALL = disk.Effort(nbytes=64 << 20, fill=0.05, seconds=0.03, rounds=1)
 
 

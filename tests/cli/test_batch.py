@@ -17,6 +17,7 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import save_profile
 from tests.engine.test_prediction import machine
+from tests.machines import measured_here
 from tests.runs import FROM_NOTHING, write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +51,7 @@ def test_with_a_profile_it_is_what_the_plan_command_chooses(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    save_profile(machine(tmp_path))
+    save_profile(measured_here(machine(tmp_path)))
     flags = ["--batch.sequences", "6", "--plan", "auto", "--delay", "0", "--speculate", "false", "--evaluate", "null"]
     assert main(["plan", str(path), *flags, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["plan"]

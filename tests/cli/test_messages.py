@@ -17,6 +17,7 @@ from penstock.cli.out_of_memory import is_out_of_memory
 from penstock.cli.showing import pace
 from penstock.hardware.profiles import save_profile
 from tests.engine.test_prediction import machine
+from tests.machines import measured_here
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +29,7 @@ def test_a_drive_that_becomes_slow_is_said_each_time_it_does(
     clock forward, by so much that a busy machine's other steps are not slow, too."""
     monkeypatch.setattr(pace, "LOST", 8.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    save_profile(machine(tmp_path))
+    save_profile(measured_here(machine(tmp_path)))
     metrics = tmp_path / "run" / "metrics.jsonl"
     real, clock, lost = os.pwritev, time.perf_counter, 0.0
 

@@ -18,7 +18,7 @@ from penstock.hardware.profiles import save_profile
 from penstock.planner.ask import PlanReport, plan, report
 from penstock.planner.task import Task
 from penstock.shape.huggingface import model_shape
-from tests.machines import gpu
+from tests.machines import gpu, measured_here
 from tests.questions import DRIVE, MACHINE
 
 PLENTY = 8 << 30
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A settings file on a machine that has been measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    save_profile(replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),)))
+    save_profile(measured_here(replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),))))
     return write(folder)
 
 

@@ -25,6 +25,7 @@ from penstock.report.prediction import parse_prediction
 from penstock.schedule.program import ALIGN
 from tests import warm
 from tests.engine.test_prediction import machine
+from tests.machines import measured_here
 from tests.patience import PATIENCE, until
 
 
@@ -185,7 +186,7 @@ def test_a_stored_profile_brings_a_prediction_and_its_schedule_runs_from_a_file(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    save_profile(machine(tmp_path))
+    save_profile(measured_here(machine(tmp_path)))
     flags = ["--plan", "auto", "--steps", "2", "--evaluate", "null"]
     assert main(["train", str(config), *flags]) == 0
     assert "predicted" in capsys.readouterr().out
@@ -205,7 +206,7 @@ def test_a_plan_that_follows_the_machine_says_when_and_why(
 ) -> None:
     """On the line of its step, in its metrics, and in the report; the numbers are those of one plan."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    save_profile(machine(tmp_path))
+    save_profile(measured_here(machine(tmp_path)))
     flags = ["--plan", "auto", "--steps", "4", "--evaluate", "null", "--clip_grad_norm", "null"]
     assert main(["train", str(config), *flags, "--replan", "false"]) == 0
     steady = _numbers(tmp_path / "run")
@@ -259,7 +260,7 @@ def test_a_machine_without_a_profile_is_measured_once(
 ) -> None:
     """What is measured is tests/doctor's; here that it is, and is kept for the next run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("penstock.doctor.examine.examine", lambda *_: machine(tmp_path))
+    monkeypatch.setattr("penstock.doctor.examine.examine", lambda *_: measured_here(machine(tmp_path)))
     flags = ["--plan", "auto", "--steps", "2", "--evaluate", "null"]
     assert main(["train", str(config), *flags]) == 0
     assert "measuring it, once" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from penstock.hardware.crossing import crossing_of
 from penstock.hardware.machine import Device, Drive, Host, Machine
 from penstock.hardware.profiles import save_profile
 from penstock.schedule.ir.lanes import LOCAL_LANES
+from tests.machines import measured_here
 from tests.models import MODELS
 from tests.training import assert_same, budget, run_steps, steps_of, wrap
 
@@ -77,7 +78,7 @@ def test_a_stored_profile_is_used_by_default_and_no_profile_predicts_nothing(tmp
         assert engine.prediction is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        save_profile(machine(tmp_path / "b"))
+        save_profile(measured_here(machine(tmp_path / "b")))
         with wrap(case, budget(tmp_path / "b", weights="disk", state="disk")) as engine:
             engine.step(step)
             assert engine.prediction is not None

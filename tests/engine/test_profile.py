@@ -19,7 +19,7 @@ from penstock.hardware.machine import Between, Drive, Machine
 from penstock.hardware.profiles import find_profile, profile_folder, save_profile
 from tests.accelerator import DEVICE
 from tests.engine.test_prediction import machine
-from tests.machines import drive
+from tests.machines import drive, measured_here
 from tests.models import MODELS
 from tests.training import assert_same, budget, run_steps, steps_of, wrap
 
@@ -51,7 +51,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         found.append(("all", (list(paths), tuple(ranks))))
         torch.rand(5)
         between = tuple(Between(ranks=count, bandwidth=1e9, latency=1e-4) for count in ranks)
-        return replace(machine(Path("/")), drives=tuple(drive(path=str(path)) for path in paths), between=between)
+        drives = tuple(drive(path=str(path)) for path in paths)
+        return measured_here(replace(machine(Path("/")), drives=drives, between=between))
 
     def more(
         known: Machine, paths: Sequence[Path], effort: examine.Effort, working: object, ranks: Sequence[int]
@@ -94,7 +95,7 @@ def test_a_machine_without_a_profile_is_measured_once_said_in_a_line_and_changes
 
 def test_only_what_no_profile_has_is_measured(tmp_path: Path, asked: list[tuple[str, Any]]) -> None:
     """Of a machine that is known, the drive of a directory on another file system; what was known stays as it was."""
-    known = machine(tmp_path, between=(Between(ranks=2, bandwidth=3e9, latency=1e-5),))
+    known = measured_here(machine(tmp_path, between=(Between(ranks=2, bandwidth=3e9, latency=1e-5),)))
     save_profile(known)
     other = Path("/dev/shm/not-made-yet")
     found = profile_of([tmp_path / "run", other], CPU, RATE)
@@ -117,7 +118,7 @@ def test_directories_of_one_file_system_are_one_drive_to_measure(tmp_path: Path,
 def test_what_ranks_send_each_other_is_measured_where_a_profile_does_not_tell(
     tmp_path: Path, asked: list[tuple[str, Any]]
 ) -> None:
-    save_profile(machine(tmp_path))
+    save_profile(measured_here(machine(tmp_path)))
     found = profile_of([tmp_path], CPU, RATE, ranks=2)
     assert asked == [("more", ([], (2,)))]
     assert found is not None
@@ -136,7 +137,7 @@ def test_an_optimizer_that_a_profile_has_not_seen_on_the_device_is_measured_ther
         return {only: 5e9}
 
     monkeypatch.setattr(examine, "device_steps", of_one)
-    known, where = machine(tmp_path), torch.device(DEVICE, 0)
+    known, where = measured_here(machine(tmp_path)), torch.device(DEVICE, 0)
     known = replace(known, device=replace(known.device, kind="cuda", optimizer={"adamw.bf16": 1e9}))
     save_profile(known)
     assert profile_of([tmp_path], where, "adamw.bf16") == known

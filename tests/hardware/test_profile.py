@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.hardware import peaks, profiles
+from penstock.hardware import peaks, profiles, system
 from penstock.hardware.drives import used_rates
 from penstock.hardware.machine import (
     Crossing,
@@ -26,6 +26,7 @@ from penstock.hardware.machine import (
     load_machine,
     parse_machine,
 )
+from tests.machines import measured_here
 
 
 def drive(path: Path | str, **changes: Any) -> Drive:
@@ -270,6 +271,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def kept(*drives: Drive, **changes: Any) -> Machine:
+    return measured_here(machine(*drives, **changes))
+
+
 def store(made: Machine, age: float) -> Path:
     file = profiles.save_profile(made)
     os.utime(file, (1e9 - age, 1e9 - age))
@@ -283,29 +288,29 @@ def test_nothing_is_found_where_nothing_was_measured(cache: Path) -> None:
 
 def test_a_profile_is_found_for_its_directory_and_for_others_on_the_same_drive(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    made = machine(drive(tmp_path / "data"))
+    made = kept(drive(tmp_path / "data"))
     profiles.save_profile(made)
     assert profiles.find_profile([tmp_path / "data"]) == made
     later = tmp_path / "runs" / "not-made-yet"
-    assert profiles.find_profile([later]) == machine(drive(later))
+    assert profiles.find_profile([later]) == kept(drive(later))
     (tmp_path / "link").symlink_to(tmp_path / "data")
     assert profiles.find_profile([tmp_path / "link"]) == made
 
 
 def test_a_directory_on_another_drive_was_not_measured(cache: Path, tmp_path: Path) -> None:
-    profiles.save_profile(machine(drive(tmp_path)))
+    profiles.save_profile(kept(drive(tmp_path)))
     assert profiles.find_profile([Path("/proc")]) is None
     assert profiles.find_profile([tmp_path, Path("/proc")]) is None
 
 
 def test_the_newest_profile_counts_and_one_of_all_directories_before_it(cache: Path, tmp_path: Path) -> None:
     a, b = Path("/proc"), tmp_path
-    store(machine(drive(a), name="a"), age=1)
-    store(machine(drive(b), name="b"), age=2)
+    store(kept(drive(a), name="a"), age=1)
+    store(kept(drive(b), name="b"), age=2)
     both = profiles.find_profile([b, a])
     assert both is not None
     assert (both.name, [d.path for d in both.drives]) == ("a", [str(b), str(a)])
-    store(machine(drive(a, read=1e9), drive(b, read=2e9), name="both"), age=3)
+    store(kept(drive(a, read=1e9), drive(b, read=2e9), name="both"), age=3)
     both = profiles.find_profile([b, a])
     assert both is not None
     assert (both.name, [d.read for d in both.drives]) == ("both", [2e9, 1e9])
@@ -315,14 +320,45 @@ def test_the_newest_profile_counts_and_one_of_all_directories_before_it(cache: P
 
 
 def test_measuring_anew_replaces_the_profile_of_the_same_directories(cache: Path, tmp_path: Path) -> None:
-    first = profiles.save_profile(machine(drive(tmp_path), name="old"))
-    assert profiles.save_profile(machine(drive(tmp_path), name="new")) == first
+    first = profiles.save_profile(kept(drive(tmp_path), name="old"))
+    assert profiles.save_profile(kept(drive(tmp_path), name="new")) == first
     assert [f.name for f in first.parent.iterdir()] == [first.name]
-    assert profiles.find_profile([tmp_path]) == machine(drive(tmp_path), name="new")
+    assert profiles.find_profile([tmp_path]) == kept(drive(tmp_path), name="new")
+
+
+def test_what_fewer_cores_or_another_mount_measure_is_kept_beside_what_was_measured_before(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A brief measurement of a job on some of the cores does not take the place of doctor's of the whole machine."""
+    whole, now = kept(drive(tmp_path), name="whole"), system.look()
+    profiles.save_profile(whole)
+    monkeypatch.setattr(system, "look", lambda root: replace(now, cores=now.cores + 1))
+    assert profiles.find_profile([tmp_path]) is None
+    some = replace(whole, name="some", host=replace(whole.host, cores=now.cores + 1))
+    profiles.save_profile(some)
+    assert profiles.find_profile([tmp_path]) == some
+    monkeypatch.setattr(system, "look", lambda root: now)
+    assert profiles.find_profile([tmp_path]) == whole
+    profiles.save_profile(replace(whole, drives=(drive(tmp_path, mount="/mnt/other"),)))
+    assert profiles.find_profile([tmp_path]) == whole
+
+
+def test_measuring_anew_removes_what_cannot_be_read_of_the_same_directories(cache: Path, tmp_path: Path) -> None:
+    whole = kept(drive(tmp_path))
+    damaged = profiles.save_profile(replace(whole, host=replace(whole.host, cores=999)))
+    other = profiles.save_profile(kept())
+    for file in (damaged, other):
+        file.write_text("{")
+    with pytest.raises(ConfigError, match=f"{damaged}: this is not JSON"), pytest.warns(UserWarning, match="left out"):
+        profiles.find_profile([tmp_path])
+    profiles.save_profile(whole)
+    assert other.exists()
+    with pytest.warns(UserWarning, match="left out"):
+        assert profiles.find_profile([tmp_path]) == whole
 
 
 def test_profiles_of_other_hosts_are_not_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profiles.save_profile(machine())
+    profiles.save_profile(kept())
     monkeypatch.setattr("socket.gethostname", lambda: "an/other")
     assert profiles.find_profile() is None
     assert profiles.profile_folder().parent == cache / "penstock" / "machines"
@@ -341,7 +377,7 @@ def test_finding_a_profile_needs_no_torch() -> None:
 
 
 def test_a_damaged_profile_is_named(cache: Path) -> None:
-    file = profiles.save_profile(machine())
+    file = profiles.save_profile(kept())
     file.write_text("{")
     with pytest.raises(ConfigError, match=f"{file}: this is not JSON"):
         profiles.find_profile()
@@ -350,4 +386,4 @@ def test_a_damaged_profile_is_named(cache: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
     cache.write_text("a file")
     with pytest.raises(ConfigError, match=r"cannot be stored as .*: Not a directory. Set XDG_CACHE_HOME"):
-        profiles.save_profile(machine())
+        profiles.save_profile(kept())

@@ -18,6 +18,7 @@ from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import find_profile, on_directories, save_profile
 from penstock.planner import search
 from penstock.planner.task import Task
+from tests.machines import measured_here
 from tests.models import MODELS
 from tests.questions import DRIVE, MACHINE
 from tests.training import budget, steps_of, wrap
@@ -85,7 +86,8 @@ def test_a_mapping_without_a_type_is_refused() -> None:
 
 def two_drives(*paths: Path | str) -> Machine:
     """Reads of 1 MB/s times the drive's number."""
-    return replace(MACHINE, drives=tuple(replace(DRIVE, path=str(p), read=(i + 1) * 1e6) for i, p in enumerate(paths)))
+    drives = tuple(replace(DRIVE, path=str(p), read=(i + 1) * 1e6) for i, p in enumerate(paths))
+    return measured_here(replace(MACHINE, drives=drives))
 
 
 def test_a_named_machine_has_as_many_drives_as_the_budget_has_directories(tmp_path: Path) -> None:

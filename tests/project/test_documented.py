@@ -40,6 +40,7 @@ from tests.data_victim import batches
 from tests.documented import KINDS, ROOT, Block, blocks, commands_within_text
 from tests.documents import MARKED_TEMPLATE, sentences, tokenizer, write_jsonl
 from tests.folders import write
+from tests.machines import measured_here
 from tests.questions import DRIVE, MACHINE
 from tests.runs import write_text
 
@@ -121,7 +122,7 @@ def here(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     shutil.copytree(stage, folder, symlinks=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    save_profile(replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),)))
+    save_profile(measured_here(replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),))))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield folder

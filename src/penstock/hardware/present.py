@@ -14,9 +14,9 @@ _LESS = 0.95
 
 
 def outdated(machine: Machine, root: Path = _ROOT) -> str | None:
-    """Why a profile is not of this machine as it is now; None: it is, or it does not tell when it was measured."""
+    """Why a profile that is stored is not of this machine as it is now; None: it is."""
     if machine.measured is None:
-        return None
+        return "it is from before profiles said when they were measured and where their drives were mounted"
     now = system.look(root)
     if now.cores != machine.host.cores:
         return f"it was measured with {_cores(machine.host.cores)}, and this process may use {now.cores}"

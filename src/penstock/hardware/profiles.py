@@ -1,11 +1,14 @@
 """Finds and keeps machine profiles: those that ``penstock doctor`` has measured here, and those that ship.
 
     $XDG_CACHE_HOME or ~/.cache
-      penstock/machines/HOST/PATHS-KIND-xxxxxxxx.json    one for each kind of device (cpu, cuda) and each set of
-                                                         directories that was measured together
+      penstock/machines/HOST/PATHS-KIND-xxxxxxxx-yyyyyyyy.json    one for each kind of device (cpu, cuda), each set of
+                                                                  directories that was measured together, and
+                                                                  what of the host there was: cores, memory,
+                                                                  the device, where the drives were mounted
 
-A cache folder is often shared by the machines of a cluster, so profiles are kept by host. A drive is found again for
-any directory on its file system, because a drive is as fast in one directory as in another.
+A cache folder is often shared by the machines of a cluster, so profiles are kept by host. What a process with fewer
+cores measures is kept beside what was measured with all of them, and each is found by those that it is of. A drive is
+found again for any directory on its file system, because a drive is as fast in one directory as in another.
 """
 
 import hashlib
@@ -14,7 +17,7 @@ import re
 import socket
 import tempfile
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import resources
@@ -36,13 +39,14 @@ def profile_folder() -> Path:
 
 
 def save_profile(machine: Machine) -> Path:
-    """Write a measured profile to where ``find_profile`` looks; an older one of the same directories and kind of
-    device is replaced.
+    """Write a measured profile to where ``find_profile`` looks; an older one of the same directories, kind of device
+    and host is replaced, and one of the same directories and kind of device that cannot be read is removed.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    target = profile_folder() / _file_name([drive.path for drive in machine.drives], machine.device.kind)
+    stem = _stem([drive.path for drive in machine.drives], machine.device.kind)
+    target = profile_folder() / f"{stem}-{_digest(_what_there_was(machine))}.json"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
@@ -58,18 +62,40 @@ def save_profile(machine: Machine) -> Path:
         if isinstance(error, OSError):
             raise ConfigError(_not_stored(target, error)) from error
         raise
+    for file in target.parent.glob(f"{stem}*.json"):
+        with suppress(OSError):
+            if not _is_read(file):
+                file.unlink()
     return target
+
+
+def _is_read(file: Path) -> bool:
+    try:
+        load_machine(file)
+    except ConfigError:
+        return False
+    return True
 
 
 def _not_stored(target: Path, error: OSError) -> str:
     return f"the profile cannot be stored as {target}: {error.strerror}. Set XDG_CACHE_HOME to a folder you may write"
 
 
-def _file_name(paths: Sequence[str], kind: DeviceKind) -> str:
-    """Readable, and different for different sets of directories and kinds of device."""
+def _stem(paths: Sequence[str], kind: DeviceKind) -> str:
+    """What a file's name begins with: readable, and different for different sets of directories and kinds of device."""
     words = "-".join(re.sub(r"[^A-Za-z0-9]+", "-", path).strip("-") for path in paths) or "no-disk"
-    digest = hashlib.sha256("\0".join(sorted(paths)).encode()).hexdigest()[:8]
-    return f"{words[:80]}-{kind}-{digest}.json"
+    return f"{words[:80]}-{kind}-{_digest(sorted(paths))}"
+
+
+def _what_there_was(machine: Machine) -> list[str]:
+    """All by which ``outdated`` and ``is_gone`` tell that a profile is of another machine. Memory in whole GiB, as a
+    kernel that reserves a little more makes no other one."""
+    mounts = sorted(f"{drive.path} on {drive.mount}" for drive in machine.drives)
+    return [str(machine.host.cores), str(round(machine.host.memory / 2**30)), machine.device.name, *mounts]
+
+
+def _digest(words: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
 
 
 def find_profile(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> Machine | None:
@@ -121,7 +147,7 @@ def _of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> list[Machine]:
 
 def _all_of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> Iterator[Machine]:
     kinds: tuple[DeviceKind, ...] = get_args(DeviceKind) if kind is None else (kind,)
-    asked = {_file_name([str(path.resolve()) for path in paths], one) for one in kinds}
+    asked = tuple(_stem([str(path.resolve()) for path in paths], one) for one in kinds)
     return (machine for machine in _stored(asked) if machine.device.kind in kinds)
 
 
@@ -140,14 +166,15 @@ def why_none(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> s
     return None
 
 
-def _stored(needed: Collection[str]) -> Iterator[Machine]:
-    """Every stored profile that can be read, newest first. ``needed``: names of files that must be readable."""
+def _stored(needed: tuple[str, ...]) -> Iterator[Machine]:
+    """Every stored profile that can be read, newest first. ``needed``: what the names of files that must be readable
+    begin with."""
     files = sorted(profile_folder().glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for file in files:
         try:
             machine = load_machine(file)
         except ConfigError as error:
-            if file.name in needed:
+            if file.name.startswith(needed):
                 raise
             warnings.warn(f"a stored machine profile is left out: {error}", stacklevel=3)
         else:
