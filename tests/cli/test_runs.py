@@ -1,5 +1,6 @@
 """``penstock runs`` lists what a folder has and compares what it is given, without changing anything."""
 
+import fcntl
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,18 @@ def test_a_run_that_a_process_has_is_training_and_goes_on(tmp_path: Path) -> Non
     assert read_run(folder).state == "training"
     lock.release()
     assert read_run(folder).state == "stopped"
+
+
+def test_a_look_at_a_run_keeps_no_process_from_having_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks has the lock for an instant, which whoever starts waits for."""
+    folder = made(tmp_path / "run", done=2)
+    DirectoryLock(folder, name=RUN_LOCK).release()
+    looking = (folder / RUN_LOCK).open()
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr("penstock.store.directory.time.sleep", lambda seconds: looking.close())
+    lock = DirectoryLock(folder, name=RUN_LOCK)
+    assert looking.closed
+    lock.release()
 
 
 def test_runs_are_compared_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

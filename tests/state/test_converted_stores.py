@@ -31,7 +31,8 @@ from penstock.state.commits import Commits
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.reshard import reshard
 from penstock.state.slots import Slots
-from penstock.store import records
+from penstock.store import records, successor
+from penstock.store.directory import is_there
 from penstock.store.parts import of_rank, opened_parts
 from penstock.store.store import Store
 from penstock.store.successor import Stores
@@ -270,6 +271,24 @@ def test_a_rank_that_cannot_read_anothers_last_commit_does_not_take_the_one_befo
             assert f"rank 0 finds commit {before - 1} in" in str(found)
     assert contents(stores) == was
     check_nothing_else(stores)
+
+
+def test_a_start_that_converts_nothing_looks_into_no_other_ranks_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need not be within reach."""
+    begun(tmp_path, "fp32")
+    cut(tmp_path / "store", tmp_path / "ranks", whole=False)
+    looked = []
+
+    def look(path: Path) -> bool:
+        looked.append((ACTING.rank, path))
+        return is_there(path)
+
+    monkeypatch.setattr(successor, "is_there", look)
+    assert opened(tmp_path / "ranks", "fp32", whole=False) == [2, 2]
+    assert looked
+    assert all(f"rank-{rank}" in path.parts for rank, path in looked)
 
 
 def check_nothing_else(stores: Stores) -> None:

@@ -261,6 +261,27 @@ def test_stores_that_are_not_those_of_all_ranks_or_of_two_runs_are_refused(tmp_p
     assert found(stores) == 2
 
 
+def test_new_stores_do_not_count_before_all_of_them_are_found(tmp_path: Path) -> None:
+    first, second = stores = of_two_ranks(tmp_path)
+    make_all(stores, 1)
+    make_all(stores, 2)
+    (other := tmp_path / "other").mkdir()
+    make_all(strange := of_two_ranks(other), 1)
+    make_all(strange, 2)
+    shutil.rmtree(strange[0][0])
+    for wrong, said in (
+        ([first], "go on with as many ranks|all of the state"),
+        ([first[:1], second], "the store has 2 directories, missing here"),
+        ([first, strange[0][1:]], "missing here|have parts of|as many ranks"),
+        ([first, [tmp_path / "d"]], "d/penstock.store.staged"),
+    ):
+        with pytest.raises(StoreError, match=said):
+            successor.decide(wrong)
+        assert not decided(stores)
+    successor.decide(stores)
+    assert found(stores) == 2
+
+
 def test_a_store_of_which_nothing_is_in_its_place_is_there(tmp_path: Path) -> None:
     paths = placed(tmp_path / "drives", 1)
     with Store.open(paths, direct=False):

@@ -62,10 +62,10 @@ def save_profile(machine: Machine) -> Path:
         if isinstance(error, OSError):
             raise ConfigError(_not_stored(target, error)) from error
         raise
-    for file in target.parent.glob(f"{stem}*.json"):
+    for one in target.parent.glob(f"{stem}*.json"):
         with suppress(OSError):
-            if not _is_read(file):
-                file.unlink()
+            if not _is_read(one):
+                one.unlink()
     return target
 
 

@@ -140,10 +140,15 @@ class Commits:
             StoreError: on all ranks: that cannot be done.
         """
         paths = self._budget.disk_paths
-        stores = self.ranks.told("directories of the stores", tuple(path.resolve() for path in paths))
+        # Each looks at its own: those of the others need not be within reach where nothing is converted.
+        look = partial(successor.decided, [paths])
+        under_way = self.ranks.jointly("look at the stores", look) is not None
+        told = self.ranks.told("directories of the stores", (tuple(path.resolve() for path in paths), under_way))
+        stores: list[Sequence[Path]] = [there for there, _ in told]
         stores[self.ranks.rank] = paths  # as they were given
-        settle = partial(successor.settle, stores) if self.ranks.rank == 0 else lambda: None
-        self.ranks.jointly("stores in their place", settle)
+        if any(counts for _, counts in told):
+            settle = partial(successor.settle, stores) if self.ranks.rank == 0 else lambda: None
+            self.ranks.jointly("stores in their place", settle)
         return stores
 
     def _found(self, model: dict[str, Any], io_threads: int, stores: Stores) -> tuple[Store, Progress | None]:

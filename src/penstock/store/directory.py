@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import pwd
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,8 +154,8 @@ def sync_directory(path: Path) -> None:
 
 
 def is_locked(directory: Path, *, name: str = LOCK) -> bool:
-    """True if a process that writes has the lock of a directory now. One that starts in this very moment may find it
-    taken, and says so."""
+    """True if a process that writes has the lock of a directory now. This takes the lock itself, for an instant, which
+    who starts to write waits for: no other way to look knows of the other hosts of a network's file system."""
     try:
         fd = files.descriptor(directory / name, os.O_RDONLY)
     except OSError:
@@ -166,6 +167,27 @@ def is_locked(directory: Path, *, name: str = LOCK) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+_LOOKS_LAST = 0.1
+"""Seconds in which whoever only looks whether a lock is taken is done."""
+
+
+def _have_alone(fd: int) -> None:
+    """Lock a file, once nobody looks at its lock any more.
+
+    Raises:
+        BlockingIOError: another has it.
+    """
+    end = time.monotonic() + _LOOKS_LAST
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_LOOKS_LAST / 20)
 
 
 class DirectoryLock:
@@ -195,7 +217,7 @@ class DirectoryLock:
         while True:
             fd = files.descriptor(self._path, os.O_RDWR | os.O_CREAT)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _have_alone(fd)
                 if self._still_there(fd):
                     self._sign(fd)
                     return fd

@@ -41,11 +41,11 @@ def clear(paths: Sequence[Path], stores: Stores) -> None:
     Raises:
         StoreError: it cannot be removed.
     """
-    if _decided(stores) is None:
+    there = [path for path in staged(paths) if is_there(path)]
+    if there and decided(stores) is None:
         with reported("removing what was staged"):
-            for path in staged(paths):
-                if is_there(path):
-                    shutil.rmtree(path)
+            for path in there:
+                shutil.rmtree(path)
 
 
 def decide(stores: Stores) -> None:
@@ -68,14 +68,14 @@ def settle(stores: Stores) -> None:
         StoreError: one is in use; the directories are not all of a store's, in their order, or the stores not all of a
             run's; or a drive fails.
     """
-    if _decided(stores) is None:
+    if decided(stores) is None:
         return
     paths = [path for store in stores for path in store]
     with reported("putting a store in the place of another"), ExitStack() as stack:
         for path in paths:
             check_directory(path)
         locked(paths, stack)
-        if _decided(stores) is None:  # another process has been faster
+        if decided(stores) is None:  # another process has been faster
             return
         found = [[Manifest.read(_place(path)) for path in store] for store in stores]
         _require_whole(stores, found)
@@ -98,7 +98,7 @@ def _require_whole(stores: Stores, found: Sequence[Sequence[Manifest]]) -> None:
     require_one_run([(store[0], manifests[0].model) for store, manifests in zip(stores, found, strict=True)])
 
 
-def _decided(stores: Stores) -> Path | None:
+def decided(stores: Stores) -> Path | None:
     """A directory that says that the new stores count."""
     return next((path for store in stores for path in store if is_there(path / NEXT)), None)
 

@@ -98,7 +98,7 @@ class Renamed:
             raise ConfigError(f"{self._lacks(unseen)}, which no row has; the last one, {_has(example)}")
 
     def look(self, rows: int) -> None:
-        """Whether the first ``rows`` rows have the fields, for who reads the rest only as training goes on.
+        """Look for the fields in the first ``rows`` rows, where the rest is read only as training goes on.
 
         Raises:
             ConfigError: no row of them has a field of that name.
