@@ -57,7 +57,9 @@ def test_what_nothing_keeps_to_is_refused_with_what_would_help_and_that_does() -
     """Every number that is offered is one with which a plan is made."""
     most = 8e10
     asked = task(host=20 * MIB, layers=2)
-    asked = replace(asked, budget=replace(asked.budget, durability="step", endurance=Endurance(per_day=int(most))))
+    asked = replace(
+        asked, delay=0.0, budget=replace(asked.budget, durability="step", endurance=Endurance(per_day=int(most)))
+    )
     with pytest.raises(BudgetError, match="the plan wears its drives too fast: its steps of") as caught:
         report(asked, split=(2, 4))
     said = str(caught.value)
@@ -78,7 +80,7 @@ def test_what_nothing_keeps_to_is_refused_with_what_would_help_and_that_does() -
 
 
 def test_where_memory_would_take_the_state_it_is_said_how_much() -> None:
-    asked = lasting(8e10, host=4 * MIB)
+    asked = replace(lasting(8e10, host=4 * MIB), delay=0.0)
     with pytest.raises(BudgetError) as caught:
         report(replace(asked, machine=MACHINE), split=(2, 4))
     host = re.search(r"more host memory \((\d+) MiB in all\) with budget.durability: interval", str(caught.value))
