@@ -19,7 +19,7 @@ _HEIGHT = _CHART_TOP + _CHART_HEIGHT + 34
 _TYPED, _LEAST, _MOST, _SHOWN, _HELD = 1.6, 0.03, 0.45, 1.8, 6.0
 """Seconds: a command is typed in, the shortest and longest wait between two lines, the kill is shown, the end is."""
 
-_STYLE = """
+STYLE = """
 svg { --paper: #ffffff; --screen: #f6f8fa; --edge: #d0d7de; --text: #1f2328; --pale: #59636e;
       --first: #0969da; --second: #1a7f37; --alarm: #cf222e; --whole: #afb8c1; }
 @media (prefers-color-scheme: dark) {
@@ -115,7 +115,7 @@ def draw(scene: Scene) -> str:
                 f'height="{_HEIGHT}" role="img">'
             ),
             "<title>A training run is killed and goes on, with the losses of one that was not</title>",
-            f"<style>{_STYLE.replace('STILL', str(-_still(scene) * _PITCH))}",
+            f"<style>{STYLE.replace('STILL', str(-_still(scene) * _PITCH))}",
             "@media (prefers-reduced-motion: no-preference) {",
             *moves,
             ".curtain { visibility: visible; }",
