@@ -33,6 +33,7 @@ from penstock.config import (
 )
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
+from penstock.report.sentence import share_of_life
 from penstock.state.stats import StepStats
 from penstock.store.layout import Layout
 from penstock.store.store import Store
@@ -174,6 +175,11 @@ def test_the_meter_holds_a_run_against_what_the_machine_can_do_and_bear() -> Non
     plain = _meter()
     plain.add(_stats(bytes_written=10**9))
     assert (plain.mfu, plain.of_product, plain.drive_days, plain.lanes()["read"].of_peak) == (None,) * 4
+
+
+def test_a_share_of_what_drives_bear_is_said_in_figures_that_are_read() -> None:
+    shares = (0.0, 9.4e-10, 1e-5, 0.0123, 0.123)
+    assert [share_of_life(share) for share in shares] == ["0%", "under 0.001%", "0.001%", "1.2%", "12%"]
 
 
 def test_the_metrics_have_all_that_is_shown_with_units_in_the_names() -> None:

@@ -222,6 +222,7 @@ BAD = [
     ('{"text": "a"}\n{"text": "b \\ud83d c"}\n', r"line 2: the text has \\ud83d, half of a character"),
     ('{"text": "a"}\n' + "[" * 100_000 + "\n", "line 2: .*brackets within brackets"),
     ('{"text": "a"}\n{"text": ' + "1" * 5000 + "}\n", "line 2: this cannot be read: .*digits"),
+    ('{"text": "a",\n"b": 1}\n', "line 1: this is not JSON.*over several lines: a .json file must be the list of rows"),
     ('{"text": "a"}\n["b"]\n', "line 2: each line must hold one JSON object, and this one holds a list"),
     ('[{"text": "a"}, ["b"]]', "item 2: each item of the array must be an object"),
     ('["a"]', "item 1: each item of the array must be an object"),
@@ -242,6 +243,17 @@ BAD = [
     ('{"messages": [{"role": "user"}]}\n', "line 1: the 'content' of message 1 must be text, not null"),
     ('{"messages": [{"role": "user", "content": "x"}]}\n', r"no message is the assistant's \(only user\)"),
 ]
+
+
+@pytest.mark.parametrize("text", ['{"data": [{"text": "a"}], "version": 1}', '{\n  "data": [\n{"text": "a"}]\n}\n'])
+def test_a_json_file_that_has_its_rows_within_an_object_is_told_to_have_them_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    reader = open_source(SourceConfig(path=str(tmp_path / "a.json")), streaming=False)
+    assert not isinstance(reader, tuple)
+    with pytest.raises(ConfigError, match=r"a\.json.*: a \.json file must be the list of rows itself.*jq '.NAME' does"):
+        list(reader.read(None))
+    (tmp_path / "a.json").write_text('{"data": [1]}\n{"text": "a"}\n')
+    assert [dict(example.fields) for example, _ in reader.read(None)] == [{}, {"text": "a"}]
 
 
 @pytest.mark.parametrize(("text", "says"), BAD)

@@ -18,7 +18,8 @@ from tests import two_steps
 from tests.documented import ROOT
 from tests.runs import write_run
 
-OF_THE_SYSTEM = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libgcc_s.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
+LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+OF_THE_SYSTEM = LOADERS | {"libc.so.6", "libm.so.6", "libpthread.so.0", "libgcc_s.so.1", "libstdc++.so.6"}
 """Libraries that manylinux lets a wheel ask for, and that the native library may."""
 
 

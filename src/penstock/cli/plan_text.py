@@ -15,7 +15,7 @@ from penstock.planner.durability import kill_seconds
 from penstock.planner.forecast import Forecast
 from penstock.planner.update_mode import steps_early
 from penstock.planner.whole_run import WholeRun
-from penstock.report.sentence import format_time
+from penstock.report.sentence import format_time, share_of_life
 from penstock.schedule.place import FP32
 from penstock.shape.model import EFFICIENCY
 
@@ -209,7 +209,7 @@ def _whole(run: WholeRun) -> str:
     text = f"{run.steps:,} steps, {_count(run.tokens)} tokens: {_long(run.seconds)} without a break"
     if run.written:
         text += f", {format_size(run.written)} written"
-        text += "" if run.life is None else f", {_share(run.life)} of the drives' life"
+        text += "" if run.life is None else f", {share_of_life(run.life)} of the drives' life"
     return text
 
 
@@ -319,10 +319,6 @@ def _utilisation(f: Forecast) -> str:
     if f.mfu is None or f.peak_flops is None:
         return f"{product}; no MFU, as the profile has no maker's peak"
     return f"MFU {f.mfu:.0%} of the maker's {_flops(f.peak_flops)}, {product}"
-
-
-def _share(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
 def _long(seconds: float) -> str:

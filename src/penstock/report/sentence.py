@@ -23,6 +23,14 @@ _BUSY = 0.6
 """Share of a step from which a lane that is busy for it counts as its bottleneck."""
 
 
+def share_of_life(share: float) -> str:
+    """A share of what drives bear, for people."""
+    percent = 100 * share
+    if percent >= 10:
+        return f"{percent:.0f}%"
+    return f"{percent:.2g}%" if percent >= 0.001 or not share else "under 0.001%"
+
+
 def format_time(seconds: float, unit: str = "s") -> str:
     """A time for people: ``0.0123`` s is ``"12.3 ms"``; in other units than seconds the number and the unit."""
     if unit != "s":

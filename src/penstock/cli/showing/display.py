@@ -187,7 +187,7 @@ def speed(meter: Meter) -> str:
     if meter.mfu is not None:
         share = f", MFU {meter.mfu:.0%}"
     elif meter.of_product is not None:
-        share = f", {meter.of_product:.0%} of a product's"
+        share = f", {meter.of_product:.0%} of a large product's rate"
     return f"{format_flops(meter.flops_per_second)}{share}"
 
 

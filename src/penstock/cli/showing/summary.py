@@ -10,7 +10,7 @@ from penstock.cli.launch import how_to_start
 from penstock.cli.showing.display import a_day, clock, counts, format_flops
 from penstock.cli.showing.meter import Meter
 from penstock.config import TrainConfig, format_size
-from penstock.report.sentence import format_time
+from penstock.report.sentence import format_time, share_of_life
 
 
 def opening(config: TrainConfig, data: str, parameters: int) -> str:
@@ -86,7 +86,7 @@ def _wear(meter: Meter) -> str:
     if yardstick.rated is None:
         return text
     life = f"{format_size(yardstick.rated)} that they are {'assumed to bear' if yardstick.assumed else 'rated for'}"
-    return f"{text}, {100 * meter.written / yardstick.rated:.2g}% of the {life}"
+    return f"{text}, {share_of_life(meter.written / yardstick.rated)} of the {life}"
 
 
 def _foretold(meter: Meter) -> list[str]:

@@ -39,12 +39,33 @@ class JsonLines:
                     for text, offset, number in found:
                         place = f"{path}, {unit} {number}"
                         row = _row(text, place)
+                        if not array and number == 1 and path.name.removesuffix(".gz").endswith(".json"):
+                            self._check_rows(file, offset, row, path)
                         fields = {name: row[name] for name in self.wanted if name in row}
                         yield Example(fields=fields, place=place, has=tuple(row)), [index, offset, number]
             except (OSError, EOFError, zlib.error) as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 raise ConfigError(f"data: cannot read {path}, after {unit} {number}: {reason}") from None
             offset = number = 0
+
+    def _check_rows(self, file: BinaryIO, offset: int, row: Mapping[str, Any], path: Path) -> None:
+        """``row``: the first line of a ``.json``, behind which the file is at ``offset``.
+
+        Raises:
+            ConfigError: it is all of the file, and has the rows as a list within it.
+        """
+        if not row.keys().isdisjoint(self.wanted) or file.readline(LONGEST).strip():
+            file.seek(offset)
+            return
+        name = next((key for key, value in row.items() if isinstance(value, list) and value), None)
+        if name is not None:
+            raise ConfigError(f"{path}: it is one object, whose {name!r} is a list: {_TAKE_OUT}")
+
+
+_TAKE_OUT = (
+    "a .json file must be the list of rows itself, or have an object in each line. Write that list into a file of its "
+    "own, as jq '.NAME' does"
+)
 
 
 def _lines(file: BinaryIO, path: Path, offset: int, line: int, longest: int) -> Iterator[tuple[bytes, int, int]]:
@@ -69,7 +90,9 @@ def _row(text: bytes, place: str) -> Mapping[str, Any]:
     try:
         value = parse_json(text.rstrip(), finite=False)
     except MalformedError as error:
-        raise ConfigError(f"{place}: {error}") from None
+        opens = text.rstrip().endswith((b"{", b"[", b","))
+        several = f". If this is one object over several lines: {_TAKE_OUT}" if opens else ""
+        raise ConfigError(f"{place}: {error}{several}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{place}: each line must hold one JSON object, and this one holds a {type(value).__name__}")
     return value
