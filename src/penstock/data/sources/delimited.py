@@ -5,17 +5,15 @@ reading can go on there. Other readers of CSV know a place as a number of rows a
 """
 
 import csv
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.data.sources.jsonl import LONGEST, open_bytes
 from penstock.data.sources.reader import FIELDS, Cursor, Example
+from penstock.data.sources.walk import BOM, LONGEST, walk
 from penstock.errors import ConfigError
 
-_BOM = b"\xef\xbb\xbf"
 _QUOTES = "text in quotes has its own quotes doubled, and ends with one"
 
 
@@ -27,34 +25,26 @@ class Csv:
     wanted: Sequence[str] = FIELDS
 
     def read(self, start: Cursor) -> Iterator[tuple[Example, Cursor]]:
-        first, offset, line = start or (0, 0, 0)
-        for index in range(first, len(self.files)):
-            path = self.files[index]
-            line_there = line
-            try:
-                with open_bytes(path) as file:
-                    lines = _Lines(file, path)
-                    names = next(_rows(lines, path), None)
-                    if names is None:
-                        continue
-                    columns = self._columns(names, path)
-                    if offset:
-                        file.seek(offset)
-                        lines.offset, lines.line = offset, line
-                    for row in _rows(lines, path):
-                        place = f"{path}, line {lines.first}"
-                        if len(row) != len(names):
-                            raise ConfigError(
-                                f"{place}: it has {len(row)} fields, and the header names {len(names)}: put a text "
-                                "that has separators or line ends in quotes"
-                            )
-                        line_there = lines.line
-                        fields = {name: row[n] for name, n in columns.items()}
-                        yield Example(fields=fields, place=place, has=names), [index, lines.offset, lines.line]
-            except (OSError, EOFError, zlib.error) as error:
-                reason = getattr(error, "strerror", None) or str(error)
-                raise ConfigError(f"data: cannot read {path}, after line {line_there}: {reason}") from None
-            offset = line = 0
+        return walk(self.files, start, self._read_one)
+
+    def _read_one(self, file: BinaryIO, path: Path, offset: int, line: int) -> Iterator[tuple[Example, int, int]]:
+        lines = _Lines(file, path)
+        names = next(_rows(lines, path), None)
+        if names is None:
+            return
+        columns = self._columns(names, path)
+        if offset:
+            file.seek(offset)
+            lines.offset, lines.line = offset, line
+        for row in _rows(lines, path):
+            place = f"{path}, line {lines.first}"
+            if len(row) != len(names):
+                raise ConfigError(
+                    f"{place}: it has {len(row)} fields, and the header names {len(names)}: put a text "
+                    "that has separators or line ends in quotes"
+                )
+            fields = {name: row[n] for name, n in columns.items()}
+            yield Example(fields=fields, place=place, has=names), lines.offset, lines.line
 
     def _columns(self, names: Sequence[str], path: Path) -> dict[str, int]:
         """Where the columns that are read stand in a row.
@@ -92,8 +82,8 @@ class _Lines:
         raw = self._file.readline(LONGEST + 1)
         if not raw:
             raise StopIteration
-        if self.offset == 0 and raw.startswith(_BOM):
-            self.offset, raw = len(_BOM), raw[len(_BOM) :]
+        if self.offset == 0 and raw.startswith(BOM):
+            self.offset, raw = len(BOM), raw[len(BOM) :]
         self.offset, self.line, self._row = self.offset + len(raw), self.line + 1, self._row + len(raw)
         if self._row > LONGEST:
             raise ConfigError(

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from penstock.data.sources.walk import BOM
 from penstock.errors import ConfigError
 
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["{}]', re.DOTALL)
 """A whole text, the beginning of one whose end is not there yet, or a brace. Nothing is tried twice."""
 
 _FIRST = 1 << 16
-_BOM = b"\xef\xbb\xbf"
 
 
 def is_array(file: BinaryIO) -> bool:
     """True if a file's first character is an array's. The file is then at its beginning."""
-    start = file.read(_FIRST).removeprefix(_BOM).lstrip()
+    start = file.read(_FIRST).removeprefix(BOM).lstrip()
     file.seek(0)
     return start.startswith(b"[")
 
@@ -34,7 +34,7 @@ def items(file: BinaryIO, path: Path, offset: int, number: int, longest: int) ->
     file.seek(offset)
     window = _Window(file, offset)
     if offset == 0:
-        window.skip(_BOM)
+        window.skip(BOM)
         window.skip(b"[", needed=True)
     while True:
         mark = window.mark()

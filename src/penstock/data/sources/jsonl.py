@@ -4,20 +4,16 @@ Read here and not by ``datasets``, which knows no line numbers, takes one schema
 the keys that any other has.
 """
 
-import gzip
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from penstock.data.sources.json_array import is_array, items
 from penstock.data.sources.reader import FIELDS, Cursor, Example
+from penstock.data.sources.walk import LONGEST, walk
 from penstock.documents.text import MalformedError, parse_json
 from penstock.errors import ConfigError
-
-LONGEST = 32 << 20
-"""Bytes in a line; a document of more has some millions of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,25 +24,17 @@ class JsonLines:
     wanted: Sequence[str] = FIELDS
 
     def read(self, start: Cursor) -> Iterator[tuple[Example, Cursor]]:
-        first, offset, number = start or (0, 0, 0)
-        for index in range(first, len(self.files)):
-            path, unit = self.files[index], "line"
-            try:
-                with open_bytes(path) as file:
-                    array = is_array(file)
-                    unit = "item" if array else "line"
-                    found = (items if array else _lines)(file, path, offset, number, LONGEST)
-                    for text, offset, number in found:
-                        place = f"{path}, {unit} {number}"
-                        row = _row(text, place)
-                        if not array and number == 1 and path.name.removesuffix(".gz").endswith(".json"):
-                            self._check_rows(file, offset, row, path)
-                        fields = {name: row[name] for name in self.wanted if name in row}
-                        yield Example(fields=fields, place=place, has=tuple(row)), [index, offset, number]
-            except (OSError, EOFError, zlib.error) as error:
-                reason = getattr(error, "strerror", None) or str(error)
-                raise ConfigError(f"data: cannot read {path}, after {unit} {number}: {reason}") from None
-            offset = number = 0
+        return walk(self.files, start, self._read_one)
+
+    def _read_one(self, file: BinaryIO, path: Path, offset: int, number: int) -> Iterator[tuple[Example, int, int]]:
+        array = is_array(file)
+        for text, behind, count in (items if array else _lines)(file, path, offset, number, LONGEST):
+            place = f"{path}, {'item' if array else 'line'} {count}"
+            row = _row(text, place)
+            if not array and count == 1 and path.name.removesuffix(".gz").endswith(".json"):
+                self._check_rows(file, behind, row, path)
+            fields = {name: row[name] for name in self.wanted if name in row}
+            yield Example(fields=fields, place=place, has=tuple(row)), behind, count
 
     def _check_rows(self, file: BinaryIO, offset: int, row: Mapping[str, Any], path: Path) -> None:
         """``row``: the first line of a ``.json``, behind which the file is at ``offset``.
@@ -79,11 +67,6 @@ def _lines(file: BinaryIO, path: Path, offset: int, line: int, longest: int) -> 
         offset, line = offset + len(text), line + 1
         if not text.isspace():
             yield text, offset, line
-
-
-def open_bytes(path: Path) -> BinaryIO:
-    """A file of a source, unpacked if its name says that it is packed."""
-    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
 def _row(text: bytes, place: str) -> Mapping[str, Any]:
