@@ -131,7 +131,7 @@ class RunFigures:
 
 
 def is_training(folder: Path) -> bool:
-    """Whether a process trains the run in a folder now."""
+    """True if a process trains the run in a folder now."""
     return is_locked(folder, name=RUN_LOCK)
 
 
