@@ -1,4 +1,4 @@
-"""What each kind of accelerator does in its own way; all else is ``torch.accelerator`` and torch's streams and events.
+"""The calls of each kind of accelerator alone; all else is ``torch.accelerator`` and torch's streams and events.
 
 ``KINDS`` has the kinds that can be computed on; one that is not among them is refused by its name, as nobody has run
 Penstock on it. ``cuda`` is NVIDIA's GPUs, and AMD's by ROCm, which torch calls the same. Tests add a simulated one.
@@ -93,8 +93,8 @@ class Cuda:
         return torch.cuda.mem_get_info(device)
 
     def beside_plans(self, device: torch.device) -> int:
-        """What cuBLAS keeps for each stream that it is used on (32 MiB on Hopper), and as much again and more for what
-        torch's allocator rounds up: to 2 MiB, and for small tensors to 20. An allowance, not a measurement."""
+        """Bytes that cuBLAS keeps for each stream that it is used on (32 MiB on Hopper), and as much again and more for
+        what torch's allocator rounds up: to 2 MiB, and for small tensors to 20. An allowance, not a measurement."""
         return 128 << 20
 
     def pci_address(self, device: torch.device) -> str | None:
@@ -118,7 +118,7 @@ KINDS: dict[str, Accelerator] = {"cuda": Cuda()}
 
 
 def of(device: torch.device) -> Accelerator:
-    """What a device that is not the CPU does in its own way."""
+    """The ``Accelerator`` of the kind of a device that is not the CPU."""
     return KINDS[device.type]
 
 

@@ -257,7 +257,8 @@ _SHAPED = shape_wrapper(lambda *shapes, **more: 0)  # type: ignore[no-untyped-ca
 
 
 def formula_of_shapes(formula: Callable[..., int]) -> Callable[..., int] | None:
-    """What a formula of ``flop_registry`` wraps: the same from shapes, with ``out_shape``; None if it wraps nothing.
+    """The function that a formula of ``flop_registry`` wraps: the same from shapes, with ``out_shape``; None if it
+    wraps nothing.
 
     Without: the wrapped one, with ``out_val``, which takes longer than most ops of a small model.
     """

@@ -91,7 +91,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def _elementwise(spec: OptimizerSpec) -> OptimizerSpec:
-    """What rules the parameters that are no matrices."""
+    """The optimizer of the parameters that are no matrices."""
     return spec.adamw if isinstance(spec, Muon) else spec
 
 

@@ -75,7 +75,7 @@ class Hyper:
         return MOMENTS[self.kind]
 
     def second_half(self, ratio: float) -> "Hyper":
-        """What Muon does with its update, once that is orthogonal."""
+        """The hyper-parameters by which Muon applies its update, once that is orthogonal."""
         return Hyper(kind="orthogonal", lr=self.lr, weight_decay=self.weight_decay, ratio=ratio)
 
 

@@ -1,4 +1,4 @@
-"""What ``fused`` runs on a GPU, in Triton's language: each program takes one ``BLOCK`` of elements.
+"""The kernels that ``fused`` runs on a GPU, in Triton's language: each program takes one ``BLOCK`` of elements.
 
 Values are [BLOCK] numbers, arguments are pointers to [n] where nothing else is said. ``rounding``: gradients are
 rounded to bf16 as they are read. ``like``: the dtype, bf16 or fp16, of what is written as the int16 of its bits.

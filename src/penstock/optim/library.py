@@ -39,7 +39,7 @@ _HOW_TO_BUILD = "pip install -e . builds it (needs a C++17 compiler), and says w
 
 
 class TorchKernels(Protocol):
-    """What ``fallback`` and ``fused`` have."""
+    """The kernels that ``fallback`` and ``fused`` both have."""
 
     def step(
         self,

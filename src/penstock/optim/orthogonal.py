@@ -42,7 +42,7 @@ def _cut(part: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def ratio(piece: Piece, adjust: AdjustLr) -> float:
-    """What a matrix's learning rate is multiplied by."""
+    """The factor that a matrix's learning rate is multiplied by."""
     if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(piece.rows, piece.columns))
     return math.sqrt(max(1, piece.rows / piece.columns))

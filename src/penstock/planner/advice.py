@@ -1,4 +1,4 @@
-"""What would help, in numbers: the plan is made again with one thing changed, and compared.
+"""Advice on what would help, in numbers: the plan is made again with one thing changed, and compared.
 
 First by the linear program, on both sides for one chunk size. The best few of these are then searched for and simulated
 like the plan itself, if its schedule is small enough for that to take no time; it can be less than the program promises
@@ -64,7 +64,7 @@ class _Variant:
 
 
 def advice(task: Task, micro_batch_size: int, choice: Choice) -> tuple[Advice, ...]:
-    """What would raise tokens/s by 2% or more over a choice, best first."""
+    """The changes that would raise tokens/s by 2% or more over a choice, best first."""
     request = choice.request
     now = _Variant(change="", task=task, micro_batch_size=micro_batch_size, micro_batches=request.micro_batches)
     before = estimate(now.question(request.family), request.family)

@@ -114,7 +114,7 @@ def _pinned(request: Request, way: Way) -> Request:
 
 
 def _cost(choice: Choice, other: _Way) -> Means | None:
-    """What a way costs; None if it does not fit, or turns out to be another one (nothing is left to speculate)."""
+    """The cost of a way; None if it does not fit, or turns out to be another way (nothing is left to speculate)."""
     question = replace(choice.question, request=other.request, families=(other.request.family,))
     simulated = len(choice.plan.schedule.ops) <= _SMALL
     found = _searched(question) if simulated else _estimated(question, choice.plan.settings)

@@ -1,4 +1,4 @@
-"""What ``penstock.plan`` is given, checked before anything is computed: its callers need not use a type checker."""
+"""The arguments of ``penstock.plan``, checked before anything is computed: callers need not use a type checker."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from penstock.hardware.machine import Machine
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(StepConfig):
-    """What may be asked of a plan for a model that is no settings file, from Python and on the command line.
+    """The settings of a plan for a model that is no settings file, from Python and on the command line.
 
     | field | meaning |
     |---|---|

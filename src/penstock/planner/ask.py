@@ -254,7 +254,8 @@ def _halves(batch: int) -> Iterator[int]:
 
 
 def _beyond(found: Forecast) -> Iterator[str]:
-    """What loading, saving or resuming takes beyond the budget that training keeps to."""
+    """Sentences on the memory that a plan takes beyond the machine, and that loading, saving or resuming takes beyond
+    the budget that training keeps to."""
     if found.beyond_machine is not None:
         yield f"it does not fit into the machine: {found.beyond_machine}"
     given: dict[Tier, int] = {"device": found.task.budget.device_bytes, "host": found.task.budget.host_bytes}
@@ -265,7 +266,7 @@ def _beyond(found: Forecast) -> Iterator[str]:
 
 
 def _notes(task: Task) -> tuple[str, ...]:
-    """What a user should know before trusting the numbers."""
+    """Sentences that a user should know before trusting the numbers."""
     machine, budget = task.machine, task.budget
     notes = list(machine.warnings)
     for tier, given, there in (

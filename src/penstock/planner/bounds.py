@@ -1,4 +1,4 @@
-"""What a step takes at least, given what it asks of each lane in each phase."""
+"""The least seconds that a step takes, given what it asks of each lane in each phase."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ class StepBound:
         return Constraint(times=[0], loads=[0, home], less=late), Constraint(times=before, loads=before, less=nothing)
 
     def seconds(self, load: Load) -> float:
-        """What a step with this load takes at least."""
+        """The least seconds that a step with this load takes."""
         home = len(load) - 1
         times = np.zeros(len(load))
         times[:home] = np.maximum((load[:home] @ self.limits.T).max(axis=1), 0.0)

@@ -119,7 +119,8 @@ def machine_costs(
 
 
 def contention(machine: Machine, disk: Together | None) -> dict[Pair, float]:
-    """Which lanes slow each other down: measured pairs, and links that do less in both directions at once."""
+    """The ``contention`` of ``Costs`` on a machine: measured pairs, and links that do less in both directions at
+    once."""
     found: dict[Pair, float] = {}
     lanes: dict[str, Lane] = {lane: lane for lane in LANES}
     for pair, value in machine.contention.items():

@@ -33,7 +33,7 @@ class Weighed:
         return "interval" if self._cost(self.step, self.interval) > TOO_MUCH else "step"
 
     def gain(self, durability: Durability) -> tuple[float, float] | None:
-        """What giving ``durability`` up altogether would gain: seconds a step, and their share of it. None: unknown."""
+        """The gain of giving ``durability`` up altogether: seconds a step, and their share of it. None: unknown."""
         now = getattr(self, durability)
         if now is None or self.none is None or durability == "none":
             return None
@@ -47,7 +47,8 @@ class Weighed:
 
 
 def weigh(task: Task, micro_batch_size: int, micro_batches: int) -> Weighed:
-    """What each durability takes. The task's budget says where state may live, whatever its durability is."""
+    """Expected seconds of a step with each durability. The task's budget says where state may live, whatever its
+    durability is."""
 
     def seconds(durability: Durability) -> float | None:
         budget = _named(task.budget, durability)

@@ -67,7 +67,7 @@ class Worn:
 
     @property
     def what_helps(self) -> tuple[str, ...]:
-        """What keeps to the allowance by arithmetic alone."""
+        """The changes that, by arithmetic alone, keep to the allowance."""
         drives = math.ceil(self.drives * self.too_fast)
         fewer = self.written / self.parameters / self.too_fast
         return (

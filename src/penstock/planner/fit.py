@@ -87,7 +87,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(StreamConfig):
-    """What is to be fitted.
+    """The request to fit a step of a program into a budget.
 
     What is None is left to the planner, and where there is nothing to choose by (``fit``) what can speculates, nothing
     is delayed, and the ``cast`` is done on the device: fewer bytes cross and wait. ``wait``: as in ``Settings``.
@@ -126,7 +126,7 @@ class Request(StreamConfig):
         return device + peak_bytes((), fixed, "device"), host + peak_bytes((), fixed, "host")
 
     def world(self, schedule: Schedule) -> World:
-        """What is simulated of a schedule that all ranks have."""
+        """The world to simulate for a schedule that all ranks have."""
         return Mesh(data=self.ranks).everyone().in_step(schedule)
 
     @cached_property
@@ -278,7 +278,7 @@ def _pooled(route: Route, settings: Settings, ranks: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def provision(route: Route, settings: Settings, ranks: int = 1) -> Provision:
-    """What a step with these settings takes of its pools."""
+    """The pools of a step with these settings, and what it takes of them."""
     return Provision(route, settings, streaming_seat(ranks, settings.stage))
 
 

@@ -48,11 +48,11 @@ _ROUNDS = 4
 STAGE_KEYS = ("forward", "backward", "ends")
 """Compute, by what it is of: blocks' forward and backward, and the model's own code between blocks."""
 KEYS: tuple[str, ...] = (*LANES, *STAGE_KEYS)
-"""What is looked at in a step."""
+"""Everything that is looked at in a step: its lanes, and its compute by kind."""
 
 
 def stage_key(kind: str, stage: Stage) -> str | None:
-    """Which of ``STAGE_KEYS`` an op of compute counts to; None: it is none of a stage."""
+    """The one of ``STAGE_KEYS`` that an op of compute counts to; None: it is no op of a stage."""
     if kind not in ("F", "E", "B", "I", "W"):
         return None
     if stage.kind == "segment":
@@ -111,7 +111,7 @@ class Seen:
 
 
 def _scaled(contention: Mapping[Pair, float], factors: Mapping[str, float]) -> dict[Pair, float]:
-    """What lanes take from each other where some go at another pace. Reads and writes share a drive as before."""
+    """The contention of lanes where some go at another pace. Reads and writes share a drive as before."""
     return {(a, b): c / _less(a, b, factors) for (a, b), c in contention.items()}
 
 
@@ -151,7 +151,7 @@ class Deviations:
         self._shares = shares
 
     def clear(self) -> None:
-        """What is predicted is another one from here on. The noise is not."""
+        """Forget the recent steps, as other times are predicted from here on. The noise stays the same."""
         self._recent.clear()
 
     def noise(self, key: str) -> float:
@@ -267,7 +267,7 @@ _NAMES: Mapping[str, str] = {
 
 
 def what_is_off(off: Mapping[str, float], before: Machine) -> str:
-    """Which lanes are not as predicted, in words: the one that is off the most first."""
+    """The lanes that are not as predicted, in words: the one that is off the most first."""
     disk = together(before.drives) if before.drives else None
     rates = {
         "read": 0.0 if disk is None else disk.read,

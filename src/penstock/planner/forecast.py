@@ -1,4 +1,4 @@
-"""What a plan will do, in numbers: time, bottleneck, bytes on every link, memory of every tier, life of the drives."""
+"""A plan's forecast: time, bottleneck, bytes on every link, memory of every tier, life of the drives."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class LaneForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Wear:
-    """What a step writes that is run once, and how long the drives last, with repeated steps. ``days``: of training
-    without a break; ``steps``: in them."""
+    """Bytes that a step writes that is run once, and how long the drives last, with repeated steps. ``days``: of
+    training without a break; ``steps``: in them."""
 
     written_bytes: int
     per_parameter: float
@@ -183,7 +183,7 @@ class Forecast:
 
     @property
     def beyond_machine(self) -> str | None:
-        """What takes more memory than the machine has, a step or a phase outside of it; None: nothing does."""
+        """The phase, or the step, that takes more memory than the machine has, in words; None: none does."""
         machine = self.task.machine
         sizes_there: Mapping[Tier, int] = {"device": machine.device.memory, "host": machine.host.memory}
         for tier, there in sizes_there.items():
@@ -236,7 +236,7 @@ class Forecast:
 
     @property
     def wear(self) -> Wear:
-        """What the drives go through, snapshots not counted."""
+        """The wear of the drives, snapshots not counted."""
         written = self.lanes["write"].nbytes if "write" in self.lanes else 0
         drives = self.task.machine.drives
         known = [drive.tbw for drive in drives if drive.tbw is not None]
@@ -253,7 +253,7 @@ class Forecast:
 
 
 def forecast(task: Task, choice: Choice, micro_batch_size: int) -> Forecast:
-    """What a choice means for a task."""
+    """The forecast for a task with a choice of a plan, in micro-batches of so many sequences."""
     profile = task.profile(micro_batch_size)
     return Forecast(
         task=task,

@@ -116,7 +116,7 @@ def _check_cut(request: Request, schedule: Schedule) -> None:
 
 
 def _check_pools(schedule: Schedule) -> None:
-    """What a pool counts is what it takes, so that the budget holds."""
+    """Raises ScheduleError: a pool takes other memory than it counts, so that the budget would not hold."""
     for pool in schedule.pools:
         if pool.tier == "disk":
             raise ScheduleError(f"pool {pool.name} is on disk, and buffers are on the device or the host")

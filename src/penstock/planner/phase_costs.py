@@ -1,4 +1,4 @@
-"""What a step asks of each lane, phase by phase, as a function of where things live: the linear program's coefficients.
+"""The load of a step on each lane and phase, as a function of where things live: the linear program's coefficients.
 
 They are read off lowered schedules (``probes``) and priced with the same ``Costs`` that the simulator uses, in seconds
 of a lane that works alone. Summed over a placement they are the work of its schedule in each phase and lane (a test
@@ -47,8 +47,8 @@ class Prices:
         self._stages: dict[tuple[Tier, int], Load] = {}
 
     def of_group(self, small: int, home: Home, gradients: Tier, *, late: bool, deep: bool) -> Load:
-        """What a group of the sample asks for in whole parts, and what each further chunk of the trainable and of the
-        frozen one adds: shape (3, phases + 1, lanes)."""
+        """The load of a group of the sample in whole parts, and the load that each further chunk of the trainable and
+        of the frozen one adds: shape (3, phases + 1, lanes)."""
         key = (small, home, gradients, late, deep)
         if key not in self._groups:
             load, real = np.zeros((3, *self.none().shape)), self.probes.reals[small][0]
@@ -63,7 +63,7 @@ class Prices:
         return self._groups[key]
 
     def of_columns(self, gradients: Sequence[Tier], *, late: bool, deep: bool) -> Load:
-        """What a group of each class asks for on average, as ``of_group``: (``columns``, 3, phases + 1, lanes)."""
+        """The load of a group of each class on average, as ``of_group``: (``columns``, 3, phases + 1, lanes)."""
         key = (tuple(gradients), late, deep)
         if key not in self._columns:
             loads = [self._of_class(kind, home, q, late, deep) for kind, home, q in columns(self.probes, gradients)]
@@ -124,7 +124,7 @@ class PhaseCosts:
         self._cache: dict[tuple[int, Home, Tier], Load] = {}
 
     def of_group(self, g: int, home: Home, gradients: Tier) -> Load:
-        """What a group asks for; ``gradients``: where they wait for the norm, if they do."""
+        """The load of a group: shape (phases + 1, lanes). ``gradients``: where they wait for the norm, if they do."""
         key = (self.probes.sample.groups[g], home, gradients)
         if key not in self._cache:
             self._cache[key] = self._group_load(g, *key)
@@ -138,7 +138,7 @@ class PhaseCosts:
         return load
 
     def of_columns(self, gradients: Sequence[Tier]) -> Load:
-        """What a group of each class asks for on average: shape (``columns``, phases + 1, lanes)."""
+        """The load of a group of each class on average: shape (``columns``, phases + 1, lanes)."""
         first = [kind.members[0] for kind, _, _ in columns(self.probes, gradients)]
         load: Load = np.zeros((len(first), *self.prices.none().shape))
         for late in self._late:
@@ -167,7 +167,7 @@ class PhaseCosts:
         return found + self.prices.alone((bottom, bottom), "host", late=self.s.delay > 0)
 
     def of(self, place: Placement) -> Load:
-        """What a whole placement asks for."""
+        """The load of a whole placement: shape (phases + 1, lanes)."""
         total = self.of_compute + self.of_activations(place.activations)
         homes = zip(place.weights, place.state, strict=True)
         return total + sum(self.of_group(g, home, place.gradients) for g, home in enumerate(homes))

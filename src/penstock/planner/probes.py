@@ -1,4 +1,4 @@
-"""What a step asks of each lane, read off lowered schedules of a small program: one for each home, not for each plan.
+"""The ops of a step on each lane, read off lowered schedules of a small program: one for each home, not for each plan.
 
 A *probe* is a schedule of a request's ``Sample`` with one chunk for each part of a group, all groups at one home, all
 or none of their steps delayed. What its ops of a group or a stage do is counted as *facts*. All else is multiplied:
@@ -33,7 +33,7 @@ from penstock.schedule.place import Depths, Placement, Settings
 from penstock.schedule.program import GroupSpec, Program
 
 Part = Literal["trainable", "frozen", "whole"]
-"""What of a group an op is of: a chunk of one of its parts, or all of it."""
+"""The part of a group that an op is of: a chunk of one of its parts, or all of it."""
 
 Fact = tuple[int, str, Part, int]
 """Row (``Phases``), kind and part of ops, and bytes of each."""
@@ -80,7 +80,7 @@ class Probes:
         return {small: tuple(groups) for small, groups in found.items()}
 
     def of_group(self, small: int, home: Home, gradients: Tier, *, late: bool, deep: bool) -> Facts:
-        """What a group of the sample does. ``gradients``: where they wait, if they do; ``late``: with every step
+        """The ops of a group of the sample. ``gradients``: where they wait, if they do; ``late``: with every step
         delayed; ``deep``: with more than one buffer for weights."""
         counts = (2, 3) if self._one_by_one else (1,)
         found = [self._of_groups(home, gradients, late, deep, m).groups.get(small, {}) for m in counts]
@@ -88,7 +88,7 @@ class Probes:
         return found[0] if len(found) == 1 else _sum((1 - further, found[0]), (further, found[1]))
 
     def of_stage(self, small: int, activations: Tier, inputs: int) -> Facts:
-        """What a stage of the sample does for all micro-batches. ``inputs``: as in ``Depths``."""
+        """The ops of a stage of the sample for all micro-batches. ``inputs``: as in ``Depths``."""
         count = self.request.micro_batches
         two, three = (self._of_stages(activations, m).stages[small] for m in (2, 3))
         if self._one_by_one:  # the first and the last, and those in between

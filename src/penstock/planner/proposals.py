@@ -1,4 +1,4 @@
-"""What the linear programs propose for a question: settings that fit, each with an estimate of its seconds."""
+"""The proposals of the linear programs for a question: settings that fit, each with an estimate of its seconds."""
 
 import math
 from bisect import bisect_left
@@ -149,7 +149,7 @@ class Proposals:
         return 1 + self.q.repeats * request.speculates
 
     def promised(self, promising: Promising) -> list[Promised]:
-        """What the linear programs promise for every chunk size, least first."""
+        """The promises of the linear programs for every chunk size, the one of the least seconds first."""
         found = (
             promised
             for request, delays in promising
@@ -159,7 +159,7 @@ class Proposals:
         return sorted(found, key=lambda promised: promised.seconds)
 
     def at(self, request: Request, chunk: int, delay: float) -> list[Proposal]:
-        """What the linear program proposes for one delay and chunk size."""
+        """The proposals of the linear program for one delay and chunk size."""
         return [p for promised in self._promised(request, chunk, delay) for p in self.kept(promised)]
 
     def _promised(self, request: Request, chunk: int, delay: float) -> list[Promised]:
@@ -171,7 +171,7 @@ class Proposals:
         return [Promised(lp=lp, shares=s, seconds=s.seconds * runs) for s in lp.solve_whole()[:_TIERS_TRIED]]
 
     def kept(self, promised: Promised) -> list[Proposal]:
-        """What is left of a promise in whole groups, in any pattern that fits."""
+        """The proposals that a promise comes to in whole groups, in any pattern that fits."""
         return list(self.rounded(promised.lp, promised.shares, PATTERNS))
 
     def small(self, request: Request, delay: float) -> list[Proposal]:
@@ -203,7 +203,7 @@ class Proposals:
         return self.program(settings_of(request, base_placement(request), chunk, _SHALLOWEST), request)
 
     def greedy(self, requests: Iterable[Request], *, needed: bool) -> list[Proposal]:
-        """What ``fit`` takes, so that no choice is worse.
+        """The proposals that ``fit`` makes, so that no choice is worse.
 
         Raises:
             BudgetError: it takes nothing, and something is ``needed``: nothing else has been found.

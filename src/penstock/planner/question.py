@@ -1,4 +1,4 @@
-"""What is asked of the search for a plan."""
+"""The question that the search for a plan is asked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ SIMULATED_OPS = 50_000
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked: a request, the machine's costs, and how far the search may go.
+    """The question to a search: a request, the machine's costs, and how far the search may go.
 
     The request's ``speculate`` and ``delay`` are forced, or None to be chosen: ``delays`` are those to begin with, and
     ``repeats`` is the share of steps that is expected to be run again if anything speculates. ``disk_free``: bytes that
@@ -102,7 +102,7 @@ class Question:
         return why and f"{why}: use smaller micro-batches or shorter sequences, or lower budget.host"
 
     def peaks(self, place: Placement, step: Mapping[Tier, int]) -> Mapping[Phase, Peaks]:
-        """What phases outside of steps take; ``step``: bytes of device and host that steps take."""
+        """The peak memory of phases outside of steps; ``step``: bytes of device and host that steps take."""
         request = self.request
         return peaks_outside_steps(
             request.program,
@@ -116,7 +116,7 @@ class Question:
         )
 
     def costs_of(self, request: Request) -> Costs:
-        """What the ops of a request's schedules take, which depends on where gradients are rounded."""
+        """The costs of the ops of a request's schedules, which depend on where gradients are rounded."""
         if request.narrow not in self._costs:
             self._costs[request.narrow] = machine_costs(
                 self.machine,

@@ -46,7 +46,7 @@ class Roofline:
         return min(self.compute_tokens_per_second, tokens / rest)
 
     def bound_by(self, tokens: int) -> str:
-        """What bounds it: ``compute``, ``disk``, ``host`` or ``link``."""
+        """The resource that bounds it: ``compute``, ``disk``, ``host`` or ``link``."""
         seconds = {
             "compute": tokens / self.compute_tokens_per_second,
             "disk": self.disk_seconds or 0.0,

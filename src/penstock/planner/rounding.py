@@ -11,8 +11,8 @@ from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.schedule.place import Placement, Settings
 
 Pattern = Literal["last", "spread"]
-"""Which groups of a class get the higher tiers: the last ones, whose backward comes first and whose update is the first
-to be over; or every n-th, so that what the links carry is as even over the step as the compute that hides it."""
+"""The groups of a class that get the higher tiers: the last ones, whose backward comes first and whose update is the
+first to be over; or every n-th, so that what the links carry is as even over the step as the compute that hides it."""
 PATTERNS: tuple[Pattern, ...] = ("last", "spread")
 
 _HEIGHT: Mapping[Tier, int] = {"device": 2, "host": 1, "disk": 0}
@@ -144,7 +144,7 @@ def _floors(kind: GroupClass, shares: Mapping[Home, float]) -> tuple[dict[Home, 
 
 
 def assign(kind: GroupClass, counts: Mapping[Home, int], pattern: Pattern) -> dict[int, Home]:
-    """Which group of a class lives where."""
+    """The home of each group of a class."""
     homes = sorted((home for home, n in counts.items() if n), key=height, reverse=True)
     members = kind.members[::-1]
     if pattern == "last":

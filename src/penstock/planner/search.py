@@ -236,7 +236,7 @@ def smallest_programs(question: Question) -> list[PlacementLP]:
 
 
 class _Search:
-    """What one search has simulated so far."""
+    """One search, and what it has simulated so far."""
 
     def __init__(self, question: Question, beat: float) -> None:
         self.q = question

@@ -1,4 +1,4 @@
-"""What is to be trained, on which machine, within which budget: the input of a plan, before batch sizes are chosen."""
+"""The model to be trained, the machine and the budget: the input of a plan, before batch sizes are chosen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -96,7 +96,7 @@ class Task(StepConfig):
 
     @property
     def name_of_bits(self) -> str:
-        """What the machine's profile calls the optimizer where it says whose bits differ."""
+        """The name of the optimizer in the machine's profile, where that says whose bits differ."""
         return f"{self.rate_name}.{self.form_of_moments}" if self.form.is_compact else self.rate_name
 
     def profile(self, micro_batch_size: int) -> ModelProfile:

@@ -1,4 +1,4 @@
-"""What a run of so many steps takes of time and of its drives' life, by the plan of one of them."""
+"""The time, and the share of its drives' life, that a run of so many steps takes by the plan of one of them."""
 
 import math
 from dataclasses import dataclass

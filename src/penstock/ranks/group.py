@@ -43,7 +43,7 @@ class Ranks:
     _of_all: BaseException | None = None
 
     def share(self, parts: int) -> Share:
-        """Which elements of every param group are this one's, if the ranks have as many parts; 1: each has all."""
+        """The elements of every param group that this rank has, if the ranks have as many parts; 1: each has all."""
         assert parts in (1, self.size)
         return WHOLE if parts == 1 else Share(rank=self.rank, size=parts)
 
@@ -56,20 +56,20 @@ class Ranks:
         out.copy_(into)
 
     def told(self, what: str, value: T) -> list[T]:
-        """What all ranks say of something, by rank: small values that pickle.
+        """The values of all ranks, by rank: small ones that pickle. ``what`` names them, the same on each rank.
 
         Raises:
-            RankError: another rank says something of something else: it is elsewhere in its run.
+            RankError: ``what`` is something else on another rank, which is elsewhere in its run.
         """
         return [value]
 
     def once(self, what: str, work: Callable[[], T]) -> T:
-        """What rank 0 does for all: each gets what it returns, a small value that pickles."""
+        """The result of ``work``, which rank 0 does for all: each gets it, a small value that pickles."""
         found = work() if self.rank == 0 else None
         return cast(T, self.told(what, found)[0])
 
     def after_first(self, what: str, work: Callable[[], T]) -> T:
-        """What all ranks do, rank 0 before the others, which find what it has made."""
+        """This rank's result of ``work``, which all ranks do, rank 0 before the others: they find what it has made."""
         if self.rank == 0:
             found = work()
             self.told(what, None)
@@ -78,8 +78,8 @@ class Ranks:
         return work()
 
     def jointly(self, what: str, work: Callable[[], T]) -> T:
-        """What each rank does for itself, and which counts once all have done it. What one finds wrong all raise, and
-        can go on together.
+        """This rank's result of ``work``, which each rank does for itself, and which counts once all have done it. An
+        error that one of them finds is raised on all, and they can go on together.
 
         Raises:
             StoreError, ConfigError: this rank's own; or else that of the first other one, which it names.
@@ -120,7 +120,7 @@ class Ranks:
 
     @property
     def failure(self) -> RankError | None:
-        """What has ended all that ranks do together, once something has."""
+        """The error that has ended all that ranks do together; None: nothing has."""
         return None
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What fails within fails on all ranks.
+        """Make an error within the context fail on all ranks.
 
         Raises:
             RankError: another rank has failed.

@@ -1,4 +1,4 @@
-"""Which elements of every param group are whose.
+"""The elements of every param group that each rank has.
 
 Each part of a group's flat buffer, the trainable and the frozen one, is cut into as many equal ranges as there are
 ranks: rank r has the r-th of both. A group is laid out so that they are whole blocks of ``ALIGN`` elements.
@@ -63,4 +63,4 @@ class Share:
 
 
 WHOLE = Share()
-"""That of who is alone."""
+"""The share of a rank that has all elements."""

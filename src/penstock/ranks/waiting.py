@@ -11,8 +11,8 @@ LOOK = 0.1
 
 
 def beside(call: Callable[[], T], look: Callable[[], None]) -> T:
-    """What ``call`` returns or raises. It is made in a thread of its own, since nothing ends it; meanwhile ``look`` is
-    called again and again, and what that raises is raised."""
+    """The result of ``call``, or the error that it raises. It is made in a thread of its own, since nothing ends it;
+    meanwhile ``look`` is called again and again, and an error of that is raised."""
     found: list[T] = []
     failed: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""What actions work on: the schedule's buffers, arrays at home and scratch space. What is moved is counted here."""
+"""The access of actions to the schedule's buffers, arrays at home and scratch space. What is moved is counted here."""
 
 import threading
 
@@ -30,7 +30,7 @@ class _Tally(threading.local):
 
 
 class Access:
-    """What the actions of one schedule share. ``context``: of the step under way."""
+    """The state and memory that the actions of one schedule share. ``context``: of the step under way."""
 
     def __init__(self, bound: Bound, pools: Pools, arrays: StateArrays, scratch: Store | None) -> None:
         self.bound = bound

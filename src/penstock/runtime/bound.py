@@ -76,7 +76,7 @@ class Bound:
 
     @cached_property
     def late_elements(self) -> Late:
-        """What a step leaves to the next one, by group."""
+        """The trained elements that a step leaves to the next one to step, by group."""
         late: dict[int, list[range]] = {}
         for g, index in sorted(self.late):
             c = self._cuts[g][index]
@@ -116,7 +116,7 @@ class Bound:
 
     @cached_property
     def rest(self) -> Schedule:
-        """What a step does for the one before, by itself: late chunks are stepped and brought home, and committed.
+        """A schedule of what a step does for the one before: late chunks are stepped and brought home, and committed.
 
         Its ops are in an order in which they can run, whatever order the schedule lists them in. Each waits for those
         of them that the schedule surely does before it, also where that follows from ops that are none of them. A

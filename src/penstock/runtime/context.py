@@ -1,4 +1,4 @@
-"""What one run of a step needs to know besides the schedule, and what it finds out."""
+"""The context of one run of a step: what it needs to know besides the schedule, and what it finds out."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from penstock.tape.groups import ParamGroup
 
 
 class Mode(Enum):
-    """What a run of a step is for."""
+    """The purpose of a run of a step."""
 
     TRY = "try"
     """to find the factor of its gradients, and step with it"""
@@ -26,7 +26,7 @@ class Mode(Enum):
 
 
 class Verdict(Enum):
-    """What the norm of a step's gradients says of it."""
+    """The verdict on a step by the norm of its gradients."""
 
     WITHIN = "within"
     """whatever was stepped was stepped with the right factor"""
@@ -50,7 +50,7 @@ class NonFinite:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What the gradients of one step are stepped with."""
+    """The numbers that the gradients of one step are stepped with."""
 
     count: int
     """the optimizer's step number, from 1: skipped steps do not count"""
@@ -109,6 +109,6 @@ class StepContext:
             self.update = replace(self.update, grad_scale=self.clip_factor() / self.loss_scale)
 
     def clip_factor(self) -> float:
-        """What gradients are multiplied by so that their norm, which is known and finite, is within the limit."""
+        """The factor by which the norm of gradients, known and finite, is within the limit; 1 without a limit."""
         assert self.norm is not None
         return 1.0 if self.clip is None else clip_scale(self.norm, self.clip)

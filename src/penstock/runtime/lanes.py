@@ -1,4 +1,4 @@
-"""What lanes look up while a schedule runs, found once for each op.
+"""The facts that lanes look up while a schedule runs, found once for each op.
 
 Ops of a lane start in its order and count as done in its order. So all ops that one waits for are done as soon as each
 lane that they are on has so many done: *needs*, mostly one pair of numbers, or none where an op before it has waited

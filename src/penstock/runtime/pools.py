@@ -45,7 +45,7 @@ class Pools:
         self._carried = schedule.carried
         self._reserved = reserved_bytes(schedule)
         self.in_use: dict[Tier, int] = dict(self._reserved)
-        """What is reserved, and of pools that own no memory what is held."""
+        """Bytes that are reserved, and of pools that own no memory those that are held."""
         self.peak: dict[Tier, int] = dict(self._reserved)
         self.samples: list[tuple[float, Tier, int]] = []
         self._started: dict[str, tuple[str, int]] = {}
@@ -110,7 +110,7 @@ class Pools:
             self._free[pool].remove(slot)
 
     def end_step(self) -> None:
-        """What the step hands on is from now on what the next one starts with."""
+        """Make the buffers that the step hands on those that the next one starts with."""
         assert self._held.keys() == {end for _, end, _ in self._carried}
         self._held = {start: self._held[end] for start, end, _ in self._carried}
         self._started = dict(self._held)

@@ -123,8 +123,8 @@ class Stepping:
         kernels.add(into, what, self._threads)
 
     def restore(self, weights: torch.Tensor, rest: torch.Tensor | None) -> None:
-        """What is not stepped keeps its value: weights [n] that were not read become what their master copy [n] says,
-        where ``rest`` is all of that."""
+        """Give weights [n] that are not stepped, and were not read, the value of their master copy [n], where ``rest``
+        is all of that: what is not stepped keeps its value."""
         if rest is not None and rest.dtype == torch.float32:
             kernels.cast(weights, rest, self._threads)
 
@@ -141,7 +141,7 @@ class Stepping:
         return next(hyper for first, end, hyper in self._runs[g] if first <= element < end)
 
     def _spans(self, update: Update, g: int, half: Half) -> list[_Span]:
-        """What a step changes of a group, and how.
+        """The elements of a group that a step changes, and how it changes them.
 
         A parameter that no micro-batch gave a gradient stays as it is, moments and weight decay included, and counts
         one update less from then on: torch's optimizers pass over a parameter without a gradient.

@@ -1,4 +1,4 @@
-"""Which parameters are matrices, whose updates Muon makes orthogonal, and what they are cut into. Plain data."""
+"""Parameters that are matrices, whose updates Muon makes orthogonal, and the pieces they are cut into. Plain data."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -81,8 +81,8 @@ def orthogonal_flop(piece: Piece, steps: int) -> int:
 
 
 def whole_of(parameters: Iterable[tuple[str, Sequence[int]]], rule: Orthogonal) -> Whole:
-    """What a step of these matrices takes, of which there are names and shapes. Beside a matrix there are its square,
-    the polynomial of that, and the next matrix.
+    """FLOP, and bytes of temporaries, of a step of these matrices, given as names and shapes. Beside a matrix there are
+    its square, the polynomial of that, and the next matrix.
 
     Raises:
         ConfigError: as ``pieces``.

@@ -98,7 +98,7 @@ def trained_chunks(group: GroupSpec, largest: int) -> int:
 
 
 def _unit(unit: int, largest: int) -> int:
-    """What the chunks of a part are multiples of: its grain, unless that is larger than a chunk may be."""
+    """Elements that the chunks of a part are multiples of: its grain, unless that is larger than a chunk may be."""
     return unit if largest >= unit else ALIGN
 
 
@@ -184,7 +184,8 @@ def most_sums(micro_batches: int, strands: int, *, staged: bool = False) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def delayed_share(first: int, count: int, share: float) -> frozenset[int]:
-    """Which of ``count`` chunks are delayed, when ``first`` others come before them: as evenly spread as can be.
+    """Indices of those of ``count`` chunks that are delayed, when ``first`` others come before them: as evenly spread
+    as can be.
 
     This is for the groups besides ``Program.last_stepped``, which are delayed whole.
 
@@ -197,9 +198,9 @@ def delayed_share(first: int, count: int, share: float) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """What moves of each element. The fp32 master copy is what the weights and the *rest* have together: in fp32
-    the weights are it, in bf16 they are its upper half and the rest is the lower one, and in fp16 the rest is all of
-    it (see docs/numerics.md). The state is the rest and the moments.
+    """The sizes of all that moves of each element. The fp32 master copy is what the weights and the *rest* have
+    together: in fp32 the weights are it, in bf16 they are its upper half and the rest is the lower one, and in fp16 the
+    rest is all of it (see docs/numerics.md). The state is the rest and the moments.
     """
 
     weight_bytes: Literal[2, 4]
@@ -385,7 +386,8 @@ class Settings:
     is done with last (the embedding) are delayed whole: at the end of a step nothing runs beside theirs. Only for the
     vertical schedule."""
     grad_dtype: GradDtype = "fp32"
-    """What each group's complete gradient is rounded to, once, before norm and optimizer: see docs/numerics.md."""
+    """The dtype that each group's complete gradient is rounded to, once, before norm and optimizer: see
+    docs/numerics.md."""
     cast: Side = "host"
     """Where that is done to a gradient that is complete on the device: there, so that it crosses in bf16, or by those
     who read it. Changes no bit, and nothing at all in fp32. What is summed on the host is rounded there."""

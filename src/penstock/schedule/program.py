@@ -1,4 +1,4 @@
-"""What has to be computed in a step, before any decision about order, place or overlap. Plain data.
+"""The computation of a step, before any decision about order, place or overlap. Plain data.
 
 A *program* is what the tape learned about a model from one probe: a list of stages that every
 micro-batch goes through, and the param groups that each stage reads and produces gradients for.
@@ -25,11 +25,11 @@ LARGE_END = 1 << 18
 
 
 EXACT = ".exact"
-"""What follows the name of a group, in that of the small parameters that are cut off it."""
+"""The ending of the name of a group of small parameters that are cut off another group, whose name comes before it."""
 
 ELEMENTWISE = ".adamw"
-"""What follows the name of a block's group, in that of the parameters that are cut off it because they are no matrices
-(``matrices``); before ``EXACT``."""
+"""The ending of the name of a group of parameters that are cut off a block's group because they are no matrices
+(``matrices``). It follows the name of the block's group, and comes before ``EXACT``."""
 
 COMPACT_FROM = 1 << 12
 """Elements of a parameter from which on its moments may be kept in less than fp32."""
@@ -46,8 +46,7 @@ def flat_numel(sizes: Iterable[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """What it takes to make the updates of a group's matrices orthogonal: FLOP, and on the device bytes of
-    temporaries."""
+    """The cost of making the updates of a group's matrices orthogonal: FLOP, and on the device bytes of temporaries."""
 
     flop: int
     scratch: int

@@ -1,4 +1,4 @@
-"""What a model is to a planner: its program for one shape of micro-batch, and the arithmetic of each stage.
+"""A model as a planner sees it: its program for one shape of micro-batch, and the arithmetic of each stage.
 
     model                 the types
     meta                  runs a module on the meta device and reads both off it

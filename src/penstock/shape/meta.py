@@ -86,7 +86,7 @@ class MetaModel:
 
 Flops = tuple[tuple[int, int], ...]
 _KINDS = (ELEMENTWISE + EXACT, ELEMENTWISE, EXACT, "")
-"""What may follow a block's name in that of its groups."""
+"""The endings that may follow a block's name in the names of its groups."""
 
 
 def _lengthen(short: "DryRun", names: tuple[str, ...]) -> tuple[tuple[GroupSpec, ...], tuple[Stage, ...], Flops] | None:

@@ -1,4 +1,4 @@
-"""What planning has to know of a model: its program for one shape of micro-batch, and the arithmetic of each stage.
+"""The facts that planning needs of a model: its program for one shape of micro-batch, and the arithmetic of each stage.
 
     shape    a model of which nothing is loaded: its name, and how to profile it
     profile  the program (groups, stages, bytes) and the FLOP of every stage, for one micro-batch
@@ -73,7 +73,7 @@ class StageTimes:
 
 
 EFFICIENCY = {"cuda": 0.7, "cpu": 0.7}
-"""What a stage reaches of the rate of a large matrix product, by kind of device.
+"""The share of the rate of a large matrix product that a stage reaches, by kind of device.
 
 An estimate: the rest of the time goes to what is not a matrix product (norms, activations, softmax, casts: bound by
 memory), to smaller products, and to attention.

@@ -1,4 +1,4 @@
-"""What an op costs: seconds when it runs alone, and how much slower it is beside ops of other lanes."""
+"""The cost of an op: seconds when it runs alone, and how much slower it is beside ops of other lanes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

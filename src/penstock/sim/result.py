@@ -1,4 +1,4 @@
-"""What a simulation found: every op's start and end, and what follows from them."""
+"""The result of a simulation: every op's start and end, and what follows from them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ def simulate(world: World, costs: Costs) -> Simulation:
 
 
 class _Rank:
-    """What changes while a rank runs. ``offset``: position of its first op among all ranks' ops."""
+    """The state of a rank while it runs. ``offset``: position of its first op among all ranks' ops."""
 
     __slots__ = (
         "active",

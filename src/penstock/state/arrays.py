@@ -336,7 +336,7 @@ class StateArrays:
                 self._renewed.add(g)
 
     def complete_late(self) -> None:
-        """What the step before had left is stepped: it is part of the state from here on.
+        """Count the chunks that the step before had left as stepped: they are part of the state from here on.
 
         Raises:
             StoreError: some of it was not written.

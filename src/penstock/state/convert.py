@@ -60,8 +60,8 @@ def has_other_form(found: Mapping[str, Any], model: Mapping[str, Any], where: st
 
 
 def without_form(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What is described, but for the form of moments and what follows from it: parameters, in whichever groups, with
-    what else is said of the groups of those that are trained."""
+    """A description of state without the form of moments and what follows from it: parameters, in whichever groups,
+    with what else is said of the groups of those that are trained."""
     parameters = [
         [name, shape, trained, {key: value for key, value in group.items() if trained and key not in _OF_A_CUT}]
         for group in model["groups"]
@@ -72,11 +72,11 @@ def without_form(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OF_A_CUT = frozenset({"name", "trainable", "frozen", "compact", "parameters"})
-"""What is said of a group that differs between forms."""
+"""The keys of a group whose values differ between forms."""
 
 
 def in_words(had: Mapping[str, Any], model: Mapping[str, Any]) -> str:
-    """What becomes of moments."""
+    """The form and bytes of moments before and after a conversion, in words."""
     before, after = (format_size(nbytes_of(each, ("moment", "scale"))) for each in (had, model))
     return f"from {had.get('moments', 'fp32')} to {model.get('moments', 'fp32')}, {before} of them to {after}"
 

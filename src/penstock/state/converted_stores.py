@@ -98,7 +98,7 @@ def _say(store: Store, model: Mapping[str, Any], ranks: int) -> None:
 
 
 def _unchanged(work: Callable[[], T]) -> T:
-    """What is done before any new store counts."""
+    """The result of work that is done before any new store counts: an error of it says that the state is as it was."""
     try:
         return work()
     except StoreError as error:

@@ -43,7 +43,7 @@ def buffers_of(model: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def layout_of(model: Mapping[str, Any], slots: int) -> Layout:
-    """That of the store of one rank, which ``model`` names."""
+    """The layout of the store of one rank, which ``model`` names, with ``slots`` slots of every array."""
     count = number_of_parts(model)
     share = Share(rank=model["rank"] if count > 1 else 0, size=count)
     form, dtype = form_of(model), DTYPES[model["precision"]]

@@ -70,8 +70,8 @@ def commit_first(store: Store, record: Mapping[str, Any], slots: Slots) -> None:
 
 
 def described(model: Mapping[str, Any], ranks: int, strands: int, *, whole: bool = False) -> list[dict[str, Any]]:
-    """What the stores of so many ranks are made for, by rank. ``model``: what another number's is made for. ``whole``:
-    each has all of the state."""
+    """Descriptions of the state that the stores of so many ranks are made for, by rank. ``model``: the one that a store
+    of another number of ranks is made for. ``whole``: each has all of the state."""
     padded = Mesh(data=1 if whole else ranks).everyone().padded
     groups = []
     for group in model["groups"]:

@@ -192,7 +192,7 @@ class Slots:
             self._current[name] = self.target(name)
 
     def settle(self, names: Iterable[str]) -> None:
-        """What has been written of these in place is part of what counts; from here on writes are noted anew."""
+        """Make what has been written of these in place part of what counts; from here on writes are noted anew."""
         for name in self._in_place.intersection(names):
             self._written[name][:] = False
             self._in_place.discard(name)

@@ -132,7 +132,7 @@ def _adopted(writer: PartWriter, name: str, arrays: StateArrays) -> bool:
 
 
 class Saved(Protocol):
-    """What one rank takes over of a snapshot. ``meta``: how far the run had got."""
+    """The part of a snapshot that one rank takes over. ``meta``: how far the run had got."""
 
     @property
     def meta(self) -> Mapping[str, Any]: ...

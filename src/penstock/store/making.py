@@ -22,9 +22,9 @@ from penstock.store.striping import Striping
 log = logging.getLogger("penstock")
 
 BESIDE = ("commit.0", "commit.1", f"{MANIFEST}.partial", MANIFEST)
-"""What a store has beside its data."""
+"""Names of the files that a store has beside its data."""
 STAGED, NEXT = "penstock.store.staged", "penstock.store.next"
-"""What a directory's part of the store that takes this one's place is called, before and after it counts."""
+"""Names of a directory's part of the store that takes this one's place, before and after it counts."""
 
 
 def require_settled(path: Path) -> None:

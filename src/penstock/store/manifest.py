@@ -20,8 +20,8 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What is in the file ``manifest.json`` of the directory number ``index``. ``owner``: the run that it belongs to,
-    None: no run. ``weights``: of the directories, by which the store is striped over them; empty: evenly.
+    """The contents of the file ``manifest.json`` of the directory number ``index``. ``owner``: the run that it belongs
+    to, None: no run. ``weights``: of the directories, by which the store is striped over them; empty: evenly.
     """
 
     store: str

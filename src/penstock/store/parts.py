@@ -30,7 +30,7 @@ def opened_parts(stores: Sequence[Sequence[Path]]) -> Iterator[tuple[Store, ...]
 
 
 WHOLE = "whole"
-"""What says, in the account of what a rank's store is made for, that it has all of the state."""
+"""The key that says, in the account of what a rank's store is made for, that it has all of the state."""
 OF_RANK = frozenset({"rank", "ranks", "world", WHOLE})
 """All that this account has of ranks; that of a snapshot of one process has none of it."""
 

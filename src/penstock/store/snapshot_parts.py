@@ -1,4 +1,4 @@
-"""What a snapshot is made of: one file of data of one process, or a folder with a part of it for each of several ranks.
+"""The parts of a snapshot: one file of data of one process, or a folder with a part of it for each of several ranks.
 
     of one process      snapshot.json  penstock.snapshot
     of several ranks    ranks.json  rank-0/  rank-1/ ...   each with the files of a snapshot of one process
@@ -20,13 +20,13 @@ from penstock.store.snapshot_place import MANIFEST, RANKS, is_snapshot
 
 _KIND = "snapshot of ranks"
 PART_OF = "part_of"
-"""What the id of the snapshot that a part belongs to is called in that part's own account of itself."""
+"""The key, in a part's own account of itself, of the id of the snapshot that it belongs to."""
 _PUT_BACK = "put back what was there, or use another snapshot"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Written:
-    """What ``ranks.json`` says."""
+    """The contents of ``ranks.json``."""
 
     id: str
     ranks: int

@@ -195,7 +195,8 @@ def _by_kind(
 
 
 def _whole(parameters: Sequence[tuple[str, nn.Parameter]], form: Format) -> Whole | None:
-    """What steps of these matrices take, of those that are trained."""
+    """FLOP and temporary bytes of the steps of those of these matrices that are trained; None: none is, or steps go
+    element by element."""
     trained = [(name, p.shape) for name, p in parameters if p.requires_grad]
     return whole_of(trained, form.whole) if trained and form.whole is not None else None
 

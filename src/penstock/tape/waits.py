@@ -74,7 +74,7 @@ def _of_model() -> str | None:
 
 
 def sentence(waits: Sequence[Wait]) -> str | None:
-    """What a user is told of the waits of one micro-batch's forward; None: there are none."""
+    """The sentence that tells a user of the waits of one micro-batch's forward; None: there are none."""
     by_line = Counter((wait.where, wait.op) for wait in waits)
     if not by_line:
         return None

@@ -186,8 +186,8 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _flop(formula: Callable[..., int], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """What a formula of ``FLOP`` gives. Those of torch look for shapes in arguments of any nesting, which takes longer
-    than a small op: an op's are no deeper than lists.
+    """The FLOP that a formula of ``FLOP`` gives. Those of torch look for shapes in arguments of any nesting, which
+    takes longer than a small op: an op's are no deeper than lists.
     """
     by_shapes = private.formula_of_shapes(formula)
     if by_shapes is None:

@@ -1,4 +1,4 @@
-"""What each kind of op does: the only place where bytes of a step are moved or changed.
+"""The actions of each kind of op: the only place where bytes of a step are moved or changed.
 
 One class for each thing that is acted on, with a table of the kinds of ops that it does. They find buffers by the names
 that ops have, and everything else (arrays, the tape, scratch space) by group and chunk, or stage and micro-batch. They

@@ -1,4 +1,4 @@
-"""What ranks do together: weights put together, gradients added up, and what all need to know of them."""
+"""The actions that ranks do together: weights put together, gradients added up, and what all need to know of them."""
 
 from collections.abc import Callable
 
@@ -72,8 +72,8 @@ class Between:
         add_up(tuple(out), total)
 
     def _tell(self, op: Op) -> None:
-        """Which parameters of a group have a gradient on any rank; and whether a loss was no number on one, so that
-        nothing is stepped on the others either."""
+        """Tell all ranks which parameters of a group have a gradient on any of them, and whether a loss was no number
+        on one, so that nothing is stepped on the others either."""
         assert op.id.visit is not None
         context, stage = self._to.context, op.id.visit.stage
         slices = [s for s in self._compute.groups[op.id.group].slices if s.trainable]

@@ -1,5 +1,5 @@
-"""What makes the updates of matrices orthogonal before they are stepped with (Muon): momentum, and the way to the
-device and back."""
+"""The actions that make the updates of matrices orthogonal before they are stepped with (Muon): momentum, and the way
+to the device and back."""
 
 from collections.abc import Callable, Iterator
 
@@ -54,7 +54,7 @@ class MatrixUpdates:
             offset += (own.stop - own.start) * part.dtype.itemsize
 
     def _update(self, op: Op) -> Update | None:
-        """What an op's gradients are stepped with; None: they are not, or have been."""
+        """The update that an op's gradients are stepped with; None: they are not stepped, or have been already."""
         context = self._to.context
         return context.left if self._to.bound.is_late(op) else None if context.idle else context.update
 

@@ -140,6 +140,6 @@ class OptimizerSteps:
         self._stepping.step(update, g, start, gradient, weights, rest, (), None, half="second")
 
     def commit(self, op: Op) -> None:
-        """What the step before has left is at home: it counts from now on, whatever happens."""
+        """Count the step before from now on, whatever happens: all that it has left is at home."""
         if self._to.context.completed is not None:
             self._to.context.completed()

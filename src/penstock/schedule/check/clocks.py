@@ -1,4 +1,4 @@
-"""What surely happens before what on one rank, whatever the timing: a vector clock for each op.
+"""The order of ops on one rank that is sure whatever the timing: a vector clock for each op.
 
 "x happens before y" means: x is done when y starts. It follows from ``after``, from the order of a lane that does one
 thing at a time, and from the fact that every lane publishes its ops as done in order. A clock says how many ops of each

@@ -1,4 +1,4 @@
-"""What a step finds that the one before has left to it: gradients, and so the chunks that are stepped with them."""
+"""Gradients that the step before has left to a step, and so the chunks that are stepped with them."""
 
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.check.order import run_order

@@ -97,8 +97,8 @@ def _written(read: Op) -> OpId:
 
 
 def _made(schedule: Schedule, step: Op, reader: Op) -> list[Op]:
-    """What makes the new weights that an op reads: the optimizer step, and on disk the write that brings them there.
-    An upload reads a buffer, or the array that the step itself has written.
+    """The ops that make the new weights that an op reads: the optimizer step, and on disk the write that brings them
+    there. An upload reads a buffer, or the array that the step itself has written.
     """
     home = schedule.by_id.get(step.id.of("WW")) if reader.id.kind == "RW" else None
     return [step] if home is None else [step, home]
@@ -111,7 +111,7 @@ _ORDERED = frozenset(("B", "I", "W", "DG", "AG", "UG", "SG", "AR", "MU", "OP", "
 
 
 class _Order:
-    """What has to come before an op of the same group, or of the same stage and micro-batch.
+    """The ops that have to come before an op of the same group, or of the same stage and micro-batch.
 
     In a schedule whose groups are the stages' own (``chunk`` 0), a gradient is whole when its stage's backwards are
     done. Elsewhere the visit that an op names, and the buffers, say where a gradient is from.

@@ -25,13 +25,13 @@ def check_world(world: World) -> None:
 
 
 def violations(world: World) -> list[str]:
-    """What ``check_world`` finds on each rank, not only the first; empty if the world is safe."""
+    """All that ``check_world`` refuses, in words: on each rank, not only the first; empty if the world is safe."""
     return [str(fault) for fault in faults(world)]
 
 
 def faults(world: World) -> Iterator[ScheduleError]:
-    """What ``check_world`` finds. Each stage of the check relies on the one before: the first that finds something is
-    the last.
+    """The errors that ``check_world`` raises the first of. Each stage of the check relies on the one before, so the
+    check ends after the first stage that finds something.
     """
     by_identity: dict[int, Shared] = {}
     for rank, schedule in enumerate(world.ranks):
@@ -50,7 +50,7 @@ def faults(world: World) -> Iterator[ScheduleError]:
 
 
 def _on_each(world: World, shared: Iterable[Shared], rule: Callable[[Schedule, int], None]) -> Iterator[ScheduleError]:
-    """What a rule of one rank finds; it gets each schedule with the first rank that has it."""
+    """The errors that a rule of one rank raises; it gets each schedule with the first rank that has it."""
     for schedule, ranks in shared:
         try:
             rule(schedule, ranks[0])

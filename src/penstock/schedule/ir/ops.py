@@ -194,6 +194,7 @@ class Schedule:
 
 
 def reserved_bytes(schedule: Schedule) -> dict[Tier, int]:
-    """What a schedule takes of each tier before its first op: what is fixed, and the pools that own their memory."""
+    """Bytes that a schedule takes of each tier before its first op: what is fixed, and the pools that own their
+    memory."""
     owned = [pool for pool in schedule.pools if pool.backed]
     return {tier: peak_bytes(owned, schedule.fixed, tier) for tier in TIERS}

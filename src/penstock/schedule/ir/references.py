@@ -54,9 +54,9 @@ Holds = Literal[
     "saved activation",
     "unknown",
 ]
-"""What is in a buffer. A ``gradient`` is of a whole group, on the device, as is an ``update`` of matrices; a ``saved
-activation`` is kept elsewhere than where it is computed: ``C``, as it is activation checkpointing that keeps it.
-What is ``unknown`` can be checked and simulated."""
+"""The contents of a buffer. A ``gradient`` is of a whole group, on the device, as is an ``update`` of matrices; a
+``saved activation`` is kept elsewhere than where it is computed: ``C``, as it is activation checkpointing that keeps
+it. What is ``unknown`` can be checked and simulated."""
 
 HOLDS: dict[str, Holds] = {
     **dict.fromkeys(("W", "P@"), "weights"),

@@ -1,4 +1,4 @@
-"""What is asked for, lowered to a world: every family of schedules. Nothing here imports torch.
+"""The lowering of a request to a world, for every family of schedules. Nothing here imports torch.
 
 ``request`` is what is asked, ``families`` the one table of names, and ``build``. There is one lowering, of a program,
 a placement and a mesh to a world: each rank is a walk over its visits (``rank``).

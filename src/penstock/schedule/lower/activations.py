@@ -1,4 +1,4 @@
-"""What stages put out, and the gradients with respect to it: how long each lives on the device, and how it moves.
+"""The outputs of stages, and gradients with respect to them: how long each lives on the device, and how it moves.
 
     A{k}m{m}   the outputs of stage k for micro-batch m, on the device, from its forward on; Xm{m} the model's input
     a{k}m{m}   the same, brought back for the backward of stage k+1

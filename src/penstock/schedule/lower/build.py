@@ -1,4 +1,4 @@
-"""What all who write down one rank's ops share: its route, its seat, its pools, and what each visit touches.
+"""The common ground of all who write down one rank's ops: its route, seat and pools, and what each visit touches.
 
 A rank is a walk over its visits (``rank``); ``Loads``, ``Activations`` and ``Updates`` emit the ops around each through
 one ``Builder``. The order of emission is each lane's order.
@@ -25,8 +25,8 @@ from penstock.schedule.place import Chunk, chunks, strand_ends, strand_firsts
 
 
 class Builder:
-    """What is known of a rank, and the ``emitter`` that its ops are written down with, with buffers from the pools that
-    ``provision`` has."""
+    """All that is known of a rank, and the ``emitter`` that its ops are written down with, with buffers from the pools
+    that ``provision`` has."""
 
     def __init__(self, provision: Provision, emitter: Emitter) -> None:
         self.provision = provision
@@ -52,13 +52,14 @@ class Builder:
     # ---- weights
 
     def weight_buffer(self, g: int, index: int) -> Buffer:
-        """What visit ``index`` reads a group's weights from: it has the name of the visit that loaded them."""
+        """The buffer that visit ``index`` reads a group's weights from: its name has the visit that loaded them."""
         return group_buffer("W", g, visit=self.visits[self.provision.stay.source[g, index]].name)
 
     # ---- gradients
 
     def gradient_buffer(self, g: int, visit: Visit, strand: int = 0) -> Buffer:
-        """What a visit adds a group's gradient to. Of several strands, the first has the sum of all in the end."""
+        """The buffer that a visit adds a group's gradient to. The first of several strands has the sum of all in the
+        end."""
         of_visit = visit.name if self._is_of_visit(g) else None
         return group_buffer("G", g, visit=of_visit, use=-1 if self.is_first(strand) else strand)
 
@@ -80,8 +81,9 @@ class Builder:
         return self.s.strands > 1 and (self.route.at_once == self.s.micro_batches or not self._is_of_visit(g))
 
     def touched(self, index: int, m: int) -> Touched:
-        """What the next op of visit ``index``, for micro-batch ``m``, reads of weights and adds to of gradients. The
-        visit's first takes those of the gradients that it begins, its last gives the weights back that do not stay.
+        """The buffers of weights that the next op of visit ``index``, for micro-batch ``m``, reads, and those of
+        gradients that it adds to. The visit's first op takes those of the gradients that it begins, its last one gives
+        the weights back that do not stay.
         """
         of_all = self.visits[index].micro_batches
         if m == of_all[0]:
@@ -98,7 +100,8 @@ class Builder:
         )
 
     def _in_strands(self, visit: Visit, gradients: list[Buffer], m: int) -> tuple[list[Buffer], list[Take]]:
-        """What a visit's op for micro-batch ``m`` adds to where there are several strands, and what of that begins."""
+        """The buffers that a visit's op for micro-batch ``m`` adds to where there are several strands, and those of
+        them that it begins."""
         strand, begins = self.strand_of(m)
         of_strand: list[Buffer] = []
         fresh: list[Take] = []

@@ -39,7 +39,7 @@ class DeviceSteps:
             self.b.collective(group_op("GN", g), self.b.seat.shards, amount, Touched(), after=[done])
 
     def _gradients(self, g: int) -> list[Buffer]:
-        """What the visits that this rank computes have made of a group's gradient."""
+        """The buffers that the visits that this rank computes have added a group's gradient to."""
         visits = [self.b.visits[i] for i in self.b.route.gradient_visits[g]]
         return list(dict.fromkeys(self.b.gradient_buffer(g, visit) for visit in visits if visit.micro_batches))
 

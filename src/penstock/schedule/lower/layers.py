@@ -84,7 +84,7 @@ class LayerProvision(Provision):
         return self.seat.sharding.weights
 
     def fixed(self, layers: int) -> Fixed:
-        """What a rank holds all the time that has its part of so many layers."""
+        """The memory that a rank with its part of so many layers holds all the time."""
         cut, share, sizes = self.seat.sharding, self.seat.shards.share, self._sizes
         return (
             ("device", "weights", layers * (share(sizes.weights) if cut.weights else sizes.weights)),

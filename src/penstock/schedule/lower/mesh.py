@@ -25,7 +25,8 @@ class ProcessGroup:
         return -(-amount // self.size)
 
     def sent(self, amount: int) -> int:
-        """What a rank sends in a ring that gathers, or reduces and scatters, an amount in all: (P - 1) / P of it."""
+        """The amount that a rank sends in a ring that gathers, or reduces and scatters, ``amount`` in all: (P - 1) /
+        P."""
         return amount * (self.size - 1) // self.size
 
     def part(self, program: Program) -> Program:
@@ -50,8 +51,8 @@ class ProcessGroup:
         return World(name=schedule.name, ranks=(schedule,) * self.size, groups=groups)
 
     def in_step(self, schedule: Schedule) -> World:
-        """What stands for ``world`` where an op takes as long on each rank: one of them, whose collectives begin when
-        it arrives, as all others do then.
+        """A world that stands for ``world`` where an op takes as long on each rank: one of them, whose collectives
+        begin when it arrives, as all others do then.
         """
         groups = {self.name: (0,)} if self.size > 1 else {}
         return World(name=schedule.name, ranks=(schedule,), groups=groups)

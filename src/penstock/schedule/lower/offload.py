@@ -76,7 +76,7 @@ def lower_program(request: Request, streaming: Streaming) -> World:
 
 
 def settings(request: Request, streaming: Streaming) -> Settings:
-    """What ``lower_program`` builds from; raises as it does."""
+    """The settings that ``lower_program`` builds from; raises as it does."""
     delay = streaming.delay if request.delay is None else request.delay
     wait = streaming.wait if request.wait is None else request.wait
     if not 0 <= delay <= 1:
@@ -107,7 +107,7 @@ def settings(request: Request, streaming: Streaming) -> Settings:
 
 
 def _part(request: Request) -> Program:
-    """What a rank has of the program."""
+    """The part of the program that each rank has."""
     if request.program is None:
         raise ConfigError(f"{request.family} streams the groups of a program: give it one")
     return Mesh(data=parts_of(request.stage, request.ranks)).everyone().part(request.program)

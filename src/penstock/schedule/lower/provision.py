@@ -69,7 +69,7 @@ def fixed_bytes(
     step_temporaries: int = 0,
     train: bool = True,
 ) -> Fixed:
-    """What a step holds all the time besides its pools.
+    """Bytes that a step holds all the time besides its pools.
 
     ``at_once``: micro-batches that are under way at the same time. ``inputs``: bytes of all micro-batches on the
     device. ``step_temporaries``: bytes that the optimizer needs there besides the state, if any state is there; updates

@@ -1,4 +1,4 @@
-"""What the known best solutions of the LLM training puzzles hold longer than anything needs it.
+"""Buffers that the known best solutions of the LLM training puzzles hold longer than anything needs them.
 
 Nothing else does so: this is here because their peaks are what is to be reproduced (github.com/srush/LLM-Training-
 Puzzles). It changes when buffers are given back, and what waits for that; the gradient of the model's input is one

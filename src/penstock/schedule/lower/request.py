@@ -1,4 +1,4 @@
-"""What is asked of a family of schedules: how many of what, how large, and the options."""
+"""The request to a family of schedules: how many of what, how large, and the options."""
 
 from dataclasses import dataclass, field
 from typing import Literal

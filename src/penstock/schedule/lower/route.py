@@ -35,7 +35,7 @@ class Visit:
 
 
 class Message(NamedTuple):
-    """What passes between two stages of which ``peer``, another rank, has one: the op that receives or sends the output
+    """A message between two stages of which ``peer``, another rank, has one: the op that receives or sends the output
     of a stage, or the gradient with respect to it."""
 
     ident: OpId
@@ -100,8 +100,8 @@ class Route:
         return Counter((visit.kind, visit.stage) for visit in self.visits)
 
     def stay(self, depth: int, *, throughout: bool = False) -> Stay:
-        """What stays on the device between visits, with pools of weights ``depth`` buffers deep; ``throughout``: all
-        weights until their last visit."""
+        """The weights that stay on the device between visits, with pools of weights ``depth`` buffers deep;
+        ``throughout``: all weights until their last visit."""
         key = (depth, throughout)
         if key not in self._stays:
             self._stays[key] = Stay(

@@ -1,4 +1,4 @@
-"""What a rank is in its world besides its route: what it shares with which ranks, and how much it does at a time.
+"""A rank's seat in its world, besides its route: what it shares with which ranks, and how much it does at a time.
 
 | family | sharded | weights | gradients |
 |---|---|---|---|

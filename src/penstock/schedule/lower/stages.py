@@ -1,4 +1,4 @@
-"""Which layers a stage of a pipeline holds, and which rank holds the stage."""
+"""The layers that each stage of a pipeline holds, and the rank that holds the stage."""
 
 from dataclasses import dataclass
 from functools import cached_property

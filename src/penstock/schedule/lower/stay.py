@@ -1,4 +1,4 @@
-"""What stays on the device from one visit to another, so that it is not given back and brought again.
+"""Weights and inputs that stay on the device from one visit to another: they are not given back and brought again.
 
 *Weights* stay from one visit that reads them to the next where at most one visit in between reads any: those of the
 last block from its forward through the epilogue to its backward; micro-batch by micro-batch, those of the first block
@@ -33,7 +33,7 @@ from penstock.schedule.program import Program
 
 
 class Stay:
-    """What stays, given each visit's reads in order and the depth of the weights' pools.
+    """The weights that stay, given each visit's reads in order and the depth of the weights' pools.
 
     | attribute | meaning |
     |---|---|

@@ -166,7 +166,7 @@ class Updates:
         )
 
     def _use(self, g: int, of: VisitId) -> int:
-        """Which of a group's stages a visit is of, in backward order."""
+        """The index of a visit's stage among those that use a group, in backward order."""
         return self.b.route.uses[g].index(of.stage)
 
     def _into_sum(self, g: int, c: Chunk, of: Visit, *, last: bool) -> None:
@@ -253,7 +253,8 @@ class Updates:
         )
 
     def _complete_use(self, g: int, index: int) -> int:
-        """Which of a group's stages after the first, if any, has all of its gradient with visit ``index``; else 0."""
+        """The index (as ``_use``) of the stage after a group's first that has all of its gradient with visit ``index``;
+        0: there is none."""
         route, stage = self.b.route, self.b.visits[index].stage
         return route.uses[g].index(stage) if route.last_made.get((g, stage)) == index else 0
 
@@ -304,7 +305,8 @@ class Updates:
         return self.b.collective(single_op("AN"), ranks, partials_of(ranks, route), Touched(), after=after)
 
     def _before_step(self, g: int) -> list[OpId]:
-        """What a group's step waits for besides its gradient: the norm if it waits, and who reads its weights last."""
+        """The ops that a group's step waits for besides those of its gradient: the norm if it waits for that, and the
+        op that reads its weights last, if that comes after the gradient."""
         route = self.b.route
         first = [self._norm] if self._norm is not None and self.s.waits(g) else []
         if route.last_visit[g] > route.gradient_visits[g][-1]:  # else its own gradient comes after that op

@@ -84,7 +84,7 @@ class ArrayRules(Ground):
             self.weights[g, c.index] = self.at_home[g, c.index]
 
     def _home_of_weights(self, g: int) -> str:
-        """What is outside of all buffers: stages find what is at home, or a copy."""
+        """The key, outside of all buffers, of the weights at home: stages find these, or a copy of them."""
         return "weights" if self.home[g] == self.place.weights[g] else "weights at home"
 
     def _renew(self, op: Op) -> None:
@@ -98,7 +98,7 @@ class ArrayRules(Ground):
         self.weights[g, c.index] = version
 
     def _bring_home(self, op: Op) -> None:
-        """What is written to disk is the step before's until that is committed, and this one's from then on."""
+        """Check that a write to disk is of the step before until that is committed, and of this one from then on."""
         late = chunk_of(op) in self.late
         self.outside.look(op, "commit")
         if late and self.committed:

@@ -1,4 +1,4 @@
-"""What ranks do together: weights put together from their parts, gradients added up over all, the norm of all."""
+"""Ops that ranks share: weights put together from their parts, gradients added up over all, the norm of all."""
 
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.meaning.ground import Ground

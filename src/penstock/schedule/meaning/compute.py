@@ -1,4 +1,4 @@
-"""What stages need: their weights, saved activation and gradient, in the order of each micro-batch."""
+"""The needs of stages: their weights, saved activation and gradient, in the order of each micro-batch."""
 
 from collections.abc import Collection, Mapping
 

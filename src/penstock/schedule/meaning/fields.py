@@ -47,7 +47,8 @@ def _check_id(op: Op, program: Program) -> None:
 
 
 def _check_weights(op: Op, *, brings: str) -> None:
-    """What ``brings`` a group's weights takes its buffers and writes them, stages read them and give them back."""
+    """Check that only ops that bring a group's weights (of kind ``brings``) take its buffers and write them, and that
+    only stages read them and give them back."""
 
     def weights(names: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
         return tuple(name for name in names if name.kind == "W")

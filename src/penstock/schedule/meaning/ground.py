@@ -1,4 +1,4 @@
-"""What a proof knows of a step so far, and how it looks at what an op takes."""
+"""The knowledge that a proof has of a step so far, and how it looks at what an op takes."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What becomes of gradients of matrices, whose steps take them whole: momentum, updates, orthogonal updates."""
+"""The way of gradients of matrices, whose steps take them whole: momentum, updates, orthogonal updates."""
 
 from penstock.schedule.ir.ops import Op, chunk_of
 from penstock.schedule.meaning.arrays import ArrayRules

@@ -65,7 +65,7 @@ class Sums:
         return self._numbers[made]
 
     def _added_to(self, total: int) -> list[int]:
-        """What a sum was added up from, one after the other; each part may be a sum itself."""
+        """The parts that a sum was added up from, one after the other; each may be a sum itself."""
         parts = []
         while self._made[total][0]:
             _, total, part = self._made[total]

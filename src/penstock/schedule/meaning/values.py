@@ -94,7 +94,7 @@ V = TypeVar("V", Weights, Gradient, AllParts, State, Momentum, Update, Activatio
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a step has to compute, and where its arrays live.
+    """The requirements of a step: what it has to compute, and where its arrays live.
 
     ``place``: of weights and state; where gradients and saved activations wait is the schedule's own affair. ``wait``:
     whether the numbers of a step depend on the global norm of its gradients.

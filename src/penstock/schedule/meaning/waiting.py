@@ -37,7 +37,7 @@ class WaitingRules(Ground):
         self._put(op, name, Gradient(g, c.index, source.sum), "host", op.nbytes)
 
     def _all_parts_down(self, op: Op, c: Chunk, source: Gradient) -> None:
-        """What has not been exchanged is summed first, of all ranks' parts and in fp32."""
+        """Bring down a gradient before ranks exchange it: all their parts of it, in fp32, as these are summed first."""
         self._moves(op, self.needs.parts * c.numel * FP32)
         name = self._at(op, op.writes, "the gradient")
         self._put(op, name, AllParts(op.id.group, c.index, source.sum), "host", op.nbytes)
