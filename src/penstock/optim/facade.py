@@ -147,7 +147,7 @@ def rate_name(spec: OptimizerSpec, precision: str) -> str:
 
 
 def _kind(spec: OptimizerSpec, group: Mapping[str, Any] | None = None) -> Kind:
-    """Of a spec, or of what rules one of its torch param groups."""
+    """The kind of a spec, or of what rules one of its torch param groups."""
     match spec:
         case Muon(adamw=adamw):
             if group is None or "ns_steps" not in group:

@@ -51,7 +51,7 @@ MOMENTS: dict[Kind, int] = {
     "orthogonal": 0,
 }
 FIRST_HALVES: frozenset[Kind] = frozenset(("muon", "nesterov-muon"))
-"""Those that make an update, and step nothing."""
+"""The kinds that make an update, and step nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

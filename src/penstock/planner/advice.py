@@ -295,7 +295,7 @@ def _fits_on_disk(task: Task, size: int, count: int) -> bool:
 
 
 def _tiers(task: Task) -> tuple[Tier, ...]:
-    """Those that a plan may use."""
+    """The tiers that a plan may use."""
     return TIERS if task.budget.disk_paths else TIERS[:2]
 
 

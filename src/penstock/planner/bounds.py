@@ -90,7 +90,7 @@ class StepBound:
         yield from self._together(home)
 
     def _together(self, home: int) -> tuple[Constraint, Constraint]:
-        """Those of several phases."""
+        """The constraints of several phases together."""
         nothing, before = np.zeros(len(self.limits)), [*range(BEFORE_GRADIENTS), home]
         late = self.limits[:, STREAM_LANES.index("write")] * self.buffered
         return Constraint(times=[0], loads=[0, home], less=late), Constraint(times=before, loads=before, less=nothing)

@@ -354,8 +354,8 @@ class Proposals:
 
 
 def _best_delays(screened: Iterable[tuple[float, float]]) -> tuple[float, ...]:
-    """Of (seconds, delay): the middle of those that are as good as the best, which leaves lanes the most room; the next
-    one that promises something; and none at all beside them."""
+    """The best of the delays in (seconds, delay): the middle of those that are as good as the best, which leaves lanes
+    the most room; the next one that promises something; and none at all beside them."""
     by_seconds = sorted(screened)
     if not by_seconds:
         return ()

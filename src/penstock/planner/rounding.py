@@ -73,8 +73,8 @@ class Rounding:
         return settled and self._raised(counts, pattern, settled)
 
     def _raised(self, counts: list[dict[Home, int]], pattern: Pattern, settled: Settings) -> Settings:
-        """Where the last few groups of a class would do without their pools, the program could not know that they fit:
-        try all of a class, and everything, as high as it goes."""
+        """Try all groups of a class, and all groups, as high as they go: where the last few of a class would do without
+        their pools, the linear program could not know that they fit."""
         for k, kind in enumerate(self.lp.classes):
             used = [home for home, n in counts[k].items() if n]
             together = {max(used, key=height): len(kind.members)}

@@ -447,9 +447,9 @@ def _ahead(settings: Settings) -> tuple[int, int]:
 
 
 def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
-    """Of proposals, the best first, those to simulate: one for each way to come to the numbers, ``count`` with other
-    tiers or patterns, and ``count`` with other delays or chunks, since estimates hardly tell these apart. Two patterns
-    are one where all groups of a class live alike."""
+    """The proposals to simulate, of those given, the best first: one for each way to come to the numbers, ``count``
+    with other tiers or patterns, and ``count`` with other delays or chunks, since estimates hardly tell these apart.
+    Two patterns are one where all groups of a class live alike."""
     ways: dict[object, Proposal] = {}
     tiers: dict[object, Proposal] = {}
     paces: dict[object, Proposal] = {}

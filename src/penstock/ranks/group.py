@@ -131,7 +131,7 @@ class Ranks:
             raise RankError(str(self.failure))
 
     def fail(self, error: BaseException) -> None:
-        """This rank cannot go on: those who wait for it learn why."""
+        """Tell those who wait for this rank that it cannot go on, and why."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -175,7 +175,7 @@ class Ranks:
         return False
 
     def close(self) -> None:
-        """This rank is done. Whoever waits for it learns that it has ended."""
+        """End this rank's part. Whoever waits for it learns that it has ended."""
 
 
 ALONE = Ranks()

@@ -50,7 +50,8 @@ class Share:
         return torch.cat([whole.view(self.size, whole.numel() // self.size)[self.rank] for whole in cut])
 
     def pieces(self, group: GroupSpec, offset: int, numel: int) -> Iterator[Piece]:
-        """Who has which of a group's elements from ``offset`` on, all in its trainable or all in its frozen part."""
+        """The pieces, each with the rank that has it, of a group's elements from ``offset`` on, all in its trainable or
+        all in its frozen part."""
         part, frozen = self.part(group), offset >= group.trainable
         begin, each = (group.trainable, part.frozen) if frozen else (0, part.trainable)
         end, at = offset + numel, offset

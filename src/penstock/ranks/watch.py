@@ -79,12 +79,12 @@ class Watch:
             del self._waits[threading.get_ident()]
 
     def tell(self, error: BaseException) -> None:
-        """This rank cannot go on: all others' work with it ends."""
+        """Tell all ranks that this one cannot go on, which ends their work with it."""
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self._set(RankError(f"rank {self._rank} has failed: {said}"), tell=not isinstance(error, RankError))
 
     def lost(self, error: BaseException) -> RankError:
-        """A connection was lost: whose, as far as that can be found out in a few seconds."""
+        """The error for a lost connection, which names its rank as far as that can be found out in a few seconds."""
         until = time.monotonic() + _UNNAMED
         with self._looked:
             while self._failure is None and time.monotonic() < until and not self._over.is_set():
@@ -95,8 +95,8 @@ class Watch:
         return self._failure
 
     def close(self) -> None:
-        """This rank has ended: who still waits for it learns that. Returns when all others have ended, too, so that no
-        connection is closed before everybody has read what was sent last.
+        """End this rank's part: those who still wait for it learn that. Returns when all others have ended, too, so
+        that no connection is closed before everybody has read what was sent last.
         """
         if self._over.is_set():
             return

@@ -53,7 +53,7 @@ Run = tuple[str, Sequence[StepMetrics]]
 
 
 def curves_of(runs: Sequence[Run], predicted: float | None) -> list[Curve]:
-    """Those that have any points. ``runs``: the one of the page first. ``predicted``: seconds of its steps."""
+    """The curves that have any points. ``runs``: the one of the page first. ``predicted``: seconds of its steps."""
     found = [
         Curve(key="loss", title="Loss", unit="plain", lines=(*_lines(runs, "loss", lambda m: m.loss), *_held(runs))),
         Curve(

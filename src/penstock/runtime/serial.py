@@ -53,4 +53,4 @@ class SerialExecutor:
             self.pools.end_step()
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Nothing to do: nothing runs in the background."""

@@ -1,4 +1,4 @@
-"""When an op is really done: at once on the CPU, at an event on a stream of an accelerator.
+"""The moment when an op is really done: at once on the CPU, at an event on a stream of an accelerator.
 
 There the lanes ``compute``, ``h2d``, ``d2h`` and ``net`` are streams. Such an op counts as complete as soon as it is
 queued; whoever depends on it, or reuses a buffer that it gave back, waits for its event: another stream by
@@ -45,7 +45,7 @@ class HostStreams:
         mark.start = time.perf_counter()
 
     def end(self, mark: Mark) -> None:
-        """Its function has returned."""
+        """Mark the end of an op: its function has returned."""
         mark.end = time.perf_counter()
 
     def restart(self) -> None:
@@ -58,7 +58,7 @@ class HostStreams:
         """Nothing to do: the times are known."""
 
     def synchronize(self) -> None:
-        """Nothing is ever queued."""
+        """Nothing to do: nothing is ever queued."""
 
     def around_caller(self) -> AbstractContextManager[None]:
         """Nothing to do: there are no streams."""

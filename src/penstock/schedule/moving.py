@@ -1,4 +1,4 @@
-"""In which order arrays move between tiers, so that none holds more on the way than before or after."""
+"""The order in which arrays move between tiers, so that none holds more on the way than before or after."""
 
 from collections.abc import Sequence
 

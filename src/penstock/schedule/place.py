@@ -208,7 +208,7 @@ class Format:
     moments: int
 
     form: Moments = "fp32"
-    """in which moments of groups are kept that are compact"""
+    """The form that moments of groups that are compact are kept in."""
     whole: Orthogonal | None = None
     """How steps go that take matrices whole, where blocks have groups of them. ``moments`` are those of the others."""
 
@@ -389,8 +389,8 @@ class Settings:
     """The dtype that each group's complete gradient is rounded to, once, before norm and optimizer: see
     docs/numerics.md."""
     cast: Side = "host"
-    """Where that is done to a gradient that is complete on the device: there, so that it crosses in bf16, or by those
-    who read it. Changes no bit, and nothing at all in fp32. What is summed on the host is rounded there."""
+    """Where a gradient that is complete on the device is rounded to ``grad_dtype``: there, so that it crosses in bf16,
+    or by those who read it. Changes no bit, and nothing at all in fp32. What is summed on the host is rounded there."""
     stage: ZeroStage = 3
     """Stage of ZeRO: the tensors that several ranks have parts of. Changes no bit."""
     keep: bool = False

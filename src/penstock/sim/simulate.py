@@ -247,7 +247,7 @@ class _Run:
     # ---- lanes that share
 
     def _speeds(self, rank: _Rank) -> list[float]:
-        """Of each lane's ops, with what is under way on the rank now."""
+        """The speed of each lane's ops, with what is under way on the rank now."""
         counts = tuple(rank.counts)
         speeds = self.speeds.get(counts)
         if speeds is None:

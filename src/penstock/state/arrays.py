@@ -290,17 +290,17 @@ class StateArrays:
         return (*moments_of(group, self.form), *scales_of(group, self.form)) if group.whole else ()
 
     def parts_of_step(self, g: int) -> tuple[str, ...]:
-        """Those that they take."""
+        """The arrays of a group besides its weights that its steps take."""
         apart = self.parts_of_momentum(g)
         return tuple(name for name in self.parts_of_state(g) if name not in apart)
 
     def begin(self, name: str) -> None:
-        """All of an array is about to be written, whatever was written of it before."""
+        """Prepare to write all of an array, whatever was written of it before."""
         if name in self.slots:
             self.slots.drop((name,))
 
     def flip(self, name: str) -> None:
-        """All of an array has been written: on disk, it is read from there now.
+        """Have an array that is on disk read from where it has been written since ``begin``.
 
         Raises:
             StoreError: not all of it was.
@@ -417,7 +417,8 @@ class StateArrays:
         return part.trainable == 0 and part.name in self._kept
 
     def keep(self, names: Iterable[str]) -> None:
-        """All of these arrays, which are in memory, has been written to the extents that are read from now on."""
+        """Note that all of these arrays, which are in memory, has been written to the extents that are read from now
+        on."""
         self._kept.update(names)
 
     def keep_frozen(self) -> None:

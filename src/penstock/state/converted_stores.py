@@ -106,7 +106,7 @@ def _unchanged(work: Callable[[], T]) -> T:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Of a directory, the same for whoever is on its machine; None: it is not there."""
+    """The identity of a directory, the same for all processes on its machine; None: it is not there."""
     try:
         found = path.stat()
     except OSError:

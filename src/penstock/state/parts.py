@@ -18,12 +18,13 @@ from penstock.store.store import Store
 
 
 def form_of(model: Mapping[str, Any]) -> Format:
-    """Of the arrays that a store or a snapshot has. ``model``: ``engine.start.describe_model``, here as elsewhere."""
+    """The format of the arrays that a store or a snapshot has. ``model``: ``engine.start.describe_model``, here as
+    elsewhere."""
     return Format.of(model["precision"], len(model["optimizer"]) - 1, model.get("moments", "fp32"))
 
 
 def groups_of(model: Mapping[str, Any]) -> list[GroupSpec]:
-    """All of each group. What a step of matrices takes is not known here."""
+    """The groups, each of them whole. What a step of matrices takes is not known here."""
     return [
         GroupSpec(
             index=g,

@@ -62,7 +62,7 @@ def check_stored(found: Any, where: str) -> None:
 
 
 NAMES = "param_names"
-"""Of the parameters of one of an optimizer's param groups, where torch keeps them."""
+"""The key by which torch keeps the parameters' names of one of an optimizer's param groups."""
 
 
 def check_renumbered(found: Any, where: str, trained: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ from penstock.store.layout import Extent
 from penstock.store.store import Store
 
 Flags = NDArray[np.bool_]
-"""One for each block of an extent."""
+"""One boolean for each block of an extent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Slots:
 
     @staticmethod
     def of(store: Store) -> "Slots":
-        """Those of a store, as its last commit has them."""
+        """The slots of a store, as its last commit has them."""
         return Slots(store)
 
     @staticmethod
@@ -169,7 +169,7 @@ class Slots:
         return bool((self._lacking(name) & ~self._flags(name, later)).any())
 
     def flip(self, names: Iterable[str], later: Mapping[str, Sequence[range]] | None = None) -> None:
-        """All of these extents is there: reads return it from now on.
+        """From now on, have reads return what has been written of these extents, which is all of them.
 
         ``later``: bytes of some of them that are owed from now on, where they have not been written.
 
@@ -198,7 +198,7 @@ class Slots:
             self._in_place.discard(name)
 
     def complete_owed(self) -> None:
-        """Nothing is owed any more.
+        """Clear what is owed: all of it has been written.
 
         Raises:
             StoreError: something still is.

@@ -93,7 +93,7 @@ def _place(path: Path, layout: Layout, undo: ExitStack, ranks: Ranks, *, overwri
 
 
 def _put(place: SnapshotPlace, name: str, ranks: int) -> None:
-    """All parts are there, and durable."""
+    """Put a snapshot in its place: all its parts are there, and durable."""
     write_ranks(place.partial, name, ranks)
     place.finish()
 
@@ -143,8 +143,8 @@ class Saved(Protocol):
 
 @contextmanager
 def opened(path: Path, description: Mapping[str, Any], ranks: Ranks = ALONE, share: Share = WHOLE) -> Iterator[Saved]:
-    """This rank's ``share`` of a snapshot that is whole, and made for what ``description`` describes. Of whatever
-    number of ranks it is: what is trained is cut anew for these. Moments in another form are converted.
+    """This rank's ``share`` of a snapshot that is whole, and made for what ``description`` describes. It may be of
+    another number of ranks: what is trained is cut anew for these. Moments in another form are converted.
 
     Raises:
         StoreError: it is missing, damaged, or made for another model, precision, optimizer or number of strands; of

@@ -36,7 +36,7 @@ OF_RANK = frozenset({"rank", "ranks", "world", WHOLE})
 
 
 def of_rank(rank: int, ranks: int, *, whole: bool) -> dict[str, Any]:
-    """Whose store it is, in the account of what it is made for; of one process nothing."""
+    """The rank that a store belongs to, in the account of what it is made for; of one process nothing."""
     if ranks == 1:
         return {}
     return {"rank": rank, "ranks": ranks} | ({WHOLE: True} if whole else {})

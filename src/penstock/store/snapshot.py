@@ -45,7 +45,7 @@ class _Progress:
 
 
 def layout_of(entries: Iterable[tuple[str, int]], grids: Mapping[str, Grid] | None = None) -> Layout:
-    """Of a snapshot, or of one rank's part of it, with these extents (name, bytes).
+    """The layout of a snapshot, or of one rank's part of it, with these extents (name, bytes).
 
     ``grids``: how they are cut into blocks with a checksum each; those without are cut at each MiB.
     """

@@ -10,7 +10,8 @@ from penstock.store.whole import WholeFolder
 
 MANIFEST = "snapshot.json"
 RANKS = "ranks.json"
-"""Of a snapshot of several ranks: who has a part of it. The manifest of each is in the part's own folder."""
+"""The file of a snapshot of several ranks that says how many have a part of it. The manifest of each is in the part's
+own folder."""
 
 
 def is_snapshot(path: Path) -> bool:

@@ -92,14 +92,14 @@ class Store:
         self.layout = manifest.layout
         self.model = manifest.model
         self.weights = manifest.weights or (1,) * len(self.paths)
-        """Of the directories, by which it is striped over them."""
+        """The weights of the directories, by which the store is striped over them."""
         self.owner = manifest.owner
         """The run that the store belongs to; None if it belongs to none."""
         self._advice = f"{_CHECK}, and " + (
             "repeat the step" if manifest.passing else "go on from a snapshot in another directory"
         )
         self.files = files
-        """Its address space, on drives."""
+        """The store's address space, on drives."""
         self._checked = CheckedFiles(files)
         self.commits = commits
         self.before_record: Callable[[], None] = lambda: None

@@ -138,7 +138,7 @@ _KNOWN_SLOTS: MutableMapping[type, tuple[types.MemberDescriptorType, ...]] = wea
 
 
 def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    """Of a class and those that it is made of, but for Python's own."""
+    """The slots of a class and of its bases, but for Python's own."""
     if kind not in _KNOWN_SLOTS:
         classes = [cls for cls in kind.__mro__ if cls.__module__ != "builtins"]
         found = (d for cls in classes for d in vars(cls).values() if isinstance(d, types.MemberDescriptorType))

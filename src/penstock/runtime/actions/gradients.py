@@ -39,7 +39,8 @@ class Gradients:
         self._to.moved += target.numel() * target.itemsize
 
     def _all_parts_down(self, op: Op) -> None:
-        """Of a whole group's gradient [ranks, own], the chunk of each rank's part [ranks, chunk], to be summed."""
+        """Copy a chunk of each rank's part [ranks, chunk] out of a whole group's gradient [ranks, own], to be
+        summed."""
         c, size = self._to.bound.chunk(op), self._to.bound.share.size
         own = self._to.bound.program.groups[op.id.group].trainable
         parts = self._to.view(op.reads[0], size * own).view(size, own)

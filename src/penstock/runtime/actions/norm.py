@@ -40,8 +40,8 @@ class Norm:
             self._on_device[g] = self._stepping.fold_squares(gradient)
 
     def in_passing(self, g: int, start: int, gradient: torch.Tensor) -> NDArray[np.float64] | torch.Tensor:
-        """Where a step that reads a group's gradient from element ``start`` on writes the sums as it does. On an
-        accelerator it is the whole group's, and they stay there until the norm is wanted."""
+        """The array that a step that reads a group's gradient from element ``start`` on writes the sums to as it does.
+        On an accelerator it is the whole group's, and they stay there until the norm is wanted."""
         if gradient.device.type == "cpu":
             return self._to.partials(g, start, gradient.numel())
         self._on_device[g] = torch.empty(gradient.numel() // ALIGN, dtype=torch.float64, device=gradient.device)

@@ -36,7 +36,7 @@ class OptimizerSteps:
         }
 
     def _buffers(self, op: Op) -> tuple[Buffer | None, Buffer | None]:
-        """Those of the state and of the weights of an op's chunk, as far as they go through one."""
+        """The buffers of the state and of the weights of an op's chunk, as far as these go through one."""
         names = {name.kind: name for name in (*op.reads, *op.writes)}
         return names.get("S"), names.get("O")
 

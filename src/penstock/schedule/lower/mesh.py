@@ -82,14 +82,15 @@ class Mesh:
         return ProcessGroup(name="all", members=tuple(range(self.size)))
 
     def replicas(self, rank: int) -> ProcessGroup:
-        """Those who do in other replicas what a rank does in its own."""
+        """The ranks that do in other replicas what a rank does in its own, and itself."""
         width = self.stages * self.model
         place = rank % width
         name = f"data{place}" if self.model > 1 else f"stage{place}"
         return ProcessGroup(name=name, members=tuple(range(place, self.size, width)))
 
     def together(self, rank: int) -> ProcessGroup:
-        """Those who compute the same micro-batches of the same stage; ``ALONE`` where each rank does so by itself."""
+        """The ranks that compute the same micro-batches of the same stage; ``ALONE`` where each rank does so by
+        itself."""
         if self.model == 1:
             return ALONE
         first = rank - rank % self.model

@@ -1,4 +1,4 @@
-"""In which order a rank of a pipeline does its work: GPipe, 1F1B, looped and interleaved, zero bubble H1.
+"""The order in which a rank of a pipeline does its work: GPipe, 1F1B, looped and interleaved, zero bubble H1.
 
 An order is a list of visits of one micro-batch each, of kind ``F``, ``B`` (backward), or, where it is split, ``I``
 (gradient of the input) and ``W`` (gradient of the weights).
@@ -10,7 +10,7 @@ from penstock.schedule.ir.references import VisitId, visit
 from penstock.schedule.lower.stages import Stages
 
 Order = Callable[[Stages, int, int], list[VisitId]]
-"""Of the stages, a rank and the number of micro-batches."""
+"""A rank's visits in order, from the stages, the rank and the number of micro-batches."""
 
 
 def gpipe(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:

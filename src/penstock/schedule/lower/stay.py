@@ -61,8 +61,9 @@ class Stay:
         self._keep(readers)
 
     def leaving(self, stage: int, inputs: int) -> int:
-        """Of how many micro-batches under way, the first ones, a stage's saved activation leaves the device where saved
-        activations do. None of the last block's: they are used at once. ``inputs``: of the last block that may stay.
+        """The number of micro-batches under way, the first ones, whose saved activation of a stage leaves the device
+        where saved activations do. None of the last block's does: they are used at once. ``inputs``: of the last block
+        that may stay.
         """
         stages = self._program.stages
         if stage < 0 or not stages[stage].activation or stage > len(stages) - 3:

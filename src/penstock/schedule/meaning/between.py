@@ -29,8 +29,8 @@ class BetweenRules(Ground):
         self._put(op, name, value, "device", op.nbytes)
 
     def _exchange(self, op: Op) -> None:
-        """Of a chunk of every rank's part, each gets the sum of its own (SG); of one that all have, all of it (AR),
-        piece by piece."""
+        """Give each rank the sum of its own chunk, where every rank has a part (SG), or all of the sum of a chunk that
+        all have (AR), piece by piece."""
         c, g, ranks = self._chunk(op, trained=True), op.id.group, self.needs.ranks
         piece = c.numel if self.needs.cut else -(-c.numel // ranks)
         source = self._at(op, op.reads, "the gradient on the device")

@@ -125,7 +125,7 @@ class Needs:
 
     @staticmethod
     def of(program: Program, settings: Settings, ranks: int = 1) -> "Needs":
-        """Those of what is built from these settings."""
+        """The needs of a step that is built from these settings."""
         s = settings
         return Needs(
             program=program,
