@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 _LOST = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO}
-"""What writing to a file that is open, as standard output is, fails with."""
+"""Error numbers with which writing to a file fails that was opened before, such as standard output."""
 
 
 def _outcome(words: Sequence[str]) -> int:
@@ -182,7 +182,7 @@ def _needing_hf(command: str) -> Iterator[None]:
 
 
 _OF_RANKS = ("train", "resume")
-"""What several processes do together."""
+"""Commands that several processes run together; any other is refused in more than one process."""
 COMMANDS = {
     "init": _of("init"),
     "train": _train,

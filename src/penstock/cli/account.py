@@ -1,6 +1,6 @@
-"""What a run says and writes down about each step: ``metrics.jsonl``, trackers, the display, what was predicted.
+"""The record of each step of a run: in ``metrics.jsonl``, for trackers, on the display, beside what was predicted.
 
-Of several ranks the first does that for all. The figures of memory and links are its own.
+Of several ranks the first keeps it for all. The figures of memory and links are its own.
 """
 
 import logging
@@ -36,7 +36,7 @@ class NoAccount:
         self._kept = stretch.kept
 
     def beside(self) -> dict[str, Any]:
-        """What the commit of the next step has beside the place in the data."""
+        """Entries of the next step's commit beside the place in the data: each by its key."""
         return {KEPT_KEY: self._kept}
 
     def stepped(self, stats: StepStats) -> None:

@@ -1,4 +1,4 @@
-"""What ``penstock``, ``penstock train`` and ``penstock resume`` are given."""
+"""The command line arguments of ``penstock``, ``penstock train`` and ``penstock resume``."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ class TrainArguments(Words):
 
     @property
     def start(self) -> Start:
-        """What to do with a run that is in the folder."""
+        """The way to treat a run that is in the folder: replace it, go on with it, or refuse because of it."""
         return "overwrite" if self.overwrite else "resume" if self.resume else "new"
 
 

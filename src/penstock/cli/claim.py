@@ -409,7 +409,7 @@ def _first_difference(was: Any, now: Any, name: str) -> tuple[str, Any, Any]:
 
 
 def is_complete(config: TrainConfig, done: int, ranks: int) -> str:
-    """What is said of a run that has no step left to do. ``ranks``: that have trained it."""
+    """The message for a run that has no step left to do. ``ranks``: the number that have trained it."""
     said = f"run={config.run!r} is complete: {done} steps are done and steps is {config.step_count}."
     again = f" To go on, raise it: {how_to_start(ranks)} resume {shlex.quote(config.run)} --steps {2 * done}"
     kept = config.budget.disk_paths or config.budget.durability != "none"
@@ -417,7 +417,7 @@ def is_complete(config: TrainConfig, done: int, ranks: int) -> str:
 
 
 _LEFT_BEHIND = {RUN_LOCK, f"{RUN_FILE}.partial"}
-"""What a start that was killed before its run began has left."""
+"""Names of the files that a start leaves which was killed before its run began: a folder with only these is free."""
 
 
 def _replaced(facts: StoreFacts, stores: Stores) -> Replaced:

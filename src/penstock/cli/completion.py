@@ -103,7 +103,7 @@ def _settings() -> Iterator[tuple[str, Any, str]]:
 
 
 def _complete(action: argparse.Action, hint: Any) -> None:
-    """What a shell proposes as the value: the words that there are, else names of files where it may be one."""
+    """Let a shell propose values for an option: the words that it takes, else names of files where it may be one."""
     if values := values_of(hint):
         action.choices = values
     elif may_be_a_file(hint):

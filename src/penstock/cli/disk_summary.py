@@ -1,4 +1,4 @@
-"""What a run keeps on disk, in words: the space it takes, what a kill costs, and what giving that up would gain."""
+"""A run's use of the disk, in words: the space it takes, what a kill costs, and what less durability would gain."""
 
 from penstock.config import INTERVAL, Budget, Durability, format_size, parse_duration
 from penstock.hardware.drives import in_proportion, spread
@@ -42,7 +42,7 @@ def allowed_per_day(budget: Budget, ranks: int) -> float | None:
 
 
 def cost_of_a_kill(budget: Budget, plan: Plan | None) -> str | None:
-    """What is lost when the run is killed. Without a plan it may not be known: None."""
+    """The loss when the run is killed, in words. Without a plan it may not be known: None."""
     if budget.durability == "none":
         return "a kill costs the whole run"
     if not budget.disk_paths:
@@ -64,7 +64,7 @@ def cost_of_a_kill(budget: Budget, plan: Plan | None) -> str | None:
 
 
 def gain_of_none(weighed: Weighed, durability: Durability) -> str | None:
-    """What giving a durability up would gain; None: nothing, or that is not known."""
+    """The gain of a run with ``durability: none`` over this one, in words; None: too little to say, or not known."""
     gain = weighed.gain(durability)
     if gain is None or gain[1] < _WORTH_SAYING:
         return None

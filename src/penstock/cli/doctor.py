@@ -162,7 +162,7 @@ def _optimizer(machine: Machine) -> Iterator[str]:
 
 
 def _crossing(crossing: Crossing) -> Iterator[str]:
-    """What goes between device and optimizer in bf16 precision, by who casts it."""
+    """Rates of gradients and weights between device and optimizer in bf16 precision, by who casts them."""
     rows = {
         "gradients, cast by the device": (crossing.grad_bf16, crossing.step_grad_bf16),
         "gradients, cast by the optimizer": (crossing.grad_fp32, crossing.step_grad_rounded),
@@ -204,7 +204,7 @@ def _contention(machine: Machine) -> Iterator[str]:
 
 
 def _between(measured: Sequence[Between]) -> Iterator[str]:
-    """What ranks send each other, and how much that and the other lanes slow each other."""
+    """Rates of collectives between ranks, and how much these and the other lanes slow each other."""
     yield f"  {'between ranks':<22}{'GB/s each':>11}{'collective':>12}   takes longer beside"
     for one in measured:
         beside = (

@@ -109,7 +109,7 @@ def run(arguments: Arguments) -> int:
 def _write(
     arguments: Arguments, config: TrainConfig, found: "Committed", show: Callable[[int, int], None]
 ) -> "tuple[Written, float]":
-    """What was written, and the seconds that it took."""
+    """Write the model, or its adapter, to ``--out``. Returns a description of it, and the seconds that it took."""
     from penstock.hf.lora import with_adapters
     from penstock.hf.models.adapters import Merged
     from penstock.hf.models.exporting import Source, copy_companions, write_adapter, write_folder

@@ -1,4 +1,4 @@
-"""What can be seen of a model, of data and of a machine in a moment: without weights, and with nothing measured."""
+"""A quick look at a model, at data and at a machine: no weights are read, and nothing is measured."""
 
 import os
 import shutil
@@ -223,7 +223,10 @@ def look_at_disk(paths: Sequence[str], *, here: bool) -> DiskFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """What a budget may have. ``name``: as it was given; None: this machine. ``how``: where that is known from."""
+    """Bytes of memory that a budget may have on a machine: of the device to compute on, and of the host.
+
+    ``name``: as it was given; None: this machine. ``how``: where the figures are known from.
+    """
 
     name: str | None
     kind: DeviceKind

@@ -117,7 +117,11 @@ def _machine(word: str) -> str | None:
 def _answer(
     flag: str, given: str | tuple[str, ...] | None, question: str, look: Callable[..., T], *, several: bool = False
 ) -> T:
-    """What is found of what was given, or else of what is answered."""
+    """Look at what the flag was given, or else at the answer to the question, and return what was found.
+
+    Raises:
+        ConfigError: what the flag was given is of no use, or the answers have ended.
+    """
     if given is None:
         return _asked(question, None, (lambda word: look((word,))) if several else look)
     try:
@@ -127,7 +131,11 @@ def _answer(
 
 
 def _asked(question: str, default: str | None, look: Callable[[str], T]) -> T:
-    """What is found of an answer; one that is of no use is asked for again."""
+    """Ask, look at the answer, and return what was found; an answer that is of no use is asked for again.
+
+    Raises:
+        ConfigError: standard input ends before there is an answer.
+    """
     while True:
         print(f"{question}{'' if default is None else f' [{default}]'}: ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()

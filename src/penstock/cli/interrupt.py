@@ -35,7 +35,7 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a program that a signal ended; 0 if none came."""
+        """The exit code that a shell expects of a program that this signal ended; 0 if none came."""
         return 0 if self._received is None else 128 + self._received
 
     def leave_lost_terminal(self) -> None:

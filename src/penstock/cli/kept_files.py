@@ -1,4 +1,4 @@
-"""What a run keeps beside its store, and what vouches for it: damage is an error, not another model or other text.
+"""Files that a run keeps beside its store, and what vouches for them: damage is an error, not another model or text.
 
 model/                      configuration, tokenizer, code, notes: size and hash of each in kept.json
 data/, or data.prepared     a tokenizer, checksums: the same; token ids by these checksums, as they are read
@@ -26,7 +26,7 @@ from penstock.store.records import read_document, write_document
 
 KEPT = "kept.json"
 KEPT_KEY = "kept"
-"""What its digest is called in a position of ``Engine.step``, which each commit has."""
+"""Key of ``kept.json``'s digest in a position of ``Engine.step``, which each commit has."""
 
 _KIND = "kept"
 _READ = 1 << 24
@@ -60,7 +60,7 @@ class KeptFiles:
 
     @classmethod
     def of(cls, run: Path, folders: Sequence[Path]) -> "KeptFiles":
-        """What is there now in ``folders``, with all that is in them.
+        """The files that are in ``folders`` now, at any depth.
 
         Raises:
             StoreError: a file cannot be read.
@@ -153,12 +153,12 @@ class KeptFiles:
 
 
 def kept_of(run: Path, vouched: str | None) -> KeptFiles:
-    """What a run that has state says that it keeps.
+    """The files that a run with state keeps, as its ``kept.json`` lists them.
 
-    ``vouched``: the digest that its store's last commit has; None: it has none.
+    ``vouched``: the digest of ``kept.json`` that the store's last commit has; None: it has none.
 
     Raises:
-        StoreError: it is damaged, gone, or not that of the run whose state is in the store.
+        StoreError: ``kept.json`` is damaged, gone, or not that of the run whose state is in the store.
     """
     kept = KeptFiles.read(run)
     if kept is None:

@@ -26,7 +26,7 @@ from penstock.store.journal import Journal
 log = logging.getLogger("penstock")
 
 METRICS_KEY = "metrics"
-"""What the lines that are not flushed are called in a position of ``Engine.step``, which each commit has."""
+"""Key of the lines that are not flushed in a position of ``Engine.step``, which each commit has."""
 
 _LINES, _BYTES, _SECONDS = 32, 24 << 10, 10.0
 

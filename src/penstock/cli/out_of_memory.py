@@ -20,7 +20,7 @@ _TORCH = (
     "Cannot allocate memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""What torch's allocators, CUDA's and cuBLAS's say in a plain RuntimeError."""
+"""Words by which a plain RuntimeError of torch's allocators, CUDA's or cuBLAS's is known to be about memory."""
 
 
 _PLACE = re.compile(r"^\[enforce fail at [^\]]*\] [^.]*\. ")
@@ -51,7 +51,7 @@ def explain(error: BaseException, config: TrainConfig, *, ranks: int, begun: boo
 
 
 def _go_on(config: TrainConfig, keys: Sequence[str], ranks: int) -> str:
-    """What is safe, and the command that goes on."""
+    """The step that is safe on disk, and the command that goes on from it with smaller budgets."""
     try:
         facts = facts_of_all(config.budget.stores(ranks))
     except StoreError as error:

@@ -123,7 +123,7 @@ def _way(means: Means) -> str:
 
 
 def _of_blocks(f: Forecast) -> str:
-    """Which blocks' state lives on the device."""
+    """The blocks whose state lives on the device, in words."""
     there = f.blocks_on_device
     names = [stage.name for stage in f.choice.request.program.stages if stage.kind == "call"]
     count = f"{len(there)} block{'s' * (len(there) > 1)}"
@@ -214,7 +214,7 @@ def _whole(run: WholeRun) -> str:
 
 
 def _kill(report: PlanReport) -> Iterator[str]:
-    """What a kill costs, and what it would gain to let it cost more."""
+    """The durability, the cost of a kill, and the gain of letting a kill cost more."""
     f, budget = report.forecast, report.forecast.task.budget
     words = cost_of_a_kill(budget, f.choice.plan)
     seconds = kill_seconds(f.task, f.choice)

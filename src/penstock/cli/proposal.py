@@ -172,7 +172,7 @@ def _length_in_words(tokens: int | None, epochs: int, per_step: int) -> str:
 
 
 def _room(model: ModelFacts, disk: DiskFacts, machine: MachineFacts) -> tuple[str, ...]:
-    """What is said where the state does not fit."""
+    """A line for a model whose weights and state do not fit the drives or budgets; nothing where they do."""
     if model.parameters is None:
         return ()
     form = Format.of("bf16" if machine.kind == "cuda" else "fp32", 2)

@@ -153,7 +153,7 @@ def _follow(arguments: Arguments, write: Callable[[Report], None]) -> None:
 
 
 def _marks(folders: Iterable[Path]) -> _Marks:
-    """What changes as runs go on: the sizes and times of the files that a page is made of."""
+    """Times and sizes of the files that a page is made of: they change as runs go on."""
     found = _Marks()
     for path in (path for folder in folders for path in sorted(folder.glob("*.json*"))):
         with suppress(FileNotFoundError):  # one that was being replaced
@@ -210,7 +210,7 @@ def _tables(runs: Sequence[RunFigures], environment: Mapping[str, str]) -> Itera
 
 
 def _budget(config: TrainConfig, ranks: int) -> dict[Tier, int]:
-    """What a rank was given."""
+    """The first rank's budget of device and host memory, in bytes."""
     given = config.budget.of_rank(0, ranks)
     return {"device": given.device_bytes, "host": given.host_bytes}
 

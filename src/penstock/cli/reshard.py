@@ -138,11 +138,11 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
 
 
 def _without_stores(folder: Path, config: TrainConfig, ranks: int) -> str:
-    """What the ranks can do with a run that keeps its state in snapshots.
+    """Advice for a run that keeps its state in snapshots: how this number of ranks goes on from the last one.
 
     Raises:
-        ConfigError: they cannot go on from the last one.
-        StoreError: that is damaged.
+        ConfigError: they cannot go on from it.
+        StoreError: the snapshot is damaged.
     """
     strands = strands_kept(folder)
     if strands is None:

@@ -1,4 +1,4 @@
-"""What a run's folder says of the run: its settings, how far it is, and how fast it was. Nothing in it is changed."""
+"""Figures of a run, read from its folder: its settings, how far it is, and how fast it was. It changes nothing."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -43,7 +43,7 @@ _FILES = (
 _MODEL = "model"
 _DATA = "data"
 _PREPARED = re.compile(r"(tokenizer-)?[0-9a-f]{16}(\.[0-9a-f]+)?(\.partial)?")
-"""What ``data.prepare`` makes in ``data``."""
+"""Names of the folders that ``data.prepare`` makes in ``data``."""
 
 _TRACES = "trace*.json"
 

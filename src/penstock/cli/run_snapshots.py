@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _SECONDS = parse_duration(INTERVAL)
-"""What a kill costs at most, unless a step and the writing of a snapshot take longer."""
+"""Seconds of training that a kill costs at most, unless a step and the writing of a snapshot take longer."""
 _NAME = re.compile(r"snapshot-(\d{1,15})")
 
 
@@ -70,16 +70,20 @@ def require_newest(folder: Path) -> Path:
 
 
 def record_kept(folder: Path) -> dict[str, Any] | None:
-    """What the newest snapshot says of its step, as a commit does; None: there is none."""
+    """The newest snapshot's record of its step, of the form of a commit's; None: there is no snapshot.
+
+    Raises:
+        StoreError: the snapshot is damaged.
+    """
     path = newest(folder)
     return None if path is None else record_in(path)
 
 
 def record_in(path: Path) -> dict[str, Any]:
-    """What a snapshot says of its step, as a commit does.
+    """A snapshot's record of its step, of the form of a commit's.
 
     Raises:
-        StoreError: it is missing or damaged.
+        StoreError: the snapshot is missing or damaged.
     """
     with opened_snapshot(path) as parts:
         return parts[0].meta

@@ -67,7 +67,11 @@ def _filled_in(path: str, run: str) -> str:
 
 
 def load_flag(text: str, name: str) -> Any:
-    """What the value of a flag is in YAML."""
+    """The value of a flag, read as YAML. ``name``: the flag's, for messages.
+
+    Raises:
+        ConfigError: the text is not YAML.
+    """
     return parse_yaml(text, name, flag=True).value
 
 
@@ -154,8 +158,8 @@ def unknown(
     form: str = "{}",
     there: Counterpart | str | None = None,
 ) -> str:
-    """What is said of a key that is none of the ``known`` ones. ``takes``: who takes these; ``form``: of a key that is
-    ``what``, in words. ``there``: what stands for it here, where the key is another tool's.
+    """The message for a key that is none of the ``known`` ones. ``takes``: who takes these; ``what``: a key is called,
+    and ``form``: it is written, in the message. ``there``: the counterpart here of a key that is another tool's.
     """
     if there is not None:
         return f"there is no {what} {form.format(key)}; {there}"

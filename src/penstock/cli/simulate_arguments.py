@@ -1,4 +1,4 @@
-"""What ``penstock simulate`` is given."""
+"""The command line arguments of ``penstock simulate``."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -69,7 +69,7 @@ def abstract_case(world: World, words: str, model: CostModel, amounts: Amounts |
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a machine trains: a model in micro-batches of one shape, with AdamW in one precision; ``words`` say so."""
+    """A model to train in micro-batches of one shape, with AdamW in one precision. ``words``: its description."""
 
     profile: ModelProfile
     precision: Precision

@@ -1,4 +1,4 @@
-"""What ``penstock simulate`` was asked for, as a world and its costs: a schedule by name, or one from a file."""
+"""The case that ``penstock simulate`` is to run, as a world and its costs: a schedule by name, or one from a file."""
 
 import difflib
 from collections.abc import Set

@@ -1,4 +1,4 @@
-"""What ``penstock simulate`` says: a table for people, JSON for programs."""
+"""The output of ``penstock simulate``: tables for people, JSON for programs."""
 
 import json
 import math
@@ -174,7 +174,7 @@ def _show_stalls(case: Case, simulation: Simulation, console: Console) -> None:
 
 
 def _show_bytes(case: Case, simulation: Simulation, console: Console) -> None:
-    """What moved: in all, or for one rank lane by lane with how busy each was."""
+    """Print the bytes that moved: of several ranks in all; of one by lane, with the time that the lane was busy."""
     moved = {lane: n for lane, n in simulation.bytes_per_lane().items() if n}
     if not moved:
         return

@@ -169,7 +169,7 @@ def _largest(config: TrainConfig, kind: DeviceKind, ranks: int) -> tuple[int, st
 
 
 def _request(config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int, ranks: int) -> Request:
-    """What the engine of each rank will ask for with such micro-batches."""
+    """The request for a plan that each rank's engine will make with ``count`` micro-batches of ``size`` sequences."""
     assert not isinstance(config.schedule, Path)
     precision = config.precision_on(kind)
     moments = moments_of(config.optimizer.name, config.optimizer.momentum)

@@ -1,4 +1,4 @@
-"""What a run's settings ask of the planner: for ``penstock plan``, and for the split of a run's batch."""
+"""The planner's task by a run's settings: for ``penstock plan``, and for the split of a run's batch."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
 
 
 def _change(lora: LoraConfig | None) -> Change | None:
-    """What is done to a model once it is built."""
+    """The change to a model once it is built: adapters are added. None: it stays as it is."""
     if lora is None:
         return None
 
@@ -99,7 +99,9 @@ def shipped_shape(model: ModelConfig) -> str | None:
 
 
 def _configuration(model: ModelConfig) -> Mapping[str, Any]:
-    """What the settings say, the file that they name, or the published one. No weights are looked for."""
+    """A model's configuration: that in the settings, that of the file they name, or the published one. No weights are
+    looked for.
+    """
     if isinstance(model.config, Mapping):
         return model.config
     if (name := shipped_shape(model)) is not None:

@@ -152,10 +152,11 @@ def _as_before(config: TrainConfig, ranks: int) -> TrainConfig:
 
 
 def _require_kept(config: TrainConfig, folder: Path, ranks: int) -> None:
-    """What a run keeps that goes on is what it began with, as far as it is there; before any of it is read.
+    """Check the files that a run keeps, before it goes on and reads any: those that are there have not changed since it
+    began. Only prepared data may be missing: it is made again.
 
     Raises:
-        StoreError: it is not.
+        StoreError: a file has changed, or is gone that cannot be made again.
     """
     if stores := config.budget.stores(ranks):
         facts = facts_of_all(stores)
@@ -367,7 +368,7 @@ def device_kind(asked: str | None) -> DeviceKind:
 
 
 def _adapted(model: RunModel, lora: LoraConfig | None) -> tuple[nn.Module, WeightSource | None]:
-    """What is trained, and where its values come from."""
+    """The module to train, with adapters if there are any, and the source of its values; None: it has them already."""
     if lora is None:
         return model.model, model.weights
     return with_adapters(model.model, lora), None if model.weights is None else BaseWeights(model.weights)

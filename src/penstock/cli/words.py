@@ -38,7 +38,7 @@ _READABLE = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """What a command is given. ``takes``: its operands in words, for messages."""
+    """The command line arguments of a command. ``takes``: its operands in words, for messages."""
 
     command: ClassVar[str]
     takes: ClassVar[str] = ""
@@ -52,7 +52,7 @@ W = TypeVar("W", bound=Words)
 
 
 def read_words(kind: type[W], words: Sequence[str]) -> W:
-    """What a command is given.
+    """Read a command's arguments from the words that follow its name.
 
     Raises:
         ConfigError: names the option that is unknown, given twice, without its value or with an impossible one, or
@@ -169,7 +169,7 @@ def may_be_a_file(hint: Any) -> bool:
 
 
 def _ending_hint(kind: type[Words], words: Sequence[str]) -> str:
-    """What is to be said where a word was perhaps meant as the value of an option that may be without one."""
+    """A hint for messages, where a word was perhaps meant as the value of an option that may lack one; else empty."""
     for word, following in pairwise(words):
         ending = kind.endings.get(_key(word)) if word.startswith("--") else None
         if ending is not None and not following.startswith("--") and not following.endswith(ending):
@@ -211,7 +211,7 @@ def _as_it_stands(hint: Any) -> bool:
 
 
 def _without_null(hint: Any) -> Any:
-    """What an option may be given as: None is what it is where it is left out."""
+    """The type hint of an option's value on the command line: without None, which stands for an option left out."""
     return Union[tuple(option for option in options_of(hint) if option is not type(None))]  # noqa: UP007  of a tuple
 
 
@@ -283,7 +283,7 @@ def _named(hint: Any, key: str, head: str) -> str:
 
 
 def _value_name(hint: Any) -> str:
-    """What stands for a value in help and messages."""
+    """Placeholder for a value in help and messages: ``N``, ``FILE``, or the words to choose from; empty: a switch."""
     options = {*options_of(_each(hint))} - {type(None)}
     if hint is bool:
         return ""

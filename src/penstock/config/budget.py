@@ -20,7 +20,7 @@ GradDtype = Literal["fp32", "bf16"]
 Durability = Literal["step", "interval", "none"]
 
 INTERVAL = "5min"
-"""What a kill costs at most where nothing else is asked for, and not every step is durable."""
+"""Time of training that a kill costs at most where nothing else is asked for, and not every step is durable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +95,8 @@ class Budget:
                 check_size(f"budget.endurance.{key}", size, MEMORY_LEAST)
 
     def of_rank(self, rank: int, ranks: int) -> "Budget":
-        """What one of several ranks on one machine has: its share of host memory and of drives, and directories of its
-        own. Where there are as many directories as ranks, each has some of them, else a folder in one.
+        """The budget of one of several ranks on one machine: its share of host memory and of drives, and directories of
+        its own. Where there are at least as many directories as ranks, each has some of them, else a folder in one.
         """
         if ranks == 1:
             return self

@@ -1,4 +1,4 @@
-"""What is given from Python, checked against its type hints: what a file gives has been read by them."""
+"""Checks of values from Python against their type hints. Values from a file were checked when they were read."""
 
 from typing import Any
 

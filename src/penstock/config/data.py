@@ -1,4 +1,4 @@
-"""What it is trained on."""
+"""Settings of the data to train on: sources, tokenizer, validation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

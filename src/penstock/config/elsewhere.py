@@ -1,4 +1,4 @@
-"""What other tools call the settings here, for those who bring a file of theirs: looked up where a key is unknown.
+"""Other tools' names for the settings here, for those who bring a file of theirs: looked up where a key is unknown.
 
 The names are those of Hugging Face's and TRL's training arguments, DeepSpeed's JSON and axolotl's YAML.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Counterpart:
-    """What stands here for a setting of another tool.
+    """The settings here that do what a setting of another tool does.
 
     ``keys``: the dotted names here; none: nothing has to be said. ``differs``: what else to know.
     """
@@ -24,8 +24,8 @@ class Counterpart:
 
 
 def counterpart(key: str, section: str = "", known: Container[str] = ()) -> Counterpart | None:
-    """What stands for another tool's ``key``, found within a ``section`` that has the ``known`` settings; None: it is
-    no name of theirs. A setting that the section has itself is meant there: ``optimizer.adamw.lr``.
+    """The counterpart of another tool's ``key``, found within a ``section`` that has the ``known`` settings; None: it
+    is no name of theirs. A setting that the section has itself is meant there: ``optimizer.adamw.lr``.
     """
     found = ELSEWHERE.get(f"{section}.{key}") or ELSEWHERE.get(key)
     if found is None or not section:
@@ -37,9 +37,9 @@ def counterpart(key: str, section: str = "", known: Container[str] = ()) -> Coun
 def counterpart_among(
     key: str, known: Container[str], sections: Container[str] = (), spelled: Callable[[str], str] = str
 ) -> str | None:
-    """What is to be said of another tool's ``key`` where settings are options of a command or arguments of a function:
-    the ``known`` ones, of which only ``sections`` have settings inside. None: it is no name of theirs, or nothing has
-    to be said here. ``spelled``: how a known one is written.
+    """A hint about another tool's ``key`` where settings are options of a command or arguments of a function: the
+    ``known`` ones, of which only ``sections`` have settings inside. None: it is no name of theirs, or has no setting
+    here. ``spelled``: how a known one is written.
     """
     found = ELSEWHERE.get(key.replace("-", "_"))
     if found is None or not found.keys:
@@ -59,8 +59,8 @@ def _among(whole: str, known: Container[str], sections: Container[str]) -> str |
 
 
 _ALONE = {"batch.sequences": "batch", "optimizer.name": "optimizer", "model.path": "model", "run": ""}
-"""What settings are called outside of their sections, if not by their last name. ``run`` is an argument of ``wrap`` for
-a run that is there, and no folder that something is written to."""
+"""Names of settings outside of their sections, if not the last part of their own. ``run`` has none: as an argument of
+``wrap`` it is a run that is there, and no folder that something is written to."""
 
 
 def _is(*keys: str, differs: str = "") -> Counterpart:

@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Endurance:
-    """What each drive of ``budget.disk`` may be written: a plan stays within it, or is refused with what would help.
+    """A limit on writes to each drive of ``budget.disk``: a plan stays within it, or is refused with what would help.
     Either ``per_day``, or ``tbw`` and ``days``.
 
     | field | meaning |
@@ -48,5 +48,5 @@ class Endurance:
         return parse_size(self.tbw) / self.days
 
     def shared(self, users: int) -> "Endurance":
-        """What each of several ranks may write to a drive that they share."""
+        """The limit of each of ``users`` ranks that share a drive: an equal part of the drive's bytes per day."""
         return self if users == 1 else Endurance(per_day=f"{max(int(self.bytes_per_day / users), 1)}B")

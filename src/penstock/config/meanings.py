@@ -1,4 +1,4 @@
-"""What the fields of settings mean: read from the tables in their classes' docstrings, wherever they are shown."""
+"""The meaning of each field of settings, read from the table in its class's docstring, wherever it is shown."""
 
 import difflib
 import inspect

@@ -1,4 +1,4 @@
-"""What is trained."""
+"""Settings of the model to train."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

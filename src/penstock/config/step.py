@@ -31,7 +31,7 @@ def parts_of(stage: ZeroStage | None, ranks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """What may overlap with what, and what crosses between device and host.
+    """Settings of a step's streams: which work may overlap, and what crosses between device and host.
 
     | field | meaning |
     |---|---|

@@ -90,7 +90,7 @@ class TrainConfig(StepConfig):
 
     @property
     def trackers(self) -> tuple[TrackerName, ...]:
-        """What ``report_to`` names."""
+        """The trackers that ``report_to`` names."""
         return (self.report_to,) if isinstance(self.report_to, str) else self.report_to
 
     @property

@@ -142,7 +142,7 @@ class ChatEncoder:
         return spans
 
     def _before(self, example: Example, through: str, messages: Sequence[Message], tools: Any) -> str:
-        """What a chat has before its last message, which is an answer, with what opens the assistant's turn.
+        """The text of a chat before its last message, which is an answer, together with the words that open its turn.
 
         ``through``: the chat. Where there is nothing before the answer, or the template opens no turn when it is asked
         to, it may still write a header before the answer, or words of the system's, which another answer has, too.
@@ -184,7 +184,7 @@ def _in_form_of(message: Message, text: str) -> Any:
 
 
 def _shared(texts: Sequence[str]) -> str:
-    """What all of them begin with."""
+    """The longest text that all of the ``texts`` begin with."""
     least, most = min(texts), max(texts)
     return least[: next((n for n, pair in enumerate(zip(least, most, strict=False)) if pair[0] != pair[1]), len(least))]
 

@@ -90,7 +90,7 @@ def lacks(example: Example, form: Form) -> None:
 
 
 def _fits(example: Example, form: Form) -> bool:
-    """What others call ``conversations`` may be anything; a chat is a list."""
+    """True if the field is a list, or is no field like ``conversations``: others use these names for anything."""
     return form.needs[0] not in TURNS or is_list(example.fields[form.needs[0]])
 
 
@@ -100,8 +100,8 @@ def is_list(value: Any) -> bool:
 
 
 def recognised(example: Example, form: Form, kind: Kind | None, *, template: bool) -> str | None:
-    """What is to be said of the form in which a source is read; None: it is Penstock's own, by its own names, and the
-    only one. ``kind``, ``template``: as in ``form_of``.
+    """A note on the form in which a source is read; None: it is Penstock's own, by its own names, and the only one that
+    the rows fit. ``kind``, ``template``: as in ``form_of``.
     """
     others = [other for other in _forms(example, kind, template=template) if other is not form and _is(example, other)]
     words = _words(example, form, template=template)

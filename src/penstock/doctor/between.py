@@ -1,5 +1,5 @@
-"""What ranks on this machine send each other, how that and other lanes slow each other, and whether they compute the
-same bits: in processes of their own.
+"""Measurements of ranks on this machine, in processes of their own: rates of collectives between them, how much these
+and other lanes slow each other, and whether all ranks compute the same bits.
 
     python -m penstock.doctor.between SECONDS ROUNDS        one of them, as ``torchrun`` would start it
 
@@ -40,7 +40,7 @@ _PATIENCE = 120.0
 
 
 def measure(ranks: int, *, cores: int, seconds: float, rounds: int) -> Between:
-    """What so many ranks send each other, each with its share of the ``cores`` as its threads.
+    """Measure collectives between so many ranks, each with its share of the ``cores`` as its threads.
 
     Raises:
         ConfigError: a process failed; quotes the end of what it said.
@@ -83,7 +83,7 @@ def measure(ranks: int, *, cores: int, seconds: float, rounds: int) -> Between:
 
 
 def look(ranks: Ranks, seconds: float, rounds: int) -> Between:
-    """What this rank and all others, who come here too, find together."""
+    """Measure together with all other ranks, which call this too: ``rounds`` times, ``seconds`` for each rate."""
     cpu = torch.device("cpu")
     gather, exchange = _gathering(ranks, _LARGE), _exchanging(ranks, _LARGE)
     small = _gathering(ranks, _SMALL)
@@ -118,7 +118,7 @@ def look(ranks: Ranks, seconds: float, rounds: int) -> Between:
 
 
 def other_bits(ranks: Ranks) -> tuple[str, ...]:
-    """What ranks compute otherwise than each other from the same numbers: optimizers and precisions, or ``product``.
+    """Computations whose bits differ between ranks for the same numbers: optimizers and precisions, or ``product``.
 
     Ranks may, where one has other kernels or threads than another: an environment of its own is enough.
     """

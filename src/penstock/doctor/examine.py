@@ -81,7 +81,7 @@ def check_paths(paths: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def announced(paths: Sequence[Path], effort: Effort) -> list[str]:
-    """What is said before drives are written for long: how much, where, and that it goes again.
+    """Notices before drives are written for long: how many bytes, where, and that the file is removed in the end.
 
     Raises:
         ConfigError: a directory has no room.
@@ -156,7 +156,7 @@ def examine(
 def more_of(
     machine: Machine, paths: Sequence[Path], effort: Effort, working: Working, ranks: Sequence[int] = ()
 ) -> tuple[tuple[Drive, ...], tuple[Between, ...]]:
-    """What a profile of this machine may lack: the drives of ``paths``, and what ``ranks`` send each other.
+    """Measure the parts that a profile of this machine may lack: the drives of ``paths``, and collectives of ``ranks``.
 
     Raises:
         ConfigError: a directory cannot be measured.

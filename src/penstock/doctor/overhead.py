@@ -64,7 +64,7 @@ def _nothing(op: Op) -> int:
 
 
 def _each(ops: Iterable[str], act: Action, where: torch.device, clock: Callable[[], float]) -> float:
-    """What one of these ops takes by a clock."""
+    """Seconds that one of these ops takes by a clock: the median over some runs of them all."""
     schedule = parse_schedule("\n".join(["schedule overhead micro-batches 1 chunk 4096", *ops]))
     streams = streams_for(where)
     with ExitStack() as closing:

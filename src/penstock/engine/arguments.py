@@ -28,7 +28,7 @@ from penstock.tape.suspended import LossFn
 
 @dataclass(frozen=True, kw_only=True)
 class LoopArguments(StreamConfig):
-    """What is asked of an engine, whoever's loop it trains in.
+    """Settings of an engine, whoever's loop it trains in.
 
     | field | meaning |
     |---|---|

@@ -177,7 +177,7 @@ class Attempt:
         return Event.DELAYED
 
     def _report(self) -> None:
-        """What the step has done, but for its commit."""
+        """Set the step's trace, samples and statistics, all but those of its commit."""
         context, runner, ranks = self.context, self.runner, self.resources.ranks
         assert context.norm is not None
         self.trace, self.samples = runner.trace(context.step, self.origin), runner.samples(self.origin)

@@ -97,7 +97,7 @@ def all_to_device(
 
 
 def shapes(micro_batch: MicroBatch) -> Shapes:
-    """What a plan depends on: names, shapes and dtypes of the tensors.
+    """The properties of a micro-batch that a plan depends on: places, shapes and dtypes of its tensors.
 
     A mask that hides something is as one with another dimension: models drop masks that hide nothing, and what they
     make of the others takes memory.
@@ -126,7 +126,7 @@ def nbytes(micro_batch: MicroBatch) -> int:
 
 
 def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | None = None) -> list[float] | None:
-    """What each micro-batch's loss counts, where the caller says so; None: it follows from labels (``engine.labels``).
+    """Weights of the micro-batches' losses, where the caller gives them; None: labels decide (``engine.labels``).
 
     Raises:
         ModelError: the weights are not one finite number for each micro-batch; or none are given, and a micro-batch has

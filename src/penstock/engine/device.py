@@ -66,5 +66,5 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def name_of(device: torch.device) -> str:
-    """What a device is called, for people."""
+    """A device's name for people."""
     return "the processor" if device.type == "cpu" else accelerator.of(device).name(device)

@@ -47,7 +47,7 @@ _REASONS: Mapping[State, str] = {
 
 _LATER = "the next step's commit has it at the latest, and engine.save can be used"
 _AGAIN = "Ask for it again: it commits first what is not committed by then"
-"""What a program can do after a commit that failed."""
+"""Advice for programs after a commit that failed."""
 
 _LONG = frozenset((Action.RUN, Action.REPEAT, Action.SEARCH, Action.FLUSH, Action.FILL, Action.RESTORE, Action.COMMIT))
 """Actions that a second Ctrl-C may break off: of each it is known what the state is worth then."""
@@ -101,7 +101,7 @@ class Durability:
     # ---- the machine
 
     def tell(self, event: Event) -> tuple[Action, ...]:
-        """What has happened; returns what is to be done."""
+        """Take note of an event: the state changes by it. Returns the actions that have to follow."""
         self.state, actions = transition(self.state, event)
         return actions
 
@@ -168,7 +168,7 @@ class Durability:
         self.pending = Pending(step=step, update=update, buffers=held)
 
     def commit(self) -> Event:
-        """What a step ends with."""
+        """Commit the step that has just run."""
         return self._commit(self._counts, f"Do not repeat it: {_LATER}")
 
     def _commit(self, fact: str, advice: str) -> Event:

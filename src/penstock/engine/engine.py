@@ -43,7 +43,7 @@ log = logging.getLogger("penstock")
 
 
 _OF_ALL = (KeyboardInterrupt, SystemExit, NonFiniteError)
-"""What ends all ranks alike, as far as anybody knows: a signal that each gets, a step that all have found wanting."""
+"""Errors that end all ranks alike, as far as anybody knows: a signal that each gets, numbers that all found bad."""
 
 
 class Engine:
@@ -208,7 +208,7 @@ class Engine:
         return given
 
     def _context(self) -> StepContext:
-        """What the next step's first run needs to know."""
+        """The inputs of the next step's first run besides its micro-batches."""
         progress, pending = self._progress, self._durability.pending
         return StepContext(
             step=progress.step + 1,
@@ -281,7 +281,7 @@ class Engine:
 
     @property
     def prediction(self) -> Simulation | None:
-        """What the plan of the last step or evaluation was predicted to do, op by op; None without a machine profile.
+        """The prediction for the plan of the last step or evaluation, op by op; None without a machine profile.
 
         It is for micro-batches that are all as large as the largest: saved activations of shorter ones are smaller. Of
         several ranks it is of one, the slowest by all that is known; the others do the same at the same time.
@@ -298,7 +298,7 @@ class Engine:
 
     @property
     def last_step(self) -> StepStats | None:
-        """What the last step reported; of the one that a store goes on after, its numbers without lanes and memory."""
+        """Statistics of the last step. Those that a store was continued with have no figures of lanes and memory."""
         return self._progress.last
 
     @property
@@ -433,7 +433,7 @@ class Engine:
 
     @property
     def inside(self) -> Inside:
-        """What is at work, for tests and benchmarks; it may be otherwise in any version."""
+        """The engine's parts, for tests and benchmarks; they may be other ones in any version."""
         return Inside(resources=self._resources, durability=self._durability, planning=self._planning, rest=self._rest)
 
     def __enter__(self) -> Self:

@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """What the state of a run is worth now."""
+    """Worth of a run's state: whether it is one step's state, and of which step."""
 
     WHOLE = "whole"
     """between steps: the state is that of the last step that counts; if its commit has failed, the next MARK commits"""
@@ -49,7 +49,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What has happened."""
+    """An event of a run, after which its state may be worth something else."""
 
     BEGIN = "begin"
     """a step is asked for"""
@@ -83,7 +83,7 @@ class Event(Enum):
 
 
 class Action(Enum):
-    """What is to be done now."""
+    """An action that an event asks for."""
 
     MARK = "mark"
     """tell the store that the state is about to change"""

@@ -54,7 +54,7 @@ class Lens:
         self._of_key = {key: of for key, of in found.items() if of.any()}
 
     def look(self, marks: Mapping[str, Mark]) -> Seen:
-        """What a step did that left these marks."""
+        """The findings of a step beside the plan's prediction. ``marks``: by op, when it ran and the bytes it moved."""
         found = [marks[name] for name in self._names]
         starts, ends = np.array([mark.start for mark in found]), np.array([mark.end for mark in found])
         moved = np.array([mark.moved for mark in found], dtype=np.float64)
@@ -88,8 +88,8 @@ def _together(
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """What rank 0 has found. ``settings``: of the better plan; None: there is none. ``seconds``: that this took;
-    ``now``, ``then``: of a step on average, by the plan in use and by the better one."""
+    """Result of rank 0's search. ``settings``: of a better plan; None: there is none. ``seconds``: that it took.
+    ``now``, ``then``: seconds of a step on average, by the plan in use and by the better one."""
 
     settings: Settings | None
     seconds: float
@@ -98,7 +98,7 @@ class Searched:
 
 
 class Following:
-    """What is known of the steps so far, and when to search again."""
+    """Deviations of the steps so far from their prediction, and the decision when to search for a plan again."""
 
     def __init__(self) -> None:
         self.search_seconds = 0.0
@@ -122,7 +122,7 @@ class Following:
         self._last = seen.factors(contention), seen.shares()
 
     def take(self) -> Step | None:
-        """What the last step has shown, once; None: nothing."""
+        """Take the factors and shares of the last step away; None: they have been taken, or there are none."""
         last, self._last = self._last, None
         return last
 
@@ -137,7 +137,7 @@ class Following:
         return (off, self._deviations.middle()) if off else None
 
     def corrected(self) -> None:
-        """What is predicted is by these factors from here on."""
+        """Predictions take what was learned into account from here on: deviations count anew, and a search is due."""
         self.due = True
         self._deviations.clear()
 
@@ -199,7 +199,7 @@ def _order_of_moves(plan: Plan, new: Placement) -> bool:
 
 
 def differences(old: Settings, new: Settings) -> str:
-    """What changes from one plan to another, in words."""
+    """The differences between one plan's settings and another's, in words."""
     a, b = old.place, new.place
     parts = [*_moves("weights", a.weights, b.weights), *_moves("state", a.state, b.state)]
     if a.activations != b.activations:

@@ -1,4 +1,4 @@
-"""What is at work in an engine, for tests and benchmarks: users need none of it, and it may change at any time."""
+"""An engine's parts, for tests and benchmarks: users need none of them, and they may change at any time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

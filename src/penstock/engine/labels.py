@@ -32,7 +32,7 @@ _CLOSE = 1e-3
 
 
 class LabelCount:
-    """What is known of how a model's loss counts labels."""
+    """The way in which a model's loss counts labels, as far as it is known."""
 
     def __init__(self) -> None:
         self.known: Counted | None = None
@@ -101,7 +101,7 @@ class LabelCount:
         return [count / total for count in known]
 
     def agree(self, ranks: Ranks) -> None:
-        """What any rank has found out is known to all: the lowest's word counts."""
+        """Let all ranks know what any has found out; where several have, the lowest one's finding counts."""
         self.known = next((known for known in ranks.told("way of labels", self.known) if known is not None), None)
 
     def _found(self, labels: torch.Tensor, seen: Sequence[Compared], loss: float | None) -> Counted | None:

@@ -208,7 +208,7 @@ class Planning:
         return self._plans[True]
 
     def _question(self, request: Request, times: StageTimes) -> Question:
-        """What is asked of a search that is free to move everything."""
+        """The question for a search that is free to move everything."""
         assert self._machine is not None
         shared = self._shared
         return Question(
@@ -223,7 +223,7 @@ class Planning:
 
     @property
     def request(self) -> Request:
-        """What the plan of steps answers; there is one."""
+        """The request that the plan of steps was made for. There has to be such a plan."""
         return self._plans[True].request
 
     def change(self, settings: Settings) -> None:
@@ -271,8 +271,8 @@ class Planning:
             self._plans.pop(False, None)  # it was made for arrays in other places
 
     def flops_of(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
-        """What the model computes in a step of these, which it has a plan for. A micro-batch that is smaller than what
-        was probed counts by its tokens.
+        """FLOPs of a step of these micro-batches, for which there is a plan. A micro-batch that is smaller than the one
+        that was probed counts in proportion to its tokens.
         """
         total = 0.0
         for mb in micro_batches:
@@ -299,7 +299,7 @@ class Planning:
             self._plans.pop(True, None)
 
     def prediction_of(self, plan: Plan) -> Simulation | None:
-        """What was predicted of a plan that is in use."""
+        """The prediction for a plan that is in use; None: there is none."""
         return next((ready.prediction for ready in self._plans.values() if ready.plan is plan), None)
 
     def _predict(self, plan: Plan, times: StageTimes) -> Simulation:

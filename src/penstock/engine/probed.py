@@ -1,4 +1,4 @@
-"""What the probe has shown of each shape of micro-batch, and of several shapes together."""
+"""Results of the probe for each shape of micro-batch, and for several shapes together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ def _movable_for_all(known: Sequence[StageFacts]) -> tuple[trees.Place, ...]:
 
 
 def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ...]:
-    """What the tape has to know to run each of several micro-batches."""
+    """The stages' facts by which the tape can run each of several micro-batches. ``probed``: those of each one."""
     joined = []
     for same in zip(*probed, strict=True):
         buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
@@ -66,8 +66,8 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
 
 @dataclass(frozen=True, kw_only=True)
 class Probed:
-    """What one shape of micro-batch has shown. ``times``: only where there is a machine to predict for. ``flops``: of
-    the model, forward and backward, without what is computed again; ``tokens``: of the micro-batch.
+    """Results of the probe for one shape of micro-batch. ``times``: only where there is a machine to predict for.
+    ``flops``: of the model, forward and backward, without what is computed again; ``tokens``: of the micro-batch.
     """
 
     stages: tuple[Stage, ...]

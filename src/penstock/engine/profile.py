@@ -30,7 +30,7 @@ _SWITCH = "PENSTOCK_MEASURE"
 LEAST = 2 << 30
 """Bytes of memory that must be available: measuring takes a third of that for a moment."""
 _unkept: dict[tuple[DeviceKind, tuple[Path, ...]], Machine] = {}
-"""What could not be stored, for as long as this process lives."""
+"""Profiles that could not be stored, kept for as long as this process lives."""
 
 
 def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, ranks: int = 1) -> Machine | None:

@@ -12,7 +12,7 @@ from penstock.state.stats import StepStats
 
 @dataclass(kw_only=True)
 class Progress:
-    """What a commit and a snapshot keep of a run, as ``record`` writes it and ``adopt`` reads it."""
+    """A run's progress as commits and snapshots keep it: ``record`` writes it, and ``adopt`` reads it."""
 
     seed: int
     trained: Sequence[str]

@@ -1,4 +1,4 @@
-"""What an engine has for as long as it lives: a model cut into groups, its state and store, what runs its plans."""
+"""An engine's resources for as long as it lives: a model cut into groups, its state and store, its streams."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ Run = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineResources:
-    """What every plan of an engine shares, and what outlives them all."""
+    """Resources that all plans of an engine share: they outlive each plan."""
 
     groups: tuple[ParamGroup, ...]
     tape: Tape

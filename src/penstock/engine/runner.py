@@ -182,7 +182,7 @@ class Runner:
         return self._executor.marks
 
     def totals(self) -> Totals:
-        """What the last run has moved, and how long that took."""
+        """Bytes that the last run has moved, and seconds that its ops took, by lane."""
         moved: dict[Lane, int] = dict.fromkeys(self.plan.schedule.lanes, 0)
         busy: dict[Lane, float] = dict.fromkeys(self.plan.schedule.lanes, 0.0)
         for mark in self._executor.marks.values():
@@ -191,7 +191,7 @@ class Runner:
         return Totals(moved=moved, busy=busy)
 
     def trace(self, step: int, origin: float) -> list[TraceEvent]:
-        """What the last run did, op by op; ``origin`` is the run's start in ``perf_counter`` seconds."""
+        """The last run, op by op, in seconds since ``origin``, its start by ``perf_counter``."""
         return [
             TraceEvent(
                 step=step,

@@ -48,7 +48,7 @@ def expect_weights(model: nn.Module, where: str) -> None:
 
 
 def waiting_weights(model: nn.Module) -> str | None:
-    """What ``expect_weights`` was told of a model, or of a part of it."""
+    """The words with which ``expect_weights`` was called for a model, or for a part of it; None: it was not."""
     return next((str(vars(m)[_WAITING]) for m in model.modules() if _WAITING in vars(m)), None)
 
 
@@ -172,8 +172,8 @@ def describe_model(
     optimizer: OptimizerSpec,
     strands: int = 1,
 ) -> dict[str, Any]:
-    """What a store or a snapshot is made for; two that are equal can be exchanged. Whose it is, of several ranks, is
-    added to it (``store.parts.of_rank``)."""
+    """The description of the model and optimizer that a store or snapshot is for: where two are equal, one's state fits
+    the other. The rank whose part it is, of several, is added to it (``store.parts.of_rank``)."""
     made: dict[str, Any] = {
         "precision": precision,
         "optimizer": [type(optimizer).__name__, *optimizer.moment_names],

@@ -93,7 +93,7 @@ def _check_shared(asked: WrapArguments) -> None:
 
 
 def _said(asked: WrapArguments, budget: Budget, precision: Precision) -> dict[str, Any]:
-    """What decides about the numbers and the plan, and so has to be the same on all ranks."""
+    """The arguments that decide about the numbers and the plan, and so have to be the same on all ranks."""
     own = {"budget", "loss_fn", "device", "mesh", "weights", "blocks", "run", "io_threads", "plan", "overlap"}
     settings = {key: repr(getattr(asked, key)) for key in sorted(hints_of(WrapArguments).keys() - own)}
     tiers = {f"budget.{key}": repr(getattr(budget, key)) for key in sorted(hints_of(Budget))}

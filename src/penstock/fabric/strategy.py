@@ -334,8 +334,8 @@ class _Recorder(nn.Module):
 
 
 class _Recorded:
-    """What a micro-batch is to compute, and from which tensors it was recorded. No container, in which the engine would
-    put others in their place.
+    """A recorded computation of a micro-batch, and the tensors that it was recorded from. It is no container: in one
+    the engine would put other tensors in their place.
     """
 
     def __init__(self, root: Deferred, *, evaluates: bool = False) -> None:

@@ -16,7 +16,7 @@ _NEAR = 0.97
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """What drives do together, striped: bytes/s, alone and in both directions at once."""
+    """Rates of several drives together, striped: bytes/s, in one direction alone and in both at once."""
 
     read: float
     write: float
@@ -36,8 +36,8 @@ def together(drives: Sequence[Drive]) -> Together:
 
 
 def spread(each: Sequence[float], weights: Sequence[int]) -> float:
-    """What all drives bear together (bytes/s, free bytes, bytes of their life), where each bears so much and gets its
-    weight of it: the first that is at its limit sets that of all.
+    """The amount that all drives bear together (bytes/s, free bytes, bytes of their life). ``each``: the amount that
+    each bears; they get shares by their ``weights``, so that the first at its limit sets that of all.
     """
     return sum(weights) * min(own / weight for own, weight in zip(each, weights, strict=True))
 

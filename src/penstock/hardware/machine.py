@@ -24,7 +24,7 @@ DeviceKind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sustained:
-    """What a drive does once it has been written for long. Most have a cache in front of their slower cells."""
+    """A drive's rates (bytes/s) once it has been written for long: most have a cache in front of their slower cells."""
 
     write: float
     read_both: float
@@ -162,7 +162,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Between(Network):
-    """What ``ranks`` processes of this machine, which all compute on its processors, send each other in collectives.
+    """Collectives between ``ranks`` processes of this machine, which all compute on its processors.
 
     ``contention``: of the lane ``net`` and others, as ``Machine.contention``, while all ranks do the same.
     ``other_bits``: what they compute otherwise than each other: optimizers, as ``Device.other_bits``, and ``product``.

@@ -8,7 +8,7 @@ from penstock.hardware.machine import Device, Drive, Machine
 
 _ROOT = Path("/")
 _SLICE = " MIG "
-"""What a GPU's own name ends before, where torch names a slice of it."""
+"""Mark in torch's name for a slice of a GPU: the text before it is the GPU's own name."""
 _LESS = 0.95
 """Share of its memory with which a machine is the one that it was: what is reserved differs a little."""
 

@@ -82,7 +82,7 @@ def _not_stored(target: Path, error: OSError) -> str:
 
 
 def _stem(paths: Sequence[str], kind: DeviceKind) -> str:
-    """What a file's name begins with: readable, and different for different sets of directories and kinds of device."""
+    """The beginning of a file's name: readable, and different for different sets of directories and kinds of device."""
     words = "-".join(re.sub(r"[^A-Za-z0-9]+", "-", path).strip("-") for path in paths) or "no-disk"
     return f"{words[:80]}-{kind}-{_digest(sorted(paths))}"
 
@@ -123,8 +123,9 @@ def find_profile(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) 
 
 
 def find_parts(paths: Sequence[Path], *, kind: DeviceKind) -> tuple[Machine | None, tuple[Path, ...]]:
-    """What is stored of this machine where there is no profile for all of ``paths``: the newest profile, with those of
-    the directories' drives that any has, and the directories whose drives none has. (None, ``paths``) without any.
+    """The parts that are stored where there is no profile of this machine for all of ``paths``: the newest profile,
+    with the directories' drives that any profile has, and the directories whose drives none has. Without any profile:
+    (None, ``paths``).
 
     Raises:
         ConfigError: as ``find_profile``.

@@ -81,7 +81,7 @@ def crowding(machine: Machine, ranks: int, threads: int) -> float:
 
 
 def drives_of(drives: Sequence[Drive], rank: int, ranks: int) -> tuple[Drive, ...]:
-    """What a rank has of the drives, as ``Budget.of_rank`` deals their directories out."""
+    """A rank's share of the drives, as ``Budget.of_rank`` deals their directories out."""
     if not drives or len(drives) >= ranks:
         return tuple(drives[rank::ranks])
     drive, users = drives[rank % len(drives)], len(range(rank % len(drives), ranks, len(drives)))
@@ -94,7 +94,7 @@ def drives_of(drives: Sequence[Drive], rank: int, ranks: int) -> tuple[Drive, ..
 
 
 def _slowest(dealt: Sequence[tuple[Drive, ...]]) -> tuple[Drive, ...]:
-    """What takes the longest to read and write as much."""
+    """The drives of the rank that takes the longest to read and write as much; none where a rank has none."""
     if not all(dealt):
         return ()
     paces = [together(own) for own in dealt]
@@ -137,7 +137,8 @@ def _device(machine: Machine, ranks: int, part: float, link: float) -> Device:
 
 
 def _between(machine: Machine, ranks: int) -> Network:
-    """What was measured between so many; else between the nearest number, of which these have as much in all."""
+    """The network between so many ranks, from the measurement with the nearest number: with more ranks, each has less
+    bandwidth and more latency in proportion."""
     if not machine.between:
         assert machine.network is not None
         return machine.network

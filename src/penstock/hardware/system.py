@@ -70,8 +70,8 @@ def nvidia_names(root: Path = _ROOT) -> set[str]:
 
 
 class Others:
-    """What other programs take of the processors that this process may use, from now on. What a virtual machine's
-    neighbours take of them (steal) counts."""
+    """Load of other programs on the processors that this process may use, from now on. Time that a virtual machine's
+    neighbours take (steal) counts."""
 
     def __init__(self, root: Path = _ROOT) -> None:
         self._root = root

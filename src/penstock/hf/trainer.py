@@ -42,7 +42,7 @@ _FOREIGN = ("optimizers", "model_init")
 
 
 class Notes:
-    """What one forward of a micro-batch leaves, for whoever made it."""
+    """Notes of one forward of a micro-batch, for the trainer. ``books``: figures for logs, if the trainer has any."""
 
     books: Any = None
 

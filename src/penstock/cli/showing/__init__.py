@@ -1,4 +1,4 @@
-"""What a command shows while it works: a run's figures, drawn on a terminal or written as lines.
+"""The display of a command at work: a run's figures, drawn on a terminal or written as lines.
 
 ``meter`` gathers them; ``screen`` and ``terminal`` draw them, ``display`` writes them as lines, ``metrics`` as JSON.
 ``yardstick`` is what they are measured against, ``pace`` warns of slow steps, ``summary`` has the first and last words,

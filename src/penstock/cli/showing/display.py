@@ -1,4 +1,4 @@
-"""What the user sees of a run: plain lines, and what they have in common with the live view of ``terminal``."""
+"""Displays of a run in plain lines, and the texts that these share with the live view of ``terminal``."""
 
 import os
 import sys
@@ -159,7 +159,7 @@ def step_line(meter: Meter) -> str:
 
 
 def figures(meter: Meter) -> list[str]:
-    """What a run takes of the machine, in lines: memory against the plan, links against their peak, drives."""
+    """A run's use of the machine, in lines: memory against the plan, speed, links against their peak, drives."""
     memory = [
         f"{tier} {format_size(meter.peak.get(tier, 0))} (planned {format_size(meter.planned_peak.get(tier, 0))}, "
         f"given {format_size(given)})"
@@ -206,7 +206,7 @@ def step_time(meter: Meter) -> str:
 
 
 def wear(meter: Meter) -> str:
-    """What the run has written, and how long the drives last at this pace."""
+    """Bytes that the run has written, and how long new drives last at this pace, in words."""
     text = f"{format_size(meter.written)} written{a_day(meter)}"
     if (days := meter.drive_days) is None:
         return text
@@ -215,7 +215,7 @@ def wear(meter: Meter) -> str:
 
 
 def a_day(meter: Meter) -> str:
-    """What is written in a day beside what may be, where there is a limit; begins with a comma, or is empty."""
+    """Bytes written in a day beside those allowed, where there is a limit; begins with a comma, or is empty."""
     allowed, written = meter.outline.yardstick.allowed, meter.written_per_day
     if allowed is None or written is None:
         return ""
@@ -229,7 +229,7 @@ def counts(meter: Meter) -> list[str]:
 
 
 def step_notes(meter: Meter) -> list[str]:
-    """What is worth saying of a step that was not like others."""
+    """Remarks on a step that was done twice or skipped; none on others."""
     notes = []
     if meter.last.repeats and not meter.last.skipped:
         notes.append("done again: the norm was over its limit")

@@ -1,4 +1,4 @@
-"""What a run has shown so far, kept for the displays, the metrics and the last words. Plain numbers, no drawing."""
+"""A run's figures so far, kept for the displays, the metrics and the closing summary. Plain numbers, no drawing."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -19,8 +19,8 @@ LINKS: tuple[Lane, ...] = ("h2d", "d2h", "read", "write")
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What is known before the first step. ``given``: the budget, in bytes, of the tiers that have one. ``ranks``: that
-    train together; what is given, planned and measured of memory and links is then one rank's.
+    """Figures that are known before the first step. ``given``: the budget, in bytes, of the tiers that have one.
+    ``ranks``: the number that train together; all figures of memory and links are then one rank's.
 
     ``first``: steps that an earlier stretch of the run has already done, of the ``steps`` in all. ``yardstick``: what
     the machine can do and bear.
@@ -187,8 +187,8 @@ class Meter:
         return written / seconds * _DAY if written else None
 
     def wears(self, least: float) -> str | None:
-        """That the drives are written faster than they may be, in words, once it is known of ten steps and ``least``
-        seconds; None: they are not, or it has been said."""
+        """A warning, once, that the run writes more to its drives in a day than it may: after ten steps and ``least``
+        seconds at that pace. None: it does not, it is too early to know, or the warning was given before."""
         steps, _, seconds = self.paced
         allowed, written = self.outline.yardstick.allowed, self.written_per_day
         if self.said_to_wear or allowed is None or written is None or written <= allowed:

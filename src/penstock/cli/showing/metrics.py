@@ -9,7 +9,7 @@ from penstock.state.stats import StepStats
 
 
 def metrics_of(stats: StepStats, validation: float | None) -> dict[str, Any]:
-    """What a step itself reports, and the held-out loss after it."""
+    """A line of ``metrics.jsonl``: the figures that a step itself reports, and the held-out loss after it."""
     line: dict[str, Any] = {
         "step": stats.step,
         "loss": stats.loss,

@@ -20,8 +20,8 @@ class Pace:
         self._slow = False
 
     def check(self, stats: StepStats, prediction: Simulation | None) -> str | None:
-        """What there is to say of a step: at the first of several slow ones, which lane was slow. The step that a plan
-        was made in does not count: it planned and warmed up, too."""
+        """A warning at the first of several slow steps, which names the lane that was slow; None: nothing to say. The
+        step that a plan was made in does not count: it planned and warmed up, too."""
         if prediction is not self._plan or prediction is None:
             self._plan, self._slow = prediction, False
             return None

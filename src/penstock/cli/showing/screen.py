@@ -1,4 +1,4 @@
-"""What the live view shows, as one drawing of a meter: the same lines at the same places from step to step."""
+"""The live view as one drawing of a meter: the same lines at the same places from step to step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ _LANES: Mapping[Lane, tuple[str, str]] = {
     "write": ("disk write", "red"),
     "cpu": ("optimizer", "yellow"),
 }
-"""What the lanes are called, and their colours."""
+"""Names of the lanes on the screen, and their colours."""
 
 
 def screen(meter: Meter, width: int, *, waited: float, notice: str = "") -> RenderableType:

@@ -1,4 +1,4 @@
-"""What a run says about itself before its first step and after its last, and the memory its process really took."""
+"""Summaries of a run before its first step and after its last, and the memory that its process really took."""
 
 import resource
 import shlex
@@ -81,7 +81,7 @@ def _speed(meter: Meter) -> str:
 
 
 def _wear(meter: Meter) -> str:
-    """What was written, and which part of the drives' life that is."""
+    """Bytes that the run has written, and their share of the drives' life, in words."""
     yardstick, text = meter.outline.yardstick, f"{format_size(meter.written)} written{a_day(meter)}"
     if yardstick.rated is None:
         return text

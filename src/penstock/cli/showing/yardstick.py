@@ -1,4 +1,4 @@
-"""What a run's figures are held against: what the machine was measured to do, and what its drives are rated for."""
+"""Rates to compare a run's figures with: those measured of the machine, and what its drives are rated for."""
 
 import shutil
 from collections.abc import Mapping, Sequence

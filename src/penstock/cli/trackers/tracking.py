@@ -20,7 +20,7 @@ IDS = "trackers.json"
 """In a run's folder: what each tracker calls the run, so that a resumed run goes on under the same name."""
 
 FOLDERS = ("tensorboard", "wandb")
-"""What trackers write into the run's folder."""
+"""Folders that trackers make in the run's folder."""
 
 _PACKAGES: Mapping[TrackerName, tuple[str, str]] = {
     "tensorboard": ("tensorboard", "tensorboard"),
@@ -32,9 +32,9 @@ _PACKAGES: Mapping[TrackerName, tuple[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:
-    """What a tracker is told of a run when it starts. ``settings``: dotted name -> value, as the run resolved them.
+    """A run as a tracker is told of it when it starts. ``settings``: dotted name -> value, as the run resolved them.
 
-    ``done``: steps that are done already. ``known``: what the tracker called the run before; None: it is new.
+    ``done``: steps that are done already. ``known``: the id that the tracker gave the run before; None: it is new.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class Tracked:
 
     @property
     def name(self) -> str:
-        """What people call the run."""
+        """The run's name for people: that of its folder."""
         return self.folder.resolve().name
 
 

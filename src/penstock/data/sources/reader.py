@@ -13,7 +13,7 @@ Cursor = Any
 """A reader's place: numbers, lists and mappings, as JSON holds them. None: the beginning."""
 
 TURNS = ("conversations", "conversation")
-"""What files call a chat that is not ``messages``."""
+"""Names of fields with a chat, other than ``messages``."""
 
 FIELDS = tuple(dict.fromkeys((*(name for sort in SORTS for name in sort.names), *TURNS)))
 """The fields of a source that are read."""
@@ -126,7 +126,7 @@ def _has(example: Example) -> str:
 
 
 def wanted(names: Mapping[str, str] | None) -> tuple[str, ...]:
-    """What is read of a file's rows. ``names``: those that the settings give."""
+    """Names of the fields to read of a file's rows. ``names``: those that the settings give; None: they give none."""
     return FIELDS if names is None else tuple(_every(names).values())
 
 

@@ -13,7 +13,7 @@ LONGEST = 32 << 20
 """Bytes in a line; a document of more has some millions of tokens."""
 
 BOM = b"\xef\xbb\xbf"
-"""What some programs begin a file in UTF-8 with."""
+"""The byte order mark, with which some programs begin a file in UTF-8."""
 
 ReadOne = Callable[[BinaryIO, Path, int, int], Iterator[tuple[Example, int, int]]]
 """Reads a file's rows behind a byte, which is behind the row of a number (0, 0: from its beginning): each with the byte

@@ -170,7 +170,7 @@ class FolderWeights:
             )
 
     def _other_type(self) -> str:
-        """What to try where the rules for names are those of another type of model than the class's own."""
+        """Advice where the rules for names are those of another type of model than the class's own; else empty."""
         cls, given = type(self._model), self._model.config.model_type
         own = getattr(cls.config_class, "model_type", given)
         return f"Names are read by the rules of {given!r}: try model_type {own!r} in {CONFIG}. " if own != given else ""
