@@ -30,12 +30,12 @@ def _under_torchrun() -> bool:
 
 
 def in_words(ranks: int) -> str:
-    """Who trains, for messages."""
+    """The number of ranks that train, in words for messages."""
     return "one process" if ranks == 1 else f"{ranks} ranks"
 
 
 def how_to_start(ranks: int) -> str:
-    """The beginning of a command line for so many."""
+    """The beginning of a command line that starts so many ranks."""
     return "penstock" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m penstock"
 
 

@@ -55,4 +55,4 @@ _DECAYS: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
     "1-sqrt": math.sqrt,
 }
-"""How far a decay has come, from 0 to 1, after that share of its steps."""
+"""By the shape of a decay: its progress from 0 to 1 after a share of its steps, also from 0 to 1."""

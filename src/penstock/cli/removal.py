@@ -108,7 +108,7 @@ def _deleted(paths: Sequence[Path], owner: Owner) -> bool:
 
 
 _TRIES, _APART = 20, 0.1
-"""How often a store that is in use is looked at again, and the seconds between."""
+"""Number of looks at a store that is in use, and the seconds between two of them."""
 
 
 def _remove_part(path: Path, owner: str) -> None:

@@ -90,7 +90,7 @@ class Arguments(Words):
 
     @property
     def pictures(self) -> Iterator[Path]:
-        """Where pictures are to be written."""
+        """Paths of the pictures to write."""
         for key, ending in self.endings.items():
             if path := getattr(self, key):
                 yield path if isinstance(path, Path) else self.folder / f"timeline{ending}"

@@ -49,7 +49,7 @@ _TRACES = "trace*.json"
 
 
 def settings_path(folder: Path) -> Path:
-    """Where the resolved settings of a run are."""
+    """The file with the resolved settings of a run."""
     return folder / _SETTINGS
 
 
@@ -137,7 +137,7 @@ def own_folders(folder: Path) -> list[Path]:
 
 
 def model_folder(folder: Path) -> Path:
-    """Where a run's folder keeps what its model is made of (``hf.kept``)."""
+    """The folder of a run in which its model's configuration, code and tokenizer are kept."""
     return folder / _MODEL
 
 

@@ -144,7 +144,7 @@ def _about(request: Request) -> int:
 
 
 def _micro_batches(name: str, ranks: int, *, filled: bool) -> int:
-    """Where none are asked for: as in the puzzles, or enough to fill a pipeline."""
+    """Number of micro-batches where none is asked for: as many as in the puzzles, or enough to fill a pipeline."""
     if name == "pipeline-fsdp":
         return max(1, ranks // 4)
     if name == "dualpipe-v" or (filled and name in _UNIT_BY_DEFAULT):

@@ -368,7 +368,7 @@ def device_kind(asked: str | None) -> DeviceKind:
 
 
 def _adapted(model: RunModel, lora: LoraConfig | None) -> tuple[nn.Module, WeightSource | None]:
-    """The module to train, with adapters if there are any, and the source of its values; None: it has them already."""
+    """The module to train, with adapters if any are asked for, and its values' source; None: it initialises itself."""
     if lora is None:
         return model.model, model.weights
     return with_adapters(model.model, lora), None if model.weights is None else BaseWeights(model.weights)

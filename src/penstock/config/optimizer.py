@@ -1,4 +1,4 @@
-"""How parameters are changed."""
+"""Settings of the optimizer: how parameters are changed."""
 
 import re
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class Orthogonal:
         return self.elementwise is not None and re.search(self.elementwise, name) is not None
 
     def split_of(self, name: str) -> Split | None:
-        """How a parameter is cut, if it is."""
+        """The split of a parameter by its name: the first whose pattern is found in it; None: it stays whole."""
         return next((split for split in self.splits if re.search(split.match, name)), None)
 
 
@@ -179,7 +179,7 @@ class OptimizerConfig:
 
     @property
     def whole(self) -> Orthogonal | None:
-        """How updates are made orthogonal, where they are."""
+        """Muon's way of making updates of matrices orthogonal; None with other optimizers."""
         if self.name != "muon":
             return None
         steps = NS_STEPS if self.ns_steps is None else self.ns_steps

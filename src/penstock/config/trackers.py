@@ -1,4 +1,4 @@
-"""Where else a run's numbers go."""
+"""Names of the trackers that a run's numbers can go to, besides its own files."""
 
 from typing import Literal
 

@@ -169,7 +169,11 @@ class TrainConfig(StepConfig):
             )
 
     def _check_evaluation(self) -> None:
-        """When to evaluate and on what belong together."""
+        """Check that the times of evaluations and their data are given together.
+
+        Raises:
+            ConfigError: ``evaluate`` without ``data.validation``, or sources to evaluate on without ``evaluate``.
+        """
         if self.evaluate is not None and self.data.validation is None:
             raise ConfigError(
                 "evaluate needs data.validation, what to evaluate on: {share: 0.02} of the documents, or sources"

@@ -76,7 +76,7 @@ class Attempt:
 
     @property
     def actions(self) -> Actions:
-        """How a step does what the machine says."""
+        """The functions by which a step carries out the actions that ``fate`` asks for."""
         return {
             Action.MARK: partial(self.durability.mark, f"step {self.context.step} was not taken"),
             Action.MARK_PENDING: self.durability.mark_pending,

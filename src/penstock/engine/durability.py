@@ -22,7 +22,7 @@ from penstock.state.commits import Commits
 from penstock.store.packed import store_error
 
 Actions = Mapping[Action, Callable[[], Event]]
-"""How each action is done; it returns what came of it."""
+"""By action, the function that carries it out: it returns the event that came of it."""
 
 
 @dataclass(kw_only=True)

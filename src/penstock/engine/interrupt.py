@@ -14,7 +14,9 @@ from types import FrameType
 
 @dataclass(kw_only=True)
 class _Asked:
-    """How often Ctrl-C came during a step. ``held``: it may not break off what is done now; ``broke``: it has."""
+    """Presses of Ctrl-C during a step. ``times``: their number. The second one breaks the step off, by a
+    KeyboardInterrupt (``broke``), at once, or after work that may not be broken off (``held``).
+    """
 
     times: int = 0
     held: bool = False

@@ -1,4 +1,4 @@
-"""Whose turn it is: calls of engines come one after another, and only in the process that made the engine.
+"""Turns of engines: their calls come one after another, and only in the process that made the engine.
 
 A step uses what a process has once: torch's random state, which it sets for each stage and puts back, and the handler
 of Ctrl-C. So a call of one engine waits for that of another in another thread. Two calls of one engine at once would be

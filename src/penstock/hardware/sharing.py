@@ -73,8 +73,8 @@ def of_each_rank(machine: Machine, ranks: int, threads: int | None = None) -> Ma
 
 
 def crowding(machine: Machine, ranks: int, threads: int) -> float:
-    """How many times longer what was measured of one rank that computed alone takes while all do, with ``threads``
-    each."""
+    """Factor by which a rank computes slower beside the others, with ``threads`` each, than one that was measured
+    alone."""
     if machine.device.kind != "cpu":
         return 1.0
     return max(1.0, ranks * threads / machine.host.cores)

@@ -61,7 +61,7 @@ class TerminalDisplay:
 
 
 class ReadingBar:
-    """How much of something has been read."""
+    """A bar that shows how many bytes have been read."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
