@@ -1,4 +1,4 @@
-"""True if training with compact moments learns as well: held-out losses of each form beside those of its fp32 form.
+"""Training with compact moments beside that with fp32 ones: held-out losses of each form beside those of its fp32 form.
 
     python -m bench.loss_parity
 

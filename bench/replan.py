@@ -1,4 +1,4 @@
-"""True if a plan follows the machine: a disk that becomes four times slower in mid-run, and fast again.
+"""Plans that follow the machine: a disk that becomes four times slower in mid-run, and fast again.
 
     python -m bench.replan
     python -m bench.replan --constant 100

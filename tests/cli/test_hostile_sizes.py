@@ -127,8 +127,7 @@ GROWS = "{% set n = namespace(a='xxxxxxxxxxxxxxxx') %}{% for i in range(60) %}{%
 def test_a_chat_template_without_end_is_ended(
     template: str, why: str, marked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "SECONDS", 0.5 if why == "seconds" else 30)
-    monkeypatch.setattr(limits, "GROWTH", 100 << 20)
+    monkeypatch.setattr(limits, *(("SECONDS", 0.5) if why == "seconds" else ("GROWTH", 100 << 20)))
     words = tokenizer(300)
     words.chat_template = template + MARKED_TEMPLATE if marked else template
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

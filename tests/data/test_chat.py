@@ -70,6 +70,19 @@ def test_what_a_template_writes_before_an_answer_is_not_the_answers(
     assert "<assistant>0" in bpe.decode(found.ids.tolist()) or who[0] != "a"
 
 
+def test_an_answers_reasoning_is_its_own_where_the_template_opens_no_turn(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    bpe.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% else %}"
+        "{{ '<think>' + m.reasoning_content + '</think>' + m.content + '<end>' }}{% endif %}{% endfor %}"
+    )
+    answer = {"role": "assistant", "content": "yo", "reasoning_content": "hm"}
+    row = {"messages": [{"role": "user", "content": "hi"}, answer]}
+    (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [row]))
+    assert _answers(bpe, found) == "hm</think>yo<end>"
+
+
 def test_all_of_a_chat_counts_if_asked_for(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     bpe.chat_template = PLAIN_TEMPLATE
     path = write_jsonl(tmp_path / "c.jsonl", chats(3))

@@ -44,7 +44,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("read", [True, False], ids=["read", "not-read"])
 @pytest.mark.parametrize("order", [(8, 6), (6, 8), (8,), (6,)], ids=str)
 def test_an_output_may_be_a_view_in_some_micro_batches(order: tuple[int, ...], read: bool, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """True if the largest, which is what is probed, has it as a view or not, or several are probed."""
+    """The largest, which is what is probed, has it as a view or not, and one is probed or several."""
     generator = torch.Generator().manual_seed(0)
     # Fewer rows of what is longer: none is smaller than another in every respect; then one that is.
     shapes = [(20 - length, length) for length in order] + [(2, 4), (2, 5)]

@@ -1,4 +1,4 @@
-"""True if a device steps with the host's bits is found out, in every optimizer and precision."""
+"""A device that steps with other bits than the host is found out, in every optimizer and precision."""
 
 from typing import Any
 

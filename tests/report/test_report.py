@@ -642,6 +642,27 @@ def test_who_follows_a_run_without_a_trace_is_told(tmp_path: Path, capsys: pytes
     assert "holds no trace: train with trace_steps above 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [[], ["--step", "7"]])
+def test_who_stops_waiting_for_the_first_page_is_told_nothing_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    folder = tmp_path / "run"
+    write_run(folder)
+    if not words:
+        (folder / "trace.json").unlink()
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.cli.report.time.sleep", interrupt)
+    with _held(folder):
+        assert main(["report", str(folder), "--follow", *words]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert "waiting for it" in said.out
+    assert not (folder / "report.html").exists()
+
+
 def test_ctrl_c_ends_the_page_that_keeps_up_and_leaves_one_that_rests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -438,7 +438,7 @@ def test_close_gives_up_what_is_not_written(
 def test_an_error_at_every_third_write_leaves_the_commit_before_and_the_arrays(
     make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """True if the thread comes upon it or a change, and the next write does without it."""
+    """The thread comes upon it, or a change does, and the next write does without it."""
     run = make("both")
     run.save()  # what is frozen is written once
     gate = Gate(monkeypatch)

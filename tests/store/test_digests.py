@@ -299,7 +299,7 @@ def test_a_commit_that_changes_no_data_writes_no_checksums(store: Store) -> None
 def test_a_commit_that_fails_leaves_the_checksums_of_the_one_before(
     store: Store, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """True if the table cannot be written, or the flush fails: what the last commit vouches for can be read."""
+    """If the table cannot be written, as if the flush fails, what the last commit vouches for can be read."""
     written = fill(store)
     store.commit({"step": 1})
     store.write("weights", 0, noise(LAYOUT["weights"].stride, 9), 1)

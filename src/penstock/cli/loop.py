@@ -86,7 +86,7 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
 
 
 class _Stop:
-    """True if somebody has asked for an end: all ranks end after the same step, whichever of them was asked.
+    """The ends that were asked for: all ranks end after the same step, whichever of them was asked.
 
     ``code``: the exit code, 0 as long as nobody has.
     """

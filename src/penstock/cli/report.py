@@ -108,8 +108,8 @@ def run(arguments: Arguments) -> int:
     def write_page(found: Report) -> None:
         _write(arguments.page, lambda path: put(path, run_page(found)))
 
-    if arguments.follow:
-        _follow(arguments, write_page)
+    if arguments.follow and not _follow(arguments, write_page):
+        return 0
     found = gather(arguments.folder, arguments.step, arguments.others)
     write_page(found)
     _say(arguments.page)
@@ -122,9 +122,9 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def _follow(arguments: Arguments, write: Callable[[Report], None]) -> None:
+def _follow(arguments: Arguments, write: Callable[[Report], None]) -> bool:
     """Write the page again whenever one of its runs has gone on, until none is training any more, or Ctrl-C. That takes
-    a twentieth of the time at most: the runs need the processor more.
+    a twentieth of the time at most: the runs need the processor more. False: it was ended before there was a page.
 
     Raises:
         ConfigError: as ``gather``; a run whose first step is yet to be traced is waited for.
@@ -136,13 +136,15 @@ def _follow(arguments: Arguments, write: Callable[[Report], None]) -> None:
             print(text, flush=True)
             said.add(text)
 
-    with suppress(KeyboardInterrupt):
+    written = False
+    try:
         while any(map(is_training, folders)):
             marks, begun = _marks(folders), time.monotonic()
             if marks != shown:
                 shown = marks
                 try:
                     write(replace(gather(arguments.folder, arguments.step, arguments.others), refresh=pause))
+                    written = True
                     say(f"{arguments.page} keeps up with the run: open it in a browser. Ctrl-C ends that, not the run")
                 except NoTraceError:
                     if settings_of(arguments.folder).trace_steps == 0:
@@ -150,6 +152,9 @@ def _follow(arguments: Arguments, write: Callable[[Report], None]) -> None:
                     say("there is no page before a step is in the trace: waiting for it")
                 pause = max(_PAUSE, ceil(20 * (time.monotonic() - begun)))
             time.sleep(pause)
+    except KeyboardInterrupt:
+        return written
+    return True
 
 
 def _marks(folders: Iterable[Path]) -> _Marks:

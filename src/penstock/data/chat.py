@@ -151,7 +151,7 @@ class ChatEncoder:
         before = self._render(example, earlier, tools, prompt=True) if earlier else ""
         if earlier and before != self._render(example, earlier, tools):
             return before
-        others = [{"role": "assistant", "content": _in_form_of(answer, text)} for text in _OTHERS]
+        others = [_in_other_words(answer, text) for text in _OTHERS]
         shared = _shared([through, *(self._render(example, [*earlier, other], tools) for other in others)])
         if not shared.startswith(before):
             return before
@@ -181,6 +181,12 @@ _OTHERS = ("0", "z")
 def _in_form_of(message: Message, text: str) -> Any:
     """A content as the message's is: text, or a list of parts."""
     return text if isinstance(message.get("content"), str | None) else [{"type": "text", "text": text}]
+
+
+def _in_other_words(answer: Message, text: str) -> Message:
+    """An answer with the same parts, such as its reasoning, each of another text, and without calls of tools."""
+    parts = {key: text for key, value in answer.items() if isinstance(value, str)}
+    return {**parts, "role": answer["role"], "content": _in_form_of(answer, text)}
 
 
 def _shared(texts: Sequence[str]) -> str:

@@ -39,12 +39,12 @@ def check_template(template: object) -> None:
 
 @contextmanager
 def limited(place: Callable[[], str]) -> Iterator[None]:
-    """Inside, work ends when it takes more than ``SECONDS`` or ``GROWTH``. ``place``: of the chat, for messages.
+    """Inside, work ends when a chat takes more than ``SECONDS``, or all more than ``GROWTH``. ``place``: of the chat.
 
     Raises:
         ConfigError: it was ended.
     """
-    watch = _Watch(threading.get_ident())
+    watch = _Watch(threading.get_ident(), place)
     thread = threading.Thread(target=watch.run, name="penstock chat template", daemon=True)
     thread.start()
     try:
@@ -64,9 +64,10 @@ def limited(place: Callable[[], str]) -> Iterator[None]:
 
 
 class _Watch:
-    """Looks after one rendering. What it raises reaches the other thread before ``stop`` returns."""
+    """Looks after one chat after the other. What it raises reaches the other thread before ``stop`` returns."""
 
-    def __init__(self, watched: int) -> None:
+    def __init__(self, watched: int, place: Callable[[], str]) -> None:
+        self._place = place
         self._watched = ctypes.c_ulong(watched)
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -74,8 +75,10 @@ class _Watch:
         self.arrived = False
 
     def run(self) -> None:
-        began, before = time.monotonic(), _resident()
+        place, began, before = self._place(), time.monotonic(), _resident()
         while not self._done.wait(_LOOKS):
+            if place != (place := self._place()):
+                began = time.monotonic()
             if time.monotonic() - began > SECONDS:
                 self._end(f"it takes more than {SECONDS:g} seconds")
                 return

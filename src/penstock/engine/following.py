@@ -142,8 +142,8 @@ class Following:
         self._deviations.clear()
 
     def is_due(self, now: float) -> bool:
-        """True if to search, with a plan in use whose steps take ``now`` seconds by all that is known: not at once
-        after a search in vain, unless steps are other ones than then."""
+        """True if a search is worth its time, with a plan in use whose steps take ``now`` seconds by all that is known:
+        not at once after a search in vain, unless steps are other ones than then."""
         other = self._known is None or abs(now / self._known - 1) > AGAIN
         return self.due and (other or self._rested >= self._patience)
 

@@ -284,9 +284,9 @@ class Planning:
         return total
 
     def observe(self, *, over: bool) -> None:
-        """True if a step's norm was over the limit. Every so many steps the share of those that were is compared with
-        what the plan was made for; where it is another one, the next step is planned anew: speculating pays as long as
-        few steps have to be run again.
+        """Count a step, whose norm was ``over`` the limit or not. Every so many steps the share of those that were is
+        compared with what the plan was made for; where it is another one, the next step is planned anew: speculating
+        pays as long as few steps have to be run again.
         """
         self._over.append(over)
         if len(self._over) < _WINDOW:
@@ -340,7 +340,7 @@ class Planning:
 
     @cached_property
     def _orthogonal(self) -> float | None:
-        """Seconds of each stage, as in ``StageTimes``."""
+        """Rate at which matrices are made orthogonal, as in ``StageTimes``."""
         groups = self._shared.matrices.values()
         return orthogonal_rate([p for group in groups for _, pieces in group for p in pieces], self._shared.device)
 

@@ -84,7 +84,7 @@ class EngineResources:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The device that computes."""
+        """Of the weights that compute."""
         return self.arrays.dtype
 
     @property

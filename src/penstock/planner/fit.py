@@ -135,7 +135,7 @@ class Request(StreamConfig):
 
     @property
     def early(self) -> bool | None:
-        """True if to step before the norm is known, as far as that is said."""
+        """True if steps are to begin before the norm is known; None: that is not said."""
         return self.steps_early(self.budget)
 
     @cached_property

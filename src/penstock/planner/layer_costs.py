@@ -32,8 +32,8 @@ def layer_sizes(profile: ModelProfile, form: Format) -> Sizes:
 
 
 def check_layers(world: World, sizes: Sizes) -> None:
-    """True if a world that nobody knows the making of can be one of ``sizes``: its pools, by their names, have buffers
-    for whole layers of whole micro-batches.
+    """Check that a world that nobody knows the making of can be one of ``sizes``: its pools, by their names, have
+    buffers for whole layers of whole micro-batches.
 
     Raises:
         ScheduleError: names the pool.

@@ -25,7 +25,7 @@ _STEP = re.compile(r"step (\d+)")
 
 
 class NoTraceError(ConfigError):
-    """A run has no step in a trace, or none yet."""
+    """A run has no step in a trace, or not the one asked for, or not yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,12 +217,12 @@ def choose_step(steps: Sequence[MeasuredStep], asked: int | None) -> MeasuredSte
     """The step asked for, or the one whose time is the median of the whole ones.
 
     Raises:
-        ConfigError: there is no such step.
+        NoTraceError: there is no such step.
     """
     if asked is not None:
         found = next((step for step in steps if step.step == asked), None)
         if found is None:
-            raise ConfigError(
+            raise NoTraceError(
                 f"--step {asked}: the trace has {_span(steps)}. A run's trace_steps says how many it keeps"
             )
         return found

@@ -98,7 +98,7 @@ _MOMENTS: Mapping[Moments, tuple[torch.dtype, torch.dtype]] = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "int8": (torch.int8, torch.uint8),
 }
-"""Names of the first and of the second moment."""
+"""Types of the codes of the first and of the second moment."""
 
 
 _REST: Mapping[int, torch.dtype] = {2: torch.int16, FP32: torch.float32}

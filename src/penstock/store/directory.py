@@ -155,17 +155,24 @@ def sync_directory(path: Path) -> None:
 
 def is_locked(directory: Path, *, name: str = LOCK) -> bool:
     """True if a process that writes has the lock of a directory now. This takes the lock itself, for an instant, which
-    who starts to write waits for: no other way to look knows of the other hosts of a network's file system."""
+    who starts to write waits for: no other way to look knows of the other hosts of a network's file system.
+
+    Raises:
+        StoreError: the lock cannot be looked at.
+    """
+    path = directory / name
     try:
-        fd = files.descriptor(directory / name, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fd = files.descriptor(path, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(fd)
     except BlockingIOError:
         return True
-    finally:
-        os.close(fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as e:
+        raise store_error(f"{path}: cannot tell if a process has this lock: {e.strerror}", e) from e
     return False
 
 
