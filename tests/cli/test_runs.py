@@ -1,10 +1,12 @@
 """``penstock runs`` lists what a folder has and compares what it is given, without changing anything."""
 
+import errno
 import fcntl
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +15,8 @@ from penstock.cli.claim import RUN_LOCK
 from penstock.cli.run_figures import read_run
 from penstock.cli.settings import dump
 from penstock.config import Budget
-from penstock.store.directory import DirectoryLock
+from penstock.errors import StoreError
+from penstock.store.directory import DirectoryLock, is_locked
 from tests.reports import BUDGET
 from tests.runs import settings_for
 
@@ -76,6 +79,15 @@ def test_a_look_at_a_run_keeps_no_process_from_having_it(tmp_path: Path, monkeyp
     lock = DirectoryLock(folder, name=RUN_LOCK)
     assert looking.closed
     lock.release()
+
+
+def test_a_lock_that_cannot_be_looked_at_is_said_and_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / RUN_LOCK).touch()
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(StoreError, match=f"{RUN_LOCK}: cannot tell if a process has this lock: No locks available"):
+        is_locked(tmp_path, name=RUN_LOCK)
 
 
 def test_runs_are_compared_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
