@@ -1,5 +1,6 @@
 """Which tokens count in the loss: of chats the assistant's, of prompts and completions the completion's."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,47 @@ def test_an_answers_reasoning_is_its_own_where_the_template_opens_no_turn(
     assert _answers(bpe, found) == "hm</think>yo<end>"
 
 
+OPENS = "{% for m in messages %}<{{ m.role }}>"
+CLOSES = "{{ m.content.split('</think>')[-1] }}</{{ m.role }}>\n{% endfor %}"
+THINKS_LAST = (
+    OPENS + "{% if m.role == 'assistant' and loop.last %}<think>{{ m.content.split('</think>')[0][7:] "
+    "if '</think>' in m.content }}</think>{% endif %}" + CLOSES + "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""It drops the reasoning of all answers but the last, for which it writes an empty one where there is none."""
+THINKS_FIRST = OPENS + CLOSES + "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+"""It asks for reasoning, and leaves it out of all that was said."""
+
+
+@pytest.mark.parametrize("form", [str, lambda text: [{"type": "text", "text": text}]], ids=["text", "parts"])
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [
+        (THINKS_LAST, ("yo</assistant>\n", "<think>b</think>no</assistant>\n")),
+        (THINKS_FIRST, ("yo</assistant>\n", "no</assistant>\n")),
+    ],
+    ids=["last", "first"],
+)
+def test_answers_are_found_where_a_template_drops_their_reasoning(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path, template: str, answers: tuple[str, str], form: Callable[[str], Any]
+) -> None:
+    flat = "{% set m = {'role': m.role, 'content': m.content if m.content is string else m.content[0].text} %}"
+    bpe.chat_template = template.replace(OPENS, OPENS.replace("<{{", flat + "<{{"))
+    said = ["hi", "<think>a</think>yo", "more", "<think>b</think>no"]
+    roles = ["user", "assistant", "user", "assistant"]
+    row = {"messages": [{"role": role, "content": form(text)} for role, text in zip(roles, said, strict=True)]}
+    (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [row]))
+    assert _answers(bpe, found) == "".join(answers)
+
+
+def test_an_answer_is_found_where_only_the_last_message_is_rendered_otherwise(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    bpe.chat_template = LAST_ONLY_TEMPLATE
+    rows = chats(5)
+    for row, found in zip(rows, _documents(bpe, write_jsonl(tmp_path / "c.jsonl", rows)), strict=True):
+        assert _answers(bpe, found) == "".join(f"{m['content']}\n" for m in row["messages"] if m["role"] == "assistant")
+
+
 def test_all_of_a_chat_counts_if_asked_for(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     bpe.chat_template = PLAIN_TEMPLATE
     path = write_jsonl(tmp_path / "c.jsonl", chats(3))
@@ -119,11 +161,15 @@ def test_keys_that_are_null_in_a_table_are_not_there_for_the_template(
     assert bpe.decode(found.ids.tolist()) == "x"
 
 
+COUNTS = THINKS_LAST.replace("{% for", "{{ messages | map(attribute='content') | join | length }}{% for", 1)
+"""It writes something else of an answer elsewhere, which could pass for a part of it."""
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [
         (None, "the tokenizer has no chat template: give one as a file"),
-        (LAST_ONLY_TEMPLATE, "line 1: the chat template does not say where the assistant's answers are.*message 2"),
+        (COUNTS, "line 1: the chat template does not say where the assistant's answers are.*message 2"),
         ("{{ raise_exception('roles must alternate') }}", "line 1: the chat template fails.*roles must alternate"),
         ("{% for m in %}", "line 1: the chat template fails on this chat: TemplateSyntaxError"),
     ],

@@ -133,13 +133,38 @@ class ChatEncoder:
                 continue
             through = self._render(example, messages[: number + 1], tools)
             before = self._before(example, through, messages[: number + 1], tools)
-            if not (text.startswith(through) and through.startswith(before)):
+            if text.startswith(through) and through.startswith(before):
+                spans.append((len(before), len(through)))
+            elif (span := self._in_place(example, text, messages, number, tools)) is not None:
+                spans.append(span)
+            else:
                 raise ConfigError(
                     f"{example.place}: the chat template does not say where the assistant's answers are: it renders "
-                    f"message {number + 1} otherwise when the chat goes on after it. {_REMEDY}"
+                    f"message {number + 1} otherwise within the chat than at its end. {_REMEDY}"
                 )
-            spans.append((len(before), len(through)))
         return spans
+
+    def _in_place(
+        self, example: Example, text: str, messages: Sequence[Message], number: int, tools: Any
+    ) -> tuple[int, int] | None:
+        """An answer's place in a chat whose template renders its beginning otherwise than the beginning of the whole,
+        as those do that drop the reasoning of earlier turns: where the chat differs if the answer is another one, and
+        the mark that ends it. None: more than that differs.
+        """
+        earlier, later = messages[:number], messages[number + 1 :]
+        others = [{"role": "assistant", "content": _in_form_of(messages[number], words)} for words in _OTHERS]
+        try:
+            chats = [self._render(example, [*earlier, other, *later], tools) for other in others]
+            ended = [self._render(example, [*earlier, other], tools) for other in others]
+        except ConfigError:
+            return None
+        start = len(_shared([text, *chats]))
+        behind = len(_shared([chat[::-1] for chat in (text, *chats)]))
+        end, marks = len(text) - behind, {chat.rpartition(words)[2] for chat, words in zip(ended, _OTHERS, strict=True)}
+        if start > end or len(marks) != 1 or [chat[start : len(chat) - behind] for chat in chats] != list(_OTHERS):
+            return None
+        mark = marks.pop()
+        return (start, end + len(mark)) if text.startswith(mark, end) else None
 
     def _before(self, example: Example, through: str, messages: Sequence[Message], tools: Any) -> str:
         """The text of a chat before its last message, which is an answer, together with the words that open its turn.
