@@ -34,9 +34,8 @@ def test_what_has_changed_is_said() -> None:
     now = here()
     cores = replace(now, host=replace(now.host, cores=now.host.cores + 1))
     assert f"and this process may use {now.host.cores}" in (outdated(cores) or "")
-    for memory in (2 * now.host.memory, now.host.memory // 2):  # measured where there was more, or in a part of it
-        there = replace(now, host=replace(now.host, memory=memory))
-        assert "of memory, and this process may use" in (outdated(there) or "")
+    memory = replace(now, host=replace(now.host, memory=2 * now.host.memory))
+    assert "of memory, and this process may use" in (outdated(memory) or "")
     other = replace(now, device=replace(now.device, name="a processor of another kind"))
     assert "it was measured on a processor of another kind, and this machine has" in (outdated(other) or "")
 

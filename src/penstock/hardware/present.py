@@ -10,8 +10,7 @@ _ROOT = Path("/")
 _SLICE = " MIG "
 """Mark in torch's name for a slice of a GPU: the text before it is the GPU's own name."""
 _LESS = 0.95
-"""Share of the larger of two amounts of memory that makes them those of one machine: what is reserved differs a little.
-"""
+"""Share of its memory with which a machine is the one that it was: what is reserved differs a little."""
 
 
 def outdated(machine: Machine, root: Path = _ROOT) -> str | None:
@@ -21,7 +20,7 @@ def outdated(machine: Machine, root: Path = _ROOT) -> str | None:
     now = system.look(root)
     if now.cores != machine.host.cores:
         return f"it was measured with {_cores(machine.host.cores)}, and this process may use {now.cores}"
-    if not _LESS * machine.host.memory <= now.memory <= machine.host.memory / _LESS:
+    if now.memory < _LESS * machine.host.memory:
         return (
             f"it was measured with {format_size(machine.host.memory)} of memory, and this process may use "
             f"{format_size(now.memory)}"
