@@ -12,6 +12,7 @@ Required: the last two have every loss equal in all bits. How far torch's own Ad
 first from them is measured and drawn. Writes docs/equal_losses.svg and a section of the results.
 """
 
+import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -191,6 +192,7 @@ def draw(ours: Sequence[float], torch_s: Sequence[float]) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     torch_s, same = plain(torchs, STEPS), plain(written_out, STEPS)
     with TemporaryDirectory() as folder:

@@ -8,6 +8,7 @@ every loss of the two is equal in all bits. It shows what the shell showed, but 
 are too long are cut, and waits are shortened.
 """
 
+import argparse
 import os
 import pty
 import select
@@ -151,6 +152,7 @@ def record(folder: Path) -> Scene:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if shutil.which("bash") is None:
         print("bench.moving_picture: needs bash", file=sys.stderr)
         return 2

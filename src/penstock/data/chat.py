@@ -152,7 +152,7 @@ class ChatEncoder:
         the mark that ends it. None: more than that differs.
         """
         earlier, later = messages[:number], messages[number + 1 :]
-        others = [{"role": "assistant", "content": _in_form_of(messages[number], words)} for words in _OTHERS]
+        others = [_in_other_words(messages[number], words) for words in _OTHERS]
         try:
             chats = [self._render(example, [*earlier, other, *later], tools) for other in others]
             ended = [self._render(example, [*earlier, other], tools) for other in others]
