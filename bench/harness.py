@@ -43,8 +43,8 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step as a side reported it: seconds, mean loss, and bytes of memory and disk traffic. ``compute`` and
-    ``beside``: as ``bench.workload.Report``."""
+    """One step as a side reported it: seconds, mean loss, and bytes of memory and disk traffic. ``compute``: as
+    ``bench.workload.Report``."""
 
     seconds: float
     loss: float
@@ -52,7 +52,6 @@ class Step:
     read: int
     written: int
     compute: float | None = None
-    beside: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,7 @@
 """Penstock's side of the benchmarks against peers: everything on disk, through the public interface only."""
 
 import argparse
-import os
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -31,10 +29,10 @@ def train(work: Work, report: Report, device: str, host: str) -> None:
     ) as engine:
         report.start()
         for step in range(work.steps):
-            start, before = time.perf_counter(), _beside_compute()
+            start = time.perf_counter()
             stats = engine.step(tokens.step(step))
-            seconds, beside = time.perf_counter() - start, _beside_compute() - before
-            report.step(seconds=seconds, loss=stats.loss, compute=_compute(engine), beside=beside)
+            seconds = time.perf_counter() - start
+            report.step(seconds=seconds, loss=stats.loss, compute=_compute(engine))
             if step == 0:
                 print(engine.plan.describe(), flush=True)
                 if (predicted := engine.prediction) is not None:
@@ -47,20 +45,6 @@ def _compute(engine: penstock.Engine) -> float:
     wrapped. Each is an upper limit of what they take alone, by as much as what was beside them slowed them."""
     measured = sum(event.end - event.start for event in engine.trace if event.lane == "compute")
     return measured if engine.prediction is None else min(measured, engine.prediction.work(0)["compute"])
-
-
-def _beside_compute() -> float:
-    """Seconds of a core that the threads of all other lanes have taken so far: copies, checksums, steps, requests."""
-    ids = [
-        thread.native_id
-        for thread in threading.enumerate()
-        if thread.name.startswith("penstock-") and not thread.name.startswith("penstock-compute")
-    ]
-    ticks = 0
-    for number in ids:
-        fields = Path(f"/proc/self/task/{number}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])  # utime and stime: the 14th and 15th of proc_pid_stat(5)
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

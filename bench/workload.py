@@ -190,10 +190,9 @@ class Report:
         self._path.write_text("")
         self._disk = disk_bytes()
 
-    def step(self, *, seconds: float, loss: float, compute: float | None = None, beside: float | None = None) -> None:
+    def step(self, *, seconds: float, loss: float, compute: float | None = None) -> None:
         """Record a step: its wall time, its mean loss, and what ``/proc`` says of memory and disk traffic. ``compute``:
-        seconds that its forwards and backwards take alone, at most; ``beside``: seconds of a core that all else took;
-        None: the side does not know."""
+        seconds that its forwards and backwards take alone, at most; None: the side does not know."""
         before, self._disk = self._disk, disk_bytes()
         record = {
             "seconds": seconds,
@@ -202,7 +201,6 @@ class Report:
             "read": self._disk[0] - before[0],
             "written": self._disk[1] - before[1],
             "compute": compute,
-            "beside": beside,
         }
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")

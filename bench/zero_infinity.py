@@ -8,9 +8,8 @@ recomputed and clipping off on both sides, parameters and optimizer state on dis
 whose disk is held to a rate, start from the same weights, see the same tokens, and their losses are compared.
 DeepSpeed has its fastest settings, with pipelined swapping; Penstock plans for the machine as ``penstock doctor
 --quick`` measures it in that cgroup. Required: 3.4x and 3x at 200/100 MB/s (read/write) with 4 and with 8
-micro-batches, 5x at 100/50 MB/s with 8, and steps of at most 1.10 of Penstock's own bound: the drive's, or the
-processor's, which is the device here and does all else, too: forwards and backwards, and beside them the optimizer's
-steps, copies, checksums and the requests to the drive.
+micro-batches, 5x at 100/50 MB/s with 8, and steps of at most 1.10 of Penstock's own bound: the drive's, or what its
+forwards and backwards took, which other programs beside make longer.
 
 DeepSpeed is installed from PyPI into an environment of its own the first time (``.bench/deepspeed``, or the place
 named by ``--venv`` or ``$PENSTOCK_BENCH_DEEPSPEED``). Without root or cgroup v1 the disk's rate is not held; the
@@ -80,10 +79,9 @@ OF_RANKS = replace(CASES[-1], required=3.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A case that has been measured, with a thread of torch on each of ``cores``."""
+    """A case that has been measured."""
 
     case: Case
-    cores: int
     limited: bool
     runs: dict[str, list[Run]]
 
@@ -93,14 +91,12 @@ class Outcome:
 
     @property
     def bound(self) -> float:
-        """Penstock's lower bound in seconds: what it moved, at the disk's rates, reads beside writes; and beside them
-        what the processor had to do: forwards and backwards on all its threads, as fast as they were seen, and what
-        the other lanes took of its cores meanwhile, the least of any step."""
+        """Penstock's lower bound in seconds: what it moved, at the disk's rates, reads beside writes, and beside
+        them what its forwards and backwards take, beside little else."""
         steps = [step for run in self.runs["penstock"] for step in run.measured]
         read = statistics.median(step.read for step in steps) / self.case.limit.read
-        write = statistics.median(step.written for step in steps) / self.case.limit.write
         compute = min(step.compute or 0.0 for step in steps)
-        return max(read, write, compute + min(step.beside or 0.0 for step in steps) / self.cores)
+        return max(read, statistics.median(step.written for step in steps) / self.case.limit.write, compute)
 
     @property
     def of_bound(self) -> float:
@@ -156,7 +152,7 @@ def measure(case: Case, sides: tuple[Side, Side], arguments: argparse.Namespace,
         logs=ROOT / ".bench" / "logs" / "zero_infinity" / case.name.replace("/", "-"),
         doctor=True,
     )
-    return Outcome(case=case, cores=arguments.threads, limited=limited, runs=runs)
+    return Outcome(case=case, limited=limited, runs=runs)
 
 
 def measure_ranks(ranks: int, arguments: argparse.Namespace, scratch: Path) -> dict[str, list[float]]:

@@ -145,22 +145,20 @@ def test_both_sides_start_from_the_same_weights_and_see_the_same_tokens(tmp_path
     assert workload.Tokens(work).step(1)[0]["input_ids"].tolist() == steps[1][0]["input_ids"].tolist()
 
 
-def test_the_ratio_is_of_median_steps_and_the_bound_is_of_the_slower_direction_or_of_the_cores() -> None:
-    def runs(*seconds: float, compute: float | None = None, beside: float | None = None) -> list[Run]:
+def test_the_ratio_is_of_median_steps_and_the_bound_is_of_the_slower_direction_or_of_compute() -> None:
+    def runs(*seconds: float, compute: float | None = None) -> list[Run]:
         steps = (
-            Step(seconds=s, loss=1.0, peak_rss=1, read=300 * MB, written=200 * MB, compute=compute, beside=beside)
+            Step(seconds=s, loss=1.0, peak_rss=1, read=300 * MB, written=200 * MB, compute=compute)
             for s in (99.0, *seconds)
         )
         return [Run(steps=tuple(steps), warm_up=1)]
 
     case = zero_infinity.Case(limit=DiskLimit(read=100 * MB, write=50 * MB), micro_batches=8, required=3.0)
     outcome = zero_infinity.Outcome(
-        case=case, cores=2, limited=True, runs={"deepspeed": runs(30.0, 34.0), "penstock": runs(7.0, 9.0)}
+        case=case, limited=True, runs={"deepspeed": runs(30.0, 34.0), "penstock": runs(7.0, 9.0)}
     )
     assert outcome.ratio == 4.0
     assert outcome.bound == 4.0  # 200 MB at 50 MB/s; the reads take 3 s beside it
     assert replace(outcome, runs={"penstock": runs(7.0, 9.0, compute=3.5)}).bound == 4.0
     assert replace(outcome, runs={"penstock": runs(7.0, 9.0, compute=5.0)}).bound == 5.0
-    assert replace(outcome, runs={"penstock": runs(7.0, 9.0, compute=3.5, beside=0.8)}).bound == 4.0
-    assert replace(outcome, runs={"penstock": runs(7.0, 9.0, compute=5.0, beside=0.8)}).bound == 5.4
     assert [cell.strip() for cell in outcome.row().split("|")][-3:-1] == ["**4.00x**", "3.0x"]
