@@ -185,6 +185,20 @@ def test_who_learns_late_that_a_rank_has_failed_removes_nothing_that_may_count(
     assert place.check(folder, outcomes, 0)
 
 
+def test_stores_of_which_only_the_first_are_in_their_place_are_put_there_for_all(
+    places: Callable[[bool], Place],
+) -> None:
+    """The rank that does it finds nothing left in its own directories: another one's say so."""
+    place = places(False)
+    last = next(
+        n for n, call in enumerate(place.calls[0]) if call.name == "rename" and f"rank-1/{NEXT}/" in str(call.path)
+    )
+    folder, outcomes = place.hit("half", Hit(0, last, None))
+    assert isinstance(outcomes[0], Killed)
+    assert [(paths[0] / NEXT).exists() for paths in of_all(folder)] == [False, True]
+    assert place.check(folder, outcomes, 0)
+
+
 def test_stores_that_are_not_all_on_one_machine_are_refused_and_left(places: Callable[[bool], Place]) -> None:
     place = places(False)
     folder, (other, own) = place.hit("elsewhere", Hit(0, -1, None), elsewhere=True)

@@ -343,6 +343,21 @@ def test_what_fewer_cores_or_another_mount_measure_is_kept_beside_what_was_measu
     assert profiles.find_profile([tmp_path]) == whole
 
 
+def test_what_a_job_with_less_memory_measures_does_not_count_where_there_is_more(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = system.look()
+    whole = kept(drive(tmp_path), name="whole")
+    whole = replace(whole, host=replace(whole.host, memory=now.memory))
+    less = replace(whole, name="less", host=replace(whole.host, memory=now.memory // 2))
+    store(less, age=1)
+    assert profiles.find_profile([tmp_path]) == less
+    store(whole, age=2)
+    assert profiles.find_profile([tmp_path]) == profiles.find_profile() == whole
+    monkeypatch.setattr(system, "look", lambda root: replace(now, memory=now.memory // 2))
+    assert profiles.find_profile([tmp_path]) == less
+
+
 def test_measuring_anew_removes_what_cannot_be_read_of_the_same_directories(cache: Path, tmp_path: Path) -> None:
     whole = kept(drive(tmp_path))
     damaged = profiles.save_profile(replace(whole, host=replace(whole.host, cores=999)))

@@ -31,6 +31,11 @@ def outdated(machine: Machine, root: Path = _ROOT) -> str | None:
     return None
 
 
+def had_less(machine: Machine, root: Path = _ROOT) -> bool:
+    """True if the process that measured a profile might use less memory than this one may."""
+    return machine.host.memory < _LESS * system.look(root).memory
+
+
 def is_gone(drive: Drive) -> bool:
     """True if what was measured in a drive's directory is no longer mounted there, as far as its profile tells."""
     return drive.mount is not None and mount_point(Path(drive.path)) != drive.mount

@@ -7,8 +7,9 @@
                                                                   the device, where the drives were mounted
 
 A cache folder is often shared by the machines of a cluster, so profiles are kept by host. What a process with fewer
-cores measures is kept beside what was measured with all of them, and each is found by those that it is of. A drive is
-found again for any directory on its file system, because a drive is as fast in one directory as in another.
+cores or less memory measures is kept beside what was measured with all of them, and each is found by those that it is
+of: one of less memory only where there is no other. A drive is found again for any directory on its file system,
+because a drive is as fast in one directory as in another.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from typing import get_args
 
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind, Drive, Machine, load_machine, parse_machine
-from penstock.hardware.present import is_gone, outdated
+from penstock.hardware.present import had_less, is_gone, outdated
 
 _HOW = "penstock doctor --path DIR measures this machine"
 
@@ -100,7 +101,8 @@ def _digest(words: Sequence[str]) -> str:
 
 def find_profile(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> Machine | None:
     """The newest profile that was measured here, with a drive for each of ``paths``, in that order; None if there is
-    none. One of other cores, another device or a drive that is gone is none.
+    none. One of other cores, another device or a drive that is gone is none, and any that was measured with as much
+    memory as there is counts before one that was measured with less.
 
     A profile that has all directories is taken before several that have some each. Without ``paths``: the newest
     profile with its own drives. Directories need not exist yet. ``kind``: of the device that computes; None: any. What
@@ -142,8 +144,9 @@ def _known(machines: Sequence[Machine], paths: Sequence[Path]) -> tuple[Machine,
 
 
 def _of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> list[Machine]:
-    """Every stored profile of a kind of device that is of this machine as it is now, newest first."""
-    return [machine for machine in _all_of_kind(paths, kind) if outdated(machine) is None]
+    """Every stored profile of a kind of device that is of this machine as it is now, newest first, and before those
+    that were measured with less memory."""
+    return sorted((machine for machine in _all_of_kind(paths, kind) if outdated(machine) is None), key=had_less)
 
 
 def _all_of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> Iterator[Machine]:
