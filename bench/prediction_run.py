@@ -16,7 +16,7 @@ import penstock
 from penstock.cli.model import build_model
 from penstock.cli.settings import load
 from penstock.hardware.machine import load_machine
-from penstock.runtime import moves
+from penstock.runtime import access
 
 _LENGTH = 256
 
@@ -44,11 +44,13 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Predicted and measured: seconds, bytes per lane and step, peak bytes per tier."""
+    """Predicted and measured: seconds of the schedule, bytes per lane of all steps, peak bytes per tier. ``runs``: of
+    the schedule, in each measured step: two where the step went over the limit on the norm."""
 
     predicted: float
     lower_bound: float
     measured: list[float]
+    runs: list[int]
     predicted_bytes: dict[str, int]
     measured_bytes: dict[str, int]
     predicted_peak: dict[str, int]
@@ -60,8 +62,8 @@ class Counting:
 
     def __init__(self) -> None:
         self.copied: Counter[str] = Counter()
-        self._copy = moves.copy
-        moves.copy = self._counted
+        self._copy = access.copy
+        access.copy = self._counted
 
     def _counted(self, target: torch.Tensor, source: torch.Tensor) -> None:
         lane = threading.current_thread().name.removeprefix("penstock-").partition("-")[0]
@@ -113,13 +115,14 @@ def run(case: Case, profile: Path, steps: int, folder: Path) -> Outcome:
         before = counting.take(engine)
         done = [engine.step(step()) for _ in range(steps)]
         after = counting.take(engine)
-        said = prediction.bytes_per_lane()
+        said, runs = prediction.bytes_per_lane(), [1 + stats.repeats for stats in done]
         peak = prediction.peak(0)
         return Outcome(
             predicted=prediction.time,
             lower_bound=prediction.lower_bound,
-            measured=[stats.seconds for stats in done],
-            predicted_bytes={lane: said[lane] * steps for lane in before},  # type: ignore[index]
+            measured=[stats.seconds / count for stats, count in zip(done, runs, strict=True)],
+            runs=runs,
+            predicted_bytes={lane: said[lane] * sum(runs) for lane in before},  # type: ignore[index]
             measured_bytes={lane: after[lane] - before[lane] for lane in before},
             predicted_peak={tier: peak[tier] for tier in peak},
             measured_peak={tier: max(stats.peak_bytes[tier] for stats in done) for tier in done[0].peak_bytes},
