@@ -42,6 +42,7 @@ class FileArguments(Words):
     | ``ranks`` N | plan for N processes on the machine that share the model's state, for a file's settings |
     | ``disk_free`` | disk space that may be used, if not what the profile says |
     | ``tbw`` | terabytes that each drive is rated for, if not what the profile says |
+    | ``longest`` | also look for the longest sequences that fit, which may take half a minute more |
     | ``epoch_tokens`` N | tokens in the training data (100M, 1.5B), for a file that gives epochs: how long these take,
     and what share of the drives' life |
     | ``json`` | print everything as JSON |
@@ -58,6 +59,7 @@ class FileArguments(Words):
     disk_free: str | int | float | None = None
     tbw: float | None = None
     epoch_tokens: str | int | float | None = None
+    longest: bool = False
     json: bool = False
     settings: tuple[tuple[str, str], ...] = ()
 
@@ -96,6 +98,7 @@ class ModelArguments(Words, PlanSettings):
     device: str | int | float | None = None
     host: str | int | float | None = None
     durability: Durability | None = None
+    longest: bool = False
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -134,12 +137,16 @@ def run(arguments: Arguments) -> int:
         ConfigError, BudgetError, ModelError: see ``penstock.plan``.
     """
     found = _of_model(arguments) if isinstance(arguments, ModelArguments) else _of_config(arguments)
+    longest = found.longest if arguments.longest else None
     if arguments.json:
-        print(json.dumps(found.json, indent=2))
+        more = {"longest_sequence": None if longest is None else longest.tokens} if arguments.longest else {}
+        print(json.dumps(found.json | more, indent=2))
     else:
-        from penstock.cli.plan_text import describe
+        from penstock.cli.plan_text import describe, describe_longest
 
         print(describe(found, wide=(sys.stdout.encoding or "").lower().startswith("utf")), end="")
+        if arguments.longest:
+            print(describe_longest(longest))
     return 0
 
 

@@ -13,6 +13,7 @@ from penstock.planner.ask import PlanReport
 from penstock.planner.batches import Point
 from penstock.planner.durability import kill_seconds
 from penstock.planner.forecast import Forecast
+from penstock.planner.longest import UNIT, Longest
 from penstock.planner.update_mode import steps_early
 from penstock.planner.whole_run import WholeRun
 from penstock.report.sentence import format_time, share_of_life
@@ -59,6 +60,14 @@ def describe(report: PlanReport, *, wide: bool) -> str:
         [f"note: {note}" for note in report.notes],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def describe_longest(found: Longest | None) -> str:
+    """A line on the longest sequences that fit."""
+    if found is None:
+        return f"longest     not even sequences of {UNIT} tokens fit"
+    why = "the model takes no longer ones" if found.all else "in micro-batches of one sequence"
+    return f"longest     sequences of {found.tokens:,} tokens fit, {why}"
 
 
 def _head(f: Forecast) -> Iterator[str]:

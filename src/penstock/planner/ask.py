@@ -21,6 +21,7 @@ from penstock.planner.durability import Weighed, settled, undecided, weigh
 from penstock.planner.endurance import EnduranceError
 from penstock.planner.fit import Plan
 from penstock.planner.forecast import Forecast, forecast
+from penstock.planner.longest import Longest, longest
 from penstock.planner.roofline import Roofline, roofline
 from penstock.planner.search import Choice, search
 from penstock.planner.task import Task, free_bytes, moments_of, own_budget
@@ -42,6 +43,7 @@ class PlanReport:
     | ``roofline`` | what compute, disk, host and link allow with all state on disk |
     | ``alternatives`` | how a step comes to its numbers (waiting, speculating, a delay), and other ways |
     | ``advice`` | what would make it faster, best first; of several ranks nothing |
+    | ``longest`` | the longest sequences that would fit; None: none does |
     | ``notes`` | what to know about the machine's profile and the budget |
     | ``run`` | how long the steps take that were asked for, and what they cost the drives; None: nobody asked |
     | ``weighed`` | what a step takes by durability, where there is a choice; None: there is none |
@@ -79,6 +81,10 @@ class PlanReport:
         if f.task.ranks > 1:
             return ()
         return advice(f.task, f.micro_batch_size, f.choice)
+
+    @cached_property
+    def longest(self) -> Longest | None:
+        return longest(self.forecast.task)
 
     def __repr__(self) -> str:
         f = self.forecast

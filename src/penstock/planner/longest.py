@@ -1,0 +1,44 @@
+"""The longest sequence that a budget has room for."""
+
+from dataclasses import dataclass, replace
+
+from penstock.errors import ConfigError
+from penstock.planner.search import fits
+from penstock.planner.task import Task
+
+UNIT = 256
+"""Tokens that sequences are tried in multiples of."""
+_MOST = 1 << 24
+"""Tokens of the longest sequence that is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Longest:
+    """A sequence of so many tokens fits, and one of ``UNIT`` more does not. ``all``: because the model takes no longer
+    ones, whatever the memory."""
+
+    tokens: int
+    all: bool
+
+
+def longest(task: Task) -> Longest | None:
+    """The longest sequences that fit, in steps of one micro-batch of one sequence; None: not even ``UNIT`` tokens do.
+
+    More micro-batches take more of what holds saved activations, which may be the disk.
+    """
+    refused: set[int] = set()
+
+    def fit(units: int) -> bool:
+        try:
+            return fits(replace(task, sequence_length=units * UNIT, profiles={}).question(1, 1))
+        except ConfigError:  # more positions than the model has
+            refused.add(units)
+            return False
+
+    most, beyond = 0, 1
+    while beyond * UNIT <= _MOST and fit(beyond):
+        most, beyond = beyond, 2 * beyond
+    while beyond - most > 1:
+        middle = (most + beyond) // 2
+        most, beyond = (middle, beyond) if fit(middle) else (most, middle)
+    return Longest(tokens=most * UNIT, all=beyond in refused) if most else None

@@ -1,0 +1,65 @@
+"""The longest sequence that is said to fit does, and no longer one."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.planner.longest import UNIT, Longest, longest
+from penstock.planner.search import fits
+from penstock.planner.task import Task
+from penstock.shape.huggingface import HuggingFaceModel, model_shape
+from tests.planner.test_search import MIB, task
+
+POSITIONS = 20 * UNIT + 100
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "vocab_size": 1024,
+}
+
+
+def asked(device: int) -> Task:
+    return replace(task(device=device), shape=model_shape(CONFIG, kind="cpu", loss_tile=64))
+
+
+def with_length(of: Task, tokens: int) -> bool:
+    return fits(replace(of, sequence_length=tokens, profiles={}).question(1, 1))
+
+
+@pytest.mark.parametrize("device", [6 * MIB, 12 * MIB])
+def test_what_is_longer_does_not_fit(device: int) -> None:
+    of = asked(device)
+    found = longest(of)
+    assert found is not None
+    assert not found.all
+    assert UNIT <= found.tokens < POSITIONS
+    assert with_length(of, found.tokens)
+    assert not with_length(of, found.tokens + UNIT)
+
+
+def test_where_memory_is_plenty_the_models_positions_are_all() -> None:
+    of = asked(1 << 30)
+    assert longest(of) == Longest(tokens=20 * UNIT, all=True)
+    with pytest.raises(ConfigError, match="takes at most"):
+        with_length(of, 21 * UNIT)
+
+
+def test_too_little_for_any_is_said() -> None:
+    assert longest(asked(MIB)) is None
+
+
+def test_tiles_make_room_for_longer_ones() -> None:
+    from penstock.hf.tiles import tiled_mlps
+
+    whole = asked(12 * MIB)
+    assert isinstance(whole.shape, HuggingFaceModel)
+    tiled = replace(whole, shape=replace(whole.shape, change=lambda model: tiled_mlps(model, 128)))
+    first, second = longest(whole), longest(tiled)
+    assert first is not None
+    assert second is not None
+    assert second.tokens >= 1.5 * first.tokens
