@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning_fa
 DOCUMENTED = {
     *LIBRARIES,
     *("torch.nn", "torch.nn.functional", "torch.overrides", "torch.autograd.graph"),
-    *("torch.optim.lr_scheduler", "torch.utils.tensorboard"),
+    *("torch.optim.lr_scheduler", "torch.utils.checkpoint", "torch.utils.tensorboard"),
     *("torch.distributed", "torch.distributed.device_mesh"),
 }
 """Modules that a library documents: what they have is public."""

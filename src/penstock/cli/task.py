@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import DataConfig, LoraConfig, ModelConfig, StepConfig, TrainConfig, fields_of
+from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of
 from penstock.hardware.drives import striped_room
 from penstock.hardware.machine import DeviceKind, Drive, Machine
 from penstock.hardware.sharing import of_each_rank
@@ -64,19 +64,19 @@ def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
 
             build_model(config.model, config.data)
     return replace(
-        model_shape(given, kind=kind, loss_tile=config.loss_tile), change=_change(config.lora), name=config.model.name
+        model_shape(given, kind=kind, loss_tile=config.loss_tile), change=_change(config), name=config.model.name
     )
 
 
-def _change(lora: LoraConfig | None) -> Change | None:
-    """The change to a model once it is built: adapters are added. None: it stays as it is."""
-    if lora is None:
+def _change(config: TrainConfig) -> Change | None:
+    """The change to a model once it is built: adapters, or feed-forward parts in tiles. None: it stays as it is."""
+    if config.lora is None and config.mlp_tile is None:
         return None
 
     def change(model: "nn.Module") -> "nn.Module":
-        from penstock.hf.lora import with_adapters
+        from penstock.cli.changed import changed
 
-        return with_adapters(model, lora)
+        return changed(model, config)
 
     return change
 

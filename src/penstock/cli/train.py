@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from penstock.cli.changed import changed
 from penstock.cli.claim import is_complete
 from penstock.cli.disk_summary import cost_of_a_kill, space
 from penstock.cli.durable import in_words, with_durability
@@ -32,7 +33,7 @@ from penstock.cli.showing.summary import closing, opening, resident_bytes
 from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, check_goes_on, check_shared, cut_batch
 from penstock.cli.stretch import Stretch
-from penstock.config import LoraConfig, Precision, StepConfig, Tier, TrainConfig, fields_of, format_size
+from penstock.config import Precision, StepConfig, Tier, TrainConfig, fields_of, format_size
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
 from penstock.data.opening import Data, check_model, open_data, prepared_in
@@ -48,7 +49,7 @@ from penstock.errors import BudgetError, ConfigError, StoreError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, save_profile, why_none
 from penstock.hardware.sharing import knows_ranks
-from penstock.hf.lora import BaseWeights, with_adapters
+from penstock.hf.lora import BaseWeights
 from penstock.loss.tiled import plain_head, tiled_loss
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner.durability import Weighed
@@ -112,7 +113,7 @@ def _start(
         model = resumed_model(model_folder(run.folder), config.model, config.data, in_store=in_store, own_code=own_code)
     if config.data.packing is True:
         check_keeps_apart(model.model)
-    trained = _adapted(model, config.lora)
+    trained = _trained(model, config)
     if config.loss_tile is not None:
         plain_head(trained[0], config.loss_tile)  # now, and not when all weights are in the store
     profile = ranks.once("machine", lambda: profile_for_plan(config, display, ranks.size))
@@ -367,11 +368,12 @@ def device_kind(asked: str | None) -> DeviceKind:
     return kind_of(resolve_device(asked))
 
 
-def _adapted(model: RunModel, lora: LoraConfig | None) -> tuple[nn.Module, WeightSource | None]:
-    """The module to train, with adapters if any are asked for, and its values' source; None: it initialises itself."""
-    if lora is None:
-        return model.model, model.weights
-    return with_adapters(model.model, lora), None if model.weights is None else BaseWeights(model.weights)
+def _trained(model: RunModel, config: TrainConfig) -> tuple[nn.Module, WeightSource | None]:
+    """The module to train, and its values' source; None: it initialises itself."""
+    weights = model.weights
+    if config.lora is not None and weights is not None:
+        weights = BaseWeights(weights)
+    return changed(model.model, config), weights
 
 
 def _engine(

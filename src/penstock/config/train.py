@@ -50,6 +50,8 @@ class TrainConfig(StepConfig):
     | ``lora`` | section: train low-rank adapters instead of the model; may be left out |
     | ``compile`` | blocks are compiled by ``torch.compile``, once for all that are alike; rounds elsewhere |
     | ``loss_tile`` | tokens whose logits are in memory at a time, in the loss and its gradient; null: all |
+    | ``mlp_tile`` | tokens of a micro-batch that go through a block's feed-forward part at a time, which is then
+    computed once more in the backward: memory for longer sequences; null: all |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
     | ``replan`` | whether the plan follows the machine, and changes between two steps when drives, links or processors
@@ -79,6 +81,7 @@ class TrainConfig(StepConfig):
     lora: LoraConfig | None = None
     compile: bool = False
     loss_tile: int | None = 1024
+    mlp_tile: int | None = None
     schedule: Family | Path = "vertical"
     plan: Literal["auto"] | None = "auto"
     replan: bool | None = None
@@ -125,6 +128,12 @@ class TrainConfig(StepConfig):
             )
         if self.loss_tile is not None and self.loss_tile < 1:
             raise ConfigError(f"loss_tile={self.loss_tile}: must be at least 1 token, or null for whole logits")
+        if self.mlp_tile is not None and self.mlp_tile < 1:
+            raise ConfigError(f"mlp_tile={self.mlp_tile}: must be at least 1 token, or null for whole parts")
+        if self.mlp_tile is not None and self.compile:
+            raise ConfigError(
+                "mlp_tile and compile: what is compiled computes a block's feed-forward part as a whole. Leave one out"
+            )
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}: must not be negative")
         if self.drive_tbw is not None and not self.budget.disk_paths:

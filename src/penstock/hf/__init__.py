@@ -7,6 +7,7 @@
     sft_trainer         the same for TRL's SFTTrainer
     training_arguments  what becomes of each of the Trainer's arguments
     engine_arguments    what a Trainer has to be told about the engine
+    tiles               the feed-forward parts of a model's blocks, some tokens at a time
 
 Importing the package itself imports neither torch nor transformers. May import: ``errors``, ``files``, ``documents``,
 ``compat``, ``config``, ``schedule``, ``hardware``, ``loss``, ``tape``, ``store``, ``optim``, ``data``, ``state``,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.hf.models.exporting import export
     from penstock.hf.models.loading import Loaded, load
     from penstock.hf.sft_trainer import SFTTrainer
+    from penstock.hf.tiles import tiled_mlps
     from penstock.hf.trainer import EngineMixin, Trainer
     from penstock.loss.tiled import tiled_loss
 
@@ -34,6 +36,7 @@ _WHERE = {
     "last_checkpoint": "penstock.hf.checkpoint",
     "load": "penstock.hf.models.loading",
     "tiled_loss": "penstock.loss.tiled",
+    "tiled_mlps": "penstock.hf.tiles",
 }
 
 __all__ = [
@@ -46,6 +49,7 @@ __all__ = [
     "last_checkpoint",
     "load",
     "tiled_loss",
+    "tiled_mlps",
 ]
 
 

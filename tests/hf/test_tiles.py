@@ -1,0 +1,197 @@
+"""Feed-forward parts in tiles are the model's own, but for rounding, with the memory of a tile; and nothing else is."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import ConfigError, ModelError
+from penstock.hf import tiled_mlps
+from tests import models
+from tests.engine.test_zoo import ADAMW, ZOO, built, steps_of
+from tests.models import MODELS
+from tests.training import assert_same, budget, relative, train
+from tests.training import steps_of as case_steps
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TILED = ("llama", "gpt2", "t5", "gemma3", "qwen3")
+"""Models whose blocks have a feed-forward part of their own; GPT-2's and T5's with dropout."""
+CLOSE = 2.0**-18
+"""Of a gradient's norm, in fp32: sums go in another order."""
+
+
+def tiles_of(model: nn.Module) -> int:
+    return sum("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_loss_and_gradients_equal_the_models_own(name: str) -> None:
+    whole = built(ZOO[name]).eval()
+    tiled = tiled_mlps(copy.deepcopy(whole), 5)
+    assert tiles_of(tiled) >= 2
+    micro_batch = steps_of(ZOO[name])[0][0]
+    losses = []
+    for model in (whole, tiled):
+        loss = model(**micro_batch).loss
+        loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(losses[1], losses[0], rtol=CLOSE, atol=0)
+    wanted = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    found = {n: p.grad for n, p in tiled.named_parameters() if p.grad is not None}
+    assert wanted.keys() == found.keys()
+    largest = max(float(g.norm()) for g in wanted.values())
+    for parameter, gradient in wanted.items():
+        assert float((found[parameter] - gradient).norm()) <= CLOSE * max(float(gradient.norm()), 0.1 * largest)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_engine_trains_alike_in_any_order(name: str, tmp_path: Path) -> None:
+    """With GPT-2's dropout, whose masks the recomputation draws again; beside whole parts without it."""
+    case, steps = MODELS[name], case_steps(MODELS[name], 2)
+    first, *rest = (
+        train(case, budget(tmp_path / str(i)), steps, model=tiled_mlps(case.model(), 5), schedule=schedule)
+        for i, schedule in enumerate(("vertical", "horizontal"))
+    )
+    for other in rest:
+        assert_same(first, other)
+    if name == "llama":
+        whole = train(case, budget(tmp_path / "whole"), steps)
+        assert first.losses == pytest.approx(whole.losses, rel=1e-6)
+        assert first.norms == pytest.approx(whole.norms, rel=1e-5)
+
+
+def peak_of(tile: int | None, length: int) -> int:
+    """Bytes that a block's backward takes at most, as the probe has measured them, with wide feed-forward parts."""
+    torch.manual_seed(0)
+    model = models.llama(intermediate_size=1024)
+    if tile is not None:
+        tiled_mlps(model, tile)
+    memory = penstock.Budget(device="256MiB", host="256MiB")
+    with penstock.wrap(model, optimizer=penstock.SGD(lr=0.1), budget=memory, precision="fp32", device="cpu") as engine:
+        tokens = torch.randint(2, 50, (1, length), generator=torch.Generator().manual_seed(0))
+        engine.step([{"input_ids": tokens, "labels": tokens}])
+        return max(stage.backward_peak for stage in engine.plan.program.stages if stage.kind == "call")
+
+
+def test_a_blocks_backward_takes_the_memory_of_a_tile() -> None:
+    wide, length = 1024 * 4, 60
+    whole, tiled = peak_of(None, length), peak_of(6, length)
+    gradients = 3 * 32 * wide  # of a tile's weights, beside their sum
+    assert whole >= 4 * length * wide, "all that a gated part keeps"
+    assert whole - tiled >= 4 * (length - 2 * 6) * wide - gradients
+    assert peak_of(length, length) == whole, "as long as the micro-batch: the whole part"
+
+
+class Mixing(nn.Module):
+    """A language model whose ``mlp`` is ``part``."""
+
+    def __init__(self, part: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(_Block(part()) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        states = self.embed(tokens)
+        for layer in self.layers:
+            states = layer(states)
+        return states
+
+
+class _Block(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.mlp = part
+
+    def forward(self, states: torch.Tensor) -> Any:
+        found = self.mlp(self.before(states))
+        return found[0] if isinstance(found, tuple) else found
+
+
+class Summing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states).cumsum(-2)
+
+
+class Noting(Summing):
+    def forward(self, states: torch.Tensor) -> Any:
+        return states, states.sum()
+
+
+class Residual(Summing):
+    def forward(self, states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return states
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [(Summing, r"'layers\.0\.mlp' does not treat each token alone"), (Noting, "does not give back one tensor")],
+)
+def test_a_part_that_tiles_would_change_is_refused_when_it_first_runs(part: type[nn.Module], message: str) -> None:
+    model = tiled_mlps(Mixing(part), 4)
+    model(torch.zeros(1, 4, dtype=torch.int64))  # one tile is the whole part
+    with pytest.raises(ModelError, match=message) as caught:
+        model(torch.arange(12)[None])
+    assert "mlp_tile=4" in str(caught.value)
+    assert "set mlp_tile to null" in str(caught.value)
+
+
+def test_a_part_with_several_tensors_is_refused() -> None:
+    model = tiled_mlps(Mixing(Residual), 4)
+    part: Any = model.get_submodule("layers.0.mlp")
+    with pytest.raises(ModelError, match="takes more than the hidden states"):
+        part(torch.zeros(1, 6, 8), torch.zeros(1, 6, 8))
+
+
+def test_what_has_no_part_to_tile_is_refused() -> None:
+    for name, model in (("MixtralForCausalLM", built(ZOO["mixtral"])), ("BertForMaskedLM", built(ZOO["bert"]))):
+        with pytest.raises(ModelError, match=f"no block of {name} has a feed-forward part of its own"):
+            tiled_mlps(model, 4)
+    with pytest.raises(ConfigError, match="mlp_tile=0: must be at least 1 token"):
+        tiled_mlps(built(ZOO["llama"]), 0)
+
+
+def test_hooks_and_other_forwards_are_refused_and_nothing_is_changed() -> None:
+    hooked, replaced = Mixing(Summing), Mixing(Summing)
+    hooked.get_submodule("layers.1.mlp").register_full_backward_hook(lambda module, inputs, outputs: None)
+    vars(replaced.get_submodule("layers.1.mlp"))["forward"] = lambda states: states
+    for model, left in ((hooked, 0), (replaced, 1)):
+        with pytest.raises(ModelError, match=r"'layers\.1\.mlp' has hooks, or a forward that is not its class's"):
+            tiled_mlps(model, 4)
+        assert tiles_of(model) == left
+
+
+def test_another_tile_takes_the_place_of_the_one_before() -> None:
+    model = tiled_mlps(tiled_mlps(built(ZOO["llama"]).eval(), 3), 1000)
+    plain, micro_batch = built(ZOO["llama"]).eval(), steps_of(ZOO["llama"])[0][0]
+    assert torch.equal(model(**micro_batch).loss, plain(**micro_batch).loss)
+
+
+def test_adapters_train_in_tiles(tmp_path: Path) -> None:
+    from penstock.config import LoraConfig
+    from penstock.hf.lora import with_adapters
+
+    found = []
+    for tile in (None, 5):
+        torch.manual_seed(0)
+        model = with_adapters(built(ZOO["llama"]), LoraConfig(rank=2, target_modules="all-linear"))
+        if tile is not None:
+            tiled_mlps(model, tile)
+        with penstock.wrap(
+            model,
+            optimizer=penstock.AdamW(**ADAMW),
+            budget=budget(tmp_path / str(tile)),
+            precision="fp32",
+            device="cpu",
+        ) as engine:
+            stats = [engine.step(step) for step in steps_of(ZOO["llama"])[:2]]
+            found.append(torch.tensor([[s.loss, s.grad_norm] for s in stats]))
+    assert relative(found[1], found[0]) <= 1e-5
