@@ -20,7 +20,7 @@ from bench.harness import BenchError, write_section
 from penstock.config import Budget, Family, Tier
 from penstock.hardware.profiles import shipped_machine
 from penstock.planner.classes import GroupClass, Home
-from penstock.planner.fit import Request, base_placement, keeping, settings_of
+from penstock.planner.fit import Request, base_placement, settings_of, with_keep
 from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.probes import Probes
 from penstock.planner.question import Question
@@ -121,7 +121,7 @@ def grid(question: Question) -> Iterator[tuple[Request, Settings]]:
         for chunk, depths in product(_chunks(request), _DEPTHS):
             base = settings_of(request, base_placement(request), chunk, depths)
             for placed in _placed(base, classes, question):
-                for settings in dict.fromkeys((placed, keeping(request, placed))):
+                for settings in dict.fromkeys((placed, with_keep(request, placed))):
                     if limits.exceeded(request, settings) is None:
                         yield request, settings
 

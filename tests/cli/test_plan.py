@@ -394,12 +394,14 @@ def test_the_dtype_of_gradients_and_who_rounds_them_are_told(config: Path, capsy
     assert "must be one of fp32, bf16" in refused(capsys, *words, "--grad-dtype", "fp16")
 
 
-# ---- the means by which a step comes to its numbers
+# ---- the update mode of a plan
 
 CLIPPED = ("--clip_grad_norm", 1.0, "--budget.state", "disk", "--budget.weights", "disk", "--budget.host", "12MiB")
 
 
-def test_the_text_tells_the_means_and_what_others_would_cost(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_tells_the_update_mode_and_what_others_would_cost(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = answered(capsys, config, *CLIPPED, "--delay", 0.2)
     assert "optimizer steps before the gradient norm is known, delay 0.2" in text
     assert "5% of the steps run twice" in text
@@ -417,23 +419,23 @@ def test_the_text_tells_the_means_and_what_others_would_cost(config: Path, capsy
     assert "speculate: steps before the norm is known" in waits, "what would help"
 
 
-def test_json_tells_the_means(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_tells_the_update_modes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(answered(capsys, config, *CLIPPED, "--delay", 0.2, "--json"))
-    step, means = data["step"], data["means"]
+    step, modes = data["step"], data["update_modes"]
     assert data["plan"]["speculates"] is True
-    assert data["plan"]["delay"] == means["chosen"]["delay"] == 0.2
+    assert data["plan"]["delay"] == modes["chosen"]["delay"] == 0.2
     assert step["repeats"] == 0.05
     assert step["expected_seconds"] == pytest.approx(1.05 * step["seconds"])
     assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["expected_seconds"])
-    assert means["chosen"]["way"] == "speculate"
-    assert means["chosen"]["seconds"] == step["expected_seconds"]
+    assert modes["chosen"]["mode"] == "speculate"
+    assert modes["chosen"]["seconds"] == step["expected_seconds"]
     moved = data["lanes"]["read"]["bytes"] + data["lanes"]["write"]["bytes"]
-    assert means["chosen"]["disk_bytes"] == pytest.approx(1.05 * moved)
-    assert {way["way"] for way in means["others"]} == {"wait, gradients in host memory", "wait, gradients on disk"}
-    assert means["gain_of_delay"] == pytest.approx(means["undelayed"]["seconds"] / means["chosen"]["seconds"])
+    assert modes["chosen"]["disk_bytes"] == pytest.approx(1.05 * moved)
+    assert {other["mode"] for other in modes["others"]} == {"wait, gradients in host memory", "wait, gradients on disk"}
+    assert modes["gain_of_delay"] == pytest.approx(modes["undelayed"]["seconds"] / modes["chosen"]["seconds"])
     plain = json.loads(answered(capsys, config, "--json", "--delay", 0))
-    assert plain["means"]["chosen"]["way"] == "no norm needed"
-    assert (plain["means"]["others"], plain["means"]["gain_of_delay"]) == ([], None)
+    assert plain["update_modes"]["chosen"]["mode"] == "no norm needed"
+    assert (plain["update_modes"]["others"], plain["update_modes"]["gain_of_delay"]) == ([], None)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +446,7 @@ def test_json_tells_the_means(config: Path, capsys: pytest.CaptureFixture[str]) 
         (("--delay", 1.5), "delay=1.5: must be from 0 to 1"),
     ],
 )
-def test_means_that_cannot_be_are_refused(
+def test_update_modes_that_cannot_be_are_refused(
     config: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], said: str
 ) -> None:
     assert said in refused(capsys, config, *words)
@@ -453,7 +455,7 @@ def test_means_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("given", "said"), [({"speculate": "yes"}, "speculate='yes'"), ({"delay": True}, "delay=True")]
 )
-def test_means_of_another_type_are_refused(given: dict[str, Any], said: str) -> None:
+def test_update_modes_of_another_type_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(penstock.ConfigError, match=said):
         penstock.plan("gpt-13b", machine="a100-40g", batch=16, **given)
 

@@ -277,7 +277,7 @@ def test_same_bits_with_a_schedule_of_ones_own(reference: Callable[..., Result],
 def test_with_a_delayed_schedule_of_ones_own_an_evaluation_sees_what_its_steps_have_left(
     reference: Callable[..., Result], tmp_path: Path
 ) -> None:
-    """An evaluation trains no group, so that the schedule cannot tell it its means; it has none."""
+    """An evaluation trains no group, and so has no update mode."""
     where = budget(tmp_path / "store")
     with wrap(CASE, where, clip_grad_norm=1.75, delay=0.25) as engine:
         engine.step(STEPS[0])

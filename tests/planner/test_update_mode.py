@@ -1,4 +1,4 @@
-"""Which means a plan comes to its numbers by: waiting for the norm, speculating, delaying; chosen, forced, refused."""
+"""The update mode of a plan (waiting for the norm, speculating, delaying): chosen, forced, refused."""
 
 from dataclasses import replace
 from random import Random
@@ -7,7 +7,7 @@ import pytest
 
 from penstock.config import Budget, Family
 from penstock.errors import ConfigError, ScheduleError
-from penstock.planner.alternatives import alternatives, way_of
+from penstock.planner.alternatives import alternatives, update_mode_of
 from penstock.planner.fit import Request, fit, fitted
 from penstock.planner.own_schedule import own_plan
 from penstock.planner.placement_lp import PlacementLP
@@ -34,14 +34,14 @@ WRITES_HALF = replace(
 
 
 def open_question(form: Format = ADAM16, *, wait: bool = True, host: int = 14 * MIB, **more: object) -> Question:
-    """A step that its disk bounds, with all state on disk, and its means left open."""
+    """A step that its disk bounds, with all state on disk, and its update mode left open."""
     asked = question(transformer(6, block=40), form=form, wait=wait, device=5 * MIB, host=host, machine=WRITES_HALF)
     budget = replace(asked.request.budget, state="disk", weights="disk")
     return replace(asked, request=replace(asked.request, budget=budget, speculate=None, delay=None), **more)  # type: ignore[arg-type]
 
 
-def forced(asked: Question, **means: object) -> Question:
-    return replace(asked, request=replace(asked.request, **means))  # type: ignore[arg-type]
+def forced(asked: Question, **mode: object) -> Question:
+    return replace(asked, request=replace(asked.request, **mode))  # type: ignore[arg-type]
 
 
 # ---- speculation
@@ -69,7 +69,7 @@ def test_seconds_count_a_step_that_is_run_again_as_often_as_is_expected() -> Non
     assert waits.repeats == 0.0
 
 
-def test_the_better_means_is_chosen_at_every_share() -> None:
+def test_the_better_update_mode_is_chosen_at_every_share() -> None:
     asked = open_question()
     early, late = (searched(forced(asked, speculate=early)) for early in (True, False))
     for share in (0.0, 0.02, 0.05, 0.1, 0.3, 1.0):
@@ -175,19 +175,19 @@ def test_a_forced_delay_is_kept(delay: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("means", "family", "said"),
+    ("mode", "family", "said"),
     [
         ({"delay": 1.5}, "vertical", "delay=1.5: must be from 0 to 1"),
         ({"delay": float("nan")}, "vertical", "delay=nan: must be a number"),
         ({"delay": 0.2}, "horizontal", "delay=0.2 needs schedule='vertical'"),
     ],
 )
-def test_delays_that_cannot_be_are_refused(means: dict[str, float], family: Family, said: str) -> None:
+def test_delays_that_cannot_be_are_refused(mode: dict[str, float], family: Family, said: str) -> None:
     asked = question(transformer(3), form=ADAM16, wait=True, family=family)
     with pytest.raises(ConfigError, match=said):
-        searched(forced(asked, **means))
+        searched(forced(asked, **mode))
     with pytest.raises(ConfigError, match=said):
-        fit(replace(asked.request, **means))
+        fit(replace(asked.request, **mode))
 
 
 def test_where_only_the_vertical_schedule_can_the_other_is_left_out() -> None:
@@ -239,7 +239,7 @@ def planned(*, delay: float, speculate: bool = False, gradients: str | None = No
 @pytest.mark.parametrize("delay", [0.0, 0.07, 0.25, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("gradients", ["host", "disk"])
 @pytest.mark.parametrize("speculate", [False, True])
-def test_a_schedule_tells_by_which_means_it_was_made(delay: float, gradients: str, speculate: bool) -> None:
+def test_a_schedule_tells_the_update_mode_it_was_made_for(delay: float, gradients: str, speculate: bool) -> None:
     request, schedule = planned(delay=delay, speculate=speculate, gradients=gradients)
     plan = own_plan(replace(request, speculate=None, delay=None), parse_schedule(str(schedule)))
     assert plan.schedule.ops == schedule.ops
@@ -296,7 +296,7 @@ def test_the_delay_that_is_chosen_is_about_the_best_where_the_drive_bounds_the_s
 # ---- what a plan keeps, and what it tells
 
 
-def test_a_placement_that_stays_still_has_its_means_chosen() -> None:
+def test_a_placement_that_stays_still_has_its_update_mode_chosen() -> None:
     asked = open_question()
     first = best(asked.request, asked.machine, asked.times, asked.optimizer)
     again = best(asked.request, asked.machine, asked.times, asked.optimizer, first.settings.place)
@@ -318,14 +318,14 @@ def test_the_alternatives_are_what_forcing_them_gives() -> None:
     asked = open_question()
     choice = searched(asked)
     found = alternatives(choice)
-    assert found.chosen.way == "speculate" == way_of(choice.request, choice.plan.settings)
+    assert found.chosen.mode == "speculate" == update_mode_of(choice.request, choice.plan.settings)
     assert found.chosen.seconds == choice.expected_seconds
-    ways = {means.way: means for means in found.others}
-    assert set(ways) == {"wait, gradients in host memory", "wait, gradients on disk"}
-    assert [means.seconds for means in found.others] == sorted(means.seconds for means in found.others)
-    assert all(means.seconds > found.chosen.seconds * 0.99 for means in found.others)
+    modes = {costs.mode: costs for costs in found.others}
+    assert set(modes) == {"wait, gradients in host memory", "wait, gradients on disk"}
+    assert [costs.seconds for costs in found.others] == sorted(costs.seconds for costs in found.others)
+    assert all(costs.seconds > found.chosen.seconds * 0.99 for costs in found.others)
     parameters = sum(group.trainable for group in asked.request.program.groups)
-    held, spilled = ways["wait, gradients in host memory"], ways["wait, gradients on disk"]
+    held, spilled = modes["wait, gradients in host memory"], modes["wait, gradients on disk"]
     assert held.held_bytes >= 4 * parameters
     assert spilled.held_bytes < parameters
     assert spilled.disk_bytes - held.disk_bytes == pytest.approx(8 * parameters, rel=0.15)
@@ -342,7 +342,7 @@ def test_alternatives_of_a_large_schedule_are_estimated(monkeypatch: pytest.Monk
     monkeypatch.setattr("penstock.planner.alternatives._SMALL", 10)
     found = alternatives(searched(open_question()))
     assert found.others
-    assert not any(means.simulated for means in found.others)
+    assert not any(costs.simulated for costs in found.others)
 
 
 def test_the_search_weighs_how_many_blocks_state_lives_on_the_device() -> None:

@@ -7,7 +7,7 @@ from penstock.cli.disk_summary import cost_of_a_kill, gain_of_none, reason
 from penstock.config import Tier, ZeroStage, format_size
 from penstock.hardware.drives import used_rates
 from penstock.hardware.machine import Machine
-from penstock.planner.alternatives import Means
+from penstock.planner.alternatives import ModeCosts
 from penstock.planner.as_json import shares
 from penstock.planner.ask import PlanReport
 from penstock.planner.batches import Point
@@ -50,7 +50,7 @@ def describe(report: PlanReport, *, wide: bool) -> str:
     parts = [
         list(_head(f)),
         list(_step(f)),
-        list(_means(report)),
+        list(_update_modes(report)),
         list(_table(f)),
         list(_memory(f)),
         list(_disk(report)),
@@ -107,13 +107,13 @@ def _step(f: Forecast) -> Iterator[str]:
     )
 
 
-def _means(report: PlanReport) -> Iterator[str]:
+def _update_modes(report: PlanReport) -> Iterator[str]:
     """How the step comes to its numbers, where there is a norm to wait for or a delay."""
     found = report.alternatives
     if found.others or report.forecast.task.needs_norm:
         yield f"{'until the norm is known':<34}{'a step':>10}{'gradients held':>17}{'disk a step':>14}"
-        yield _way(found.chosen) + "  <- this plan"
-        yield from map(_way, found.others)
+        yield _mode_line(found.chosen) + "  <- this plan"
+        yield from map(_mode_line, found.others)
         if report.forecast.repeats:
             share = f"{100 * report.forecast.repeats:.3g}%"
             yield f"{share} of the steps are expected to be clipped and run twice: that is counted here"
@@ -126,9 +126,9 @@ def _means(report: PlanReport) -> Iterator[str]:
             yield f"{share}: {about}{found.gain_of_delay:.2f}x the tokens/s without"
 
 
-def _way(means: Means) -> str:
-    seconds = f"{'' if means.simulated else '~'}{_seconds(means.seconds)}"
-    return f"  {means.way:<32}{seconds:>10}{format_size(means.held_bytes):>17}{format_size(means.disk_bytes):>14}"
+def _mode_line(costs: ModeCosts) -> str:
+    seconds = f"{'' if costs.simulated else '~'}{_seconds(costs.seconds)}"
+    return f"  {costs.mode:<32}{seconds:>10}{format_size(costs.held_bytes):>17}{format_size(costs.disk_bytes):>14}"
 
 
 def _of_blocks(f: Forecast) -> str:

@@ -1,4 +1,4 @@
-"""The means by which a plan's step comes to its numbers, beside those that it could have had instead, and their costs.
+"""The update mode of a plan beside those that it could have had instead, and the costs of each.
 
 Where the schedule is small each alternative is searched for and simulated like the plan itself; else the linear program
 places it anew for the plan's own chunks, and its estimate has to do.
@@ -18,7 +18,7 @@ from penstock.planner.update_mode import steps_early
 from penstock.schedule.place import Settings
 from penstock.sim.costs import Costs
 
-Way = Literal["speculate", "wait, gradients in host memory", "wait, gradients on disk", "no norm needed"]
+UpdateMode = Literal["speculate", "wait, gradients in host memory", "wait, gradients on disk", "no norm needed"]
 
 _SMALL, _OPS = 4_000, 5_000
 """ops of a plan up to which alternatives are simulated, and ops for each"""
@@ -26,15 +26,15 @@ _BYTES = Costs(name="bytes", seconds=lambda op: float(op.nbytes))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Means:
-    """One way to come to a step's numbers, and what it costs.
+class ModeCosts:
+    """An update mode, and what a plan with it costs.
 
     ``seconds``: of a step on average, and ``disk_bytes``: read and written by one on average: steps that are run twice
     count as often as is expected. ``held_bytes``: host memory for gradients that wait there, for the norm or for the
     next step's forward. ``delay``: the delay ratio. ``simulated``: by the simulator, not the linear program.
     """
 
-    way: Way
+    mode: UpdateMode
     delay: float
     seconds: float
     held_bytes: int
@@ -44,41 +44,41 @@ class Means:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternatives:
-    """``chosen``: the plan's own means. ``others``: the other ways that fit, fastest first, with delays chosen as for
-    the plan. ``undelayed``: the same way without a delay, where the plan has one and that fits. ``gain_of_delay``: the
+    """``chosen``: of the plan itself. ``others``: the other modes that fit, fastest first, with delays chosen as for
+    the plan. ``undelayed``: the same mode without a delay, where the plan has one and that fits. ``gain_of_delay``: the
     factor on tokens/s over that, both by the simulator or both by the linear program."""
 
-    chosen: Means
-    others: tuple[Means, ...]
-    undelayed: Means | None
+    chosen: ModeCosts
+    others: tuple[ModeCosts, ...]
+    undelayed: ModeCosts | None
     gain_of_delay: float | None
 
 
 def alternatives(choice: Choice) -> Alternatives:
-    """A choice's means, and what the others would cost."""
+    """The costs of the update mode that was chosen, and of the others."""
     request, settings = choice.request, choice.plan.settings
-    own = way_of(request, settings)
+    own = update_mode_of(request, settings)
     moved = choice.plan.schedule.bytes_per_lane()
-    chosen = Means(
-        way=own,
+    chosen = ModeCosts(
+        mode=own,
         delay=settings.delay,
         seconds=choice.expected_seconds,
         held_bytes=_held_bytes(request, settings),
         disk_bytes=round(choice.question.expected(float(moved["read"] + moved["write"]), settings)),
         simulated=True,
     )
-    others = [found for other in _ways(request) if other.way != own and (found := _cost(choice, other)) is not None]
+    others = [found for other in _forced(request) if other.mode != own and (found := _cost(choice, other)) is not None]
     undelayed = gain = None
     if settings.delay:
-        undelayed = _cost(choice, _Way(way=own, request=replace(_pinned(request, own), delay=0.0)))
+        undelayed = _cost(choice, _Forced(mode=own, request=replace(_pinned(request, own), delay=0.0)))
     if undelayed is not None:
         gain = undelayed.seconds / (chosen.seconds if undelayed.simulated else choice.estimate)
-    others.sort(key=lambda means: means.seconds)
+    others.sort(key=lambda costs: costs.seconds)
     return Alternatives(chosen=chosen, others=tuple(others), undelayed=undelayed, gain_of_delay=gain)
 
 
-def way_of(request: Request, settings: Settings) -> Way:
-    """The way that a request's settings come to a step's numbers."""
+def update_mode_of(request: Request, settings: Settings) -> UpdateMode:
+    """The update mode of a request's settings."""
     if not request.wait:
         return "no norm needed"
     if steps_early(request.program, settings):
@@ -87,43 +87,43 @@ def way_of(request: Request, settings: Settings) -> Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Way:
-    """A way, and the request that forces it."""
+class _Forced:
+    """An update mode, and the request that forces it."""
 
-    way: Way
+    mode: UpdateMode
     request: Request
 
 
-def _ways(request: Request) -> Iterator[_Way]:
+def _forced(request: Request) -> Iterator[_Forced]:
     if not request.wait:
         return
-    names: list[Way] = ["speculate"] * request.may_speculate
+    names: list[UpdateMode] = ["speculate"] * request.may_speculate
     if request.budget.gradients != "disk":
         names.append("wait, gradients in host memory")
     if request.budget.gradients != "host" and request.bottom == "disk":
         names.append("wait, gradients on disk")
-    for way in names:
-        yield _Way(way=way, request=_pinned(request, way))
+    for mode in names:
+        yield _Forced(mode=mode, request=_pinned(request, mode))
 
 
-def _pinned(request: Request, way: Way) -> Request:
-    if way in ("speculate", "no norm needed"):
-        return replace(request, speculate=way == "speculate")
-    tier: Literal["host", "disk"] = "disk" if way == "wait, gradients on disk" else "host"
+def _pinned(request: Request, mode: UpdateMode) -> Request:
+    if mode in ("speculate", "no norm needed"):
+        return replace(request, speculate=mode == "speculate")
+    tier: Literal["host", "disk"] = "disk" if mode == "wait, gradients on disk" else "host"
     return replace(request, speculate=False, budget=replace(request.budget, gradients=tier))
 
 
-def _cost(choice: Choice, other: _Way) -> Means | None:
-    """The cost of a way; None if it does not fit, or turns out to be another way (nothing is left to speculate)."""
+def _cost(choice: Choice, other: _Forced) -> ModeCosts | None:
+    """The costs of a mode; None if it does not fit, or turns out to be another mode (nothing is left to speculate)."""
     question = replace(choice.question, request=other.request, families=(other.request.family,))
     simulated = len(choice.plan.schedule.ops) <= _SMALL
     found = _searched(question) if simulated else _estimated(question, choice.plan.settings)
-    if found is None or way_of(other.request, found[0]) != other.way:
+    if found is None or update_mode_of(other.request, found[0]) != other.mode:
         return None
     settings, seconds = found
     lanes = by_lane(PhaseCosts(other.request, settings, _BYTES).of(settings.place))
-    return Means(
-        way=other.way,
+    return ModeCosts(
+        mode=other.mode,
         delay=settings.delay,
         seconds=seconds,
         held_bytes=_held_bytes(other.request, settings),

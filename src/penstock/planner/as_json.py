@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import TIERS, Tier
 from penstock.hardware.machine import Machine
-from penstock.planner.alternatives import Alternatives, Means
+from penstock.planner.alternatives import Alternatives, ModeCosts
 from penstock.planner.durability import kill_seconds
 from penstock.planner.forecast import Forecast
 from penstock.planner.update_mode import steps_early
@@ -39,7 +39,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "phases": {phase: {"lane": lane, "seconds": s} for phase, (lane, s) in f.phases.items()},
         },
         "plan": _plan(f),
-        "means": _means(report.alternatives),
+        "update_modes": _update_modes(report.alternatives),
         "lanes": {
             lane: {"bytes": x.nbytes, "work_seconds": x.work, "busy_seconds": x.busy} for lane, x in f.lanes.items()
         },
@@ -143,17 +143,17 @@ def _plan(f: Forecast) -> dict[str, Any]:
     }
 
 
-def _means(found: Alternatives) -> dict[str, Any]:
+def _update_modes(found: Alternatives) -> dict[str, Any]:
     return {
-        "chosen": _one_means(found.chosen),
-        "others": [_one_means(means) for means in found.others],
-        "undelayed": None if found.undelayed is None else _one_means(found.undelayed),
+        "chosen": _mode_costs(found.chosen),
+        "others": [_mode_costs(costs) for costs in found.others],
+        "undelayed": None if found.undelayed is None else _mode_costs(found.undelayed),
         "gain_of_delay": found.gain_of_delay,
     }
 
 
-def _one_means(means: Means) -> dict[str, Any]:
-    return {name: getattr(means, name) for name in Means.__dataclass_fields__}
+def _mode_costs(costs: ModeCosts) -> dict[str, Any]:
+    return {name: getattr(costs, name) for name in ModeCosts.__dataclass_fields__}
 
 
 def shares(f: Forecast, tiers: tuple[Tier, ...], *, frozen: bool) -> dict[Tier, float]:

@@ -41,7 +41,7 @@ class PlanReport:
     | ``forecast`` | the plan's step: time, tokens/s, MFU, bottleneck, bytes, memory, wear |
     | ``curve`` | vertical and horizontal over the global batch, by the linear program; of several ranks nothing |
     | ``roofline`` | what compute, disk, host and link allow with all state on disk |
-    | ``alternatives`` | how a step comes to its numbers (waiting, speculating, a delay), and other ways |
+    | ``alternatives`` | the update mode (waiting, speculating, a delay), and what the others would cost |
     | ``advice`` | what would make it faster, best first; of several ranks nothing |
     | ``longest`` | the longest sequences that would fit; None: none does |
     | ``notes`` | what to know about the machine's profile and the budget |

@@ -164,7 +164,7 @@ class Request(StreamConfig):
         return self.route.whole if self.casts_on_device else frozenset()
 
     def check_update_mode(self) -> None:
-        """As ``update_mode.check_update_mode``; an evaluation steps nothing and has no means."""
+        """As ``update_mode.check_update_mode``; an evaluation steps nothing and has no update mode."""
         if self.train:
             check_update_mode(self, self.budget, wait=self.wait, horizontal=self.one_by_one)
 
@@ -305,10 +305,10 @@ def fitted(request: Request, keep: Placement | None = None) -> Settings:
         settings = _to_host(request, settings)
     if request.early is None and not steps_early(request.program, settings):
         settings = replace(settings, speculate=False)
-    return keeping(request, settings, keep=settings.keep)
+    return with_keep(request, settings, keep=settings.keep)
 
 
-def keeping(request: Request, settings: Settings, *, keep: bool = True) -> Settings:
+def with_keep(request: Request, settings: Settings, *, keep: bool = True) -> Settings:
     """The settings with weights kept until they are stepped, or without where none would be: one schedule, one way to
     say it. ``keep``: whether they are to be, if that is not said by the settings."""
     kept = replace(settings, keep=keep)

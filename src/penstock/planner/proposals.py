@@ -9,7 +9,7 @@ from itertools import product
 from penstock.config import format_size
 from penstock.errors import BudgetError
 from penstock.hardware.drives import together
-from penstock.planner.fit import Request, base_placement, fitted, keeping, settings_of
+from penstock.planner.fit import Request, base_placement, fitted, settings_of, with_keep
 from penstock.planner.phase_costs import PhaseCosts, Prices
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.probes import Probes
@@ -138,7 +138,7 @@ class Proposals:
             settings = self._deepest(replace(settings_of(request, base, chunk, Depths()), delay=delay), request)
             usual = settings is not None and settings.depths.state == _HOST_DEPTHS[0]
             if settings is not None and (usual or not found):
-                found.append(self._keeping(settings, request))
+                found.append(self._with_kept_weights(settings, request))
             if usual:
                 break
         solved = [(lp.relaxed.seconds, i) for i, lp in enumerate(found) if lp.relaxed is not None]
@@ -242,14 +242,14 @@ class Proposals:
                     break
         return None
 
-    def _keeping(self, settings: Settings, request: Request) -> PlacementLP:
+    def _with_kept_weights(self, settings: Settings, request: Request) -> PlacementLP:
         """The program of some settings with weights kept until they are stepped, where that fits."""
-        lp = self.program(keeping(request, settings), request)
+        lp = self.program(with_keep(request, settings), request)
         return lp if lp.fits and lp.relaxed is not None else self.program(settings, request)
 
     def _better(self, settings: Settings, request: Request) -> PlacementLP:
         """The same, or without where that promises fewer seconds and compute alone does not take as many."""
-        lp = self._keeping(settings, request)
+        lp = self._with_kept_weights(settings, request)
         if lp.relaxed is None or lp.relaxed.seconds <= lp.bound.seconds(lp.loads.of_compute) * EQUAL:
             return lp
         without = self.program(settings, request)
@@ -262,7 +262,7 @@ class Proposals:
         for pattern in patterns:
             placed = rounding.settings(pattern)
             if placed is not None:
-                yield self.proposal(keeping(lp.request, placed, keep=placed.keep), lp.request, pattern)
+                yield self.proposal(with_keep(lp.request, placed, keep=placed.keep), lp.request, pattern)
 
     def program(self, settings: Settings, request: Request) -> PlacementLP:
         """The linear program of a request with the chunks, depths and delay of some settings."""

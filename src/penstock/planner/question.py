@@ -57,13 +57,13 @@ class Question:
         """
         families = [f for f in self.families if f == "vertical" or not self.request.delay] or list(self.families)
         free = self.request.early is None and self.request.may_speculate
-        means = (False, True) if free else (self.request.speculates,)
+        modes = (False, True) if free else (self.request.speculates,)
         forced = replace(self.request, family=families[0])
         forced.check_update_mode()
         stages: tuple[ZeroStage | None, ...] = (3, 2) if forced.stage is None and forced.ranks > 1 else (forced.stage,)
         asked = (
             replace(forced, family=family, speculate=early, stage=stage)
-            for family, early, stage in product(families, means, stages)
+            for family, early, stage in product(families, modes, stages)
         )
         return tuple(replace(request, cast=side) for request in asked for side in _sides(request))
 

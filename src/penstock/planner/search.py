@@ -26,7 +26,7 @@ from penstock.config import Family, Tier
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.endurance import EnduranceError, Worn
-from penstock.planner.fit import Plan, Request, fit, fitted, keeping
+from penstock.planner.fit import Plan, Request, fit, fitted, with_keep
 from penstock.planner.phase_memory import beyond
 from penstock.planner.placement_lp import PlacementLP, Waits
 from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promised, Proposal, Proposals
@@ -475,5 +475,5 @@ def _changes(request: Request, settings: Settings, delays: Iterable[float]) -> I
                 yield replace(settings, depths=replace(settings.depths, **{name: other}))
     for delay in delays:  # after what costs nothing outside of steps
         yield replace(settings, delay=delay)
-    if (other := keeping(request, settings, keep=not settings.keep)) != settings:
+    if (other := with_keep(request, settings, keep=not settings.keep)) != settings:
         yield other
