@@ -40,14 +40,15 @@ def test_sums_have_one_number_for_one_order() -> None:
 
 def test_sums_are_told_without_going_on_for_ever() -> None:
     sums = Sums()
-    assert sums.told(LEFT) == "the step before's"
-    assert sums.told(sums.one(3, 1)) == "stage 3 of micro-batch 1"
-    assert sums.told(sums.whole([3], MANY)) == "stage 3 of micro-batches 0 to 1999"
-    assert sums.told(sums.whole([3, 1], 2)) == "stage 3 of micro-batches 0 to 1 + (stage 1 of micro-batches 0 to 1)"
+    assert sums.described(LEFT) == "the step before's"
+    assert sums.described(sums.one(3, 1)) == "stage 3 of micro-batch 1"
+    assert sums.described(sums.whole([3], MANY)) == "stage 3 of micro-batches 0 to 1999"
+    nested = sums.described(sums.whole([3, 1], 2))
+    assert nested == "stage 3 of micro-batches 0 to 1 + (stage 1 of micro-batches 0 to 1)"
     swapped = sums.added(sums.one(3, 1), sums.one(3, 0))
-    assert sums.told(swapped) == "stage 3 of micro-batch 1 + stage 3 of micro-batch 0"
+    assert sums.described(swapped) == "stage 3 of micro-batch 1 + stage 3 of micro-batch 0"
     right = left = sums.one(3, 0)
     for m in range(MANY, 0, -1):
         right, left = sums.added(sums.one(3, m), right), sums.added(left, sums.one(3, m))
-    assert sums.told(right) == "stage 3 of micro-batch 1 + (a sum of 2 parts)"
-    assert sums.told(left).endswith(" + ...")
+    assert sums.described(right) == "stage 3 of micro-batch 1 + (a sum of 2 parts)"
+    assert sums.described(left).endswith(" + ...")

@@ -11,7 +11,7 @@ from penstock.schedule.ir.worlds import World
 MOST_OPS = 4_000_000
 """About as many as fit in 4 GB with all that is known of them. Ranks that share one text have ops of their own."""
 _MOST_BYTES = 256 * MOST_OPS
-_TOLD = 10
+_MOST_NAMED = 10
 """The most violations that one message names."""
 
 
@@ -33,9 +33,9 @@ def read_world(path: Path) -> World:
     if (ops := sum(len(rank.ops) for rank in world.ranks)) > MOST_OPS:
         raise ConfigError(f"{path}: its {len(world.ranks):,} ranks have {ops:,} ops, and {MOST_OPS:,} fit in memory")
     if found := list(faults(world)):
-        lines = [f"{path}: {_located(text, fault)}" for fault in found[:_TOLD]]
-        if len(found) > _TOLD:
-            lines.append(f"... and {len(found) - _TOLD} more")
+        lines = [f"{path}: {_located(text, fault)}" for fault in found[:_MOST_NAMED]]
+        if len(found) > _MOST_NAMED:
+            lines.append(f"... and {len(found) - _MOST_NAMED} more")
         raise ConfigError("\n".join(lines))
     return world
 

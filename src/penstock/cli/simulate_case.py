@@ -51,13 +51,13 @@ _SAID = {
 }
 
 
-def abstract_case(world: World, words: str, model: CostModel, amounts: Amounts | None = None) -> Case:
+def abstract_case(world: World, title: str, model: CostModel, amounts: Amounts | None = None) -> Case:
     """A world under costs that stand for no machine. ``amounts``: of memory, if not what the costs measure it in."""
     costs = model.costs
     amounts = amounts or ("elements" if costs.name == "puzzle" else "micro-batches")
     return Case(
         name=world.name,
-        title=words,
+        title=title,
         world=world,
         costs=costs,
         costs_in_words=f"costs {costs.name}: {_SAID[costs.name]}; memory in {amounts}",
@@ -69,11 +69,11 @@ def abstract_case(world: World, words: str, model: CostModel, amounts: Amounts |
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A model to train in micro-batches of one shape, with AdamW in one precision. ``words``: its description."""
+    """A model to train in micro-batches of one shape, with AdamW in one precision. ``description``: of it all."""
 
     profile: ModelProfile
     precision: Precision
-    words: str
+    description: str
 
     @property
     def form(self) -> Format:
@@ -99,11 +99,11 @@ def training_of(arguments: Arguments, machine: Machine | None) -> Training:
     size, length = arguments.micro_batch_size or 1, arguments.sequence_length or _SEQUENCE
     profile = shape.profile(size, length, Format.of(precision, 2))
     parameters = f"{profile.parameters / 1e9:,.3g}B parameters"
-    words = f"{name} ({parameters}), micro-batches of {size} x {length} tokens; {precision}, AdamW"
-    return Training(profile=profile, precision=precision, words=words)
+    description = f"{name} ({parameters}), micro-batches of {size} x {length} tokens; {precision}, AdamW"
+    return Training(profile=profile, precision=precision, description=description)
 
 
-def machine_case(world: World, words: str, machine: Machine, training: Training) -> Case:
+def machine_case(world: World, title: str, machine: Machine, training: Training) -> Case:
     """A schedule of the model's own program.
 
     Raises:
@@ -123,10 +123,10 @@ def machine_case(world: World, words: str, machine: Machine, training: Training)
         )
     times = stage_times(training.profile, machine, training.precision)
     costs = machine_costs(machine, training.profile.program, training.form, times, training.optimizer)
-    return _real(world, words, machine, training, costs)
+    return _real(world, title, machine, training, costs)
 
 
-def layers_case(world: World, words: str, machine: Machine, training: Training) -> Case:
+def layers_case(world: World, title: str, machine: Machine, training: Training) -> Case:
     """A schedule of layers, each of which is one of the model's blocks.
 
     Raises:
@@ -134,16 +134,16 @@ def layers_case(world: World, words: str, machine: Machine, training: Training) 
     """
     times = stage_times(training.profile, machine, training.precision)
     costs = layer_costs(machine, training.profile, training.form, times, training.optimizer, world)
-    return _real(world, words, machine, training, costs)
+    return _real(world, title, machine, training, costs)
 
 
-def _real(world: World, words: str, machine: Machine, training: Training, costs: Costs) -> Case:
+def _real(world: World, title: str, machine: Machine, training: Training, costs: Costs) -> Case:
     return Case(
         name=world.name,
-        title=words,
+        title=title,
         world=world,
         costs=costs,
-        costs_in_words=f"costs of {machine.name}, for {training.words}",
+        costs_in_words=f"costs of {machine.name}, for {training.description}",
         unit="s",
         amounts="bytes",
         memory={"device": machine.device.memory, "host": machine.host.memory},

@@ -205,10 +205,10 @@ def _offload(arguments: Arguments) -> Case:
         )
     )
     share = f"{counted(ranks, 'rank')}, " if ranks > 1 else ""
-    words = f"{name}: {counted(stages - 2, 'layer')}, {share}{counted(micro_batches * ranks, 'micro-batch')}"
+    title = f"{name}: {counted(stages - 2, 'layer')}, {share}{counted(micro_batches * ranks, 'micro-batch')}"
     if machine is None:
-        return replace(abstract_case(world, words, unit(), "bytes"), stage_ops=False)
-    return machine_case(world, words, machine, training)
+        return replace(abstract_case(world, title, unit(), "bytes"), stage_ops=False)
+    return machine_case(world, title, machine, training)
 
 
 _OTHERS = "use --costs unit or a machine's profile"
@@ -225,28 +225,28 @@ def _file(arguments: Arguments) -> Case:
     lanes = {op.lane for schedule in world.ranks for op in schedule.ops}
     costs = arguments.costs or (MACHINE if lanes & _OFFLOAD_LANES else "unit" if "send" in lanes else "puzzle")
     ops = sum(len(schedule.ops) for schedule in world.ranks)
-    words = f"{world.name} from {path}: {counted(len(world.ranks), 'rank')}, {counted(ops, 'op')}"
+    title = f"{world.name} from {path}: {counted(len(world.ranks), 'rank')}, {counted(ops, 'op')}"
     if costs in ("puzzle", "unit"):
         arguments.refuse(f"a schedule from a file with --costs {costs}", "layers", *_REAL)
         if costs == "puzzle" and lanes & _OFFLOAD_LANES:
             lane = next(iter(sorted(lanes & _OFFLOAD_LANES)))
             raise ConfigError(f"--costs puzzle: the puzzles have no lane {lane}, which {path} uses: {_OTHERS}")
-        case = abstract_case(world, words, puzzle() if costs == "puzzle" else unit(), "the file's unit")
+        case = abstract_case(world, title, puzzle() if costs == "puzzle" else unit(), "the file's unit")
         return replace(case, checked=True)
     machine = machine_named(costs)
     if not lanes & _OFFLOAD_LANES:
         training = _training_of_layers(path, world, arguments, machine, costs)
-        return replace(layers_case(world, words, machine, training), checked=True)
+        return replace(layers_case(world, title, machine, training), checked=True)
     training = training_of(arguments, machine)
     _check_model(path, world, training, arguments)
-    return replace(machine_case(world, words, machine, training), checked=True)
+    return replace(machine_case(world, title, machine, training), checked=True)
 
 
 def _training_of_layers(path: Path, world: World, arguments: Arguments, machine: Machine, costs: str) -> Training:
     """A model whose blocks are the layers of a file. The file must have been made for that, not for other costs."""
     arguments.refuse(f"{path}, whose ops say which layers there are", "layers")
-    words = [op.id for schedule in world.ranks for op in schedule.lanes["compute"]]
-    found = {word.stage for word in words if word.kind in ("F", "B", "I", "W")}
+    idents = [op.id for schedule in world.ranks for op in schedule.lanes["compute"]]
+    found = {ident.stage for ident in idents if ident.kind in ("F", "B", "I", "W")}
     if not found or len(found) <= max(found):
         missing = min(set(range(len(found) + 1)) - found)
         raise ConfigError(f"{path}: no op computes layer {missing}, and a model on a machine has all from 0 up")
@@ -255,8 +255,8 @@ def _training_of_layers(path: Path, world: World, arguments: Arguments, machine:
         check_layers(world, layer_sizes(training.profile, training.form))
     except ScheduleError as error:
         raise ConfigError(
-            f"{path}: {error}: {training.words}. A schedule for a machine has layers, not stages, and sizes in bytes: "
-            f"print it with --costs {costs} --text, and simulate it with the same options for the model"
+            f"{path}: {error}: {training.description}. A schedule for a machine has layers, not stages, and sizes in "
+            f"bytes: print it with --costs {costs} --text, and simulate it with the same options for the model"
         ) from None
     return training
 
@@ -266,8 +266,8 @@ def _check_model(path: Path, world: World, training: Training, arguments: Argume
     stages, groups = len(training.profile.program.stages), len(training.profile.program.groups)
     for schedule in world.ranks:
         for op in schedule.ops:
-            word = op.id
-            if word.stage >= stages or word.group >= groups or (word.kind == "E" and word.stage != stages - 1):
+            ident = op.id
+            if ident.stage >= stages or ident.group >= groups or (ident.kind == "E" and ident.stage != stages - 1):
                 model = f"{arguments.model or MODEL} with {counted(stages - 2, 'layer')}"
                 raise ConfigError(
                     f"{path}: op {op.id} is not of {model}: say with --model and --layers which model it is for"

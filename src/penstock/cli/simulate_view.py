@@ -156,8 +156,8 @@ def _show_misfits(case: Case, ranks: Sequence[RankFigures], console: Console) ->
     for tier, memory in case.memory.items():
         peak = max(figures.peak[tier] for figures in ranks)
         if peak > memory:
-            told = f"does not fit: {format_size(peak)} on the {tier}, and {machine} has {format_size(memory)}"
-            console.print(f"\n{told}", style="yellow", markup=False)
+            line = f"does not fit: {format_size(peak)} on the {tier}, and {machine} has {format_size(memory)}"
+            console.print(f"\n{line}", style="yellow", markup=False)
 
 
 def _show_stalls(case: Case, simulation: Simulation, console: Console) -> None:
@@ -179,8 +179,8 @@ def _show_bytes(case: Case, simulation: Simulation, console: Console) -> None:
     if not moved:
         return
     if len(case.world.ranks) > 1:
-        told = ", ".join(f"{lane} {_amount(case, n)}" for lane, n in moved.items())
-        console.print(f"\nmoved        {told}", markup=False)
+        line = ", ".join(f"{lane} {_amount(case, n)}" for lane, n in moved.items())
+        console.print(f"\nmoved        {line}", markup=False)
         return
     table = _plain_table("lane", "busy", "of the time", "moved")
     for lane, busy in sorted(simulation.busy(0).items(), key=lambda item: LANES.index(item[0])):

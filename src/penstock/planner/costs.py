@@ -70,27 +70,27 @@ def machine_costs(
     orthogonal = times.orthogonal or (flops.get("bf16") or max(flops.values())) * EFFICIENCY[machine.device.kind]
 
     def compute(op: Op) -> float:
-        word = op.id
-        if word.kind in ("F", "E"):
-            return times.forward[word.stage] * op.items
-        if word.kind == "B":
-            return times.backward[word.stage] * op.items
-        if word.kind in ("I", "W"):
-            return times.backward[word.stage] * op.items / 2
-        whole = groups[word.group].whole
-        if word.kind == "NS" and whole:
+        ident = op.id
+        if ident.kind in ("F", "E"):
+            return times.forward[ident.stage] * op.items
+        if ident.kind == "B":
+            return times.backward[ident.stage] * op.items
+        if ident.kind in ("I", "W"):
+            return times.backward[ident.stage] * op.items / 2
+        whole = groups[ident.group].whole
+        if ident.kind == "NS" and whole:
             return whole.flop / orthogonal
-        if word.kind == "OD" and whole:
-            return groups[word.group].trainable / device + whole.flop / orthogonal
-        share = {"ND": FP32 / touched, "AD": 3 * FP32 / touched}.get(word.kind, 1.0)
-        return groups[word.group].trainable * share / device
+        if ident.kind == "OD" and whole:
+            return groups[ident.group].trainable / device + whole.flop / orthogonal
+        share = {"ND": FP32 / touched, "AD": 3 * FP32 / touched}.get(ident.kind, 1.0)
+        return groups[ident.group].trainable * share / device
 
     def messages(op: Op) -> int:
-        word = op.id
-        if word.kind == "GW" and word.group < len(groups):
-            return (groups[word.group].trainable > 0) + (groups[word.group].frozen > 0)
-        if word.kind in ("SG", "AR"):  # before the first chunk ranks tell each other which gradients there are
-            return (2 if word.kind == "AR" else 1) + (word.chunk == 0)
+        ident = op.id
+        if ident.kind == "GW" and ident.group < len(groups):
+            return (groups[ident.group].trainable > 0) + (groups[ident.group].frozen > 0)
+        if ident.kind in ("SG", "AR"):  # before the first chunk ranks tell each other which gradients there are
+            return (2 if ident.kind == "AR" else 1) + (ident.chunk == 0)
         return op.lane in ("net", "send")
 
     def seconds(op: Op) -> float:
@@ -101,10 +101,10 @@ def machine_costs(
             return 0.0
         if lane not in rates:
             raise KeyError(f"op {op.id} of lane {lane}: {machine.name} has none")
-        word = op.id
-        if word.kind in ("OP", "MU"):
-            return machine.overhead + op.nbytes / steps[word.group in narrow]
-        if word.kind == "DG" and word.group in narrow:
+        ident = op.id
+        if ident.kind in ("OP", "MU"):
+            return machine.overhead + op.nbytes / steps[ident.group in narrow]
+        if ident.kind == "DG" and ident.group in narrow:
             return machine.overhead + op.nbytes / rounded_down
         return machine.overhead + op.nbytes / rates[lane] + latency * messages(op)
 

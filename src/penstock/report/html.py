@@ -13,7 +13,7 @@ from penstock.report.columns import Columns
 
 _SCRIPTS = (
     "data.js",
-    "words.js",
+    "op_ids.js",
     "format.js",
     "colors.js",
     "bars.js",

@@ -71,13 +71,13 @@ def in_flight_peak(simulation: Simulation, rank: int, *, stage_ops: bool) -> int
 
 def _stages(schedule: Schedule, *, stage_ops: bool, folds: bool) -> dict[int, int]:
     """The first layer of the stage that each layer with a forward is in."""
-    words = [op.id for op in schedule.lanes["compute"]]
-    layers = sorted({word.stage for word in words if word.kind == "F"})
+    idents = [op.id for op in schedule.lanes["compute"]]
+    layers = sorted({ident.stage for ident in idents if ident.kind == "F"})
     apart = {
-        word.stage
-        for before, word in pairwise(words)
-        if word.kind == "F"
-        and (before.kind, before.stage, before.micro_batch) != ("F", word.stage - 1, word.micro_batch)
+        ident.stage
+        for before, ident in pairwise(idents)
+        if ident.kind == "F"
+        and (before.kind, before.stage, before.micro_batch) != ("F", ident.stage - 1, ident.micro_batch)
     }
     stage_of: dict[int, int] = {}
     for layer in layers:

@@ -35,22 +35,22 @@ class Paint {
   // `sides`: whose ops there are; the other names are those of pools.
   constructor(names, sides) {
     this.layers = 0;
-    const words = names.map(wordOf);
+    const parsed = names.map(parseOpId);
     const byLayer = facts.kind === "simulated";
     if (byLayer) {
-      for (const { kind, stage } of words) {
+      for (const { kind, stage } of parsed) {
         if (kind in TONE_OF && kind !== "E") this.layers = Math.max(this.layers, stage + 1);
       }
     }
     const groupOf = new Map(GROUPS.flatMap((group, i) => group.kinds.map((kind) => [kind, i])));
-    this.colorOf = Uint16Array.from(words, (word) =>
-      byLayer && this.layers && word.kind in TONE_OF
-        ? GROUPS.length + Math.min(word.stage, this.layers - 1) * TONES.length + TONE_OF[word.kind]
-        : (groupOf.get(word.kind) ?? GROUPS.length - 1),
+    this.colorOf = Uint16Array.from(parsed, (op) =>
+      byLayer && this.layers && op.kind in TONE_OF
+        ? GROUPS.length + Math.min(op.stage, this.layers - 1) * TONES.length + TONE_OF[op.kind]
+        : (groupOf.get(op.kind) ?? GROUPS.length - 1),
     );
     this.used = new Set();
     for (const side of sides) for (const id of side.id) this.used.add(this.colorOf[id]);
-    this.labels = names.map((name, i) => (byLayer && words[i].microBatch >= 0 ? String(words[i].microBatch) : name));
+    this.labels = names.map((name, i) => (byLayer && parsed[i].microBatch >= 0 ? String(parsed[i].microBatch) : name));
   }
 
   // Read the theme's colours off the style sheet; call again when it changes.

@@ -11,14 +11,14 @@
    written before it is read, and the norm comes after all of its parts and before every optimizer step (in a
    speculative schedule not before those whose state comes from disk and goes back there); the commit of the step before
    comes after all that it has left to do and before anything of this step is written;
-7. ops of one group, or of one stage and micro-batch, are in the order that their words mean: the forward, the backward
+7. ops of one group, or of one stage and micro-batch, are in the order that their ids mean: the forward, the backward
    (of the input, then of the weights), the gradient's sums, one optimizer step, and the way home of what it has made;
 8. between ranks: every send has one recv of the same on its peer and the other way round, and a collective is on every
    rank of its group, with as many bytes.
 
 What a schedule computes for a given model is proved in ``meaning``, which relies on these rules.
 
-"Before" and "ordered" mean whatever the timing: see ``clocks``. Rules 2 to 5 are in ``rules``, 6 and 7 in ``words``, 8
+"Before" and "ordered" mean whatever the timing: see ``clocks``. Rules 2 to 5 are in ``rules``, 6 and 7 in ``op_ids``, 8
 in ``worlds``, the absence of deadlock in ``order``, what the step before has left to this one in ``late``.
 """
 

@@ -166,17 +166,17 @@ class _Progress:
             stuck = self._circle(stuck[0])
         first = self._head(stuck[0])
         assert first is not None
-        told = "; ".join(self._told(at) for at in stuck[:_TOLD])
-        if len(stuck) > _TOLD:
-            told += f"; ... ({len(stuck)} in a circle)"
-        return ScheduleError(f"deadlock: {told}", op=first.id, rank=stuck[0][0])
+        described = "; ".join(self._described(at) for at in stuck[:_MOST_NAMED])
+        if len(stuck) > _MOST_NAMED:
+            described += f"; ... ({len(stuck)} in a circle)"
+        return ScheduleError(f"deadlock: {described}", op=first.id, rank=stuck[0][0])
 
     def _head(self, at: LaneAt) -> Op | None:
         rank = self.ranks[at[0]]
         ops, head = rank.schedule.lanes[at[1]], rank.heads[at[1]]
         return ops[head] if head < len(ops) else None
 
-    def _told(self, at: LaneAt) -> str:
+    def _described(self, at: LaneAt) -> str:
         index, op = at[0], self._head(at)
         assert op is not None
         rank = self.ranks[index]
@@ -221,7 +221,7 @@ class _Progress:
         return at  # it waits for a pool that nobody will give back to
 
 
-_TOLD = 9
+_MOST_NAMED = 9
 """As many lanes as a rank has: how many a message about a deadlock describes."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
-from penstock.schedule.check.words import check_words
+from penstock.schedule.check.op_ids import check_op_ids
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.references import Buffer
 
@@ -51,7 +51,7 @@ def check_rules(schedule: Schedule, order: list[Op]) -> None:
     """Rules 2 to 7. ``order``: one in which the ops can run; raises ScheduleError."""
     clocks = Clocks(order)
     check_buffers(schedule, order, clocks)
-    check_words(schedule, clocks)
+    check_op_ids(schedule, clocks)
 
 
 def check_buffers(schedule: Schedule, order: list[Op], clocks: Clocks) -> None:

@@ -61,7 +61,7 @@ def op_id(text: str) -> OpId:
         return stage_op(match[1], parse_number(match[2]), parse_number(match[3]))
     match = _GROUP_OP.fullmatch(text)
     if match is None or match[1] not in LANE_OF or match[1] in OF_STAGES or match[1] in ALONE:
-        raise ScheduleError(f"{text!r} is not an op: see penstock.schedule.ir.ops for the words")
+        raise ScheduleError(f"{text!r} is not an op: see penstock.schedule.ir.ops for the ids")
     stay = visit(match[4], parse_number(match[5]), _number(match[6])) if match[4] else None
     made = group_op(match[1], parse_number(match[2]), _number(match[3]), visit=stay, use=_number(match[7], 0))
     if made != text:

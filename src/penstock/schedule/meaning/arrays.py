@@ -33,7 +33,7 @@ class ArrayRules(Ground):
     def _found(self, op: Op, cut: list[Chunk]) -> dict[int, int]:
         """The versions of chunks where stages find them, which are read."""
         for c in cut:
-            self.outside.look(op, "weights", op.id.group, c.index)
+            self.accesses.read(op, "weights", op.id.group, c.index)
         return {c.index: self.weights[op.id.group, c.index] for c in cut}
 
     def _load(self, op: Op) -> None:
@@ -69,7 +69,7 @@ class ArrayRules(Ground):
         if self.passing[g]:
             return self._new_weights(op, self._at(op, op.reads, "the new weights"))
         self._at(op, op.reads, "new weights, which are in memory", count=0)
-        self.outside.look(op, "stepped weights", g, c.index)
+        self.accesses.read(op, "stepped weights", g, c.index)
         return self.stepped_to.get((g, c.index), self.at_home[g, c.index])
 
     def _write_weights(self, op: Op) -> None:
@@ -78,7 +78,7 @@ class ArrayRules(Ground):
             raise refused(op, f"is for weights whose home is disk, and it is {self.home[g]}")
         self._moves(op, c.numel * self.form.weight_bytes)
         self._bring_home(op)
-        self.outside.change(op, self._home_of_weights(g), g, c.index)
+        self.accesses.write(op, self._home_of_weights(g), g, c.index)
         self.at_home[g, c.index] = self._stepped_weights(op, c)
         if self.place.weights[g] == "disk":
             self.weights[g, c.index] = self.at_home[g, c.index]
@@ -94,13 +94,13 @@ class ArrayRules(Ground):
             raise refused(op, "is for a copy of weights, and these are at home where stages find them")
         self._moves(op, c.numel * self.form.weight_bytes)
         version = self._stepped_weights(op, c)
-        self.outside.change(op, "weights", g)
+        self.accesses.write(op, "weights", g)
         self.weights[g, c.index] = version
 
     def _bring_home(self, op: Op) -> None:
         """Check that a write to disk is of the step before until that is committed, and of this one from then on."""
         late = chunk_of(op) in self.late
-        self.outside.look(op, "commit")
+        self.accesses.read(op, "commit")
         if late and self.committed:
             raise refused(op, "ends the step before, which CM has committed already")
         if not late and not self.committed and "CM" in self.schedule.by_id:
@@ -109,7 +109,7 @@ class ArrayRules(Ground):
             raise refused(op, "ends the step before, which no op CM commits")
 
     def _commit(self, op: Op) -> None:
-        self.outside.change(op, "commit")
+        self.accesses.write(op, "commit")
         for tag in sorted(self.late):
             versions = (self.weights[tag], self.at_home[tag], self.state[tag])
             if tag not in self.stepped or versions != (NOW, NOW, NOW):
@@ -134,13 +134,13 @@ class ArrayRules(Ground):
         self._at(op, op.writes, "what a step reads", count=state + new)
         into = list(op.writes)
         if state:
-            self.outside.look(op, "state", g, c.index)
+            self.accesses.read(op, "state", g, c.index)
             self._named(op, into[0], "S")
             value = State(g, c.index, self.state[g, c.index])
             self._put(op, into.pop(0), value, "host", nbytes)
         if new:
             if self.form.steps_weights:
-                self.outside.look(op, self._home_of_weights(g), g, c.index)
+                self.accesses.read(op, self._home_of_weights(g), g, c.index)
             self._named(op, into[0], "O")
             self._put(op, into.pop(0), Weights(g, {c.index: self.at_home[g, c.index]}), "host", weights)
 
@@ -165,7 +165,7 @@ class ArrayRules(Ground):
                 raise refused(op, f"takes {through[0]} for its chunk's state, which it is not")
             self.values[through.pop(0)] = State(*tag, done)
         else:
-            self.outside.change(op, "state in memory", *tag)
+            self.accesses.write(op, "state in memory", *tag)
             self.state[tag] = done
         if new:
             self._named(op, through[0], "O")
@@ -173,12 +173,12 @@ class ArrayRules(Ground):
                 raise refused(op, f"takes {through[0]} for its chunk's weights, which it is not")
             self.values[through[0]] = Weights(g, {c.index: done})
         else:
-            self.outside.change(op, "stepped weights", *tag)
+            self.accesses.write(op, "stepped weights", *tag)
             self.stepped_to[tag] = done
             if self.home[g] != "disk":
                 self.at_home[tag] = done
         if self.place.weights[g] == "host":
-            self.outside.change(op, "weights", *tag)
+            self.accesses.write(op, "weights", *tag)
             self.weights[tag] = done
         self.stepped.add(tag)
 
@@ -202,7 +202,7 @@ class ArrayRules(Ground):
 
     def _may_step(self, op: Op, *, early: bool) -> None:
         if self.needs.wait and not early:
-            self.outside.look(op, "norm")
+            self.accesses.read(op, "norm")
             if not self.normed:
                 raise refused(op, "may run before NORM, which its group waits for")
 
@@ -215,7 +215,7 @@ class ArrayRules(Ground):
         value = self._value(op, self._at(op, op.reads, "the state"), State)
         if value[:2] != (g, c.index):
             raise refused(op, f"takes {op.reads[0]} for its chunk's state, which it is not")
-        self.outside.change(op, "state", g, c.index)
+        self.accesses.write(op, "state", g, c.index)
         self.state[g, c.index] = value.version
 
     def _step_on_device(self, op: Op) -> None:
@@ -226,7 +226,7 @@ class ArrayRules(Ground):
             raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
         self._whole(op, gradient)
         self._may_step(op, early=False)
-        self.outside.change(op, "weights", g)
+        self.accesses.write(op, "weights", g)
         for c in self.cuts[g]:
             if c.trainable:
                 if "NORM" not in self.schedule.by_id:

@@ -47,8 +47,8 @@ class BetweenRules(Ground):
         if total != self.sums.whole([stage], self.schedule.micro_batches, self.needs.strands):
             raise refused(
                 op,
-                f"adds up over ranks what is {self.sums.told(total)}: it has to be the sum of all micro-batches of "
-                "one stage, or the numbers depend on the order of the schedule",
+                f"adds up over ranks what is {self.sums.described(total)}: it has to be the sum of all micro-batches "
+                "of one stage, or the numbers depend on the order of the schedule",
             )
         self._sends(op, (1 if self.needs.cut else 2) * piece * FP32)
         self._room(op, through, "device", 2 * ranks * piece * FP32)
@@ -57,9 +57,9 @@ class BetweenRules(Ground):
         self._put(op, part, Gradient(g, c.index, total), "device", c.numel * FP32)
 
     def _gather_norm(self, op: Op) -> None:
-        self._look_at_partials(op)
+        self._read_partials(op)
         self._sends(op, sum(self.cuts[g][c].numel for g, c in self.trained) // ALIGN * NORM_BYTES)
-        self.outside.change(op, "norm of all")
+        self.accesses.write(op, "norm of all")
         self.gathered = True
 
     def _sends(self, op: Op, share: int) -> None:

@@ -65,7 +65,7 @@ class ComputeRules(Ground):
     def _check_weights(self, op: Op, g: int) -> None:
         """The weights of a group are there, whole, and not stepped yet."""
         if self.place.weights[g] == "device":
-            self.outside.look(op, "weights", g)
+            self.accesses.read(op, "weights", g)
             versions = {c.index: self.weights[g, c.index] for c in self.cuts[g]}
         else:
             found = [name for name in op.reads if name.kind == "W" and name.group == g]
@@ -83,7 +83,7 @@ class ComputeRules(Ground):
         into = self.stages[k - 1] if k else None
         fresh = tuple(name for name, _ in op.takes if name in op.writes and not self.pool_of[name].backed)
         if into is not None and into.activation:
-            self.outside.look(op, "saved activation", k - 1, m)
+            self.accesses.read(op, "saved activation", k - 1, m)
             if self.activations.get((k - 1, m)) not in op.reads:
                 raise refused(op, f"needs stage {k - 1}'s saved activation on the device, in a buffer that it reads")
             if kind != "F" or not self.needs.train:
@@ -96,7 +96,7 @@ class ComputeRules(Ground):
             name = self._at(op, fresh, "its saved activation")
             self._put(op, name, Activation(k, m, False), "device", stage.activation, backed=False)
             self.activations[k, m] = name
-            self.outside.change(op, "saved activation", k, m)
+            self.accesses.write(op, "saved activation", k, m)
         elif kind != "F" and self.needs.train and into is not None and into.gradient:
             name = self._at(op, fresh, "the gradient of its input")
             self._put(op, name, Activation(k - 1, m, True), "device", into.gradient, backed=False)

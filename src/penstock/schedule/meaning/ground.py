@@ -13,10 +13,10 @@ from penstock.schedule.meaning.values import (
     LEFT,
     NOW,
     SHOWN,
+    Accesses,
     AllParts,
     Gradient,
     Needs,
-    Outside,
     V,
     Value,
     narrow_groups_of,
@@ -39,7 +39,7 @@ class Ground:
         self.kept_weights = {chunk_of(op) for op in order if op.id.kind == "OP" and not loaded.isdisjoint(op.reads)}
         """chunks whose weights a load has brought to the buffer that their step takes them from"""
         clocks = Clocks(order)
-        self.outside = Outside(clocks)
+        self.accesses = Accesses(clocks)
         self.pools: dict[str, Pool] = {pool.name: pool for pool in schedule.pools}
         self.pool_of: dict[str, Pool] = {start: self.pools[pool] for start, _, pool in schedule.carried}
         makers = [stage for stage in reversed(self.stages) if needs.train]
@@ -158,8 +158,8 @@ class Ground:
         if gradient.sum != self.whole[gradient.group]:
             raise refused(
                 op,
-                f"takes a gradient that is {self.sums.told(gradient.sum)}, and has to be "
-                f"{self.sums.told(self.whole[gradient.group])}: "
+                f"takes a gradient that is {self.sums.described(gradient.sum)}, and has to be "
+                f"{self.sums.described(self.whole[gradient.group])}: "
                 "another order of the sum changes the numbers",
             )
 
@@ -170,12 +170,12 @@ class Ground:
         """Bytes of all of a group that one rank has a part of."""
         return self.needs.parts * self.needs.program.groups[g].numel * width
 
-    def _look_at_partials(self, op: Op) -> None:
+    def _read_partials(self, op: Op) -> None:
         for g, c in sorted(self.trained):
-            self.outside.look(op, "norm", g, c)
+            self.accesses.read(op, "norm", g, c)
             if (g, c) not in self.partials:
                 raise refused(op, f"needs the part of chunk {g}.{c}, which no op has computed yet")
 
     def _measured(self, op: Op, c: Chunk) -> None:
-        self.outside.change(op, "norm", op.id.group, c.index)
+        self.accesses.write(op, "norm", op.id.group, c.index)
         self.partials.add((op.id.group, c.index))

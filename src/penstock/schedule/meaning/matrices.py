@@ -21,7 +21,7 @@ class MatrixRules(ArrayRules):
         tag, nbytes = chunk_of(op), self._momentum_bytes(op, c.numel)
         self._home(op, self.place.state, "disk")
         self._moves(op, nbytes)
-        self.outside.look(op, "momentum", *tag)
+        self.accesses.read(op, "momentum", *tag)
         self._put(op, self._at(op, op.writes, "the momentum"), Momentum(*tag, self.momentum[tag]), "host", nbytes)
 
     def _make_update(self, op: Op) -> None:
@@ -40,7 +40,7 @@ class MatrixRules(ArrayRules):
                 raise refused(op, f"takes {name} for its chunk's momentum, to change it, which it is not")
             self.values[name] = Momentum(*tag, done)
         else:
-            self.outside.change(op, "momentum in memory", *tag)
+            self.accesses.write(op, "momentum in memory", *tag)
             self.momentum[tag] = done
         update = Update(g, frozenset((c.index,)), late)
         self._put(op, op.writes[-1], update, "host", c.numel * BF16)
@@ -53,7 +53,7 @@ class MatrixRules(ArrayRules):
         value = self._value(op, self._at(op, op.reads, "the momentum"), Momentum)
         if value[:2] != chunk_of(op):
             raise refused(op, f"takes {op.reads[0]} for its chunk's momentum, which it is not")
-        self.outside.change(op, "momentum", *chunk_of(op))
+        self.accesses.write(op, "momentum", *chunk_of(op))
         self.momentum[chunk_of(op)] = value.version
 
     def _lift_update(self, op: Op) -> None:

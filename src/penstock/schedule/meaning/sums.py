@@ -47,7 +47,7 @@ class Sums:
         assert total is not None
         return total
 
-    def told(self, total: int) -> str:
+    def described(self, total: int) -> str:
         """A sum as people read it: ``stage 3 of micro-batches 0 to 7 + (stage 2 of micro-batch 0)``."""
         if total == LEFT:
             return "the step before's"

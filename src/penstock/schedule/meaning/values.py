@@ -145,24 +145,24 @@ def narrow_groups_of(schedule: Schedule) -> frozenset[int]:
     return frozenset(op.id.group for op in schedule.lanes["d2h"] if op.id.kind == "DG" and len(op.writes) > 1)
 
 
-class Outside:
+class Accesses:
     """Accesses to what is in no buffer: each two to one place are ordered if one of them changes it."""
 
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
-        self._changed: dict[tuple[str | int, ...], Op] = {}
-        self._looked: dict[tuple[str | int, ...], list[Op]] = defaultdict(list)
+        self._writer: dict[tuple[str | int, ...], Op] = {}
+        self._readers: dict[tuple[str | int, ...], list[Op]] = defaultdict(list)
 
-    def look(self, op: Op, *place: str | int) -> None:
-        if place in self._changed:
-            self._check(self._changed[place], op, place)
-        self._looked[place].append(op)
+    def read(self, op: Op, *place: str | int) -> None:
+        if place in self._writer:
+            self._check(self._writer[place], op, place)
+        self._readers[place].append(op)
 
-    def change(self, op: Op, *place: str | int) -> None:
-        for other in (*self._looked.pop(place, ()), *([self._changed[place]] if place in self._changed else [])):
+    def write(self, op: Op, *place: str | int) -> None:
+        for other in (*self._readers.pop(place, ()), *([self._writer[place]] if place in self._writer else [])):
             if other is not op:
                 self._check(other, op, place)
-        self._changed[place] = op
+        self._writer[place] = op
 
     def _check(self, first: Op, second: Op, place: tuple[str | int, ...]) -> None:
         if not self._clocks.before(first, second):

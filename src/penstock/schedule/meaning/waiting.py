@@ -75,23 +75,23 @@ class WaitingRules(Ground):
 
     def _norm(self, op: Op) -> None:
         if self.needs.cut:
-            self.outside.look(op, "norm of all")
+            self.accesses.read(op, "norm of all")
             if not self.gathered:
                 raise refused(op, "needs the parts of all ranks, which no op AN has gathered yet")
-        self._look_at_partials(op)
-        self.outside.change(op, "norm")
+        self._read_partials(op)
+        self.accesses.write(op, "norm")
         self.normed = True
 
     def _put_aside(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
         self._moves(op, c.numel * self._width(g))
-        self.outside.change(op, "gradient", g, c.index)
+        self.accesses.write(op, "gradient", g, c.index)
         self.extents[g, c.index] = self._gradient(op, self._at(op, op.reads, "the gradient"))
 
     def _fetch(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
         self._moves(op, c.numel * self._width(g))
-        self.outside.look(op, "gradient", g, c.index)
+        self.accesses.read(op, "gradient", g, c.index)
         if (g, c.index) not in self.extents:
             raise refused(op, "reads what no op has written to disk")
         self._put(op, self._at(op, op.writes, "the gradient"), self.extents[g, c.index], "host", op.nbytes)
@@ -108,7 +108,7 @@ class WaitingRules(Ground):
         self._moves(op, self._activation(op))
         if self.forward[m] < k + 2 or self.activations.get((k, m)) not in op.reads:
             raise refused(op, f"takes a saved activation that is not on the device or that stage {k + 1} has not used")
-        self.outside.change(op, "saved activation", k, m)
+        self.accesses.write(op, "saved activation", k, m)
         del self.activations[k, m]
         self._hold(op, op.writes, op.nbytes)
 
@@ -133,12 +133,12 @@ class WaitingRules(Ground):
         self._at(op, op.reads, "the saved activation")
         if self.pool_of[op.reads[0]].size < op.nbytes:
             raise refused(op, f"writes whole pages, and {op.reads[0]} has {self.pool_of[op.reads[0]].size} bytes")
-        self.outside.change(op, "saved activation on disk", op.id.stage, op.id.micro_batch)
+        self.accesses.write(op, "saved activation on disk", op.id.stage, op.id.micro_batch)
         self.scratch.add((op.id.stage, op.id.micro_batch))
 
     def _read_saved_activation(self, op: Op) -> None:
         self._moves(op, page_up(self._activation(op)))
-        self.outside.look(op, "saved activation on disk", op.id.stage, op.id.micro_batch)
+        self.accesses.read(op, "saved activation on disk", op.id.stage, op.id.micro_batch)
         if (op.id.stage, op.id.micro_batch) not in self.scratch:
             raise refused(op, "reads what no op has written to disk")
         self._at(op, op.writes, "the saved activation")
@@ -155,4 +155,4 @@ class WaitingRules(Ground):
             raise refused(op, f"writes {name}, which it has to take for that")
         self._put(op, name, Activation(k, m, False), "device", op.nbytes)
         self.activations[k, m] = name
-        self.outside.change(op, "saved activation", k, m)
+        self.accesses.write(op, "saved activation", k, m)

@@ -1,4 +1,4 @@
-"""The rules that follow from what the words of one rank's ops mean. ``check`` lists them."""
+"""The rules that follow from what the ids of one rank's ops mean. ``check`` lists them."""
 
 from collections import defaultdict
 
@@ -9,7 +9,7 @@ from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, chunk_of
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, visit
 
 
-def check_words(schedule: Schedule, clocks: Clocks) -> None:
+def check_op_ids(schedule: Schedule, clocks: Clocks) -> None:
     """Rules 6 and 7; raises ScheduleError."""
     left = left_buffers(schedule, clocks)
     _check_homes(schedule, clocks, left)
@@ -38,8 +38,8 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
             parts.append(op)
     norm, late = schedule.by_id.get("NORM"), late_chunks(schedule, clocks)
     for op in schedule.ops:
-        word, needs = op.id, list[Op]()
-        if word.kind in ("OP", "OD"):
+        ident, needs = op.id, list[Op]()
+        if ident.kind in ("OP", "OD"):
             if chunk_of(op) not in late:
                 waits = norm is not None and not _speculates(schedule, op)
                 needs = readers[chunk_of(op)] + ([norm] if norm and waits else [])
@@ -49,9 +49,9 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
                         _check_after(made, other, clocks)
                 if norm:
                     _check_after(op, norm, clocks)
-        elif word.kind == "NORM":
+        elif ident.kind == "NORM":
             needs = parts
-        elif word.kind in ("RG", "RC"):
+        elif ident.kind in ("RG", "RC"):
             writer = schedule.by_id.get(_written(op))
             if writer is None:
                 message = f"use before load: op {op.id} reads what no op has written to disk"
@@ -104,7 +104,7 @@ def _made(schedule: Schedule, step: Op, reader: Op) -> list[Op]:
     return [step] if home is None else [step, home]
 
 
-# ---- rule 7: one group, or one stage and micro-batch, has its ops in the order that their words mean
+# ---- rule 7: one group, or one stage and micro-batch, has its ops in the order that their ids mean
 
 
 _ORDERED = frozenset(("B", "I", "W", "DG", "AG", "UG", "SG", "AR", "MU", "OP", "OD", "WW", "WS", "WM", "UN", "GN"))
@@ -127,38 +127,38 @@ class _Order:
         """ops that sum up a group's gradient"""
         self._stepped: dict[int, Op] = {}
         for op in schedule.ops:
-            word = op.id
-            if word.kind in ("B", "W", "E"):
-                kind = "E" if word.kind == "E" else "B"
-                self._visits[visit(kind, word.stage)].append(op)
-                self._visits[visit(kind, word.stage, word.micro_batch)].append(op)
-            elif word.kind in ("DG", "AG", "UG", "SG", "AR"):
-                self._sums[word.group].append(op)
-            elif word.kind == "OP":
-                self._stepped[word.group] = op
+            ident = op.id
+            if ident.kind in ("B", "W", "E"):
+                kind = "E" if ident.kind == "E" else "B"
+                self._visits[visit(kind, ident.stage)].append(op)
+                self._visits[visit(kind, ident.stage, ident.micro_batch)].append(op)
+            elif ident.kind in ("DG", "AG", "UG", "SG", "AR"):
+                self._sums[ident.group].append(op)
+            elif ident.kind == "OP":
+                self._stepped[ident.group] = op
 
     def before(self, op: Op) -> list[Op]:
         """Raises ScheduleError: nothing makes what the op brings home, or a group is stepped in two places."""
-        word = op.id
-        match word.kind:
+        ident = op.id
+        match ident.kind:
             case "B" | "I" | "W":
-                first = self._by_id.get(word.of("I" if word.kind == "W" else "F"))
+                first = self._by_id.get(ident.of("I" if ident.kind == "W" else "F"))
                 return [first] if first else []
             case "DG" | "AG" | "UG" | "SG" | "AR":
-                if word.use:
+                if ident.use:
                     return []
-                return self._visits.get(word.visit, []) if word.visit else self._backwards(word.group)
-            case "OD" if word.group in self._stepped:
-                raise ScheduleError(f"op {op.id} steps what {self._stepped[word.group].id} steps, too", op=op.id)
+                return self._visits.get(ident.visit, []) if ident.visit else self._backwards(ident.group)
+            case "OD" if ident.group in self._stepped:
+                raise ScheduleError(f"op {op.id} steps what {self._stepped[ident.group].id} steps, too", op=op.id)
             case "MU" | "OP" | "OD" if self._left.isdisjoint(op.reads) and self._gradient_of(op):
-                sums = [other for other in self._sums[word.group] if self._same(word, other.id)]
-                return sums + self._backwards(word.group)
+                sums = [other for other in self._sums[ident.group] if self._same(ident, other.id)]
+                return sums + self._backwards(ident.group)
             case "WW" | "WS" | "UN":
-                return [self._maker(op, word.of("OP"))]
+                return [self._maker(op, ident.of("OP"))]
             case "WM":
-                return [self._maker(op, word.of("MU"))]
+                return [self._maker(op, ident.of("MU"))]
             case "GN":
-                return [self._maker(op, word.of("OD"))]
+                return [self._maker(op, ident.of("OD"))]
         return []
 
     def _gradient_of(self, op: Op) -> bool:

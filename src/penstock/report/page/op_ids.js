@@ -1,14 +1,14 @@
-// An op's id taken apart, and in plain words: the same words as penstock.schedule.op has.
+// An op's id taken apart, and said in a sentence: the ids of penstock.schedule.ir.ops.
 
-const WORD =
+const OP_ID =
   /^(?:([FBEIW]|[DWRUG]C|[SR][AD])(\d+)m(\d+)|([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?|(NORM|AN|CM))$/;
-const parsedWords = new Map();
+const parsedIds = new Map();
 
-function wordOf(id) {
-  let word = parsedWords.get(id);
-  if (word === undefined) {
-    const match = WORD.exec(id);
-    word = match
+function parseOpId(id) {
+  let parsed = parsedIds.get(id);
+  if (parsed === undefined) {
+    const match = OP_ID.exec(id);
+    parsed = match
       ? {
           kind: match[1] ?? match[4] ?? match[8],
           stage: match[2] === undefined ? -1 : Number(match[2]),
@@ -18,9 +18,9 @@ function wordOf(id) {
           visit: match[7] ?? "",
         }
       : { kind: "", stage: -1, microBatch: -1, group: -1, chunk: -1, visit: "" };
-    parsedWords.set(id, word);
+    parsedIds.set(id, parsed);
   }
-  return word;
+  return parsed;
 }
 
 const SENTENCES = {
@@ -73,19 +73,19 @@ const VISIT = /^([A-Z])(\d+)(?:m(\d+))?$/;
 const PASSES = { F: "forward", B: "backward", E: "last stage", I: "backward", W: "backward" };
 
 function describe(id) {
-  const word = wordOf(id);
-  const sentence = SENTENCES[word.kind];
+  const parsed = parseOpId(id);
+  const sentence = SENTENCES[parsed.kind];
   if (!sentence) return "";
-  const mb = word.microBatch < 0 ? "" : `, micro-batch ${word.microBatch}`;
-  const chunk = word.chunk < 0 ? "" : `, chunk ${word.chunk}`;
-  const visit = VISIT.exec(word.visit);
+  const mb = parsed.microBatch < 0 ? "" : `, micro-batch ${parsed.microBatch}`;
+  const chunk = parsed.chunk < 0 ? "" : `, chunk ${parsed.chunk}`;
+  const visit = VISIT.exec(parsed.visit);
   const purpose = visit
     ? `, for the ${PASSES[visit[1]] ?? visit[1]} of stage ${visit[2]}${visit[3] ? `, micro-batch ${visit[3]}` : ""}`
     : "";
   const owned = sentence.includes("{stage}'s");
   const text = sentence
-    .replace("{stage}", `stage ${word.stage}`)
-    .replace("{group}", `group ${word.group}`)
+    .replace("{stage}", `stage ${parsed.stage}`)
+    .replace("{group}", `group ${parsed.group}`)
     .replace("{mb}", mb)
     .replace("{for}", purpose);
   const rest = (sentence.includes("{mb}") ? "" : mb) + chunk;
