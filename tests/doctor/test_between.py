@@ -42,7 +42,7 @@ class OfTwo(Ranks):
     def __init__(self, **theirs: str) -> None:
         self._theirs = theirs
 
-    def told(self, what: str, value: T) -> list[T]:
+    def gather_objects(self, what: str, value: T) -> list[T]:
         assert isinstance(value, dict)
         return [value, value | self._theirs]  # type: ignore[list-item]
 

@@ -76,7 +76,7 @@ class Thread(Ranks):
         self._deaf = deaf
         self._elsewhere = elsewhere
 
-    def told(self, what: str, value: T) -> list[T]:
+    def gather_objects(self, what: str, value: T) -> list[T]:
         self.check()
         self._meeting.said[self.rank] = (what, value)
         try:

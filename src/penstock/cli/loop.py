@@ -65,7 +65,9 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
         steps = stack.enter_context(closing(stretch.train.steps(engine.position)))
         for index, data in zip(range(first, config.step_count), steps, strict=False):
             stats = engine.step(data.micro_batches, position={**data.position, **account.beside()})
-            stats = replace(stats, bytes_written=sum(stretch.ranks.told("bytes written", stats.bytes_written)))
+            stats = replace(
+                stats, bytes_written=sum(stretch.ranks.gather_objects("bytes written", stats.bytes_written))
+            )
             _check_labels(stats)
             stop.interrupt.leave_lost_terminal()
             scheduler.step()
@@ -97,7 +99,7 @@ class _Stop:
         self.code = 0
 
     def asked(self) -> bool:
-        self.code = self.code or max(self._ranks.told("end", self.interrupt.exit_code))
+        self.code = self.code or max(self._ranks.gather_objects("end", self.interrupt.exit_code))
         return self.code != 0
 
 

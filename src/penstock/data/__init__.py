@@ -7,7 +7,7 @@
     blocks                                files that are compared with checksums as they are read
     pieces, packing, mixture, rows        documents to sequences: cut, packed, and in which order
     stream, streamed, batches, ahead      sequences from a position on, to micro-batches, in a thread of their own
-    opening, told                         from settings to all of this, and what was read in words
+    opening, summary                      from settings to all of this, and the lines that say what was read
 
 May import: ``errors``, ``files``, ``documents``, ``compat``, ``config``, ``tape``.
 """

@@ -123,7 +123,7 @@ def other_bits(ranks: Ranks) -> tuple[str, ...]:
     Ranks may, where one has other kernels or threads than another: an environment of its own is enough.
     """
     digests = agreement.digests(torch.get_num_threads()) | {"product": _product()}
-    found = ranks.told("bits", digests)
+    found = ranks.gather_objects("bits", digests)
     return tuple(name for name in digests if len({theirs[name] for theirs in found}) > 1)
 
 
@@ -160,16 +160,16 @@ def _calls(ranks: Ranks, one: Callable[[], object], seconds: float) -> int:
     began = time.perf_counter()
     one()
     took = time.perf_counter() - began
-    return max(2, round(seconds / max(ranks.told("seconds", took))))
+    return max(2, round(seconds / max(ranks.gather_objects("seconds", took))))
 
 
 def _each(ranks: Ranks, one: Callable[[], object], calls: int) -> float:
     """Seconds of a call, of the slowest rank."""
-    ranks.told("start", None)
+    ranks.gather_objects("start", None)
     began = time.perf_counter()
     for _ in range(calls):
         one()
-    return max(ranks.told("seconds", (time.perf_counter() - began) / calls))
+    return max(ranks.gather_objects("seconds", (time.perf_counter() - began) / calls))
 
 
 def _beside(
@@ -185,11 +185,11 @@ def _beside(
             ends.append(time.perf_counter())
 
     thread = threading.Thread(target=repeat, daemon=True)
-    ranks.told("start", None)
+    ranks.gather_objects("start", None)
     thread.start()
     try:
         time.sleep(seconds)
-        ranks.told("alone", None)
+        ranks.gather_objects("alone", None)
         before = time.perf_counter()
         took = _each(ranks, one, calls)
         after = time.perf_counter()
@@ -200,7 +200,7 @@ def _beside(
     beside = [end for end in ends if before < end <= after]
     pace = _pace(alone), _pace(beside)
     found = pace[1] / pace[0] if all(pace) else 1.0
-    return took, statistics.mean(ranks.told("slower", found))
+    return took, statistics.mean(ranks.gather_objects("slower", found))
 
 
 def _pace(ends: Sequence[float]) -> float:
@@ -215,7 +215,7 @@ def main(words: Sequence[str]) -> None:
     try:
         with ranks.together():
             found = look(ranks, seconds, rounds)
-            ranks.told("end", None)
+            ranks.gather_objects("end", None)
     finally:
         ranks.close()
     print(json.dumps(asdict(found)), flush=True)

@@ -14,13 +14,16 @@ from penstock.schedule.ir.lanes import Lane
 
 LEAST = 0.03
 """Slow-downs below this are left out: repeated measurements differ by as much."""
-_TOLD = ({"h2d", "d2h"}, {"read", "write"})
+_BY_THE_RATES = ({"h2d", "d2h"}, {"read", "write"})
+"""Pairs whose slow-down the rates say: those of both directions at once."""
 
 
 def pairs(lanes: Mapping[Lane, Load], *, gpu: bool) -> list[tuple[Lane, Lane]]:
     """The pairs to measure, each once."""
     return [
-        (a, b) for a, b in itertools.combinations(lanes, 2) if {a, b} not in _TOLD and not (gpu and "compute" in (a, b))
+        (a, b)
+        for a, b in itertools.combinations(lanes, 2)
+        if {a, b} not in _BY_THE_RATES and not (gpu and "compute" in (a, b))
     ]
 
 

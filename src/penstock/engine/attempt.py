@@ -146,7 +146,9 @@ class Attempt:
         self.runner.run(search, self.micro_batches, self.loss_weights)
         first = self.resources.ranks.rank * len(self.micro_batches)
         mine = None if search.found is None else replace(search.found, micro_batch=first + search.found.micro_batch)
-        found = [one for one in self.resources.ranks.told("gradient that is not finite", mine) if one is not None]
+        found = [
+            one for one in self.resources.ranks.gather_objects("gradient that is not finite", mine) if one is not None
+        ]
         self.non_finite = min(found, key=lambda one: (-one.stage, one.micro_batch), default=None)
         self.resources.buffers.put_back(self.before)
         if not self.skips:
@@ -187,7 +189,7 @@ class Attempt:
             step=context.step,
             loss=batch.mean_loss(self.loss_weights, self.losses, ranks),
             grad_norm=context.norm,
-            tokens=sum(ranks.told("tokens", sum(batch.tokens(mb) for mb in self.micro_batches))),
+            tokens=sum(ranks.gather_objects("tokens", sum(batch.tokens(mb) for mb in self.micro_batches))),
             seconds=time.perf_counter() - self.began,
             lr=float(hypers[0].lr) if hypers else 0.0,
             clipped=context.clip is not None and not self.skipped and context.norm > context.clip,

@@ -146,7 +146,7 @@ def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | 
 def mean_loss(weights: Sequence[float], losses: Sequence[float], ranks: Ranks) -> float:
     """The weighted sum of all micro-batches' losses, added up as one list whoever has computed them."""
     terms = [weight * loss for weight, loss in zip(weights, losses, strict=True)]
-    return math.fsum(term for by_rank in ranks.told("losses", terms) for term in by_rank)
+    return math.fsum(term for by_rank in ranks.gather_objects("losses", terms) for term in by_rank)
 
 
 def tokens(micro_batch: MicroBatch) -> int:

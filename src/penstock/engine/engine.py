@@ -156,7 +156,7 @@ class Engine:
         given = self._given("step", micro_batches, loss_weights)
         runner = self._planning.runner_for(micro_batches, train=True)
         flops = self._planning.flops_of(micro_batches)  # now: a loss may write into a micro-batch
-        flops = math.fsum(self._ranks.told("FLOP", flops))
+        flops = math.fsum(self._ranks.gather_objects("FLOP", flops))
         weights = given or self._planning.labels.weights(micro_batches, self._ranks)
         self._durability.check_written()
         scratch = runner.scratch_written
@@ -258,7 +258,9 @@ class Engine:
             losses = runner.run(
                 context, batch.all_to_device(micro_batches, self.device, self._resources.dtype), weights
             )
-            failures = self._ranks.told("losses that are no numbers", context.failure and str(context.failure))
+            failures = self._ranks.gather_objects(
+                "losses that are no numbers", context.failure and str(context.failure)
+            )
             for rank, failure in enumerate(failures):
                 if failure is not None:
                     raise context.failure or NonFiniteError(f"rank {rank}: {failure}")
@@ -388,7 +390,7 @@ class Engine:
 
     def _restore(self, snapshot: snapshots.Saved) -> Event:
         snapshots.restore(snapshot, self._resources.arrays, self._resources.buffers)
-        self._ranks.told("restored state", None)  # which is that of one step once all have theirs
+        self._ranks.gather_objects("restored state", None)  # which is that of one step once all have theirs
         self._progress.adopt(snapshot.meta)
         for mine, saved in zip(self.optimizer.param_groups, snapshot.meta["param_groups"], strict=True):
             mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})

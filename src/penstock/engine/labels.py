@@ -94,7 +94,7 @@ class LabelCount:
         for m, count in enumerate(counts):
             if count == 0:
                 raise ModelError(f"micro-batch {m} has no label that counts: leave it out of the step")
-        of_all = [count for by_rank in ranks.told("labels", counts) for count in by_rank]
+        of_all = [count for by_rank in ranks.gather_objects("labels", counts) for count in by_rank]
         total, known = sum(count or 0 for count in of_all), [count for count in counts if count is not None]
         if None in of_all:
             return [1.0 / len(of_all)] * len(counts)
@@ -102,7 +102,9 @@ class LabelCount:
 
     def agree(self, ranks: Ranks) -> None:
         """Let all ranks know what any has found out; where several have, the lowest one's finding counts."""
-        self.known = next((known for known in ranks.told("way of labels", self.known) if known is not None), None)
+        self.known = next(
+            (known for known in ranks.gather_objects("way of labels", self.known) if known is not None), None
+        )
 
     def _found(self, labels: torch.Tensor, seen: Sequence[Compared], loss: float | None) -> Counted | None:
         ways: dict[Counted, torch.Tensor] = {

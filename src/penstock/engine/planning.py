@@ -103,7 +103,7 @@ class Planning:
         self._asked = settings
         self._schedule = settings.schedule
         ranks, whole = resources.ranks, resources.machine
-        threads = max(ranks.told("threads", resources.threads))
+        threads = max(ranks.gather_objects("threads", resources.threads))
         self._machine = None if whole is None else of_each_rank(whole, ranks.size, threads)
         """the machine as each rank sees it, corrected by what steps have shown; None: nothing is predicted"""
         follows = settings.follows_machine and self._machine is not None
@@ -133,10 +133,10 @@ class Planning:
         if train:
             self.changed = None
         seen = self._following.take() if train and self._following is not None else None
-        told = ranks.told("plan", (ready is not None and ready.covers(shapes), seen))
-        if ready is not None and all(covered for covered, _ in told):
+        gathered = ranks.gather_objects("plan", (ready is not None and ready.covers(shapes), seen))
+        if ready is not None and all(covered for covered, _ in gathered):
             if train and self._following is not None:
-                ready = self._follow(self._following, ready, [step for _, step in told])
+                ready = self._follow(self._following, ready, [step for _, step in gathered])
             return self._use(ready) if self._before is None or not train else self._use_changed(ready, self._before)
         self._before = None
         ranks.agree("number of micro-batches", len(micro_batches))
@@ -251,7 +251,7 @@ class Planning:
             self._use(ready)
         except (StoreError, BudgetError, MemoryError, OSError, torch.OutOfMemoryError) as error:
             failure = error
-        failures = self._shared.ranks.told("changed plan", failure and str(failure))
+        failures = self._shared.ranks.gather_objects("changed plan", failure and str(failure))
         said = next((said for said in failures if said is not None), None)
         if said is not None:
             log.warning("the plan is not changed, as the other one cannot be had: %s", said)
@@ -346,7 +346,9 @@ class Planning:
 
     def _join_ranks(self, probed: Sequence[Probed]) -> tuple[Stage, ...]:
         """Stages that have room for every rank's micro-batches. What their tape has to know is each rank's own."""
-        found = self._shared.ranks.told("stages", [(p.stages, [fact.offload for fact in p.facts]) for p in probed])
+        found = self._shared.ranks.gather_objects(
+            "stages", [(p.stages, [fact.offload for fact in p.facts]) for p in probed]
+        )
         others = [both for by_rank in found for both in by_rank]
         unknown = StageFacts(site=None, call=Facts(), offload=())
         known = [tuple(replace(unknown, offload=places) for places in offloads) for _, offloads in others]
@@ -359,7 +361,7 @@ class Planning:
             groups=tuple(self._shared.share.part(g.spec) for g in self._shared.groups), stages=tuple(stages)
         )
         asked = self._asked
-        inputs = ranks.told("inputs", len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches))
+        inputs = ranks.gather_objects("inputs", len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches))
         speculate, own = asked.steps_early(asked.budget), train and isinstance(self._schedule, Schedule)
         if speculate is None and not own and self._shared.machine is None and self._repeats > _OFTEN:
             speculate = False  # there is no profile to tell what a step and what waiting costs
@@ -379,7 +381,7 @@ class Planning:
 
     def _times(self, own: Sequence[StageTimes | None]) -> StageTimes | None:
         """Times of the stages on the slowest rank, while all compute: each was measured while the others waited."""
-        slowest = slowest_of(self._shared.ranks.told("stage times", slowest_of(own)))
+        slowest = slowest_of(self._shared.ranks.gather_objects("stage times", slowest_of(own)))
         if slowest is None or self._shared.ranks.size == 1:
             return slowest
         return StageTimes(
@@ -411,7 +413,7 @@ class Planning:
                 found = self._best(request, times).settings
             except (BudgetError, ConfigError) as error:
                 found = type(error)(str(error))
-        found = self._shared.ranks.told("settings of the plan", found)[0]
+        found = self._shared.ranks.gather_objects("settings of the plan", found)[0]
         if not isinstance(found, Settings):
             assert found is not None
             raise self._shared.ranks.of_all(found)

@@ -146,7 +146,7 @@ def _machine_of_all(
             found.name,
         )
         found = None
-    return ranks.told("machine", found)[0]
+    return ranks.gather_objects("machine", found)[0]
 
 
 def _machine(

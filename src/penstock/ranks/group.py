@@ -55,7 +55,7 @@ class Ranks:
         """Send row r of ``into`` [size, n] to rank r, and fill row r of ``out`` with what that sends to this one."""
         out.copy_(into)
 
-    def told(self, what: str, value: T) -> list[T]:
+    def gather_objects(self, what: str, value: T) -> list[T]:
         """The values of all ranks, by rank: small ones that pickle. ``what`` names them, the same on each rank.
 
         Raises:
@@ -66,15 +66,15 @@ class Ranks:
     def once(self, what: str, work: Callable[[], T]) -> T:
         """The result of ``work``, which rank 0 does for all: each gets it, a small value that pickles."""
         found = work() if self.rank == 0 else None
-        return cast(T, self.told(what, found)[0])
+        return cast(T, self.gather_objects(what, found)[0])
 
     def after_first(self, what: str, work: Callable[[], T]) -> T:
         """This rank's result of ``work``, which all ranks do, rank 0 before the others: they find what it has made."""
         if self.rank == 0:
             found = work()
-            self.told(what, None)
+            self.gather_objects(what, None)
             return found
-        self.told(what, None)
+        self.gather_objects(what, None)
         return work()
 
     def jointly(self, what: str, work: Callable[[], T]) -> T:
@@ -91,7 +91,7 @@ class Ranks:
                 found.append(work())
             except (StoreError, ConfigError) as error:
                 own = error
-            failures = self.told(what, None if own is None else (type(own), str(own)))
+            failures = self.gather_objects(what, None if own is None else (type(own), str(own)))
             if own is not None:
                 raise self.of_all(own)
             for rank, failure in enumerate(failures):
@@ -156,11 +156,11 @@ class Ranks:
         Raises:
             ConfigError: they have not, on each of them, in the same words.
         """
-        self._compare(what, self.told(what, value))
+        self._compare(what, self.gather_objects(what, value))
 
     def agree_on_each(self, settings: Mapping[str, Any]) -> None:
         """The same of each of some settings, of which all ranks have the same ones."""
-        found = self.told("settings", dict(settings))
+        found = self.gather_objects("settings", dict(settings))
         for what in settings:
             self._compare(what, [theirs[what] for theirs in found])
 
@@ -202,7 +202,7 @@ class Together(Ranks):
         self._watch = Watch(store, self.rank, [place for place, _ in found])
         self._members, self._device = members, device
         try:
-            self._words = self._join(members, "gloo", device)
+            self._control = self._join(members, "gloo", device)
             self._data = self._join(members, dist.get_default_backend_for_device(device), device)
         except BaseException as error:
             self._watch.tell(error)
@@ -210,7 +210,7 @@ class Together(Ranks):
 
     def beside(self) -> Ranks:
         other = copy(self)
-        other._words = self._join(self._members, "gloo", self._device)
+        other._control = self._join(self._members, "gloo", self._device)
         return other
 
     def _join(self, members: Sequence[int], backend: str, device: torch.device) -> "dist.ProcessGroup":
@@ -242,13 +242,13 @@ class Together(Ranks):
         work = dist.all_to_all_single(out.view(-1), into.view(-1), group=self._data, async_op=True)
         self._wait(work, out, into)
 
-    def told(self, what: str, value: T) -> list[T]:
+    def gather_objects(self, what: str, value: T) -> list[T]:
         text = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
         sizes = torch.empty(self.size, dtype=torch.int64)
-        self._gather_words(sizes, torch.tensor([text.numel()]))
+        self._gather_control(sizes, torch.tensor([text.numel()]))
         longest = int(sizes.max())
         texts = torch.empty(self.size, longest, dtype=torch.uint8)
-        self._gather_words(texts.view(-1), torch.nn.functional.pad(text, (0, longest - text.numel())))
+        self._gather_control(texts.view(-1), torch.nn.functional.pad(text, (0, longest - text.numel())))
         found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(texts, sizes.tolist(), strict=True)]
         for other, (theirs, _) in enumerate(found):
             if theirs != what:
@@ -258,12 +258,12 @@ class Together(Ranks):
                 )
         return [said for _, said in found]
 
-    def _gather_words(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        self._gather(out, part, self._words)
+    def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        self._gather(out, part, self._control)
 
     def lend(self, tensor: torch.Tensor, owner: int) -> None:
-        source = dist.get_global_rank(self._words, owner)
-        self._wait(dist.broadcast(tensor, source, group=self._words, async_op=True), tensor)
+        source = dist.get_global_rank(self._control, owner)
+        self._wait(dist.broadcast(tensor, source, group=self._control, async_op=True), tensor)
 
     @property
     def failure(self) -> RankError | None:

@@ -112,7 +112,7 @@ class Commits:
         with self.ranks.together():
             paths, stores = self._budget.disk_paths, self._settled()
             facts = facts_of(paths) if Store.exists(paths) else None
-            found = self.ranks.told("store", (facts is not None, facts is None or facts.untouched))
+            found = self.ranks.gather_objects("store", (facts is not None, facts is None or facts.untouched))
             if all(there for there, _ in found):
                 return self._found(model, io_threads, stores)
             if facts is None and not all(untouched for _, untouched in found):
@@ -122,7 +122,7 @@ class Commits:
                 check_owner(facts.owner, self._owner, str(paths[0]))
                 Store.delete(paths, only=lambda facts: facts.untouched)
             if self.ranks.size > 1:
-                model["world"] = self.ranks.told("world", uuid.uuid4().hex)[0]
+                model["world"] = self.ranks.gather_objects("world", uuid.uuid4().hex)[0]
                 for path in paths:  # what the budget names, in which each rank has a folder
                     make_directory(path.parent)
             return self._made(layout, model, io_threads), None
@@ -143,10 +143,12 @@ class Commits:
         # Each looks at its own: those of the others need not be within reach where nothing is converted.
         look = partial(successor.decided, [paths])
         under_way = self.ranks.jointly("look at the stores", look) is not None
-        told = self.ranks.told("directories of the stores", (tuple(path.resolve() for path in paths), under_way))
-        stores: list[Sequence[Path]] = [there for there, _ in told]
+        gathered = self.ranks.gather_objects(
+            "directories of the stores", (tuple(path.resolve() for path in paths), under_way)
+        )
+        stores: list[Sequence[Path]] = [there for there, _ in gathered]
         stores[self.ranks.rank] = paths  # as they were given
-        if any(counts for _, counts in told):
+        if any(counts for _, counts in gathered):
             settle = partial(successor.settle, stores) if self.ranks.rank == 0 else lambda: None
             self.ranks.jointly("stores in their place", settle)
         return stores
@@ -168,7 +170,7 @@ class Commits:
                 require_like_but_for_form(store, model)
             else:
                 store.require_model(model)
-            newest = self.ranks.told("last commit", store.commits.sequence)
+            newest = self.ranks.gather_objects("last commit", store.commits.sequence)
             if store.commits.sequence > min(newest):
                 store.take_back(min(newest))
             record = store.last_commit()

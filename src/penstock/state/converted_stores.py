@@ -57,9 +57,9 @@ def convert_stores(
     """
     record = renumbered(record, store.model, model, f"the last commit in {store.paths[0]}")
     if ranks.size > 1:
-        model = {**model, "world": ranks.told("world of the converted state", uuid.uuid4().hex)[0]}
-    identities = ranks.told("directories of the state", [_identity(path) for path in store.paths])
-    commits = ranks.told("last commits of the state", store.commits.sequence)
+        model = {**model, "world": ranks.gather_objects("world of the converted state", uuid.uuid4().hex)[0]}
+    identities = ranks.gather_objects("directories of the state", [_identity(path) for path in store.paths])
+    commits = ranks.gather_objects("last commits of the state", store.commits.sequence)
     if ranks.rank == 0:
         _say(store, model, ranks.size)
     own_is_whole = False

@@ -74,7 +74,7 @@ def save(
     with ExitStack() as undo:
         place = ranks.jointly("place of the snapshot", lambda: _place(path, layout, undo, ranks, overwrite=overwrite))
         found = None if place is None else (place.partial, uuid.uuid4().hex)
-        found = ranks.told("folder of the snapshot", found)[0]
+        found = ranks.gather_objects("folder of the snapshot", found)[0]
         assert found is not None, "the first rank has made one"
         folder, name = found
         own = part_folder(folder, ranks.rank)

@@ -73,13 +73,13 @@ def _require_part(path: Path, model: Mapping[str, Any], rank: int, ranks: int, *
     wanted = rank, ranks, whole and ranks > 1
     if had != wanted:
         raise StoreError(
-            f"{path} has {_told(*had)}, and what is asked for is {_told(*wanted)}: go on with as many ranks "
+            f"{path} has {_described(*had)}, and what is asked for is {_described(*wanted)}: go on with as many ranks "
             "as the run began with, with stage=0 if it had that and else without, on the same directories in the same "
             "order"
         )
 
 
-def _told(rank: int, ranks: int, whole: bool) -> str:
+def _described(rank: int, ranks: int, whole: bool) -> str:
     if ranks == 1:
         return "all of the state, of one process"
     return f"{'all of the state, as' if whole else 'the part of'} rank {rank} of {ranks}"

@@ -326,14 +326,16 @@ def _cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     if dtype.is_floating_point and cast.dtype != values.dtype and not bool(cast.isfinite().all()):
         where = cast.isfinite().logical_not_()
         worst = values[where].flatten()[0].item()
-        raise ModelError(f"{name} has {worst:g}, which is too large for {shell.word(dtype)}: export in bf16 or fp32")
+        raise ModelError(
+            f"{name} has {worst:g}, which is too large for {shell.dtype_name(dtype)}: export in bf16 or fp32"
+        )
     return cast
 
 
 def _write_config(folder: Path, source: Source, dtype: torch.dtype) -> None:
     """As ``save_pretrained`` does."""
     config = deepcopy(source.config)
-    config.dtype = shell.word(dtype)
+    config.dtype = shell.dtype_name(dtype)
     config.architectures = [source.cls.__name__]
     config.save_pretrained(folder)
 

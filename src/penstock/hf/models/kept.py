@@ -87,7 +87,7 @@ def _runs_code(model: Any) -> bool:
 def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype) -> None:
     """As ``save_pretrained`` of a model in ``dtype`` does."""
     own = deepcopy(config)
-    own.dtype = shell.word(dtype)
+    own.dtype = shell.dtype_name(dtype)
     own.architectures = [type(model).__name__]
     own.save_pretrained(folder)
 

@@ -74,7 +74,8 @@ def load(
     )
     if dtype not in _TRAINABLE:
         raise ConfigError(
-            f"{folder / CONFIG}: dtype is {shell.word(dtype)}, and its files are not: write the one that they are in"
+            f"{folder / CONFIG}: dtype is {shell.dtype_name(dtype)}, and its files are not: write the one that they "
+            "are in"
         )
     _like_loaded(model, folder, dtype, weights)
     start.expect_weights(model, f"the weights in {folder} (loaded.weights, of what penstock.hf.load has returned)")
@@ -147,8 +148,9 @@ class FolderWeights:
             kinds = _TRAINABLE if wanted.is_floating_point() else (wanted.dtype,)
             if made.dtype not in kinds:
                 raise ConfigError(
-                    f"{source.file}: {source.name} is {shell.word(made.dtype)}, and the model's {target} is "
-                    f"{shell.word(wanted.dtype)}: if it is quantised, dequantise the model with transformers first"
+                    f"{source.file}: {source.name} is {shell.dtype_name(made.dtype)}, and the model's {target} is "
+                    f"{shell.dtype_name(wanted.dtype)}: if it is quantised, dequantise the model with transformers "
+                    "first"
                 )
 
     def _check_names(self, state: Mapping[str, torch.Tensor], unknown: Iterable[str]) -> None:

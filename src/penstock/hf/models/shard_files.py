@@ -22,7 +22,7 @@ from penstock.hf.models.shards import DTYPES
 from penstock.store import packed
 from penstock.store.packed import store_error
 
-_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = tuple(reversed(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")))
 """The order of dtypes within a file."""
 
@@ -38,13 +38,13 @@ class Layout:
 
 def lay_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
     """The layout of a file of some tensors, here on the meta device."""
-    words = {name: _WORDS[t.dtype] for name, t in tensors.items()}
+    dtypes = {name: _NAMES[t.dtype] for name, t in tensors.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
-    for name in sorted(tensors, key=lambda name: (_ORDER.index(words[name]), name)):
+    for name in sorted(tensors, key=lambda name: (_ORDER.index(dtypes[name]), name)):
         tensor, offsets[name] = tensors[name], end
         end += tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": words[name], "shape": list(tensor.shape), "data_offsets": [offsets[name], end]}
+        header[name] = {"dtype": dtypes[name], "shape": list(tensor.shape), "data_offsets": [offsets[name], end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)

@@ -130,7 +130,7 @@ def parts(config: Any) -> list[Any]:
     return [config, *(part for part in within if part is not None)]
 
 
-def word(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as a configuration names it."""
     return str(dtype).removeprefix("torch.")
 
