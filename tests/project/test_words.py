@@ -8,7 +8,8 @@ import penstock
 SOURCES = {path: path.read_text(encoding="utf-8") for path in Path(penstock.__file__).parent.rglob("*.py")}
 ENGINE = {"planner", "schedule", "runtime", "state", "engine", "shape", "sim", "report", "store"}
 """Rooms that save activations, and that know no library's checkpoints, which are saved models."""
-_ELLIPSIS = re.compile(r'"""(whether|what|that|which|of|who) .*|"""(Whether|What|That|Which) .*')
+_ASKS = "whether|what|that|which|who|where|how|why|when"
+_ELLIPSIS = re.compile(rf'"""((?i:{_ASKS})|of|(In|Into|By|From|At|On|Of) (?:{_ASKS})) .*')
 
 
 def test_a_saved_activation_is_not_called_a_checkpoint() -> None:

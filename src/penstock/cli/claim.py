@@ -1,4 +1,4 @@
-"""Who may train in a run's folder, and what a start finds there.
+"""The claim of a start to train in a run's folder, by what it finds there.
 
     start        finds                                       and
     new          nothing                                     begins

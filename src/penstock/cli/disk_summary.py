@@ -21,7 +21,7 @@ def space(budget: Budget, ranks: int) -> str:
 
 
 def _shares(budget: Budget, ranks: int) -> str:
-    """In which proportion the stores have their drives, where it is not evenly."""
+    """The proportion in which stores are striped over their drives; empty where that is even."""
     found = dict.fromkeys(Manifest.read(paths[0]).weights for paths in budget.stores(ranks))
     words = [in_proportion(weights) for weights in found if weights]
     return f", striped {' and '.join(words)}" if words else ""
@@ -72,7 +72,7 @@ def gain_of_none(weighed: Weighed, durability: Durability) -> str | None:
 
 
 def reason(weighed: Weighed) -> str:
-    """Why a plan that was free to choose keeps state in memory."""
+    """The reason that a plan which was free to choose keeps state in memory."""
     if weighed.step is None or weighed.interval is None:
         return "with durable steps it does not fit"
     return f"durable steps (budget.durability step) would take ~{weighed.step / weighed.interval - 1:.0%} longer"

@@ -194,7 +194,7 @@ def _drives(drives: Sequence[Drive]) -> Iterator[str]:
 
 
 def _contention(machine: Machine) -> Iterator[str]:
-    """How many times longer work of a lane takes while another lane is busy all the time."""
+    """A table of how many times as long a lane's work takes while another lane is busy all the time."""
     slower = {tuple(pair.split("+")): 1 + value for pair, value in machine.contention.items()}
     lanes = [lane for lane in ("compute", "cpu", "h2d", "d2h", "read", "write") if any(lane in p for p in slower)]
     yield f"  {'takes longer beside':<22}" + "".join(f"{lane:>9}" for lane in lanes)

@@ -1,4 +1,4 @@
-"""How durable a run is: settled before it begins, written into its settings, and the same until its last step."""
+"""The durability of a run: settled before it begins, written into its settings, and the same until its last step."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def with_durability(
 
 
 def in_words(config: TrainConfig, weighed: Weighed | None) -> str:
-    """Why a run is as durable as it is, and what giving that up would gain; begins with a semicolon, or is empty."""
+    """The reason for a run's durability, and the gain of giving that up; begins with a semicolon, or is empty."""
     durability = config.budget.durability
     if weighed is None or durability is None:
         return ""

@@ -108,7 +108,7 @@ def _step(f: Forecast) -> Iterator[str]:
 
 
 def _update_modes(report: PlanReport) -> Iterator[str]:
-    """How the step comes to its numbers, where there is a norm to wait for or a delay."""
+    """The plan's update mode beside others, where there is a norm to wait for, and what a delay gains."""
     found = report.alternatives
     if found.others or report.forecast.task.needs_norm:
         yield f"{'until the norm is known':<34}{'a step':>10}{'gradients held':>17}{'disk a step':>14}"
@@ -311,7 +311,7 @@ def _flops(rate: float) -> str:
 
 
 def _profile(machine: Machine) -> str:
-    """Where a machine's figures are from, from when, and beside what they were measured."""
+    """The source and the time of a machine's figures, and the load beside which they were measured."""
     where = f": {machine.file}" if machine.file else ""
     if machine.measured is None:
         return (machine.source or "does not tell when it was measured") + where

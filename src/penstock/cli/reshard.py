@@ -152,7 +152,7 @@ def _without_stores(folder: Path, config: TrainConfig, ranks: int) -> str:
 
 
 def _strands(arguments: Arguments, config: TrainConfig, had: int) -> int:
-    """How many strands the run has from now on.
+    """The number of strands that the run has from now on.
 
     Raises:
         ConfigError: the ranks cannot share them, or they cannot be dealt a step's micro-batches.
@@ -218,7 +218,7 @@ def _clear(staged: Sequence[Sequence[Path]]) -> None:
 
 
 def _staged(config: TrainConfig, ranks: int, record: RunRecord) -> list[list[Path]]:
-    """Where new stores are written: in the directories that the budget names, on the drives where they belong."""
+    """The directories that new stores are written in: on the drives that the budget names for each."""
     stores, folder = config.budget.stores(ranks), f"{_STAGED}{record.owner.id[:8]}"
     return [[_base(path) / folder / f"rank-{rank}" for path in paths] for rank, paths in enumerate(stores)]
 

@@ -96,7 +96,7 @@ def step_kept(folder: Path) -> int | None:
 
 
 def strands_kept(folder: Path) -> int | None:
-    """In how many strands gradients were summed up to the newest snapshot; None: there is none.
+    """The number of strands that gradients were summed in up to the newest snapshot; None: there is none.
 
     Raises:
         StoreError: it does not say.

@@ -1,4 +1,4 @@
-"""How a run's batch is cut into micro-batches: settled before its first step, and the same until its last.
+"""The cut of a run's batch into micro-batches: settled before its first step, and the same until its last.
 
 The numbers of a run depend on the cut (each micro-batch's loss is a mean of its own, rounded), so it is part of what a
 run is: it is written into the run's settings, and a resumed run takes it from there.
@@ -74,7 +74,7 @@ def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
 
 
 def dealt(count: int, what: str, ranks: int, advice: str) -> int:
-    """How many of a step's ``count`` each of the ranks has. ``advice``: what to do where that cannot be.
+    """The part of a step's ``count`` that each of the ranks has. ``advice``: what to do where that cannot be.
 
     Raises:
         ConfigError: they cannot all have as many.
@@ -93,7 +93,7 @@ def other_batch(ranks: int, size: int) -> str:
 def cut_batch(
     config: TrainConfig, schedule: str | Schedule, machine: Machine | None, kind: DeviceKind, ranks: int = 1
 ) -> Cut:
-    """How a step's sequences are cut, for as many micro-batches on each of the ``ranks``. ``machine``: to predict for;
+    """The cut of a step's sequences, with as many micro-batches on each of the ``ranks``. ``machine``: to predict for;
     ``kind``: of the device that computes.
 
     Raises:

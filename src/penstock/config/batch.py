@@ -1,4 +1,4 @@
-"""How much a step is trained on: the global batch, which the plan cuts into micro-batches."""
+"""Settings of the global batch, which a step is trained on and which is cut into micro-batches."""
 
 from dataclasses import dataclass
 

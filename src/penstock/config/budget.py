@@ -1,4 +1,4 @@
-"""How much memory a run may take, where the rest goes, and how durable it is."""
+"""Settings of the memory that a run may take, of the disk that has the rest, and of its durability."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ INTERVAL = "5min"
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much memory of each tier training may take, and where on disk the rest goes.
+    """The memory of each tier that training may take, and the directories on disk that have the rest.
 
     | field | meaning |
     |---|---|

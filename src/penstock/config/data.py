@@ -231,7 +231,7 @@ class DataConfig:
 
     @property
     def training(self) -> TokenizerTrainingConfig | None:
-        """How the tokenizer is trained; None: it exists."""
+        """Settings of the training of a tokenizer; None: it exists."""
         return self.tokenizer.train if isinstance(self.tokenizer, TokenizerConfig) else None
 
     @property

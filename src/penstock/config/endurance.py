@@ -1,4 +1,4 @@
-"""How much a run may write to its drives, which wear by it."""
+"""Limit on what a run may write to its drives, which wear by it."""
 
 from dataclasses import dataclass
 from functools import cached_property

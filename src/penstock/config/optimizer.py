@@ -13,7 +13,7 @@ OptimizerName = Literal["adamw", "adam", "sgd", "lion", "muon"]
 Moments = Literal["fp32", "bf16", "int8"]
 """The form that an optimizer's moments are kept in."""
 AdjustLr = Literal["original", "match_rms_adamw"]
-"""How Muon's learning rate follows a matrix's shape."""
+"""Rules by which Muon's learning rate follows a matrix's shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def check_muon(prefix: str, momentum: float | None, ns_steps: int | None, elemen
 
 @dataclass(frozen=True, kw_only=True)
 class Orthogonal:
-    """How updates of matrices are made orthogonal. ``steps``: of the Newton-Schulz iteration. ``elementwise``: a
+    """The rule that makes updates of matrices orthogonal. ``steps``: of the Newton-Schulz iteration. ``elementwise``: a
     regular expression that finds the names of matrices that are AdamW's all the same."""
 
     steps: int

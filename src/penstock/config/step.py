@@ -1,4 +1,4 @@
-"""How a step comes to its numbers: asked for alike by the file, by flags, ``wrap``, other libraries' loops and plans.
+"""Settings of a step, the same in the file, in flags, in ``wrap``, in other libraries' loops and in plans.
 
 A new setting of steps is one field here, with its row in the table and its check. Everything that takes a step's
 settings takes these classes, or a class of its own that adds to them.
@@ -25,7 +25,7 @@ _DEFAULT: Mapping[str, Precision] = {"cpu": "fp32", "cuda": "bf16"}
 
 
 def parts_of(stage: ZeroStage | None, ranks: int) -> int:
-    """Into how many parts so many ranks cut the state, of which each has one; 1: each has all of it."""
+    """The number of parts that so many ranks cut the state into, of which each has one; 1: each has all of it."""
     return 1 if stage == 0 else ranks
 
 
@@ -65,7 +65,7 @@ class StreamConfig:
             raise ConfigError(f"strands={self.strands}: must be from 1 to {STRANDS}")
 
     def parts(self, ranks: int) -> int:
-        """Into how many parts so many ranks cut the state."""
+        """The number of parts that so many ranks cut the state into."""
         return parts_of(self.stage, ranks)
 
     def steps_early(self, budget: Budget) -> bool | None:

@@ -20,8 +20,8 @@ ROLES: Mapping[str, str] = {
     **dict.fromkeys(("tool", "observation", "tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
-"""Who speaks in ShareGPT's form, in small letters. ``call``: the assistant, who calls tools. ``function`` is a call to
-some and a result to others, so it is not here."""
+"""Roles by ShareGPT's names of speakers, in small letters. ``call``: the assistant, who calls tools. ``function`` is a
+call to some and a result to others, so it is not here."""
 
 
 def messages_of(example: Example, field: str) -> list[Message]:

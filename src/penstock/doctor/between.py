@@ -155,7 +155,8 @@ def _exchanging(ranks: Ranks, numel: int) -> Callable[[], None]:
 
 
 def _calls(ranks: Ranks, one: Callable[[], object], seconds: float) -> int:
-    """How many calls take that long, after one that does not count; the same number on all ranks."""
+    """The number of calls that take about so long, at least two and the same on all ranks: by one that is timed, after
+    one that does not count."""
     one()
     began = time.perf_counter()
     one()

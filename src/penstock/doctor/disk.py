@@ -48,7 +48,7 @@ LEAST = 8 * REQUEST
 
 @dataclass(frozen=True, kw_only=True)
 class Settle:
-    """How long a drive is written until its rate has settled: ``nbytes`` and ``seconds`` at most.
+    """Limits on how long a drive is written until its rate has settled: ``nbytes`` and ``seconds`` at most.
 
     The rate has settled when it has fallen, and the last ``span`` seconds went at the rate of the ``span`` before them,
     to 10%. It has fallen when it is below 0.8 of the rate at which writing began. A drive whose rate does not fall is

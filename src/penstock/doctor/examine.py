@@ -292,7 +292,7 @@ def numbers_of_ranks(where: torch.device) -> tuple[int, ...]:
 
 
 def _slower(where: torch.device, effort: Effort, scratch: Scratch | None, closing: ExitStack) -> dict[str, float]:
-    """How lanes slow each other (``Machine.contention``)."""
+    """Slow-downs of lanes by each other, as in ``Machine.contention``."""
     gpu = where.type != "cpu"
     once = effort.brief and not gpu  # without a GPU both directions are copies in the same memory
     lanes: dict[Lane, Load] = {

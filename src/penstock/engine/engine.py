@@ -305,7 +305,7 @@ class Engine:
 
     @property
     def position(self) -> Mapping[str, Any] | None:
-        """Where the last step left the data, as ``step`` was told; of a store, as it was committed.
+        """The position in the data after the last step, as ``step`` was told; of a store, as it was committed.
 
         One that is set between steps is part of every snapshot and commit from then on, also of the last step's where a
         delay has left that to the next one; not of one that is made, or being written.

@@ -227,6 +227,6 @@ def _moves(what: str, old: Sequence[Tier], new: Sequence[Tier]) -> list[str]:
 
 
 def change_in_words(why: str, old: Settings, found: Searched) -> str:
-    """Why a plan is changed, and what changes, in words."""
+    """A sentence on a change of plan: ``why``, what changes, and the seconds of a step before and after."""
     assert found.settings is not None
     return f"{why}: {differences(old, found.settings)}, {found.now:.3g} s -> {found.then:.3g} s a step predicted"

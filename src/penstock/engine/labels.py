@@ -1,4 +1,4 @@
-"""How a model's loss counts the labels of a micro-batch: found out from the model, by looking at what it compares.
+"""Finds out how a model's loss counts the labels of a micro-batch, by looking at what the model compares.
 
 The gradient of a step is the mean over all of its labels, so each micro-batch's mean loss counts by how many labels it
 is the mean over. Language models differ in that: most compare position i with label i+1, so that the first label of a
@@ -51,7 +51,7 @@ class LabelCount:
         return {**micro_batch, "labels": labels}
 
     def learn(self, micro_batch: Mapping[str, Any], seen: Sequence[Compared], loss: float | None) -> None:
-        """From what the loss of ``micro_batch`` was computed from. ``loss``: its value, where it has one."""
+        """Find out from what the loss of ``micro_batch`` was computed from. ``loss``: its value, where it has one."""
         labels = _rows(micro_batch)
         if self.known is not None or labels is None:
             return
@@ -60,7 +60,7 @@ class LabelCount:
             log.info("labels: %s", _WORDS[self.known])
 
     def items(self, micro_batch: Mapping[str, Any]) -> int | None:
-        """How many items a micro-batch's mean loss is the mean over. None: it has no labels.
+        """The number of items that a micro-batch's mean loss is the mean over. None: it has no labels.
 
         Raises:
             ModelError: that depends on the model, and was not found out.

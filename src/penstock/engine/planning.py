@@ -109,7 +109,7 @@ class Planning:
         follows = settings.follows_machine and self._machine is not None
         self._following = Following() if follows else None
         self.changed: str | None = None
-        """why the plan has changed since the step before; None: it has not"""
+        """the reason for a change of plan since the step before; None: it has not changed"""
         self._crowded = 1.0 if whole is None else crowding(whole, ranks.size, threads)
         self._repeats = expected_repeats(settings)
         self._over: list[bool] = []

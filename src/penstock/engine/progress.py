@@ -1,4 +1,4 @@
-"""How far a run has got: all that it is besides its arrays and buffers. Random state is a function of seed and step."""
+"""Progress of a run: all that it is besides its arrays and buffers. Random state is a function of seed and step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

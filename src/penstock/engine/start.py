@@ -23,7 +23,7 @@ from penstock.tape.init import initialise, materialise_buffers
 
 
 class WeightSource(Protocol):
-    """Where the values of a model on the meta device come from. Names are those of ``named_parameters`` and
+    """The source of the values of a model on the meta device. Names are those of ``named_parameters`` and
     ``named_buffers``; whoever makes a source refuses a model that it does not fit.
     """
 

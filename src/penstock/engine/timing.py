@@ -1,4 +1,4 @@
-"""How long each stage of a model computes: one micro-batch, forward and backward, once more after the probe.
+"""Times each stage of a model: forward and backward of one micro-batch, once more after the probe.
 
 The probe watches every operation and is slowed down by it. A pass of this runs the same stages as a step does, with
 gradients added up, and nothing beside them.

@@ -13,7 +13,7 @@ from penstock.hardware.machine import Crossing, Machine
 from penstock.schedule.place import Side
 
 Reads = Literal["fp32", "bf16", "rounded"]
-"""How a step on the host meets its gradient: as it is, in fp32 or in bf16, or in fp32 to be rounded to bf16."""
+"""Forms of the gradient that a step on the host reads: in fp32, in bf16, or in fp32 to be rounded to bf16."""
 
 _FP32, _BF16 = 4, 2
 _STEP = 28

@@ -14,7 +14,7 @@ _LESS = 0.95
 
 
 def outdated(machine: Machine, root: Path = _ROOT) -> str | None:
-    """Why a profile that is stored is not of this machine as it is now; None: it is."""
+    """The reason that a stored profile is not of this machine as it is now; None: it is."""
     if machine.measured is None:
         return "it is from before profiles said when they were measured and where their drives were mounted"
     now = system.look(root)
@@ -42,7 +42,7 @@ def is_gone(drive: Drive) -> bool:
 
 
 def mount_point(path: Path) -> str:
-    """Where the file system is mounted that a directory is on, or will be on once it is made."""
+    """The mount point of the file system that a directory is on, or will be on once it is made."""
     real = path.resolve()
     return str(next(folder for folder in (real, *real.parents) if folder.is_mount()))
 

@@ -156,8 +156,8 @@ def _all_of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> Iterator[Mac
 
 
 def why_none(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> str | None:
-    """Why the newest profile that is stored for these directories is not used; None: none is stored for them, or it
-    would be used."""
+    """The reason that the newest profile which is stored for these directories is not used; None: none is stored for
+    them, or it would be used."""
     for machine in _all_of_kind(paths, kind):
         old = outdated(machine)
         drives = {Path(drive.path): drive for drive in machine.drives}

@@ -12,7 +12,7 @@ import torch
 GROUP = 32
 """Codes that share a scale."""
 BELOW = (127 - 48) << 10
-"""By what the code of a scale is less than the upper 18 bits of its value as a float, without the sign."""
+"""The upper 18 bits of a scale's value as a float, without the sign, less its code."""
 NAN_SCALE = 0xFFFF
 """The scale of a group that has a NaN: all its numbers are."""
 FIRST, SECOND = 127, 255

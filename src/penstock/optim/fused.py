@@ -19,7 +19,7 @@ from penstock.optim.norm import BLOCK
 
 _ROUNDED: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _SETTINGS = {"num_warps": 8, "enable_fp_fusion": False}
-"""How kernels are compiled: without fused multiply-adds."""
+"""Settings that kernels are compiled with: no fused multiply-adds, which would change bits."""
 
 
 def step(

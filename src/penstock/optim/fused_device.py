@@ -244,13 +244,13 @@ def _code(x, largest: tl.constexpr):
 
 @triton.jit
 def _group_places():
-    """Where the scales of this program's elements are."""
+    """Indices of the scales of this program's elements."""
     return tl.program_id(0).to(tl.int64) * _GROUPS + tl.arange(0, _GROUPS)
 
 
 @triton.jit
 def _places():
-    """Where this program's elements are."""
+    """Indices of this program's elements."""
     return tl.program_id(0).to(tl.int64) * _SIZE + tl.arange(0, _SIZE)
 
 

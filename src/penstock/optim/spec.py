@@ -79,7 +79,7 @@ class OptimizerSpec:
 
     @property
     def whole(self) -> Orthogonal | None:
-        """How the updates of blocks' matrices are made orthogonal; None: every step goes element by element."""
+        """The rule that makes updates of blocks' matrices orthogonal; None: every step goes element by element."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""How many sequences a step should have, and how to cut them into micro-batches; vertical against horizontal."""
+"""The number of sequences that a step should have, and their cut into micro-batches; vertical against horizontal."""
 
 import math
 from collections.abc import Iterator, Sequence

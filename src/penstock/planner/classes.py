@@ -9,7 +9,7 @@ from penstock.planner.fit import Request
 from penstock.planner.phases import Phases
 
 Home = tuple[Tier, Tier]
-"""Where a group's weights and its optimizer state live."""
+"""The tiers of a group's weights and of its optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True)

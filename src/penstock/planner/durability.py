@@ -1,5 +1,6 @@
-"""How durable a run is where its settings do not say, and what that costs: with a disk, every step can be, which keeps
-all that is trained there; state in memory is faster where there is room for it, and a kill costs more.
+"""The durability of a run whose settings name none, and what each durability costs. With a disk every step can be
+durable, if all that is trained is kept there; state in memory is faster where there is room for it, and a kill costs
+more.
 
 Weighed by the linear program, so that ``penstock plan`` and ``penstock train`` come to the same answer in no time.
 """

@@ -1,4 +1,4 @@
-"""How a plan wears its drives, beside what ``budget.endurance`` allows: bytes a day, of training without a break."""
+"""The wear of a plan's drives beside what ``budget.endurance`` allows: bytes a day of training without a break."""
 
 import math
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Worn:
 
     @property
     def too_fast(self) -> float:
-        """How many times as much is written as is allowed."""
+        """The bytes that are written, as a multiple of those that are allowed."""
         return self.per_day / self.allowed
 
     def __str__(self) -> str:

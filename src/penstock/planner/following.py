@@ -116,7 +116,7 @@ def _scaled(contention: Mapping[Pair, float], factors: Mapping[str, float]) -> d
 
 
 def _less(a: str, b: str, factors: Mapping[str, float]) -> float:
-    """How many times less lane b takes from lane a than was measured."""
+    """The factor by which lane b takes less from lane a than was measured."""
     one_drive = {a, b} == {"read", "write"}
     return factors.get(b, 1.0) if b in _OUTSIDE and not one_drive else 1.0
 

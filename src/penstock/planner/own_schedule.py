@@ -65,9 +65,9 @@ def speculates(schedule: Schedule, *, wait: bool) -> bool:
 
 
 def placement_of(schedule: Schedule, request: Request, others: Placement) -> Placement:
-    """Where stages of a schedule find weights, where it has state at home, and where gradients and activations wait.
+    """The tiers on which a schedule's stages find weights, its state lives, and its gradients and activations wait.
 
-    ``others``: where arrays are that no op is about.
+    ``others``: the placement of arrays that no op is about.
     """
     count, form = len(request.program.groups), request.form
     weights, state = list(others.weights), list(others.state)

@@ -148,7 +148,7 @@ class PhaseCosts:
         return load
 
     def _weights(self, g: int, late: bool) -> NDArray[np.float64]:
-        """How often a group has each of ``Prices.of_group`` with its steps delayed or on time."""
+        """The counts in a group of each of ``Prices.of_group``, for the share that steps late or the one on time."""
         group, share = self.request.program.groups[g], self.late(g)
         counts = (trained_chunks(group, self.s.chunk), chunk_count(group.frozen, self.s.chunk))
         more = (max(count - 1, 0) for count in counts)

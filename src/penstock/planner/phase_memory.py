@@ -121,7 +121,8 @@ def beyond(peaks: Mapping[Phase, Peaks], room: Mapping[Tier, int]) -> str | None
 
 
 def _start_in_memory(sizes: Sequence[int], room: int) -> list[Tier]:
-    """Where arrays start without a disk: what fits into host memory there, the rest on the device (``StateArrays``)."""
+    """The tier on which each array starts without a disk: the host while there is room, else the device (as in
+    ``StateArrays``)."""
     tiers: list[Tier] = []
     for nbytes in sizes:
         fits = nbytes <= room

@@ -191,8 +191,8 @@ class PlacementLP:
         return max(map(found.gradient_bytes, self.request.route.gradient_visits), default=FP32)
 
     def _uses_held(self, g: int, home: Home, gradients: Waits) -> float:
-        """How many gradients of a group are held in host memory: one for each stage that uses it, or a share; or as
-        many sums of strands as there are of that."""
+        """The number of gradients of a group that are held in host memory: one for each stage that uses it, or a share;
+        or as many sums of strands as there are of that."""
         provision, late, waits = self._provisions[gradients], self.loads.late(g), self._waits(home)
         return sum(
             (late * provision.held(g, use, waits=True) + (1 - late) * provision.held(g, use, waits=waits))

@@ -39,7 +39,7 @@ Fact = tuple[int, str, Part, int]
 """Row (``Phases``), kind and part of ops, and bytes of each."""
 
 Facts = Mapping[Fact, float]
-"""How many ops of a kind there are."""
+"""The number of ops of each kind."""
 
 
 @dataclass(frozen=True, kw_only=True)

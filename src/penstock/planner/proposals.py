@@ -145,7 +145,7 @@ class Proposals:
         return found[min(solved)[1]] if solved else None
 
     def _runs(self, request: Request) -> float:
-        """How often a step is run, on average, if anything speculates that may."""
+        """The runs of a step, on average, if anything speculates that may."""
         return 1 + self.q.repeats * request.speculates
 
     def promised(self, promising: Promising) -> list[Promised]:
@@ -336,7 +336,7 @@ class Proposals:
         return self.size(request, settings_of(request, base_placement(request), chunk, Depths())) <= most
 
     def too_many_ops(self) -> str:
-        """Why nothing is planned."""
+        """The reason that nothing is planned, and what to do."""
         return (
             f"{self.q.request.micro_batches} micro-batches make a schedule of more than {self.q.most_ops:,} ops, the "
             "most that is planned: use fewer and larger micro-batches"

@@ -17,7 +17,7 @@ from penstock.shape.model import StageTimes
 from penstock.sim.costs import Costs
 
 SIMULATED_OPS = 50_000
-"""How many ops all simulations of one search may have together; the first is done whatever it takes."""
+"""The most ops that all simulations of one search may have together; the first is done whatever it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,8 @@ class Question:
 
     @cached_property
     def unstartable(self) -> str | None:
-        """Why no step would ever begin, wherever things are placed: loading or probing takes too much memory."""
+        """The reason that no step would ever begin, wherever things are placed: loading or probing takes too much
+        memory. None: one would."""
         peaks = self.peaks(base_placement(self.request), {"device": 0, "host": 0})
         why = beyond({"load": peaks["load"], "probe": peaks["probe"]}, self.room or {})
         return why and f"{why}: use smaller micro-batches or shorter sequences, or lower budget.host"
@@ -141,7 +142,7 @@ class Question:
 
 
 def _sides(request: Request) -> tuple[Side, ...]:
-    """Where a request's gradients may be rounded, if that is worth a choice."""
+    """The sides on which a request's gradients may be rounded: both where that is worth a choice."""
     if request.cast is None and request.may_cast_on_device:
         return ("device", "host")
     return ("device" if request.casts_on_device else "host",)

@@ -49,7 +49,7 @@ _HOPELESS = 1.02
 """Above so much of the best simulated time an estimate, which takes phases one after the other, rules a plan out."""
 _GOOD_ENOUGH = 1.01
 _SLOWER = (1.0, 1.3, 2.0, 4.0)
-"""How many times as long as the fastest of all a plan may be made to take by what may be written."""
+"""Factors on the fastest plan's time: for each in turn a plan is sought that writes no more than it may in so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ def fits(question: Question) -> bool:
 
 
 def hopeless(question: Question) -> str | None:
-    """Why nothing fits whatever the sizes of tiers are, and what to do; None: their sizes decide."""
+    """The reason that nothing fits whatever the sizes of tiers are, and what to do; None: their sizes decide."""
     proposals = Proposals(question)
     if question.unstartable is None and all(proposals.smallest(request) is None for request in question.requests):
         return proposals.too_many_ops()
@@ -366,7 +366,7 @@ class _Search:
         return self.best is not None and estimate >= self.best[0] * _HOPELESS
 
     def _beyond(self, request: Request, settings: Settings) -> str | None:
-        """Why the machine has no room for these settings, whatever the budget says."""
+        """The phase for which the machine has no room with these settings; None: it has room for all."""
         if self.q.room is None:
             return None
         device, host = request.peaks(settings)
@@ -442,7 +442,8 @@ def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placemen
 
 
 def _ahead(settings: Settings) -> tuple[int, int]:
-    """How far lanes run ahead of each other, least for the furthest: by the number of buffers, then by their size."""
+    """A key that sorts settings by how far lanes run ahead of each other, the furthest first: by the number of buffers,
+    then by their size."""
     return -settings.depths.state, -settings.chunk
 
 

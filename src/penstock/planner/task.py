@@ -20,7 +20,7 @@ _MOMENTS: Mapping[OptimizerName, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd"
 
 
 def moments_of(optimizer: OptimizerName, momentum: float | bool | None) -> int:
-    """How many moments an optimizer has."""
+    """The number of an optimizer's moments."""
     return _MOMENTS[optimizer] + (optimizer == "sgd" and bool(momentum))
 
 

@@ -1,4 +1,4 @@
-"""How a step comes to its numbers when they need the global gradient norm: update modes, and what each asks for.
+"""Update modes, by which a step comes to its numbers when they need the global gradient norm, and what each asks for.
 
 - *Waiting*: every gradient stays where it is, in host memory or on disk, until the norm is known; then the optimizer.
 - *Speculating*: a group whose whole state is on disk in two slots steps at once, into the slots that nothing names yet.
@@ -23,7 +23,7 @@ DELAY_STEP = 0.05
 
 
 def no_speculation(budget: Budget, *, wait: bool) -> str | None:
-    """Why no group can step before the norm is known, and what to do; None: one can, if its state is on disk."""
+    """The reason that no group can step before the norm is known, and what to do; None: one can, with state on disk."""
     if not wait:
         return "no step needs the norm of its gradients: there is neither clip_grad_norm nor fp16. Leave it out"
     if not budget.disk_paths:

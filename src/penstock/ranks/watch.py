@@ -1,4 +1,4 @@
-"""Who of the ranks has failed, ended, or does not answer: each beats, and looks at the others.
+"""Finds out which of the ranks has failed, ended, or does not answer: each beats, and looks at the others.
 
 What they say lies in the key-value store that ``torch.distributed`` was started with. A rank that is killed is missed
 by its connections at once; which one it was is told by its process, if that was on this machine, or by its beats.
@@ -32,7 +32,7 @@ _UNNAMED = 3.0
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """The machine and the process of a rank."""
 
     host: str
     process: int

@@ -88,7 +88,7 @@ class StepContext:
     verdict: Verdict | None = None
     found: NonFinite | None = None
     failure: NonFiniteError | None = None
-    """why the step must not count; it goes on to its end, for the sake of the step before, and changes nothing"""
+    """the error for which the step must not count; it goes on to its end, for the step before, and changes nothing"""
 
     @property
     def idle(self) -> bool:

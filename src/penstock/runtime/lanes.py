@@ -15,7 +15,7 @@ from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.references import OpId
 
 Gate = SimpleQueue[None]
-"""Where a thread sleeps until it is put something; a second one only wakes it once more for nothing."""
+"""A queue at which a thread sleeps until an item is put; a second item only wakes it once more for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -77,7 +77,7 @@ def lanes_of(schedule: Schedule, streams: HostStreams | DeviceStreams) -> dict[L
 
 
 def _further(schedule: Schedule, op: Op, places: Mapping[OpId, int], waited: dict[Lane, int]) -> dict[Lane, int]:
-    """How many ops of each lane must be done for an op, where that is more than its lane has ``waited`` for so far."""
+    """Numbers of ops of each lane that must be done for an op, where its lane has ``waited`` for fewer so far."""
     further: dict[Lane, int] = {}
     for other in op.after:
         lane, count = schedule.by_id[other].lane, places[other] + 1

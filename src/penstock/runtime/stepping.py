@@ -180,6 +180,6 @@ class Stepping:
         return [s.offset + piece.start * s.shape[-1] for piece in pieces]
 
     def _ends(self, g: int) -> list[int]:
-        """Where each trained parameter of a group ends, with padding."""
+        """The end of each trained parameter of a group, with its padding."""
         group = self._groups[g]
         return [*[s.offset for s in group.slices if s.trainable][1:], group.spec.trainable]

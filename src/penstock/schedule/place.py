@@ -1,4 +1,4 @@
-"""Where each group's bytes live and how they are cut: the decisions a schedule is built from. Plain data."""
+"""Placement of each group's bytes, and their cut into chunks: the decisions a schedule is built from. Plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ def page_up(nbytes: int) -> int:
 
 
 def end_to_end(sizes: Sequence[int]) -> list[int]:
-    """Where each of several tensors of one saved activation begins, of so many bytes, that lie one behind the other.
+    """The first byte of each of several tensors of one saved activation, of these sizes, that lie one behind the other.
 
     As aligned as in memory of torch's own: kernels go by that, and another one may sum in another order.
     """
@@ -84,7 +84,7 @@ def trained_grain(group: GroupSpec) -> int:
 
 
 def chunk_count(numel: int, largest: int, unit: int | None = None) -> int:
-    """Into how many chunks ``numel`` elements are cut. ``unit``: their grain; None: that of so many."""
+    """The number of chunks that ``numel`` elements are cut into. ``unit``: their grain; None: that of so many."""
     if numel <= largest:
         return min(numel, 1)
     unit = _unit(grain(numel) if unit is None else unit, largest)
@@ -93,7 +93,7 @@ def chunk_count(numel: int, largest: int, unit: int | None = None) -> int:
 
 
 def trained_chunks(group: GroupSpec, largest: int) -> int:
-    """Into how many chunks what is trained of a group is cut."""
+    """The number of chunks that the trained part of a group is cut into."""
     return chunk_count(group.trainable, largest, trained_grain(group))
 
 
@@ -210,7 +210,7 @@ class Format:
     form: Moments = "fp32"
     """The form that moments of groups that are compact are kept in."""
     whole: Orthogonal | None = None
-    """How steps go that take matrices whole, where blocks have groups of them. ``moments`` are those of the others."""
+    """The rule of steps that take matrices whole, where blocks have groups of them. ``moments`` are of other groups."""
 
     @staticmethod
     def of(precision: Precision, moments: int, form: Moments = "fp32", whole: Orthogonal | None = None) -> "Format":
@@ -235,7 +235,7 @@ class Format:
         return self.form if group.compact else "fp32"
 
     def moments_of(self, group: GroupSpec) -> int:
-        """How many moments a trained group has."""
+        """The number of moments of a trained group."""
         return 1 if group.whole else self.moments
 
     def array_sizes(self, group: GroupSpec, numel: int | None = None) -> tuple[int, ...]:
@@ -302,8 +302,8 @@ def home_of_weights(weights: Tier, state: Tier) -> Tier:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where stages find each group's weights, the home tier of its state, of waiting gradients, and of saved
-    activations.
+    """The tier on which stages find each group's weights, and the home tiers of its state, of waiting gradients, and of
+    saved activations.
 
     A step changes weights and state together, so weights of a trained group are at home where its state is, or below.
     Where stages find them above that, they are a copy, which each step makes new.
@@ -320,7 +320,7 @@ class Placement:
             assert (why := self.fault(group)) is None, (group, why)
 
     def fault(self, group: GroupSpec) -> str | None:
-        """Why a group's weights and state cannot be where they are."""
+        """The reason that a group's weights and state cannot be where they are; None: they can."""
         if group.trainable and self.state[group.index] == "device" and self.weights[group.index] != "device":
             return "state on the device needs weights that live there"
         return None
@@ -346,7 +346,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Depths:
-    """How far the lanes may run ahead of each other: numbers of buffers."""
+    """Numbers of buffers, which bound how far the lanes may run ahead of each other."""
 
     weights: int = 2
     """device buffers for weights of groups of one size"""
@@ -389,16 +389,17 @@ class Settings:
     """The dtype that each group's complete gradient is rounded to, once, before norm and optimizer: see
     docs/numerics.md."""
     cast: Side = "host"
-    """Where a gradient that is complete on the device is rounded to ``grad_dtype``: there, so that it crosses in bf16,
-    or by those who read it. Changes no bit, and nothing at all in fp32. What is summed on the host is rounded there."""
+    """The side on which a gradient that is complete on the device is rounded to ``grad_dtype``: on the device, so that
+    it crosses in bf16, or by those who read it on the host. Changes no bit, and nothing at all in fp32. What is summed
+    on the host is rounded there."""
     stage: ZeroStage = 3
     """Stage of ZeRO: the tensors that several ranks have parts of. Changes no bit."""
     keep: bool = False
     """True if weights on disk stay in host memory from the last load before their step until it, so that the optimizer
     does not read them again (``lower.kept``). Changes no bit."""
     strands: int = 1
-    """In how many strands the gradients of all micro-batches are summed, a power of two, which are then added up in
-    pairs: on the device where one visit has all of them, else on the host."""
+    """The number of strands in which the gradients of all micro-batches are summed, a power of two; strands are then
+    added up in pairs: on the device where one visit has all of them, else on the host."""
 
     @property
     def casts_on_device(self) -> bool:

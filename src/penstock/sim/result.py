@@ -47,11 +47,11 @@ class Simulation:
 
     @cached_property
     def time(self) -> float:
-        """When the last op ends."""
+        """The end of the last op."""
         return max(max(ends, default=0.0) for ends in self.ends)
 
     def end(self, rank: int) -> float:
-        """When the rank's last op ends."""
+        """The end of the rank's last op."""
         return max(self.ends[rank], default=0.0)
 
     def timed(self, rank: int) -> Iterator[Timed]:

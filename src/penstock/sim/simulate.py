@@ -76,7 +76,7 @@ class _Rank:
 
 
 Trigger = tuple[_Rank, int, int]
-"""Why a lane is looked at: (rank, op that was done there, pool that it gave a buffer back to or -1)."""
+"""The event after which a lane is looked at: (rank, op done there, pool that it gave a buffer back to or -1)."""
 
 
 class _Run:

@@ -253,7 +253,7 @@ class StateArrays:
         return self._arrays[name]
 
     def found_on(self, g: int) -> Tier:
-        """Where stages find a group's weights."""
+        """The tier on which stages find a group's weights."""
         return self._copies[g].tier if g in self._copies else self.tier_of(f"weights.{g}")
 
     def weights(self, g: int) -> torch.Tensor:

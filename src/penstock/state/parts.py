@@ -61,9 +61,9 @@ class Elements(NamedTuple):
 
 
 def found_in(group: GroupSpec, own: GroupSpec, part: Part, rank: int, start: int, numel: int) -> Elements:
-    """Where elements of one rank's part ``own``, all trained or all frozen, are in a ``group`` that was cut for another
-    number of ranks: what is trained, and what is frozen, is one range of elements, whoever has them. The rest is zeros.
-    ``start``, ``numel``: the array's own."""
+    """The place of elements of one rank's part ``own``, all trained or all frozen, in a ``group`` that was cut for
+    another number of ranks. All that is trained is one range of elements, whoever has them, and so is all that is
+    frozen. The rest is zeros. ``start``, ``numel``: the array's own."""
     if part.per > 1:
         at = rank * own.trainable + start * part.per
         return Elements(at, max(min(group.trainable - at, own.trainable - start * part.per, numel * part.per), 0))

@@ -38,8 +38,8 @@ class StepStats:
     peak
     """
     plan_change: str | None = None
-    """why this step has another plan than the one before: what the machine does now, and what changes; None: it has
-    not"""
+    """the reason for another plan than that of the step before: what the machine does now, and what changes; None: the
+    plan is the same"""
     bytes_written: int = 0
     """to disk since the step before: state, saved activations, gradients, commits"""
     bytes_moved: dict[Lane, int] = field(default_factory=dict)

@@ -44,7 +44,7 @@ def is_there(path: Path) -> bool:
 
 
 def in_the_way(path: Path, error: OSError) -> str:
-    """Why the system refuses to touch ``path``, in words, with its word for the error and what to do."""
+    """The reason that the system refuses to touch ``path``, with its name for the error and what to do."""
     said = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'no number')})"
     if error.errno not in (errno.EACCES, errno.EPERM):
         return f"{said}: {_ADVICE.get(error.errno or 0, 'is this the right place?')}"

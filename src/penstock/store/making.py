@@ -61,7 +61,7 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
 
 
 def striped(paths: Sequence[Path], layout: Layout, stripe: int, weights: Sequence[int]) -> Striping:
-    """How a store is striped: by ``weights`` (none: evenly); evenly, too, where only that leaves room for it.
+    """The striping of a store: by ``weights`` (none: evenly); evenly, too, where only that leaves room for it.
 
     Refuses before anything is written what has no room in either way.
     """

@@ -42,7 +42,7 @@ class Manifest:
 
     @property
     def striping(self) -> Striping:
-        """Where the address space lies."""
+        """The striping of the address space over the directories."""
         return Striping(files=len(self.directories), stripe=self.stripe, weights=self.weights)
 
     def __post_init__(self) -> None:

@@ -43,8 +43,8 @@ def of_rank(rank: int, ranks: int, *, whole: bool) -> dict[str, Any]:
 
 
 def number_of_parts(model: Mapping[str, Any]) -> int:
-    """Into how many parts the state is cut of which a store has one; 1: it has all of it. ``model``: what it is made
-    for."""
+    """The number of parts that the state is cut into, of which a store has one; 1: it has all of it. ``model``: what it
+    is made for."""
     return 1 if model.get(WHOLE) else int(model.get("ranks", 1))
 
 

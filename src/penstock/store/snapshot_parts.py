@@ -37,7 +37,7 @@ class _Written:
 
 
 def part_folder(snapshot: Path, rank: int) -> Path:
-    """Where one rank's part of a snapshot of several ranks is."""
+    """The folder of one rank's part of a snapshot of several ranks."""
     return snapshot / f"rank-{rank}"
 
 

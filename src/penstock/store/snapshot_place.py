@@ -20,7 +20,7 @@ def is_snapshot(path: Path) -> bool:
 
 
 class SnapshotPlace:
-    """Where a snapshot is to be, and the folder in which it is written until then.
+    """The place that a snapshot will have, and the folder in which it is written until then.
 
     ``partial``: that folder, which appears at ``path`` in ``finish``, and is removed in ``abort``.
     """

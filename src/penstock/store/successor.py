@@ -31,7 +31,7 @@ Stores = Sequence[Sequence[Path]]
 
 
 def staged(paths: Sequence[Path]) -> list[Path]:
-    """Where the new store is made. ``paths``: the directories of the old one, which is open, here as elsewhere."""
+    """The directories of the new store until it counts. ``paths``: of the old one, which is open, here as elsewhere."""
     return [path / STAGED for path in paths]
 
 
@@ -104,7 +104,7 @@ def decided(stores: Stores) -> Path | None:
 
 
 def _place(path: Path) -> Path:
-    """Where a directory's part of the new store, or its manifest, is."""
+    """The folder of a directory's part of the new store: within it, or, once the part is moved in, itself."""
     return next((place for place in (path / NEXT, path / STAGED) if is_there(place / MANIFEST)), path)
 
 

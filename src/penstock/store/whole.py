@@ -129,7 +129,7 @@ def remove_abandoned(parent: Path, pattern: str) -> None:
 
 
 def _aside(beside: Path) -> Path:
-    """Where the old folder is for a moment, where names cannot be swapped: no name that is abandoned."""
+    """The name that the old folder has for a moment, where names cannot be swapped; no name of one being written."""
     return beside.with_name(f"{beside.name}-old")
 
 

@@ -167,7 +167,7 @@ def group_parameters(
 
 
 class _Kind(NamedTuple):
-    """How a parameter is stepped: as one of a block's matrices, or element by element where such a block has others;
+    """The kind of step that a parameter takes: as one of a block's matrices, or element by element in such a block;
     ``exact``: too small for a compact moment. Frozen parameters are of the first kind that there is."""
 
     matrices: bool

@@ -68,7 +68,7 @@ class Probe:
         self.flops: tuple[tuple[int, int], ...] = ()
         """FLOP of each stage's forward and backward, after ``run``."""
         self.waits = Waits()
-        """Where the forward waits for the device."""
+        """The waits of the forward for the device."""
         self._forward_done = False  # what comes then is computed again, and waits again
         self.losses = Losses()
         """Losses of torch that the model's own code has called."""

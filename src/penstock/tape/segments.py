@@ -1,4 +1,4 @@
-"""From what a probe saw to a program: segments of a forward become stages: reads, saved activations, sizes.
+"""Makes a program of what a probe saw: segments of a forward become stages, with reads, saved activations, sizes.
 
 A *segment* is what runs between two events: the model's code up to its first call, a call, the code behind it, and so
 on. A stage is a segment, or a call together with the code behind it when that code touches no parameters.

@@ -105,7 +105,7 @@ class Tape:
         self.compared: tuple[tuple[Compared, ...], float | None] = ((), None)
         """Losses of torch that the latest probe's code has called, and the value of the model's own."""
         self.waits: tuple[Wait, ...] = ()
-        """Where the forward of the latest probe's micro-batch has waited for the device."""
+        """The waits for the device of the forward of the latest probe's micro-batch."""
         self._loss_fn = loss_fn
         self._seed = seed
         forwards = [b.module.forward for b in blocks] if compile is None else compiled_forwards(blocks, compile)

@@ -72,8 +72,8 @@ def places(value: Any) -> dict[Place, torch.Tensor]:
 
 
 def to_collect_in(value: Any) -> list[tuple[Place, Any, int]]:
-    """Where a call that is handed a copy of ``value`` (``replace``) may put tensors for others: lists, each with the
-    number of tensors in it, at any depth, and the outermost containers that hold none.
+    """The containers in which a call that is handed a copy of ``value`` (``replace``) may collect tensors for others:
+    lists, each with the number of tensors in it, at any depth, and the outermost containers that hold none.
     """
     empty = _walk(value, (), lambda item: is_mutable_container(item) and not tensors(item), set())
     found = [*empty, *_walk(value, (), lambda item: isinstance(item, list), set(), within=True)]

@@ -197,7 +197,7 @@ def format_flops(rate: float) -> str:
 
 
 def step_time(meter: Meter) -> str:
-    """How long the last step took, and what was predicted."""
+    """The time of the last step, and what was predicted."""
     seconds = format_time(meter.last.seconds)
     if meter.predicted is None:
         return f"{seconds} a step"
@@ -223,7 +223,7 @@ def a_day(meter: Meter) -> str:
 
 
 def counts(meter: Meter) -> list[str]:
-    """How many steps of the run were clipped, skipped, or run twice."""
+    """The numbers of steps of the run that were clipped, skipped, or run twice; those that are 0 are left out."""
     found = {"clipped": meter.clipped, "skipped": meter.skipped, "run twice": meter.repeated}
     return [f"{count} {what}" for what, count in found.items() if count]
 

@@ -1,4 +1,4 @@
-"""How far a command has got that goes through many bytes: a bar on a terminal, else a line now and then."""
+"""Progress of a command that goes through many bytes: a bar on a terminal, else a line now and then."""
 
 import sys
 import time

@@ -47,7 +47,7 @@ class Csv:
             yield Example(fields=fields, place=place, has=names), lines.offset, lines.line
 
     def _columns(self, names: Sequence[str], path: Path) -> dict[str, int]:
-        """Where the columns that are read stand in a row.
+        """The index in a row of each column that is read.
 
         Raises:
             ConfigError: none of them is there, or one is there twice.

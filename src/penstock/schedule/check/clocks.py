@@ -37,7 +37,8 @@ class Clocks:
         return self._at[second.id][2][lane] >= turn
 
     def _run(self, ops: list[Op]) -> None:
-        """Who knows that a lane is at a turn knows all that was known there: most merges have nothing to add."""
+        """Compute all clocks. A clock that shows a lane's turn has all that was known at that turn, so that most
+        merges are left out."""
         nothing: Clock = (0,) * len(self._index)
         latest = [nothing] * len(self._index)  # what is surely done once the lane's newest op is published
         places, index = self._at, self._index

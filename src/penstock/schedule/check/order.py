@@ -21,7 +21,7 @@ LaneAt = tuple[int, Lane]
 
 @dataclass(kw_only=True, slots=True)
 class _Rank:
-    """How far a rank is. ``waiting``: lanes by the op that they wait for; ``starving``: by the pool."""
+    """The progress of a rank. ``waiting``: lanes by the op that they wait for; ``starving``: by the pool."""
 
     schedule: Schedule
     free: dict[str, int]

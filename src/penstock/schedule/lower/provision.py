@@ -223,7 +223,7 @@ class Provision:
         return last or (self._summed(g, use) and not self.sums_all_parts)
 
     def sums(self, g: int, use: int) -> int:
-        """How many buffers a chunk takes where the host gradient of a group's ``use``-th stage is held: more than one
+        """The buffers that a chunk takes where the host gradient of a group's ``use``-th stage is held: more than one
         where several strands are summed there. Several ranks' sums are in a pool of their own, ``SUMS``."""
         return self._most_sums if self._summed(g, use) and not self.sums_all_parts else 1
 
@@ -243,7 +243,7 @@ class Provision:
 
     @cached_property
     def device_sums(self) -> int:
-        """How many gradients of a group there are on the device at once, where its strands are summed there."""
+        """The most gradients of a group on the device at once, where its strands are summed there."""
         return most_sums(self.s.micro_batches, self.s.strands)
 
     @cached_property
@@ -255,7 +255,7 @@ class Provision:
         return trained_chunks(self._groups[g], self.s.chunk)
 
     def held_count(self, g: int, use: int) -> int:
-        """How many buffers are held of chunks of a group's gradient of its ``use``-th stage."""
+        """The number of buffers that are held for chunks of a group's gradient of its ``use``-th stage."""
         if (g, use) not in self._held_counts:
             late = len(self.delayed.get(g, ()))
             on_time = self.trained_count(g) - late
@@ -284,7 +284,7 @@ class Provision:
 
     @cached_property
     def _on_time(self) -> dict[int, int]:
-        """How many chunks of a group step on the host within this step's backward, of those that have any such."""
+        """By group, the chunks that step on the host within this step's backward; groups that wait are left out."""
         within = self.seat.steps == "within"
         groups = (g for g in self.streamed() if within and not self.s.waits(g))
         return {g: self.trained_count(g) - len(self.delayed.get(g, ())) for g in groups}
@@ -413,7 +413,7 @@ class Provision:
 
     @cached_property
     def _away(self) -> int:
-        """How many saved activations are off the device at the end of the forward."""
+        """The number of saved activations that are off the device at the end of the forward."""
         under_way = range(self.route.at_once)
         return sum(len(self.leaving(k, under_way)) for k in range(len(self.route.program.stages)))
 

@@ -87,12 +87,12 @@ class Route:
         self.summed = {key for key, visits in made.items() if visits > 1}
 
     def readers_between(self, first: int, last: int) -> int:
-        """How many visits between two others read weights."""
+        """The number of visits between two others that read weights."""
         return max(self._reading[last] - self._reading[first + 1], 0)
 
     @cached_property
     def _reading(self) -> list[int]:
-        """How many visits before each read weights."""
+        """For each visit, the number of visits before it that read weights."""
         return list(accumulate((bool(self.reads(v.kind, v.stage)) for v in self.visits), initial=0))
 
     @cached_property

@@ -82,7 +82,7 @@ class Seat:
 
     @property
     def parts(self) -> int:
-        """Into how many parts the groups are cut, of which this rank has one."""
+        """The number of parts that the groups are cut into, of which this rank has one."""
         return self.shards.size if self.sharding.state else 1
 
 
@@ -91,7 +91,7 @@ ONE_RANK = Seat()
 
 
 def not_streamed(seat: Seat, place: Placement) -> str:
-    """Why a rank that streams its groups cannot take a seat, or hold in it what is placed there; empty if it can."""
+    """The reason that a rank which streams cannot take a seat, or hold in it what is placed there; empty: it can."""
     alone = seat.shards.size == 1
     if seat != Seat(shards=seat.shards, sharding=seat.sharding):
         return "a rank that streams computes a micro-batch at a time, whole, and steps within its visits"

@@ -30,7 +30,7 @@ class Sums:
         return self._number((True, total, part))
 
     def whole(self, stages: Iterable[int], micro_batches: int, strands: int = 1) -> int:
-        """How every schedule adds a group's gradient up. ``stages``: those that make one, in backward order."""
+        """The sum that every schedule makes of a group's gradient. ``stages``: that make one, in backward order."""
         total: int | None = None
         for stage in stages:
             sums, first, ends = dict[int, int](), 0, strand_ends(micro_batches, strands)
