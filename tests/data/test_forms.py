@@ -220,8 +220,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ('{"text": "a", "conversations": [{}]}', {}, "it may be text or chat: say which"),
     ('{"text": "a", "instruction": "b", "output": "c"}', {}, "it may be text or chat: say which"),
     ('{"input": "a", "output": "b"}', {}, r"and none of the fields .*say which \(data.sources: fields\)"),
-    (FROM % '{"from": "narrator", "value": "y"}', {}, "message 2 is from 'narrator', and who that is is not known"),
-    (FROM % '{"from": "function", "value": "y"}', {}, "message 2 is from 'function', and who that is is not known"),
+    (FROM % '{"from": "narrator", "value": "y"}', {}, "message 2 is from 'narrator', which is no known speaker"),
+    (FROM % '{"from": "function", "value": "y"}', {}, "message 2 is from 'function', which is no known speaker"),
     (
         FROM % '{"from": "function_call", "value": "y"}',
         {},
@@ -270,7 +270,7 @@ def test_a_row_that_will_not_do_is_refused_with_its_line_and_what_it_has(
         ({"text": "a", "messages": "b"}, "fields has text and messages, which do not go together"),
         (
             {"completion": "prompt"},
-            "fields.completion: .*'prompt' is completion then: say which is prompt",
+            "fields.completion: .*'prompt' is completion then: give fields.prompt",
         ),
         ({"messages": "a"}, "fields has messages, which kind: completion does not have"),
     ],

@@ -221,7 +221,7 @@ def test_a_rank_that_makes_another_call_is_said() -> None:
     for f in found:
         assert (f.kind, f.said) == (
             "ConfigError",
-            "all ranks need the same call, and have others (rank 0: step; rank 1: evaluate)",
+            "all ranks need the same call, and theirs differ (rank 0: step; rank 1: evaluate)",
         )
 
 

@@ -254,7 +254,7 @@ def assert_not_loaded(found: Said, other: Said) -> None:
     assert second["one strand"].endswith(refused)
     assert losses[0] == losses[1]
     assert first["alone"] == second["alone"]
-    assert "the same call, and have others (rank 0: save; rank 1: step)" in first["alone"]
+    assert "the same call, and theirs differ (rank 0: save; rank 1: step)" in first["alone"]
 
 
 def left(mesh: DeviceMesh, folder: Path) -> int:

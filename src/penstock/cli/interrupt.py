@@ -64,7 +64,7 @@ class Interrupt:
         if self._received is None:
             self._received, self._when = signal.Signals(number), time.monotonic()
             self.leave_lost_terminal()
-            self._notice("Stopping after this step. Once more stops at once, in the middle of it.")
+            self._notice("Stopping after this step. A second time stops at once, in the middle of it.")
         elif not (number == self._received == signal.SIGHUP and time.monotonic() < self._when + _SAME_HANGUP):
             self.leave_lost_terminal()
             self._last_words()

@@ -191,7 +191,7 @@ def _of_config(arguments: FileArguments) -> PlanReport:
         found = report(task, batch=sequences)
     found = replace(found, steps=_steps(config, arguments.epoch_tokens, found.forecast))
     if found.steps is None:
-        note = "how long the epochs take depends on the data: --epoch-tokens N, the tokens in them, tells"
+        note = "the time of the epochs depends on the data: give --epoch-tokens N, the tokens in one"
         found = replace(found, notes=(*found.notes, note))
     if config.plan is None:
         note = (

@@ -69,7 +69,7 @@ def propose(
         reasons=why,
         title=(
             f"Settings of a run of penstock train, as penstock init proposes them for {machine.title}.",
-            "Under each comment that tells a setting's meaning stands, behind ->, why it has its value.",
+            "Each comment says what a setting means and, behind ->, why it has its value.",
             "penstock train --help lists all others.",
         ),
         warnings=warnings,
@@ -165,7 +165,7 @@ def _size(nbytes: int) -> str:
 
 def _length_in_words(tokens: int | None, epochs: int, per_step: int) -> str:
     if tokens is None:
-        return "how many steps that is is known when the data have been read"
+        return "the number of steps is known when the data have been read"
     return (
         f"about {max(1, epochs * tokens // per_step):,} steps, at {_BYTES_A_TOKEN} bytes a token; or give steps instead"
     )

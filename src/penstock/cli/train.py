@@ -267,7 +267,7 @@ def _in_steps(config: TrainConfig, data: Data) -> TrainConfig:
     if config.epochs is None:
         return config
     if not isinstance(data.train, Prepared):
-        raise ConfigError(f"epochs={config.epochs}: how long one is is not known of data that are streamed: give steps")
+        raise ConfigError(f"epochs={config.epochs}: the length of an epoch of streamed data is not known: give steps")
     sequences = len(data.train.epoch(0))
     steps = max(round(config.epochs * sequences / config.sequences_per_step), 1)
     return replace(config, steps=steps, epochs=None)

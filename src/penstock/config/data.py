@@ -103,13 +103,13 @@ def _check_fields(given: Mapping[str, str], kind: Kind | None) -> None:
         if not isinstance(theirs, str) or not theirs:  # type: ignore[redundant-expr]  # a settings file has anything
             raise ConfigError(f"fields.{name} must be the name of a field of the file, not {theirs!r}")
         if twice := [other for other in given if given[other] == theirs and other != name]:
-            raise ConfigError(f"fields.{name}: {theirs!r} is {twice[0]} already: a field of the file is one here")
+            raise ConfigError(f"fields.{name}: {theirs!r} is taken for {twice[0]} already: give another field")
     sorts = [sort for sort in SORTS if given.keys() <= {*sort.names}]
     if not sorts:
         raise ConfigError(f"fields has {_listed(tuple(given))}, which do not go together. {_WAYS}")
     for name, theirs in given.items():
         if theirs not in given and any(theirs in sort.needs for sort in sorts):
-            raise ConfigError(f"fields.{name}: the file's {theirs!r} is {name} then: say which is {theirs}, too")
+            raise ConfigError(f"fields.{name}: the file's {theirs!r} is {name} then: give fields.{theirs}, too")
     if kind is not None and not any(kind in sort.kinds for sort in sorts):
         raise ConfigError(f"fields has {_listed(tuple(given))}, which kind: {kind} does not have")
 

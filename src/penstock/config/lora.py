@@ -12,9 +12,9 @@ class LoraConfig:
 
     | field | meaning |
     |---|---|
-    | ``rank`` | of each adapter: the columns of A and the rows of B |
-    | ``alpha`` | what B·A is added with, times ``rank`` |
-    | ``dropout`` | on what goes into the adapters, 0 to 1 |
+    | ``rank`` | rank of each adapter: the rows of A and the columns of B |
+    | ``alpha`` | scale of adapters: B·A is added times ``alpha`` / ``rank`` |
+    | ``dropout`` | share of the adapters' inputs that is dropped, from 0 to below 1 |
     | ``target_modules`` | ends of the names of the layers that get one, as ``[q_proj, v_proj]``; ``all-linear``: all
     linear layers but the head; null: those that peft has for this type of model |
     """

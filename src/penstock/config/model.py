@@ -19,8 +19,8 @@ class ModelConfig:
     short for it |
     | ``revision`` | of a name on the hub: a branch, tag or commit; None: its main branch |
     | ``trust_remote_code`` | run the Python code that the model's folder brings |
-    | ``config`` | instead of ``path``: the Hugging Face configuration of a new model (``model_type`` and whatever that
-    type can be told), or a config.json, folder or name to take it from; needs ``init: true`` |
+    | ``config`` | instead of ``path``: the Hugging Face configuration of a new model (``model_type`` and any settings
+    of that type), or a config.json, folder or name to take it from; needs ``init: true`` |
     | ``init`` | the weights are random, as the model initialises itself |
     """
 

@@ -40,15 +40,15 @@ class StreamConfig:
     plan |
     | ``delay`` | share of each group's chunks that steps in the next step's forward, 0 to 1, so that a kill costs up to
     one step more. Changes no result; None: the plan chooses |
-    | ``strands`` | in how many strands a step's gradients are summed, each over a share of the micro-batches, and then
-    added up in pairs. Changes results, but not with the number of ranks: a power of two of them that is not above it
-    gives the same bits. Kept in the store; None: that of the store, or as many as there are ranks |
-    | ``stage`` | of ZeRO (arXiv 1910.02054): what several ranks have parts of. 0: nothing, each has all of the state on
-    its own drives and in its own memory; 1, 2: state, gradients, and weights between steps, which are gathered once a
-    step and stay on the device; 3: weights too, which are gathered for each use. One process has all of everything.
-    Changes no result; None: the plan chooses 2 or 3 |
-    | ``speculate`` | whether what is on disk steps before the gradients' norm is known, and again if that was over
-    ``clip_grad_norm``. Changes no result; None: the plan chooses |
+    | ``strands`` | number of strands that a step's gradients are summed in, each over a share of the micro-batches;
+    they are then added up in pairs. Changes results, but not with the number of ranks: a power of two of them that is
+    not above it gives the same bits. Kept in the store; None: that of the store, or as many as there are ranks |
+    | ``stage`` | stage of ZeRO (arXiv 1910.02054): what several ranks have parts of. 0: nothing, each has all of the
+    state on its own drives and in its own memory; 1, 2: state, gradients, and weights between steps, which are gathered
+    once a step and stay on the device; 3: weights too, which are gathered for each use. One process has all of
+    everything. Changes no result; None: the plan chooses 2 or 3 |
+    | ``speculate`` | whether what is on disk steps before the gradients' norm is known; a step whose norm is over
+    ``clip_grad_norm`` is run again. Changes no result; None: the plan chooses |
     """
 
     grad_dtype: GradDtype = "fp32"

@@ -48,20 +48,20 @@ class TrainConfig(StepConfig):
     | ``epochs`` | times through the training data instead, 0.5 or 3, in whole steps |
     | ``micro_batch_size`` | sequences in a micro-batch; null: the plan chooses, once for the whole run |
     | ``lora`` | section: train low-rank adapters instead of the model; may be left out |
-    | ``compile`` | blocks are compiled by ``torch.compile``, once for all that are alike; rounds elsewhere |
+    | ``compile`` | blocks are compiled by ``torch.compile``, once for all that are alike; changes rounding |
     | ``loss_tile`` | tokens whose logits are in memory at a time, in the loss and its gradient; null: all |
     | ``mlp_tile`` | tokens of a micro-batch that go through a block's feed-forward part at a time, which is then
     computed once more in the backward: memory for longer sequences; null: all |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
     | ``replan`` | whether the plan follows the machine, and changes between two steps when drives, links or processors
-    are not as measured; null: with ``plan: auto``, and no schedule's file |
+    are not as measured; null: true with ``plan: auto``, but not with a schedule's file |
     | ``device`` | a torch device; null: the accelerator if there is one, else ``cpu`` |
     | ``drive_tbw`` | terabytes (1e12 bytes) that each drive of ``budget.disk`` may be written in its life, to tell how
     long it lasts; null: as the machine's profile says, else 0.3 of its size a day over five years |
     | ``seed`` | everything random follows from it |
-    | ``report_to`` | where else the metrics go: ``tensorboard``, ``wandb``, ``mlflow``, or a list of them |
-    | ``trace_steps`` | steps that the trace keeps, the first ones; 0: no trace; null: all of them |
+    | ``report_to`` | trackers that get the metrics, too: ``tensorboard``, ``wandb``, ``mlflow``, or a list of them |
+    | ``trace_steps`` | number of first steps that the trace keeps; 0: no trace; null: all of them |
 
     ``{run}`` at the beginning of ``budget.disk`` stands for the run's folder, further on for its name: with
     ``/nvme/{run}`` each run has a directory of its own on the drive.
@@ -152,9 +152,10 @@ class TrainConfig(StepConfig):
     def _check_length(self) -> None:
         if (self.steps is None) == (self.epochs is None):
             if self.steps is None:
-                raise ConfigError("neither steps nor epochs is given: give one, how long the run is")
+                raise ConfigError("neither steps nor epochs is given: give one, for the length of the run")
             raise ConfigError(
-                "steps and epochs are both given: give one, how long the run is (as flags: --steps null --epochs N)"
+                "steps and epochs are both given: give one, for the length of the run (as flags: --steps null "
+                "--epochs N)"
             )
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"steps={self.steps}: must be at least 1")

@@ -101,7 +101,7 @@ def _translated(turn: Message, speaker: str, place: str) -> Message:
     """A turn in ShareGPT's form as a message. ``place``: for messages to people."""
     role = ROLES.get(speaker.strip().lower())
     if role is None:
-        raise ConfigError(f"{place} is from {speaker!r}, and who that is is not known: write one of {', '.join(ROLES)}")
+        raise ConfigError(f"{place} is from {speaker!r}, which is no known speaker: write one of {', '.join(ROLES)}")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value", "role")}
     content = turn.get("value", turn.get("content"))
     if not isinstance(content, str):

@@ -174,7 +174,7 @@ def _streams(config: DataConfig) -> bool:
             "data.streaming: false"
         )
     if len(config.each_source) > 1 and config.each_source[0].weight is None:
-        raise ConfigError("data.sources: to stream several, give each a weight: how many tokens it has is not known")
+        raise ConfigError("data.sources: to stream several, give each a weight, as the tokens in each are not known")
     return True
 
 

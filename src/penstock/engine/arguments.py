@@ -47,8 +47,8 @@ class LoopArguments(StreamConfig):
     where there is a profile, and no schedule of your own |
     | ``blocks`` | the submodules to run one by one; None: found |
     | ``compile`` | whether blocks are compiled by ``torch.compile``, all of a class at once; a text names its backend.
-    Each shape of micro-batch is compiled for itself, so give few. Changes results (compiled code rounds elsewhere), but
-    not with the schedule. Plans count the memory that blocks take without it |
+    Each shape of micro-batch is compiled for itself, so give few. Changes results (compiled code rounds differently),
+    but not with the schedule. Plans count the memory that blocks take without it |
     | ``io_threads`` | threads that help with disk transfers, 1 to 32. Changes no result |
     | ``weights`` | where the values of a model on the meta device come from, such as
     ``penstock.hf.load(folder).weights``, which streams the shards of a folder. Not read where a store is continued.

@@ -58,7 +58,7 @@ def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"position={position!r}: a commit holds what JSON holds: {error}") from None
     if copy != position:
-        raise ConfigError(f"position={position!r}: JSON would give back another one, {copy!r}: use lists and text keys")
+        raise ConfigError(f"position={position!r}: JSON would give back {copy!r} instead: use lists and text keys")
     if len(text) > MOST_POSITION:
         raise ConfigError(f"position: {len(text):,} bytes of JSON, and a commit takes {MOST_POSITION:,} at most")
     assert isinstance(copy, dict)

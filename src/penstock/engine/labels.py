@@ -76,9 +76,9 @@ class LabelCount:
         if self.known == "but the first":
             return int((labels[:, 1:] != IGNORED).sum())
         raise ModelError(
-            f"how many labels a micro-batch's loss is the mean over could not be found out: {self._why}. Say what each "
-            "micro-batch's loss counts (step(..., loss_weights=[...]), 1 for each of a loss that is a sum), or give a "
-            "loss_fn that computes a mean by torch.nn.functional.cross_entropy"
+            f"the number of labels that a micro-batch's loss is the mean of could not be found out: {self._why}. Say "
+            "what each micro-batch's loss counts (step(..., loss_weights=[...]), 1 for each of a loss that is a sum), "
+            "or give a loss_fn that computes a mean by torch.nn.functional.cross_entropy"
         )
 
     def weights(self, micro_batches: Sequence[Mapping[str, Any]], ranks: Ranks = ALONE) -> list[float]:

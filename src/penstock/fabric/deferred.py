@@ -166,7 +166,7 @@ class Deferred:
     def __iter__(self) -> Iterator[Any]:
         if self._value is _UNKNOWN and not self._spent:
             raise ModelError(
-                "how many parts this has is known after optimizer.step(): take them as output[0], output[1]"
+                "the number of parts of this is known after optimizer.step(): take them as output[0], output[1]"
             )
         return iter(self.resolve())
 

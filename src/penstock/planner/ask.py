@@ -165,7 +165,7 @@ def measured(paths: tuple[Path, ...], *, kind: DeviceKind | None = None) -> Mach
     found = find_profile(paths, kind=kind)
     if found is None and kind is not None and find_profile(paths) is not None:
         raise ConfigError(
-            f"what is stored of this machine is for another kind of device than {kind}: penstock train measures it "
+            f"the stored profile of this machine is for another kind of device than {kind}: penstock train measures it "
             "anew when it starts, or plan for another machine with --machine"
         )
     if found is None:

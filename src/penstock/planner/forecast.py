@@ -189,7 +189,8 @@ class Forecast:
         for tier, there in sizes_there.items():
             for phase, sizes in self.memory.items():
                 if sizes[tier] > there:
-                    return f"{phase} takes {format_size(sizes[tier])} of {tier}, and it has {format_size(there)}"
+                    taken = f"{phase} takes {format_size(sizes[tier])} of {tier} memory"
+                    return f"{taken}, and the machine has {format_size(there)}"
         return None
 
     @cached_property

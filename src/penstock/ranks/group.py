@@ -167,7 +167,7 @@ class Ranks:
     def _compare(self, what: str, found: Sequence[Any]) -> None:
         if any(other != found[0] for other in found):
             said = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(found))
-            raise ConfigError(f"all ranks need the same {what}, and have others ({said})")
+            raise ConfigError(f"all ranks need the same {what}, and theirs differ ({said})")
 
     @property
     def broken_off(self) -> bool:

@@ -41,7 +41,7 @@ class Asked(TorchFunctionMode):
         elif func in (torch.autograd.backward, torch.Tensor.backward):
             raise ModelError(
                 f"{self._who()} calls backward() in its forward, where the gradients of weights would not be kept: add "
-                "what it is the backward of to the loss"
+                "the tensor that it is called on to the loss"
             )
         elif func in _HOOKS:
             self._note_hook(args[0], _HOOKS[func])

@@ -115,4 +115,6 @@ def refuse_stacked(name: str, before: Stacks) -> None:
         what, instead = "a mode that watches or changes torch's operations", "end it before the call"
     else:
         return
-    raise ModelError(f"block {name!r} is called inside of {what}, which would be in effect for others, too: {instead}")
+    raise ModelError(
+        f"block {name!r} is called inside of {what}, which would be in effect for other micro-batches, too: {instead}"
+    )

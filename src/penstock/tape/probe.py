@@ -290,8 +290,8 @@ class Probe:
                 if any(self._segments[i].site is not segment.site for i in kept.birth.touched - {index}):
                     raise ModelError(
                         f"attribute {kept.attribute!r} of {kept.module!r} is a tensor that the block computes and that "
-                        "other code reads later. With several micro-batches under way it would be another one's, and "
-                        "its gradient would be lost: let the block return it"
+                        "other code reads later. With several micro-batches under way it would be that of another one, "
+                        "and its gradient would be lost: let the block return it"
                     )
 
     def _start(self, site: Site | None) -> Segment:

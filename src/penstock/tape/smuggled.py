@@ -67,7 +67,7 @@ class Smuggled:
         if self.found is not None:
             raise ModelError(
                 f"{self.found} (it came by an attribute, a closure, a global or a buffer). With several micro-batches "
-                "under way it would be another one's, and its gradient would be lost: hand tensors to blocks as "
+                "under way it would be that of another one, and its gradient would be lost: hand tensors to blocks as "
                 "arguments, and let blocks return them"
             )
 

@@ -400,8 +400,8 @@ class Tape:
         gradient, parameter.grad = parameter.grad, None
         if self._doing.what == "forward":
             raise ModelError(
-                "backward() was called in the forward, where the gradients of weights would not be kept: add what it "
-                "is the backward of to the loss"
+                "backward() was called in the forward, where the gradients of weights would not be kept: add the "
+                "tensor that it is called on to the loss"
             )
         if self._doing.what == "call":  # that of a segment has been seen before it was accumulated
             self.on_gradient(parameter, self._stage, gradient)

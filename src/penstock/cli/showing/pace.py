@@ -48,4 +48,4 @@ def _words(stats: StepStats, prediction: Simulation) -> str:
     return f"{head}: the {lane} lane was busy for {format_time(busy)} where the plan assumed {assumed_time}. {_REMEDY}"
 
 
-_REMEDY = "If it stays so, penstock doctor measures the machine again and the next plan is for what it finds"
+_REMEDY = "If it stays so, run penstock doctor: the next plan is for what it then measures"

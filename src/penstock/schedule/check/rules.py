@@ -30,7 +30,7 @@ def check_names(schedule: Schedule) -> None:
             raise ScheduleError(message, op=f"carry {start}")
     for op in schedule.ops:
         if op.id.micro_batch >= schedule.micro_batches:
-            message = f"op {op.id} is of a micro-batch that is not: their numbers are below {schedule.micro_batches}"
+            message = f"op {op.id} is of a micro-batch that does not exist: numbers are below {schedule.micro_batches}"
             raise ScheduleError(message, op=op.id)
         if op.items < 1:
             raise ScheduleError(f"op {op.id} computes no micro-batch: write 'items 1' or more", op=op.id)
