@@ -88,7 +88,7 @@ class Claim:
             self.step = self._to_go_on(config, self._record, self._settings(config))
 
     def _settings(self, config: TrainConfig) -> TrainConfig:
-        """Those of the run that is there; where they are gone, the ones that are given and will be written."""
+        """The settings of the run that is there; where they are gone, the ones that are given and will be written."""
         assert self._record is not None, "there is a run"
         if self._record.pending is None and not settings_path(self.folder).exists():
             return config

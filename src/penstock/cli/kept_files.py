@@ -71,7 +71,7 @@ class KeptFiles:
 
     @classmethod
     def read(cls, run: Path) -> "KeptFiles | None":
-        """As a run has written it; None where it has not: it ended before that.
+        """The list as a run has written it; None where it has not: it ended before that.
 
         Raises:
             StoreError: it is damaged, or cannot be read.
@@ -101,7 +101,7 @@ class KeptFiles:
         return state.hexdigest()
 
     def below(self, folder: str) -> "KeptFiles":
-        """Those in one folder of the run's."""
+        """The files in one folder of the run's."""
         return KeptFiles(files=tuple(file for file in self.files if file.name.startswith(f"{folder}/")))
 
     def damage(self, run: Path, *, missing_in: Sequence[Path] = ()) -> Iterator[str]:

@@ -102,7 +102,7 @@ class RunFigures:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """Its settings by dotted names, without its folder, which is ``{run}`` where others are in it."""
+        """The run's settings by dotted names, without its folder, which is ``{run}`` where others are in it."""
         found = {key: _in_run(value, self.config.run) for key, value in _flat(plain(self.config))}
         del found["run"]
         return found

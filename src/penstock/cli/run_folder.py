@@ -176,7 +176,7 @@ def write_settings(folder: Path, config: TrainConfig) -> None:
 
 
 def write_settings_text(folder: Path, text: str) -> None:
-    """The same, of settings that have been written down before. Their last line says what the others are."""
+    """Write settings that have been dumped before, whole or not at all. The last line has a checksum of the others."""
     assert not text or text.endswith("\n")
     files.replace(folder / _SETTINGS, f"{text}{_LAST_LINE}{xxhash.xxh3_64_hexdigest(text.encode())}\n")
 

@@ -55,7 +55,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def require_newest(folder: Path) -> Path:
-    """The same, for a command that needs it.
+    """The newest snapshot that can be opened, for a command that needs one.
 
     Raises:
         ConfigError: there is none.

@@ -43,7 +43,7 @@ def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
 
 
 def load_text(text: str, name: str, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
-    """The same of settings that are a text. ``name``: where they are from, for messages."""
+    """The settings in a text, with flags laid over them. ``name``: where they are from, for messages."""
     return _load(parse_yaml(text, name), name, flags)
 
 

@@ -15,7 +15,7 @@ MEMORY_LEAST = 1_000_000
 """Bytes of a budget, below which a bare number is one of GB or MB whose unit was left out."""
 
 TEXT_LEAST = 1000
-"""The same of text, files and buffers."""
+"""Bytes of text, files and buffers, below which a bare number is one whose unit was left out."""
 
 
 def parse_size(text: str | float) -> int:

@@ -98,7 +98,7 @@ def fields_of(config: StreamConfig, kind: type[StreamConfig] = StreamConfig) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig(StreamConfig):
-    """The same with what a library's own loop says itself.
+    """Settings of a step, with those that a library's own loop says itself.
 
     | field | meaning |
     |---|---|

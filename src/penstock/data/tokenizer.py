@@ -21,7 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 """A trained tokenizer's token after each document. It also stands for the beginning, and fills up."""
 
 END_OF_TEXT_ID = 0
-"""Its id: special tokens come first."""
+"""The id of ``END_OF_TEXT``: special tokens come first."""
 
 
 def load(path: str, *, key: str = "data.tokenizer", revision: str | None = None) -> PreTrainedTokenizerBase:

@@ -129,7 +129,7 @@ class Attempt:
         return Event.DROPPED
 
     def _again(self, mode: Mode) -> StepContext:
-        """The same step anew, with the factor that is known now. What the step before had left to do is done."""
+        """A context to run the step anew, with the factor that is known now. What the step before had left is done."""
         totals = self.runner.totals()
         self._spent = totals if self._spent is None else self._spent + totals
         self.repeats += 1

@@ -27,7 +27,7 @@ def weights_for(paths: Sequence[Path], machine: Machine | None, ranks: Ranks = A
 
 
 def weights_of_rank(paths: Sequence[Path], drives: Sequence[Drive], rank: int, ranks: int) -> tuple[int, ...]:
-    """The same of one of several ranks, whose ``drives`` are those of all."""
+    """The weights of the store of one of several ranks, whose ``drives`` are those of all. Empty: striped evenly."""
     if len(paths) < 2 or len({file_system(path) for path in paths}) == 1:
         return ()  # what is on one file system is one drive, whatever was measured of it
     own = drives_of(drives, rank, ranks)

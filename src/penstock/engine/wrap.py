@@ -48,7 +48,7 @@ def wrap(model: nn.Module, asked: WrapArguments) -> Engine:
 
 
 def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> Engine:
-    """The same for ranks that have ``joined`` already; None: those of ``asked.mesh``. The engine ends what they do
+    """``wrap`` for ranks that have ``joined`` already; None: those of ``asked.mesh``. The engine ends what they do
     together."""
     check_model(model)
     if asked.weights is not None and not start.built_on_meta(model):

@@ -11,7 +11,7 @@ from penstock.hardware.machine import HEAVIEST, Drive
 _SAME = 0.93
 """Share of the best rate that is as good: what two measurements of the same drive may differ by."""
 _NEAR = 0.97
-"""The same of smaller weights beside larger ones."""
+"""Share of the best rate with which smaller weights do as well as larger ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ _current: contextvars.ContextVar[Notes | None] = contextvars.ContextVar("penstoc
 
 
 def current_notes() -> Notes | None:
-    """Those of the forward that is running, None outside of one.
+    """The notes of the forward that is running, None outside of one.
 
     Forwards take turns within a step: each is suspended while others run, and has a context of its own.
     """

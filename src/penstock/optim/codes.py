@@ -18,7 +18,7 @@ NAN_SCALE = 0xFFFF
 FIRST, SECOND = 127, 255
 """The largest codes of a first and of a second moment."""
 STEP, ROOT_STEP = (float(np.float32(1) / np.float32(largest)) for largest in (FIRST, SECOND))
-"""Their inverses in fp32."""
+"""The inverses of the largest codes, in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -265,7 +265,7 @@ def _as_read(g, rounding: tl.constexpr):
 
 @triton.jit
 def _wide(x):
-    """The same number in fp32. By hand from bf16: Triton's interpreter has no denormals of it."""
+    """A number widened to fp32. By hand from bf16: Triton's interpreter has no denormals of it."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)

@@ -378,7 +378,7 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths, 
 
 
 def _in_larger_chunks(request: Request, settings: Settings) -> Settings:
-    """The same in the largest chunks that leave enough of them to overlap, and that there is room for besides."""
+    """The settings with the largest chunks that leave enough of them to overlap, and that there is room for."""
     sizes = [max(g.trainable, g.frozen) for g in request.program.groups]
     largest = min(sum(sizes) // _OF_STEP, max(sizes) // _OF_GROUP).bit_length() - 1
     for power in range(largest, settings.chunk.bit_length() - 1, -1):

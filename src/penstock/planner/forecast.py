@@ -19,7 +19,7 @@ from penstock.schedule.place import FP32, Depths
 MODEL_FLOP = 6
 """FLOP per parameter and token that model FLOPs utilisation counts: forward 2, backward 4, no recomputation."""
 FROZEN_FLOP = 4
-"""The same of a parameter that is not trained: the backward has no gradient of it to compute."""
+"""FLOP per token of a parameter that is not trained: the backward has no gradient of it to compute."""
 
 _DAY = 86400.0
 _TB = 1e12

@@ -161,7 +161,7 @@ def _check_place(request: Request, place: Placement) -> None:
 
 
 def _check_waiting(request: Request, schedule: Schedule, late: frozenset[ChunkAt]) -> None:
-    """The same of what waits within a step, or for the next one."""
+    """Raises ScheduleError: what waits within a step, or for the next one, cannot be where a schedule has it."""
     budget, kinds = request.budget, {op.id.kind for op in schedule.ops}
     if request.bottom != "disk" and (lacking := kinds & {"WG", "WC"}):
         raise ScheduleError(f"the schedule has ops {min(lacking)}, which write to disk: give budget.disk a directory")

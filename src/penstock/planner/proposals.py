@@ -109,7 +109,7 @@ class Proposals:
         return sorted(found)
 
     def _between(self, request: Request, screened: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """The same of the delays beside the best of those that were screened, where that is one of several."""
+        """(expected seconds, delay) of the delays beside the best of those screened, where that is one of several."""
         if len(screened) < 2:
             return []
         known, best = {delay for _, delay in screened}, screened[0][1]
@@ -248,7 +248,7 @@ class Proposals:
         return lp if lp.fits and lp.relaxed is not None else self.program(settings, request)
 
     def _better(self, settings: Settings, request: Request) -> PlacementLP:
-        """The same, or without where that promises fewer seconds and compute alone does not take as many."""
+        """The program with weights kept, or without where that promises fewer seconds and compute alone takes less."""
         lp = self._with_kept_weights(settings, request)
         if lp.relaxed is None or lp.relaxed.seconds <= lp.bound.seconds(lp.loads.of_compute) * EQUAL:
             return lp

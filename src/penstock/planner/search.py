@@ -199,8 +199,9 @@ def estimate(question: Question, family: Family) -> float | None:
 
 
 def estimate_lasting(question: Question, family: Family) -> float | None:
-    """The same of what keeps to the drives' endurance. The program takes phases one after another and no time between
-    ops, so that what it finds too fast for the drives may be slow enough for them."""
+    """Expected seconds of the linear program's optimum for a family that keeps to the drives' endurance; None if nothing
+    does. The program takes phases one after another and no time between ops, so that what it finds too fast for the
+    drives may be slow enough for them."""
     question = replace(question, families=(family,))
     seconds = _least(question)
     if math.isinf(seconds) or question.allowance is None:
@@ -413,7 +414,7 @@ class _Search:
     def _again(
         self, settings: Settings, request: Request, patterns: Iterable[Pattern], activations: Tier, gradients: Waits
     ) -> Iterator[Proposal]:
-        """The same tiers of saved activations and gradients, placed anew for changed settings."""
+        """Proposals with these tiers of saved activations and gradients, placed anew for changed settings."""
         lp = self.proposals.program(settings, request)
         waits = gradients if gradients in lp.gradient_tiers else lp.gradient_tiers[0]
         shares = lp.solve(activations, waits)

@@ -105,8 +105,8 @@ class Ranks:
         """Make a tensor on the CPU what it is on rank ``owner``."""
 
     def beside(self) -> "Ranks":
-        """The same ranks for another thread of each, where what it says does not meet what this one says. All ranks
-        come here."""
+        """These ranks for another thread of each, whose collectives do not meet those of this thread. All ranks come
+        here."""
         return self
 
     def is_of_all(self, error: BaseException) -> bool:
@@ -159,7 +159,7 @@ class Ranks:
         self._compare(what, self.gather_objects(what, value))
 
     def agree_on_each(self, settings: Mapping[str, Any]) -> None:
-        """The same of each of some settings, of which all ranks have the same ones."""
+        """Check that all ranks have the same of each of some settings. ConfigError names the first that differs."""
         found = self.gather_objects("settings", dict(settings))
         for what in settings:
             self._compare(what, [theirs[what] for theirs in found])

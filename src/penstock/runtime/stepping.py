@@ -133,7 +133,7 @@ class Stepping:
         kernels.partial_norms(gradient, partials, self._threads, grad_dtype=self._grad_dtype)
 
     def fold_squares(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The same of one on the device; they stay there."""
+        """Sums of squares of a gradient on the device, one for each ``ALIGN`` elements; they stay there."""
         return kernels.fold_squares(gradient, self._grad_dtype)
 
     def _hyper_at(self, g: int, element: int) -> int:

@@ -279,11 +279,11 @@ class Format:
         return each * numel + 2 * self.passed_bytes(group, numel)
 
     def momentum_step_bytes(self, group: GroupSpec, numel: int, gradient: int = FP32) -> int:
-        """The same of what makes an update out of a ``gradient`` and the momentum."""
+        """Bytes touched where an update of ``numel`` elements is made of a ``gradient`` and the momentum."""
         return (gradient + BF16) * numel + 2 * self.momentum_bytes(group, numel)
 
     def step_bytes_each(self, gradient: int = FP32) -> float:
-        """The same of one element of a compact group, if any is."""
+        """Bytes that a step of one element of a compact group touches, if any is."""
         return gradient + self.weight_bytes * (1 + self.steps_weights) + 2 * self.per_element
 
 

@@ -58,7 +58,7 @@ class HuggingFaceModel:
         return self._run.profile(micro_batch_size, sequence_length, form)
 
     def with_layers(self, layers: int) -> "HuggingFaceModel":
-        """The same model with another number of layers.
+        """This model with another number of layers.
 
         Raises:
             ConfigError: its configuration does not say how many it has.

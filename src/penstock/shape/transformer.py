@@ -146,7 +146,8 @@ def _kinds(sizes: Sequence[int], form: Format, kind: str = "") -> list[GroupSpec
 
 
 def _kinds_of_block(shapes: Sequence[tuple[int, ...]], form: Format) -> list[GroupSpec]:
-    """The same of a block. A formula knows no names: there are no biases of two dimensions, and nothing is split."""
+    """The groups that a block's parameters are cut into. A formula knows no names: there are no biases of two
+    dimensions, and nothing is split."""
     rule = form.whole
     if rule is None:
         return _kinds([prod(shape) for shape in shapes], form)

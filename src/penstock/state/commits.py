@@ -284,8 +284,8 @@ class Commits:
         self._commit(progress, whole=True)
 
     def commit_beside(self, progress: Progress) -> None:
-        """The same in a thread of its own, while steps go on. What fails is for whoever waits for it to raise: all
-        ranks wait at the same places, and there it ends the others."""
+        """Commit a step all of whose state has been written, in a thread of its own, while steps go on. What fails is
+        for whoever waits for it to raise: all ranks wait at the same places, and there it ends the others."""
         self._record(progress, self._beside, whole=True)
 
     def read_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:

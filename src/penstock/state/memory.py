@@ -61,7 +61,7 @@ def fault_in(memory: NDArray[np.uint8]) -> None:
 
 
 def fault(piece: NDArray[np.uint8]) -> None:
-    """The same in this thread, which others need not wait for: no thread of Python's is held up."""
+    """Fault a piece in, in this thread, which others need not wait for: no thread of Python's is held up."""
     if not _madvise(piece.ctypes.data, len(piece), POPULATE_WRITE):
         return
     code = ctypes.get_errno()

@@ -97,13 +97,13 @@ def start_trackers(names: Sequence[TrackerName], folder: Path, settings: Mapping
 
 
 def _keep(path: Path, known: Mapping[str, str]) -> None:
-    """At once and whole: a kill must not leave a run that is known there and not here."""
+    """Write the names at once and whole: a kill must not leave a run that is known there and not here."""
     files.replace(path, json.dumps(known))
 
 
 @dataclass(kw_only=True)
 class Trackers:
-    """Those that are running. One that fails is said once and left out from then on."""
+    """The trackers that are running. One that fails is said once and left out from then on."""
 
     running: dict[TrackerName, Tracker] = field(default_factory=dict)
 

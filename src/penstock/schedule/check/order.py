@@ -222,7 +222,7 @@ class _Progress:
 
 
 _MOST_NAMED = 9
-"""As many lanes as a rank has: how many a message about a deadlock describes."""
+"""The most lanes that a message about a deadlock describes: as many as a rank has."""
 
 
 def _short(op: Op, free: dict[str, int]) -> str:

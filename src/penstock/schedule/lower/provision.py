@@ -348,7 +348,7 @@ class Provision:
         return [best]
 
     def leaving(self, stage: int, micro_batches: Sequence[int]) -> Sequence[int]:
-        """Those micro-batches, of all under way, whose saved activation of a stage is moved off the device."""
+        """The micro-batches, of those under way, whose saved activation of a stage is moved off the device."""
         if not self.s.train or self.s.place.activations == "device":
             return ()
         return micro_batches[: self.stay.leaving(stage, self.s.depths.inputs)]

@@ -143,7 +143,7 @@ class Updates:
                 self._chunk_down(g, c, of.name, source, after, last=last)
 
     def _sum_down(self, g: int, of: Visit) -> None:
-        """The same of several ranks' sums in host memory, after the last visit of a stage."""
+        """Emit the exchange of several ranks' sums in host memory, after a stage's last visit, and the way of each down."""
         of_all = visit(of.kind, of.stage)
         for c in self.b.trained_chunks(g):
             part, done = self._sum_from_all(g, c, of_all)
@@ -218,7 +218,8 @@ class Updates:
         return self._exchange(g, c, op, through, after, of)
 
     def _sum_from_all(self, g: int, c: Chunk, of: VisitId) -> tuple[Buffer, OpId]:
-        """The same from the sum of all micro-batches in host memory."""
+        """Emit the exchange of all ranks' chunks ``c``, from the sum of all micro-batches in host memory. Returns the
+        buffer of what it makes, and the op."""
         through, whole = group_buffer("T", g, c.index, visit=of), self._sum_buffer(g, c, of)
         up = self.b.emit(
             group_op("UG", g, c.index, visit=of),

@@ -183,7 +183,8 @@ class ArrayRules(Ground):
         self.stepped.add(tag)
 
     def _check_update(self, op: Op) -> bool:
-        """The same of a step of matrices, whose updates are orthogonal: what comes before them was looked at there."""
+        """Check the orthogonal updates that a step of matrices takes; their gradient was checked where they were made.
+        True if it is the one that the step before has left."""
         update = self._value(op, op.reads[0], Update)
         if (update.group, update.chunks, update.orthogonal) != (op.id.group, frozenset((op.id.chunk,)), True):
             raise refused(op, f"takes {op.reads[0]} for its chunk of orthogonal updates, which it is not")

@@ -73,7 +73,7 @@ class Sums:
         return [total, *reversed(parts)]
 
     def _parts(self, total: int) -> Iterator[str]:
-        """The same in words, with consecutive micro-batches of a stage in one."""
+        """The parts of a sum in words, with consecutive micro-batches of a stage in one."""
         run: tuple[int, int, int] | None = None  # stage, first and last micro-batch
         for part in self._added_to(total):
             nested, stage, m = self._made[part]
