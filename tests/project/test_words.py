@@ -9,7 +9,8 @@ SOURCES = {path: path.read_text(encoding="utf-8") for path in Path(penstock.__fi
 ENGINE = {"planner", "schedule", "runtime", "state", "engine", "shape", "sim", "report", "store"}
 """Rooms that save activations, and that know no library's checkpoints, which are saved models."""
 _ASKS = "whether|what|that|which|who|where|how|why|when"
-_ELLIPSIS = re.compile(rf'"""((?i:{_ASKS})|of|(In|Into|By|From|At|On|Of) (?:{_ASKS})) .*')
+_GOES_ON = rf"of|(In|Into|By|From|At|On|Of) (?:{_ASKS})|Those|Its|Their|The same,?(?: (?:of|in|for|from|with))"
+_ELLIPSIS = re.compile(rf'"""((?i:{_ASKS})|{_GOES_ON}) .*')
 
 
 def test_a_saved_activation_is_not_called_a_checkpoint() -> None:

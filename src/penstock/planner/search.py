@@ -199,7 +199,7 @@ def estimate(question: Question, family: Family) -> float | None:
 
 
 def estimate_lasting(question: Question, family: Family) -> float | None:
-    """Expected seconds of the linear program's optimum for a family that keeps to the drives' endurance; None if nothing
+    """Expected seconds of the linear program's optimum for a family that keeps to the drives' endurance; None: nothing
     does. The program takes phases one after another and no time between ops, so that what it finds too fast for the
     drives may be slow enough for them."""
     question = replace(question, families=(family,))

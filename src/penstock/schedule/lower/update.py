@@ -143,7 +143,7 @@ class Updates:
                 self._chunk_down(g, c, of.name, source, after, last=last)
 
     def _sum_down(self, g: int, of: Visit) -> None:
-        """Emit the exchange of several ranks' sums in host memory, after a stage's last visit, and the way of each down."""
+        """Emit the exchange of several ranks' sums in host memory, after a stage's last visit, and the way down."""
         of_all = visit(of.kind, of.stage)
         for c in self.b.trained_chunks(g):
             part, done = self._sum_from_all(g, c, of_all)
