@@ -29,8 +29,9 @@ _ENOUGH = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """``config``: of Hugging Face. ``parameters``: None, they cannot be told without building it. ``template``: whether
-    its tokenizer renders chats; None: that is not known here. ``tokenizer``: whether there is one."""
+    """Facts of a model. ``config``: of Hugging Face. ``parameters``: None, they cannot be told without building it.
+    ``template``: whether its tokenizer renders chats; None: that is not known here. ``tokenizer``: whether there is
+    one."""
 
     settings: ModelConfig
     config: Mapping[str, Any]
@@ -114,8 +115,9 @@ def _parameters(config: Mapping[str, Any], folder: Path | None) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """``forms``: of each source, in words. ``kinds``: of the examples; ``tokens`` where ids are on disk. ``documents``:
-    as many as were counted, at most so many as are looked at. ``nbytes``: of all files; None: some are not here."""
+    """Facts of data. ``forms``: of each source, in words. ``kinds``: of the examples; ``tokens`` where ids are on disk.
+    ``documents``: as many as were counted, at most so many as are looked at. ``nbytes``: of all files; None: some are
+    not here."""
 
     sources: tuple[SourceConfig, ...]
     forms: tuple[str, ...]
@@ -192,7 +194,8 @@ def _source(text: str) -> SourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFacts:
-    """``free``: bytes in the directories together; None: they are on another machine, or there are none."""
+    """Directories for the disk tier. ``free``: bytes in the directories together; None: they are on another machine, or
+    there are none."""
 
     paths: tuple[Path, ...]
     free: int | None

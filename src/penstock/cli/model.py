@@ -60,7 +60,7 @@ class RunModel:
 
 
 class _InStore:
-    """The source of a run that goes on: its values are in its store, or it never began."""
+    """The source of weights of a run whose store has all values: to be asked for one means that the store is gone."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,7 +73,8 @@ class _InStore:
 
 
 class _InSnapshot:
-    """The source of a run that goes on from a snapshot, which brings all values once the engine is there."""
+    """The source of weights of a run that is resumed from a snapshot, which brings all values once the engine is
+    there."""
 
     def __contains__(self, name: str) -> bool:
         return True

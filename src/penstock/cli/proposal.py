@@ -23,7 +23,8 @@ _SMALLEST = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """``settings``: as the file has them. ``reasons``: by dotted name. ``warnings``: what to look at first."""
+    """A proposed settings file. ``settings``: as the file has them. ``reasons``: by dotted name. ``warnings``: what to
+    look at first."""
 
     settings: Mapping[str, Any]
     reasons: Mapping[str, str]

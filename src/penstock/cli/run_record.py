@@ -42,8 +42,9 @@ class Resharding:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """``ranks``: how many train it; each has a store. ``has_state``: these were made, so that they are missed where
-    they are not found. ``pending``: None: the run has begun. ``resharding``: None: its stores are those of ``ranks``.
+    """The record of a run. ``ranks``: how many train it; each has a store. ``has_state``: these were made, so that they
+    are missed where they are not found. ``pending``: None: the run has begun. ``resharding``: None: its stores are
+    those of ``ranks``.
     """
 
     owner: Owner

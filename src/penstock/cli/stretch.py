@@ -15,8 +15,8 @@ from penstock.ranks.group import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """``ranks``: who trains. ``first``: steps that earlier stretches have done. ``kept``: the digest of what the run
-    keeps beside its store, which each commit has."""
+    """A run from a start to a stop. ``ranks``: who trains. ``first``: steps that earlier stretches have done. ``kept``:
+    the digest of what the run keeps beside its store, which each commit has."""
 
     config: TrainConfig
     folder: Path

@@ -49,9 +49,9 @@ class Arguments(Words):
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """``stores``: the directories of each rank's store; empty: the run has a ``snapshot`` instead. ``run``: the folder
-    of its run, if that was given; else there is one store, of whatever rank. ``record``: the last commit, as it was
-    when the command began."""
+    """The state to check. ``stores``: the directories of each rank's store; empty: the run has a ``snapshot`` instead.
+    ``run``: the folder of its run, if that was given; else there is one store, of whatever rank. ``record``: the last
+    commit, as it was when the command began."""
 
     stores: tuple[tuple[Path, ...], ...]
     snapshot: Path | None = None

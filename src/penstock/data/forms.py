@@ -12,8 +12,8 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """``called``: an example of it, in words. ``kind``: what it becomes. ``needs``: the fields that a row must have;
-    ``may``: those that count if it has them.
+    """A form of rows. ``called``: an example of it, in words. ``kind``: what it becomes. ``needs``: the fields that a
+    row must have; ``may``: those that count if it has them.
     """
 
     called: str

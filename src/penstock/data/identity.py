@@ -36,7 +36,8 @@ class FileFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """``files``: of all sources in order. ``settings``: all else that decides which sequences a step sees."""
+    """The identity of data. ``files``: of all sources in order. ``settings``: all else that decides which sequences a
+    step sees."""
 
     files: tuple[FileFacts, ...]
     settings: Mapping[str, Any]

@@ -24,7 +24,8 @@ def permutation(count: int, *purpose: int) -> Ints:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """``sources``: each with at least one piece. ``weights``: None, or one for each. ``seed`` None: as they stand."""
+    """The order of pieces of several sources. ``sources``: each with at least one piece. ``weights``: None, or one for
+    each. ``seed`` None: as they stand."""
 
     sources: Sequence[Pieces]
     weights: Sequence[float] | None

@@ -44,7 +44,8 @@ class Start(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSource:
-    """``weight``: of its share of the tokens. ``encoder`` makes a new one, as an encoder remembers its kind."""
+    """A source that is streamed. ``weight``: of its share of the tokens. ``encoder`` makes a new one, as an encoder
+    remembers its kind."""
 
     name: str
     reader: Reader

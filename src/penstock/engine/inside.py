@@ -10,7 +10,8 @@ from penstock.engine.resources import EngineResources
 
 @dataclass(frozen=True, kw_only=True)
 class Inside:
-    """``rest``: does what is pending (delayed steps, writes), as ``save`` does first."""
+    """The parts of an engine, for tests and benches. ``rest``: does what is pending (delayed steps, writes), as
+    ``save`` does first."""
 
     resources: EngineResources
     durability: Durability

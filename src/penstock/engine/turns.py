@@ -22,7 +22,8 @@ R = TypeVar("R")
 
 
 class Owned(Protocol):
-    """``_process``: the id of the one that made it. ``_around_call``: what each of its calls is made within."""
+    """An object of one process. ``_process``: the id of the one that made it. ``_around_call``: what each of its calls
+    is made within."""
 
     _process: int
 

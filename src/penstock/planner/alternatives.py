@@ -44,9 +44,9 @@ class ModeCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternatives:
-    """``chosen``: of the plan itself. ``others``: the other modes that fit, fastest first, with delays chosen as for
-    the plan. ``undelayed``: the same mode without a delay, where the plan has one and that fits. ``gain_of_delay``: the
-    factor on tokens/s over that, both by the simulator or both by the linear program."""
+    """Costs by update mode. ``chosen``: of the plan itself. ``others``: the other modes that fit, fastest first, with
+    delays chosen as for the plan. ``undelayed``: the same mode without a delay, where the plan has one and that fits.
+    ``gain_of_delay``: the factor on tokens/s over that, both by the simulator or both by the linear program."""
 
     chosen: ModeCosts
     others: tuple[ModeCosts, ...]

@@ -25,7 +25,7 @@ def height(home: Home) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bytes of each tier; ``disk`` None: enough."""
+    """The most bytes of each tier; ``disk`` None: enough."""
 
     device: int
     host: int

@@ -18,8 +18,8 @@ _KEPT, _KEPT_OF_MATRICES = 2, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """``program``: the small one. ``groups``, ``stages``: of the large one -> which of the small one stands for it; -1
-    for a group that no stage has."""
+    """A small program that stands for a large one. ``program``: the small one. ``groups``, ``stages``: of the large one
+    -> which of the small one stands for it; -1 for a group that no stage has."""
 
     program: Program
     groups: tuple[int, ...]

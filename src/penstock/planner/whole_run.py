@@ -12,8 +12,9 @@ _TB = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class WholeRun:
-    """``written``: bytes on the drives of a rank, repeated steps and commits of state in memory counted, snapshots not.
-    ``life``: the share of what they are rated for; None: nobody says what that is."""
+    """The time and the writes of a whole run. ``written``: bytes on the drives of a rank, repeated steps and commits of
+    state in memory counted, snapshots not. ``life``: the share of what they are rated for; None: nobody says what that
+    is."""
 
     steps: int
     tokens: int

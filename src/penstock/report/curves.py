@@ -18,7 +18,8 @@ Unit = Literal["plain", "time", "amount", "share"]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """``style``: its class in the page's style sheet. ``only``: points with no line through them."""
+    """A line of a curve's chart. ``style``: its class in the page's style sheet. ``only``: points with no line through
+    them."""
 
     name: str
     points: Points
@@ -35,7 +36,8 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """``key``: its place in the page. ``from_zero``: whether its scale begins there."""
+    """A chart of lines over the steps. ``key``: its place in the page. ``from_zero``: whether its scale begins
+    there."""
 
     key: str
     title: str

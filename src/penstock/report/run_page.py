@@ -25,7 +25,7 @@ _CHANGES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """``shown``: whether it is open when the page is."""
+    """A table of the page. ``shown``: whether it is open when the page is."""
 
     caption: str
     heads: Sequence[str]

@@ -14,9 +14,10 @@ from penstock.sim.result import Simulation
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """``busy``: time in which the rank computes or, doing one thing at a time, does anything. ``peak``: the most that
-    is held of each tier. ``puzzle_time`` and ``puzzle_peak``: as the LLM training puzzles print them, the start of the
-    last op, and the most that is held on the device when an op starts, before it takes anything itself.
+    """Figures of one rank. ``busy``: time in which the rank computes or, doing one thing at a time, does anything.
+    ``peak``: the most that is held of each tier. ``puzzle_time`` and ``puzzle_peak``: as the LLM training puzzles print
+    them, the start of the last op, and the most that is held on the device when an op starts, before it takes anything
+    itself.
     """
 
     end: float

@@ -13,7 +13,7 @@ PUZZLE_UNIT = 512 * 256
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """``costs`` for the simulator; ``sizes`` and ``stage_ops`` for a ``Request``."""
+    """A cost model: ``costs`` for the simulator; ``sizes`` and ``stage_ops`` for a ``Request``."""
 
     costs: Costs
     sizes: Sizes

@@ -26,7 +26,8 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
-    """Times are in the unit of the costs (seconds on a machine), one list per rank in the order of its schedule's ops.
+    """A simulated world. Times are in the unit of the costs (seconds on a machine), one list per rank in the order of
+    its schedule's ops.
 
     ``takes``: when each op takes its buffers, at its start or, a collective, when its rank arrives there.
     ``alone``: what each op costs when nothing else runs. ``causes``: as ``Timed.cause``. ``serial``: a rank did one op

@@ -49,7 +49,7 @@ class Arrays(Protocol):
 
 
 class Values:
-    """``parameters``: name -> place. ``buffers``: name -> the persistent buffer itself."""
+    """The values of a model. ``parameters``: name -> place. ``buffers``: name -> the persistent buffer itself."""
 
     def __init__(self, arrays: Arrays, description: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
         """``description``: ``start.describe_model`` of the model that the arrays are for."""

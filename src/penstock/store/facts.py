@@ -15,10 +15,10 @@ from penstock.store.records import CommitLog
 
 @dataclass(frozen=True, kw_only=True)
 class StoreFacts:
-    """``owner``: the run that the store belongs to. ``records``: the commits that it has, by number: the newest and, if
-    it can be read, the one before; None is what there was before the first. ``missing``: directories whose part is not
-    there: their drives are not mounted, or the making of the store was interrupted. ``passing``: what is in it is
-    needed for one step only.
+    """Facts of one store. ``owner``: the run that the store belongs to. ``records``: the commits that it has, by
+    number: the newest and, if it can be read, the one before; None is what there was before the first. ``missing``:
+    directories whose part is not there: their drives are not mounted, or the making of the store was interrupted.
+    ``passing``: what is in it is needed for one step only.
     """
 
     owner: Owner | None

@@ -27,7 +27,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """``flops[stage]``: of the forward and of the backward, as ``tape.probe.Probe.flops``."""
+    """The result of a dry run. ``flops[stage]``: of the forward and of the backward, as ``tape.probe.Probe.flops``."""
 
     groups: tuple[GroupSpec, ...]
     stages: tuple[Stage, ...]

@@ -19,8 +19,8 @@ _TB = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class Yardstick:
-    """``flops``: FLOP/s of a large matrix product in the run's precision; ``peak``: what the device's maker states for
-    it, None where the profile has none; ``links``: bytes/s that each was measured to
+    """Rates to compare a run with. ``flops``: FLOP/s of a large matrix product in the run's precision; ``peak``: what
+    the device's maker states for it, None where the profile has none; ``links``: bytes/s that each was measured to
     move; none without a machine profile. ``rated``: bytes that may be written to all drives of the run together in
     their life; None: there are none, or they do not wear. ``assumed``: that is a guess from their size. ``allowed``:
     bytes that they may be written in a day together (``budget.endurance``); None: any.

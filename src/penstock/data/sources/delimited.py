@@ -19,7 +19,7 @@ _QUOTES = "text in quotes has its own quotes doubled, and ends with one"
 
 @dataclass(frozen=True, kw_only=True)
 class Csv:
-    """A cursor is (file, byte, line) of what comes next. ``wanted``: the columns that are read."""
+    """Reads tables. A cursor is (file, byte, line) of what comes next. ``wanted``: the columns that are read."""
 
     files: tuple[Path, ...]
     wanted: Sequence[str] = FIELDS

@@ -12,7 +12,8 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class HubDataset:
-    """A cursor is what ``datasets`` keeps of its place in a stream, and the rows so far."""
+    """Reads a data set on the hub. A cursor is what ``datasets`` keeps of its place in a stream, and the rows so
+    far."""
 
     name: str
     rows: Any

@@ -18,7 +18,8 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines:
-    """A cursor is (file, byte, line or item of an array) of what comes next. ``wanted``: the keys that are read."""
+    """Reads JSON. A cursor is (file, byte, line or item of an array) of what comes next. ``wanted``: the keys that are
+    read."""
 
     files: tuple[Path, ...]
     wanted: Sequence[str] = FIELDS

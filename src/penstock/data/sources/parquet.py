@@ -15,7 +15,7 @@ _ROWS = 256  # that are in memory as Python objects at once
 
 @dataclass(frozen=True, kw_only=True)
 class Parquet:
-    """A cursor is (file, row) of what comes next. ``wanted``: the columns that are read."""
+    """Reads Parquet files. A cursor is (file, row) of what comes next. ``wanted``: the columns that are read."""
 
     files: tuple[Path, ...]
     wanted: Sequence[str] = FIELDS

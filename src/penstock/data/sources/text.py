@@ -21,7 +21,8 @@ PART = 1 << 13
 
 @dataclass(frozen=True, kw_only=True)
 class TextFiles:
-    """A cursor is (file, byte, bytes so far) of what comes next. ``limit``: bytes to read, and up to a part more."""
+    """Reads text files. A cursor is (file, byte, bytes so far) of what comes next. ``limit``: bytes to read, and up to
+    a part more."""
 
     files: tuple[Path, ...]
     limit: int | None = None

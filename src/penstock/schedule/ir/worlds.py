@@ -17,7 +17,8 @@ from penstock.schedule.ir.ops import Schedule
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class World:
-    """``ranks[r]`` is rank r's schedule (the same object for ranks that do the same); ``groups``: name -> ranks.
+    """The schedules of all ranks. ``ranks[r]`` is rank r's schedule (the same object for ranks that do the same);
+    ``groups``: name -> ranks.
 
     A collective op waits for the ops of the same id on all ranks of its group. A ``send`` op of activation or gradient
     x to peer q meets the ``recv`` op of x from this rank on q: the recv starts when the send is done.

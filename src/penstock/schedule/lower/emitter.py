@@ -35,10 +35,10 @@ class Touched:
 
 
 class Emitter:
-    """``pools``: what buffers are taken from. They have the counts that were worked out before (``provision``), and all
-    are used; or with a ``lookahead`` those that follow from the ops: as many as are held at once, and ``lookahead``
-    more where a lane takes and another gives back, so that the first may run ahead of the second. Gathered weights are
-    ahead in the order itself. Buffers of size 0 are followed, but not written down.
+    """Writes down a rank's ops. ``pools``: what buffers are taken from. They have the counts that were worked out
+    before (``provision``), and all are used; or with a ``lookahead`` those that follow from the ops: as many as are
+    held at once, and ``lookahead`` more where a lane takes and another gives back, so that the first may run ahead of
+    the second. Gathered weights are ahead in the order itself. Buffers of size 0 are followed, but not written down.
 
     Invariant: a buffer is taken once and given once. ``held``: buffers of each pool that are taken where all ops so far
     have run.

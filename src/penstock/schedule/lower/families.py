@@ -37,8 +37,8 @@ STREAM_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """``options``: those of a request that it knows; ``one_rank``: it is for one rank only; ``streaming``: what it does
-    where a request says nothing, of one that offloads, None of the others.
+    """A family of schedules. ``options``: those of a request that it knows; ``one_rank``: it is for one rank only;
+    ``streaming``: what it does where a request says nothing, of one that offloads, None of the others.
     """
 
     summary: str

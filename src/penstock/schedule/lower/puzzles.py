@@ -18,10 +18,10 @@ from penstock.schedule.lower.route import Message, Visit
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """``late``: what of that which a backward uses goes back only when this rank has its part of the gradient, besides
-    the gradient. ``flush``: until when the ends stay (what a rank has put out, and the gradient that it passes back or,
-    of the model's input, that nobody needs): until they are passed on; until the rank's last backward, or its
-    optimizer's step on its first layer, which wait for the sends.
+    """Habits of holding buffers. ``late``: what of that which a backward uses goes back only when this rank has its
+    part of the gradient, besides the gradient. ``flush``: until when the ends stay (what a rank has put out, and the
+    gradient that it passes back or, of the model's input, that nobody needs): until they are passed on; until the
+    rank's last backward, or its optimizer's step on its first layer, which wait for the sends.
     """
 
     late: Literal["nothing", "weights", "all"] = "nothing"
