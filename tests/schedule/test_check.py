@@ -273,7 +273,7 @@ BROKEN: dict[str, tuple[list[tuple[str, str]], str]] = {
     "norm before its parts": ([("F0m0\n", "F0m0\nND3\nNORM\n")], "op NORM may run before ND3"),
     "no ops": ([(GOOD[GOOD.index("RW0.0") :], "")], "schedule example has no ops"),
     "a micro-batch that the step has not": ([("F0m0\n", "F0m1\n")], "op F0m1 is of a micro-batch that does not exist"),
-    "no micro-batches": ([("micro-batches 1", "micro-batches 0")], "their numbers are below 0"),
+    "no micro-batches": ([("micro-batches 1", "micro-batches 0")], "numbers are below 0"),
     "an op of no micro-batch": ([("F0m0\n", "F0m0 items 0\n")], "op F0m0 computes no micro-batch"),
     "backward before forward": (
         [("F0m0\n", "B0m0\nF0m0\n")],

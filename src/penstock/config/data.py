@@ -103,7 +103,7 @@ def _check_fields(given: Mapping[str, str], kind: Kind | None) -> None:
         if not isinstance(theirs, str) or not theirs:  # type: ignore[redundant-expr]  # a settings file has anything
             raise ConfigError(f"fields.{name} must be the name of a field of the file, not {theirs!r}")
         if twice := [other for other in given if given[other] == theirs and other != name]:
-            raise ConfigError(f"fields.{name}: {theirs!r} is taken for {twice[0]} already: give another field")
+            raise ConfigError(f"fields.{name}: {theirs!r} is {twice[0]} already: give another field of the file")
     sorts = [sort for sort in SORTS if given.keys() <= {*sort.names}]
     if not sorts:
         raise ConfigError(f"fields has {_listed(tuple(given))}, which do not go together. {_WAYS}")
