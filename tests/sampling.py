@@ -1,6 +1,6 @@
 """Products of settings: a seeded sample that has each value of each parameter, and all of them behind ``--campaign``.
 
-``@pytest.mark.sampled(30)`` over a product of parameters runs 30 of its cases, always the same ones;
+``@pytest.mark.sampled(30)`` over a product of parameters runs 30 of its cases, always the same ones of one test;
 ``sampled(30, values=False)`` 30 that need not have each value, where every value of a parameter would be most of them;
 ``@pytest.mark.campaign`` none.
 """
@@ -27,7 +27,9 @@ def chosen(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest
         id(cases[name])
         for test, cases in products.items()
         for name in sample(
-            {name: _values(item) if all_values[test] else frozenset() for name, item in cases.items()}, counts[test]
+            {name: _values(item) if all_values[test] else frozenset() for name, item in cases.items()},
+            counts[test],
+            test,
         )
     }
     runs = [
@@ -43,9 +45,10 @@ def _values(item: pytest.Item) -> frozenset[tuple[str, str]]:
     return frozenset((name, repr(value)) for name, value in item.callspec.params.items())
 
 
-def sample(cases: Mapping[str, Set[object]], count: int) -> list[str]:
-    """Names of ``count`` cases, each with its values, or of as many as it takes for every value to be in one."""
-    shuffled = random.Random(0).sample(list(cases), len(cases))
+def sample(cases: Mapping[str, Set[object]], count: int, test: str) -> list[str]:
+    """Names of ``count`` cases, each with its values, or of as many as it takes for every value to be in one. By the
+    name of the ``test``, so that tests of the same settings do not all leave out the same ones."""
+    shuffled = random.Random(test).sample(list(cases), len(cases))
     seen: set[object] = set()
     first, others = [], []
     for name in shuffled:

@@ -154,6 +154,7 @@ STARTS = {
 """What is there before, and the words of the start that is hit."""
 
 
+@pytest.mark.sampled(5, values=False)
 @pytest.mark.parametrize("name", STARTS)
 def test_one_command_does_whatever_a_start_was_hit_by(name: str, place: Place, campaign: Campaign) -> None:
     """A start ends by an error in words, and removes nothing that is committed; ``train --resume`` then has the bits
@@ -198,6 +199,7 @@ SECONDS_EACH = {"plan": 40, "doctor": 10}
 """Commands that take seconds, and how many cases of them are enough."""
 
 
+@pytest.mark.sampled(4, values=False)
 @pytest.mark.parametrize("name", READERS)
 def test_a_command_on_a_run_ends_in_words_and_leaves_it_as_it_was(name: str, place: Place, campaign: Campaign) -> None:
     """What it writes is there whole or not at all."""

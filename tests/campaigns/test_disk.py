@@ -41,6 +41,7 @@ def deadline() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_on_a_disk_that_others_fill_goes_on_and_only_a_snapshot_has_to_wait(
     name: str, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, campaign: Campaign

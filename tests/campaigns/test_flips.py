@@ -114,6 +114,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(
     campaign.found(f"one bit flipped, {name}: {dict(hit)}, all named, none trained on")
 
 
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_flipped_bit_at_every_read_is_found(name: str, tmp_path: Path, campaign: Campaign) -> None:
     """On the way from the drive into memory, at each read of a run in turn: the step can be repeated."""

@@ -164,6 +164,7 @@ def _greedy(name: str, store: Path, diary: Path, group: Path, ready: Connection)
     train_here(name, LAST, store, diary, None, ready)
 
 
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_that_the_kernel_ends_for_its_memory_goes_on(
     name: str, tmp_path: Path, small_memory: Path, campaign: Campaign

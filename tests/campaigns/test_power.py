@@ -48,6 +48,7 @@ def check_image(log: WriteLog, instant: int, image: Path, setting: Setting, know
     return step
 
 
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_after_a_power_cut_a_committed_step_is_found_whole(name: str, tmp_path: Path, campaign: Campaign) -> None:
     rng = random.Random(name)
@@ -71,6 +72,7 @@ def test_after_a_power_cut_a_committed_step_is_found_whole(name: str, tmp_path: 
     )
 
 
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_power_cut_after_a_kill_within_a_commit(name: str, tmp_path: Path, campaign: Campaign) -> None:
     """What a killed process had written but not flushed can be read, and is gone after a power cut all the same.

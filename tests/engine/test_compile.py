@@ -124,6 +124,7 @@ def test_compiled_training_is_training_in_any_order(build: Any, backend: bool | 
     assert torch.equal(found[1][1], found[0][1])
 
 
+@pytest.mark.campaign
 def test_a_compiled_recomputation_repeats_its_dropout(tmp_path: Path) -> None:
     """Of a model that is linear in what dropout leaves, the loss tells the gradient: SGD has made it smaller by it."""
 

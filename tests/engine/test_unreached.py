@@ -163,7 +163,7 @@ def test_a_run_in_memory_gives_what_plain_torch_gives(pattern: str, clip: str) -
 # ---- wherever the state lives
 
 
-@pytest.mark.sampled(8, values=False)
+@pytest.mark.sampled(5, values=False)
 @pytest.mark.parametrize(
     ("pattern", "place"),
     [(pattern, "disk") for pattern in ("t", "ft", "tf", "s", "cf")]

@@ -49,6 +49,7 @@ def large_vocabulary() -> Question:
     return asked(6, 256, 1024, form=Format.of("bf16", 2), seconds=0.012, count=4, device=64 * MIB, host=48 * MIB)
 
 
+@pytest.mark.campaign
 def test_with_a_norm_the_delay_is_chosen_as_well() -> None:
     """The start of a step waits for the writes of what is delayed whole, as far as no buffer holds them."""
     open_ = large_vocabulary()

@@ -12,9 +12,9 @@ CASES = {"-".join(values): frozenset(enumerate(values)) for values in product(*V
 
 @pytest.mark.parametrize("count", [1, 8, 20, 48, 99])
 def test_a_sample_has_each_value_and_no_more_cases_than_it_takes(count: int) -> None:
-    found = sample(CASES, count)
-    assert found == sample(CASES, count)
-    assert len(set(found)) == len(found) == min(max(count, len(sample(CASES, 1))), len(CASES))
+    found = sample(CASES, count, "test")
+    assert found == sample(CASES, count, "test")
+    assert len(set(found)) == len(found) == min(max(count, len(sample(CASES, 1, "test"))), len(CASES))
     assert len(found) <= max(count, 8 + 3 + 2)
     for column, values in enumerate(VALUES):
         assert {value for name in found for place, value in CASES[name] if place == column} == set(values)
@@ -22,6 +22,11 @@ def test_a_sample_has_each_value_and_no_more_cases_than_it_takes(count: int) -> 
 
 @pytest.mark.parametrize("count", [1, 5, 99])
 def test_a_sample_without_values_has_as_many_cases_as_were_asked_for(count: int) -> None:
-    found = sample(dict.fromkeys(CASES, frozenset()), count)
-    assert found == sample(dict.fromkeys(CASES, frozenset()), count)
+    found = sample(dict.fromkeys(CASES, frozenset()), count, "test")
+    assert found == sample(dict.fromkeys(CASES, frozenset()), count, "test")
     assert len(set(found)) == len(found) == min(count, len(CASES))
+
+
+def test_tests_of_the_same_settings_do_not_all_leave_out_the_same_ones() -> None:
+    settings = {name: frozenset[object]() for name in "abcde"}
+    assert {name for n in range(9) for name in sample(settings, 3, f"test_{n}")} == set(settings)

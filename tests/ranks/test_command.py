@@ -87,6 +87,7 @@ def test_two_ranks_do_what_one_process_does_and_go_on(alone: Path, tmp_path: Pat
     assert "rank 0 of 2" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.campaign
 def test_ranks_that_each_have_all_of_the_state_do_the_same(alone: Path, tmp_path: Path) -> None:
     """Any of their stores has it: one whose drive is damaged is named."""
     write_run(tmp_path, run=tmp_path / "run")

@@ -98,6 +98,7 @@ def test_weights_cross_twice_and_gradients_once(size: int, precision: str, width
     assert found[0] == found[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_in_lower_stages_weights_cross_once_or_not_at_all(stage: int, schedule: str) -> None:
