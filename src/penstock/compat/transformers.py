@@ -27,6 +27,8 @@ from transformers.dynamic_module_utils import custom_object_save, get_class_from
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from penstock.compat.accelerate import keep_apart, never_wrap
+
 __all__ = [
     "PrefixChange",
     "WeightConverter",
@@ -171,11 +173,27 @@ class TrainerSteps(_Mixed):
         """Write the model and what belongs to it."""
         raise NotImplementedError
 
+    def is_in_forward(self) -> bool:
+        """True within a forward of a micro-batch."""
+        raise NotImplementedError
+
+    def items_of_evaluation(self) -> Any:
+        """``items_of`` the micro-batch that is evaluated now."""
+        raise NotImplementedError
+
+    def wait_for_all(self) -> None:
+        """Return when all processes have come here."""
+        raise NotImplementedError
+
     # ---- the library's own, by its names
 
     def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A batch as the library hands it to the model."""
         return dict(self._prepare_inputs(inputs))
+
+    def items_of(self, micro_batches: list[Any]) -> Any:
+        """The items that losses of micro-batches are divided by, of all processes; None: they are not counted."""
+        return super()._get_num_items_in_batch(micro_batches, self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return torch.tensor(self.norm_of_step())
@@ -195,6 +213,21 @@ class TrainerSteps(_Mixed):
 
     def _load_best_model(self) -> None:
         self.load_best()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The library's own, of all processes. Without: the file that says that a checkpoint is complete could be there
+        before a process has written its part."""
+        super()._save_rng_state(output_dir)
+        self.wait_for_all()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        never_wrap(self.accelerator)
+        keep_apart(self.accelerator, self.is_in_forward)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """The library's own, outside of forwards. Without: it would gather within one, in evaluation."""
+        return self.items_of_evaluation() if self.is_in_forward() else self.items_of(batch_samples)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         self.write_model(Path(str(self.args.output_dir if output_dir is None else output_dir)))

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from penstock.runtime.context import StepContext, Update
 from penstock.sim.result import Simulation
 from penstock.state import snapshots
 from penstock.state.record import check_param_groups
+from penstock.state.shared import LedArrays
 from penstock.state.stats import StepStats
 from penstock.state.values import Values
 from penstock.store.owner import Owner
@@ -332,10 +333,32 @@ class Engine:
 
     @in_turn
     def values(self) -> Values:
-        """Every parameter and persistent buffer, to be read piece by piece while no step runs."""
+        """Every parameter and persistent buffer, to be read piece by piece while no step runs. Several ranks read the
+        same pieces in the same order."""
         self._check_usable()
         self._rest()
         return self._resources.values()
+
+    @in_turn
+    def on_first(self, what: str, work: Callable[[Values], None]) -> None:
+        """Have the first rank alone do ``work`` with ``values``, of which the others lend it what they have. All come
+        here, and go on when it is done.
+
+        Raises: what ``work`` does. Of a StoreError or a ConfigError all ranks do, and can go on; after another error
+        the others have a RankError.
+        """
+        with self._ranks.together():
+            self._check_usable()
+            self._rest()
+            arrays = LedArrays(self._resources.whole_arrays, self._ranks)
+
+            def lead() -> None:
+                try:
+                    work(self._resources.values(arrays))
+                finally:
+                    arrays.done()
+
+            self._ranks.jointly(what, arrays.follow if self._ranks.rank else lead)
 
     @in_turn
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:

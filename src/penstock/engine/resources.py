@@ -94,9 +94,9 @@ class EngineResources:
             return self.arrays
         return SharedArrays(self.arrays, [g.spec for g in self.groups], self.ranks, self.share)
 
-    def values(self) -> Values:
-        """Every parameter and persistent buffer, of whole arrays."""
-        return Values(self.whole_arrays, self.description, self.buffers.tensors())
+    def values(self, arrays: Arrays | None = None) -> Values:
+        """Every parameter and persistent buffer, of whole arrays. ``arrays``: how these are read."""
+        return Values(arrays or self.whole_arrays, self.description, self.buffers.tensors())
 
     def close(self) -> None:
         """Take the model from the tape and the store's memory; each happens whatever the others raise."""

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 
 from penstock import files
 from penstock.config import Budget
+from penstock.config.budget import is_of_rank
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, StoreError
 from penstock.hf.models.exporting import Dtype, export
+from penstock.ranks.group import Ranks
 from penstock.store.store import Store
 
 SNAPSHOT = "penstock.snapshot"
@@ -31,25 +33,27 @@ _RUN = "run"
 _PREFIX, _LAST = "checkpoint-", "trainer_state.json"
 
 
-def name_run(engine: Engine) -> None:
+def name_run(engine: Engine, ranks: Ranks) -> None:
     """Give a run that begins a name that no other has."""
-    engine.position = {_RUN: uuid.uuid4().hex}
+    with ranks.together():
+        engine.position = {_RUN: ranks.once("name of the run", lambda: uuid.uuid4().hex)}
 
 
 def _run_of(position: Mapping[str, Any] | None) -> str | None:
     return None if position is None else position.get(_RUN)
 
 
-def save(engine: Engine, folder: Path) -> None:
-    """Write the whole state: weights, moments, the step, and where the run keeps its store.
+def save(engine: Engine, folder: Path, budget: Budget, ranks: Ranks) -> None:
+    """Write the whole state: weights, moments, the step, and where the run keeps its store. Every rank writes its part.
 
     Raises:
         StoreError: the disk is full or fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     engine.save(folder / SNAPSHOT, overwrite=True)
-    origin = {_RUN: _run_of(engine.position), "disk": _resolved(engine.budget)}
-    files.replace(folder / _ORIGIN, json.dumps(origin) + "\n", private=False)
+    if ranks.rank == 0:
+        origin = {_RUN: _run_of(engine.position), "disk": _resolved(budget.disk_paths)}
+        files.replace(folder / _ORIGIN, json.dumps(origin) + "\n", private=False)
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
@@ -105,23 +109,33 @@ def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
         ConfigError: another run's state is there.
         StoreError: the store cannot be opened, or is in use.
     """
-    if not Store.exists(budget.disk_paths):
-        return
+    stores = _stores_in(budget.disk_paths)
     if not overwrite:
-        _check_replaceable(resumes, budget)
-    if not Store.delete(budget.disk_paths, only=lambda facts: facts.owner is None):
-        raise ConfigError(
-            f"budget.disk: {budget.disk_paths[0]} holds the state of a run of penstock train: give another directory"
-        )
+        origin = {} if resumes is None else _origin(resumes)
+        for paths in stores:
+            _check_replaceable(paths, origin, same=origin.get("disk") == _resolved(budget.disk_paths))
+    for paths in stores:
+        if not Store.delete(paths, only=lambda facts: facts.owner is None):
+            raise ConfigError(
+                f"budget.disk: {paths[0]} holds the state of a run of penstock train: give another directory"
+            )
 
 
-def _check_replaceable(resumes: Path | None, budget: Budget) -> None:
-    origin = {} if resumes is None else _origin(resumes)
+def _stores_in(directories: Sequence[Path]) -> list[Sequence[Path]]:
+    """The directories of every store in the budget's: of one process, and of each rank of several, how many they were
+    when it was made."""
+    ranks = sorted({path.name for directory in directories for path in directory.glob("*") if is_of_rank(path)})
+    found = [directories, *([d / name for d in directories if (d / name).is_dir()] for name in ranks)]
+    return [paths for paths in found if Store.exists(paths)]
+
+
+def _check_replaceable(paths: Sequence[Path], origin: Mapping[str, Any], *, same: bool) -> None:
+    """``same``: the run of the checkpoint had the same directories."""
     try:
-        with Store.open(budget.disk_paths, writable=False) as store:
+        with Store.open(paths, writable=False) as store:
             record = store.last_commit()
     except StoreError:
-        if origin.get("disk") == _resolved(budget):  # it was killed while it made the store
+        if same:  # it was killed while it made the store
             return
         raise
     if record is None or (record["whole"] and not record["step"]):
@@ -129,7 +143,7 @@ def _check_replaceable(resumes: Path | None, budget: Budget) -> None:
     run = _run_of(record.get("position"))
     if run is None or run != origin.get(_RUN):
         raise ConfigError(
-            f"budget.disk: {budget.disk_paths[0]} holds the state of another run after step {record['step']}. To go on "
+            f"budget.disk: {paths[0]} holds the state of another run after step {record['step']}. To go on "
             "with that: trainer.train(resume_from_checkpoint=...) with a checkpoint of it. To replace it: "
             "EngineArguments(overwrite=True)"
         )
@@ -140,24 +154,27 @@ def _origin(folder: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
-def _resolved(budget: Budget) -> list[str]:
-    return [str(path.resolve()) for path in budget.disk_paths]
+def _resolved(directories: Sequence[Path]) -> list[str]:
+    return [str(path.resolve()) for path in directories]
 
 
-def write_model(engine: Engine, folder: Path, tokenizer: Any, dtype: torch.dtype | None) -> None:
-    """Write the model as ``save_pretrained`` of its class does; of a model with adapters, the adapters alone.
+def write_model(engine: Engine, folder: Path, ranks: Ranks, tokenizer: Any, dtype: torch.dtype | None) -> None:
+    """Write the model as ``save_pretrained`` of its class does; of a model with adapters, the adapters alone. All ranks
+    come here, and the first writes.
 
     ``dtype``: of the model as the Trainer was given it; None: of the folder that it was loaded from. The weights are
     streamed into a folder of their own first, and then moved to where other files of the Trainer may be.
 
     Raises: as ``penstock.hf.export``.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     aside = folder / _ASIDE
-    if aside.exists():  # a kill has left it
-        shutil.rmtree(aside)
+    if ranks.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        if aside.exists():  # a kill has left it
+            shutil.rmtree(aside)
     export(engine, aside, tokenizer=tokenizer, dtype=None if dtype is None else _DTYPES.get(dtype))
-    _move_into(folder, aside)
+    if ranks.rank == 0:
+        _move_into(folder, aside)
 
 
 def _move_into(folder: Path, aside: Path) -> None:

@@ -12,27 +12,31 @@ import contextvars
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from torch.utils.data import DataLoader
 
-from penstock.compat.accelerate import note_skipped
+from penstock.compat.accelerate import deal_neighbours, note_skipped
 from penstock.compat.transformers import TrainerSteps
 from penstock.config import fields_of
 from penstock.engine import start
-from penstock.engine.arguments import LoopArguments
+from penstock.engine.arguments import LoopArguments, WrapArguments
 from penstock.engine.engine import Engine
-from penstock.engine.wrap import wrap
+from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import checkpoint
 from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
-from penstock.hf.training_arguments import check_arguments
+from penstock.hf.training_arguments import check_arguments, check_launch
 from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
+from penstock.ranks.group import ALONE, Ranks, join
+from penstock.ranks.start import torchrun_mesh
 from penstock.state.stats import StepStats
 from penstock.tape import trees
 from penstock.tape.guard import guard
@@ -89,12 +93,15 @@ class EngineMixin(TrainerSteps):
             check_arguments(given["args"])  # before datasets are prepared; and again, as the library has filled them in
         self._engine_arguments = engine
         self._engine: Engine | None = None
+        self._ranks: Ranks = ALONE  # until there is an engine, whose ranks they are
         self._collected: list[tuple[dict[str, Any], float]] = []
         self._stats: StepStats | None = None
+        self._items: Any = None  # of the micro-batch that is evaluated
         self._resumes: Path | None = None
         self._dtype: torch.dtype | None = None
         super().__init__(*args, **kwargs)
         check_arguments(self.args)
+        check_launch(self)
         if getattr(self.model, "is_activation_checkpointing", False):
             raise ConfigError(
                 "the model has activation checkpointing switched on, and the engine recomputes each block by itself: "
@@ -105,30 +112,46 @@ class EngineMixin(TrainerSteps):
 
     @property
     def engine(self) -> Engine:
-        """The engine that holds the model's state; made when it is first needed, and open until ``end``."""
+        """The engine that holds the model's state; made when it is first needed, and open until ``end``. Of several
+        processes all come here, and make one together."""
         if self._engine is None:
             self._engine = self._open_engine()
         return self._engine
 
     def _open_engine(self) -> Engine:
+        device = self.args.device
+        ranks = join(torchrun_mesh(device.type) if self.args.world_size > 1 else None, device)
+        try:
+            with ranks.together():
+                ranks.jointly("room for the state", partial(self._make_room, ranks))
+            engine = self._engine_of(ranks)
+        except BaseException:
+            ranks.close()
+            raise
+        self._ranks = ranks
+        checkpoint.name_run(engine, ranks)
+        guard(engine.model, "use evaluate and predict, or load what save_model has written")
+        return engine
+
+    def _make_room(self, ranks: Ranks) -> None:
         given = self._engine_arguments
+        if ranks.rank == 0:
+            checkpoint.make_room(self._resumes, given.budget, overwrite=given.overwrite)
+
+    def _engine_of(self, ranks: Ranks) -> Engine:
         assert isinstance(self.model, nn.Module)
-        checkpoint.make_room(self._resumes, given.budget, overwrite=given.overwrite)
         # What the library would save it in; a model without values has no dtype of its own.
         self._dtype = None if start.built_on_meta(self.model) else next(self.model.parameters()).dtype
-        engine = wrap(
-            self.model,
+        asked = WrapArguments(
             optimizer=optimizer_of(self),
             precision=precision_of(self.args, self.model),
             clip_grad_norm=self.args.max_grad_norm if self.args.max_grad_norm > 0 else None,
             device=self.args.device,
             loss_fn=_loss_of_piece,
             seed=self.args.seed,
-            **fields_of(given, LoopArguments),
+            **fields_of(self._engine_arguments, LoopArguments),
         )
-        checkpoint.name_run(engine)
-        guard(self.model, "use evaluate and predict, or load what save_model has written")
-        return engine
+        return wrap_among(ranks, self.model, asked)
 
     def end(self) -> None:
         """Close the engine, then what the library closes. The model's parameters are placeholders from here on."""
@@ -165,6 +188,12 @@ class EngineMixin(TrainerSteps):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.args.activation_checkpointing = asked
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The library's own, of several processes so that a step's micro-batches are in the order of one process."""
+        loader: DataLoader[Any] = super().get_train_dataloader()
+        deal_neighbours(loader, self.args.gradient_accumulation_steps)
+        return loader
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The engine's optimizer, which the library's loop and learning rate schedules take for one of torch's."""
@@ -204,12 +233,14 @@ class EngineMixin(TrainerSteps):
         return nullcontext() if tile is None else in_tiles(model, tile)
 
     def _loss_weight(self, num_items_in_batch: Any) -> float:
-        """The weight of a micro-batch's loss, as the library has it: losses that know the whole step's items add up."""
+        """The weight of a micro-batch's loss, as the library has it: losses that know the whole step's items add up.
+        Those of several processes are averaged: the library multiplies those that know it by their number."""
         scaled: bool | None = self.loss_is_scaled_for_ga
         if scaled is None:
             knows = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = knows or self.compute_loss_func is not None
-        return 1.0 if scaled else 1.0 / self.current_gradient_accumulation_steps
+        each: float = 1.0 if scaled else 1.0 / self.current_gradient_accumulation_steps
+        return each / int(self.args.world_size)
 
     def _taken(self) -> StepStats:
         """The engine's figures of the step that the loop is about to finish."""
@@ -252,16 +283,24 @@ class EngineMixin(TrainerSteps):
             return torch.zeros((), device=self.args.device) if value is None else value
 
         piece = Piece(loss)
+        self._items = self.items_of([inputs])
         self.engine.evaluate([self.prepared(inputs) | {_PIECE: piece}], loss_weights=[1.0])
         self._after_pieces([piece])
         return found[0]
+
+    def is_in_forward(self) -> bool:
+        return current_notes() is not None
+
+    def items_of_evaluation(self) -> Any:
+        return self._items
 
     # ---- checkpoints
 
     def save_state(self, folder: Path) -> None:
         assert self.lr_scheduler is not None
-        checkpoint.save(self.engine, folder)
-        torch.save(self.lr_scheduler.state_dict(), folder / checkpoint.SCHEDULER)
+        checkpoint.save(self.engine, folder, self._engine_arguments.budget, self._ranks)
+        if self._ranks.rank == 0:
+            torch.save(self.lr_scheduler.state_dict(), folder / checkpoint.SCHEDULER)
 
     def look_at(self, folder: Path) -> None:
         """Only looks: the weights are part of the snapshot, and come when there is an engine."""
@@ -280,8 +319,14 @@ class EngineMixin(TrainerSteps):
 
     def write_model(self, folder: Path) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        checkpoint.write_model(self.engine, folder, tokenizer, self._dtype)
-        torch.save(self.args, folder / checkpoint.ARGUMENTS)
+        checkpoint.write_model(self.engine, folder, self._ranks, tokenizer, self._dtype)
+        if self._ranks.rank == 0:
+            torch.save(self.args, folder / checkpoint.ARGUMENTS)
+        self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        with self._ranks.together():
+            self._ranks.told("files of a checkpoint", None)
 
 
 class Trainer(EngineMixin, transformers.Trainer):

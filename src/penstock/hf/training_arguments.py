@@ -8,6 +8,7 @@ A field that is in none of them, of a version of the library that is newer than 
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ from penstock.errors import ConfigError
 
 KEPT = frozenset(
     {
-        # how long, on what, and in which order
+        # how long, on what, and in which order; how long the library's own gathers wait for other processes
+        "ddp_timeout",
         *("output_dir", "num_train_epochs", "max_steps", "seed", "data_seed", "full_determinism", "use_cpu", "tf32"),
         *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
         *("average_tokens_across_devices", "train_sampling_strategy", "length_column_name", "label_names"),
@@ -56,7 +58,8 @@ ENGINE: Mapping[str, str] = {
     "gradient_checkpointing": "the old name of activation_checkpointing",
 }
 
-_ONE_PROCESS = "the engine trains in one process on one device"
+_RANKS = "the engine shares the state among the processes that torchrun has started (EngineArguments(stage=...))"
+_NO_DDP = "no model is wrapped in DistributedDataParallel: the engine adds up gradients itself"
 _MEMORY = "the engine keeps device memory within its budget by itself"
 _COMPILE = "it compiles the model as a whole: EngineArguments(compile=True), or a backend's name, compiles its blocks"
 _RECOMPUTE = "each block is recomputed from its input by the engine, and nothing about that can be chosen"
@@ -75,17 +78,16 @@ REFUSED: Mapping[str, str] = {
     "torch_empty_cache_steps": _MEMORY,
     "auto_find_batch_size": f"{_MEMORY}, and says before it starts what would fit: choose a batch size that does",
     "enable_jit_checkpoint": "it saves in the middle of a step: use save_strategy='steps', and resume from the last",
-    "parallelism_config": _ONE_PROCESS,
-    "fsdp": _ONE_PROCESS,
-    "fsdp_config": _ONE_PROCESS,
+    "parallelism_config": _RANKS,
+    "fsdp": _RANKS,
+    "fsdp_config": _RANKS,
     "deepspeed": "the engine does what it would do: give the budget instead",
-    "ddp_find_unused_parameters": _ONE_PROCESS,
-    "ddp_bucket_cap_mb": _ONE_PROCESS,
-    "ddp_broadcast_buffers": _ONE_PROCESS,
-    "ddp_static_graph": _ONE_PROCESS,
-    "ddp_backend": _ONE_PROCESS,
-    "ddp_timeout": _ONE_PROCESS,
-    "local_rank": _ONE_PROCESS,
+    "ddp_find_unused_parameters": _NO_DDP,
+    "ddp_bucket_cap_mb": _NO_DDP,
+    "ddp_broadcast_buffers": _NO_DDP,
+    "ddp_static_graph": _NO_DDP,
+    "ddp_backend": "processes speak to each other by gloo without GPUs, and by NCCL with",
+    "local_rank": "whoever has started the process says that",
     "debug": "it watches weights that are not on the device outside of their block's turn",
 }
 
@@ -117,16 +119,39 @@ def check_arguments(args: Any) -> None:
             continue
         why = refused.get(field.name, "this version of penstock does not know it")
         raise ConfigError(f"{field.name}={value!r} cannot be honoured: {why}. Leave it out")
-    if args.world_size > 1:
-        raise ConfigError(f"this is one process of {args.world_size}: {_ONE_PROCESS}. Start it without a launcher")
+    started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+    if args.world_size != started:
+        raise ConfigError(
+            f"{started} processes started, and the TrainingArguments know of {args.world_size}: they look for GPUs, "
+            "and there are none. Give them use_cpu=True"
+        )
     if args.n_gpu > 1:
         raise ConfigError(
-            f"{args.n_gpu} GPUs are visible, and the Trainer would copy the model to each: {_ONE_PROCESS}. Make one "
-            "visible, with CUDA_VISIBLE_DEVICES=0"
+            f"{args.n_gpu} GPUs are visible, and the Trainer would copy the model to each. Start a process for each, "
+            f"torchrun --nproc-per-node {args.n_gpu}, or make one visible, with CUDA_VISIBLE_DEVICES=0"
+        )
+    if args.world_size > 1 and not args.accelerator_config.even_batches:
+        raise ConfigError(
+            "accelerator_config: even_batches=False cannot be honoured by several processes, which need as many "
+            "micro-batches each: leave it out, or set dataloader_drop_last=True"
         )
     if args.load_best_model_at_end and args.save_only_model:
         raise ConfigError(
             "load_best_model_at_end=True needs the whole state in the checkpoints: leave save_only_model out"
+        )
+
+
+def check_launch(trainer: Any) -> None:
+    """Refuse what ``accelerate launch`` was told that the arguments do not say.
+
+    Raises:
+        ConfigError: it was told to shard the model by another engine.
+    """
+    other = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else None
+    if other is not None:
+        raise ConfigError(
+            f"accelerate was told to use {other}, and the engine does what that would do: start the processes with "
+            "torchrun --nproc-per-node N SCRIPT, or have accelerate launch use neither (--multi_gpu)"
         )
 
 

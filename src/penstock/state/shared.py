@@ -1,4 +1,4 @@
-"""The arrays of a run whose ranks share every group, read as if they were one."""
+"""The arrays of a run whose ranks share every group, read as if they were one: by all of them, or by one."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,7 @@ from penstock.ranks.share import Share
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays
+from penstock.state.values import Arrays
 
 
 class SharedArrays:
@@ -36,3 +37,33 @@ class SharedArrays:
                 if piece.rank == self._share.rank:
                     self._arrays.fetch(names, piece.start, into)
                 self._ranks.lend(into.view(torch.uint8), piece.rank)  # of any dtype
+
+
+class LedArrays:
+    """The same, of which the first rank alone says what is read. The others ``follow`` until it is ``done``: they
+    read the same, and thereby lend it what they have."""
+
+    def __init__(self, arrays: Arrays, ranks: Ranks) -> None:
+        self._arrays = arrays
+        self._ranks = ranks
+
+    @property
+    def form(self) -> Format:
+        return self._arrays.form
+
+    def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
+        """As ``StateArrays.fetch``, on the first rank."""
+        self._wanted((tuple(names), offset, flat.numel()))
+        self._arrays.fetch(names, offset, flat)
+
+    def done(self) -> None:
+        """The first rank has read all that it wants."""
+        self._wanted(None)
+
+    def follow(self) -> None:
+        while (wanted := self._wanted(None)) is not None:
+            names, offset, numel = wanted
+            self._arrays.fetch(names, offset, torch.empty(numel))
+
+    def _wanted(self, said: tuple[tuple[str, ...], int, int] | None) -> tuple[tuple[str, ...], int, int] | None:
+        return self._ranks.told("values to read", said)[0]

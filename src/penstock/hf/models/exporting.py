@@ -82,7 +82,7 @@ def export(
     merge: bool = False,
 ) -> None:
     """Write the model of an engine as a Hugging Face folder. Needs a few MB of memory, and of experts that are stored
-    one by one, those of one block.
+    one by one, those of one block. Of several ranks all come here, and the first writes.
 
     Args:
         engine: of a model of transformers.
@@ -105,23 +105,26 @@ def export(
         raise ConfigError(
             f"{type(model).__name__} is no model of transformers: save it with engine.master_parameters()"
         )
-    values: Values = engine.values()
     if merge and not has_adapters(model):
         raise ConfigError("merge has no effect: this model has no adapters")
 
-    if has_adapters(model) and not merge:
-        write_adapter(Path(out), model, values, partial(_write_tokenizer, tokenizer), dtype=dtype, overwrite=overwrite)
-        return
-    if merge:
-        values, model = Merged(values, model), model.get_base_model()
-    write_folder(
-        Path(out),
-        Source(cls=type(model), config=as_given(model.config), rules=rules_of(model), values=values),
-        partial(_write_companions, model, tokenizer),
-        dtype=dtype,
-        shard_size=shard_size,
-        overwrite=overwrite,
-    )
+    def write(values: Values) -> None:
+        if has_adapters(model) and not merge:
+            companions = partial(_write_tokenizer, tokenizer)
+            write_adapter(Path(out), model, values, companions, dtype=dtype, overwrite=overwrite)
+            return
+        whole = model.get_base_model() if merge else model
+        read = Merged(values, model) if merge else values
+        write_folder(
+            Path(out),
+            Source(cls=type(whole), config=as_given(whole.config), rules=rules_of(whole), values=read),
+            partial(_write_companions, whole, tokenizer),
+            dtype=dtype,
+            shard_size=shard_size,
+            overwrite=overwrite,
+        )
+
+    engine.on_first("export", write)
 
 
 def _write_companions(model: Any, tokenizer: Any, folder: Path) -> None:
