@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store",
     },
     "fabric": _LOOPS,
-    "hf": _LOOPS,
+    "hf": _LOOPS | {"ranks"},
     "cli": _LOOPS - {"compat", "tape"} | {"doctor", "hf", "planner", "ranks", "report", "shape", "sim"},
 }
 """Room -> the rooms that it may import. Everybody may import what ``penstock/__init__.py`` exports but no room does."""

@@ -11,8 +11,6 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.utils.data import BatchSampler
 
-from penstock.errors import ModelError
-
 
 def note_skipped(optimizer: Any, skipped: bool) -> None:
     """Tell accelerate's wrapper of an optimizer whether the step was skipped, if this is one: the learning rate stays.
@@ -31,18 +29,14 @@ def never_wrap(accelerator: Accelerator) -> None:
     accelerator.prepare_model = prepare
 
 
-def keep_apart(accelerator: Accelerator, within: Callable[[], bool]) -> None:
-    """Refuse to gather ``within`` a forward. Without: processes would wait for each other for ever, as each runs its
-    forwards when the engine's schedule says so, and some more often than others.
+def before_gather(accelerator: Accelerator, check: Callable[[], None]) -> None:
+    """Have ``check`` called before anything is gathered from all processes, so that it can refuse. Without: where it is
+    gathered within a forward processes would wait for each other for ever.
     """
     gather = accelerator.gather
 
     def gathered(tensor: Any) -> Any:
-        if within():
-            raise ModelError(
-                "compute_loss gathers from other processes (accelerator.gather), and forwards of several do not run at "
-                "the same time: let it use what this process has alone"
-            )
+        check()
         return gather(tensor)
 
     accelerator.gather = gathered

@@ -27,8 +27,6 @@ from transformers.dynamic_module_utils import custom_object_save, get_class_from
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from penstock.compat.accelerate import keep_apart, never_wrap
-
 __all__ = [
     "PrefixChange",
     "WeightConverter",
@@ -219,11 +217,6 @@ class TrainerSteps(_Mixed):
         before a process has written its part."""
         super()._save_rng_state(output_dir)
         self.wait_for_all()
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        never_wrap(self.accelerator)
-        keep_apart(self.accelerator, self.is_in_forward)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """The library's own, outside of forwards. Without: it would gather within one, in evaluation."""

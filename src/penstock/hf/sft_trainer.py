@@ -25,10 +25,13 @@ class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
                 f"loss_tile={engine.loss_tile} would have no effect, as TRL's head never holds all logits. Leave it out"
             )
         super().__init__(*args, engine=engine, **kwargs)
-        if self.args.world_size > 1:
+
+    def _check(self, args: Any) -> None:
+        super()._check(args)
+        if args.world_size > 1:
             raise ConfigError(
-                f"this is one process of {self.args.world_size}, and TRL's losses gather figures from all of them "
-                "within each forward, which is not there yet: start it in one process, or use penstock.hf.Trainer"
+                f"this is one process of {args.world_size}, and TRL's losses gather figures from all of them within "
+                "each forward, which is not there yet: start it in one process, or use penstock.hf.Trainer"
             )
 
     @property

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.utils.data import DataLoader
 
-from penstock.compat.accelerate import deal_neighbours, note_skipped
+from penstock.compat.accelerate import before_gather, deal_neighbours, never_wrap, note_skipped
 from penstock.compat.transformers import TrainerSteps
 from penstock.config import fields_of
 from penstock.engine import start
@@ -90,7 +89,7 @@ class EngineMixin(TrainerSteps):
                     f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
                 )
         if given.get("args") is not None:
-            check_arguments(given["args"])  # before datasets are prepared; and again, as the library has filled them in
+            self._check(given["args"])  # before datasets are prepared; and again, as the library has filled them in
         self._engine_arguments = engine
         self._engine: Engine | None = None
         self._ranks: Ranks = ALONE  # until there is an engine, whose ranks they are
@@ -100,7 +99,7 @@ class EngineMixin(TrainerSteps):
         self._resumes: Path | None = None
         self._dtype: torch.dtype | None = None
         super().__init__(*args, **kwargs)
-        check_arguments(self.args)
+        self._check(self.args)
         check_launch(self)
         if getattr(self.model, "is_activation_checkpointing", False):
             raise ConfigError(
@@ -108,7 +107,25 @@ class EngineMixin(TrainerSteps):
                 "call model.activation_checkpointing_disable()"
             )
 
+    def _check(self, args: Any) -> None:
+        """Refuse arguments that cannot be honoured."""
+        check_arguments(args)
+
     # ---- the engine
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The library's own, which must neither wrap the model for several processes nor gather in a forward."""
+        super().create_accelerator_and_postprocess()
+        never_wrap(self.accelerator)
+        before_gather(self.accelerator, self._check_gather)
+
+    def _check_gather(self) -> None:
+        """Each process runs its forwards when the engine's schedule says so, and may run some again."""
+        if self.args.world_size > 1 and self.is_in_forward():
+            raise ModelError(
+                "compute_loss gathers from other processes (accelerator.gather), whose forwards do not run at the same "
+                "time: let it use what this process has alone"
+            )
 
     @property
     def engine(self) -> Engine:
@@ -189,9 +206,9 @@ class EngineMixin(TrainerSteps):
         finally:
             self.args.activation_checkpointing = asked
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def get_train_dataloader(self) -> Any:
         """The library's own, of several processes so that a step's micro-batches are in the order of one process."""
-        loader: DataLoader[Any] = super().get_train_dataloader()
+        loader = super().get_train_dataloader()
         deal_neighbours(loader, self.args.gradient_accumulation_steps)
         return loader
 
