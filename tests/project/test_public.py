@@ -103,6 +103,7 @@ ENGINE = {
     "load",
     "master_parameters",
     "model",
+    "on_first",
     "optimizer",
     "plan",
     "prediction",
