@@ -343,7 +343,7 @@ class EngineMixin(TrainerSteps):
 
     def wait_for_all(self) -> None:
         with self._ranks.together():
-            self._ranks.told("files of a checkpoint", None)
+            self._ranks.gather_objects("files of a checkpoint", None)
 
 
 class Trainer(EngineMixin, transformers.Trainer):

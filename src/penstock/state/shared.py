@@ -66,4 +66,4 @@ class LedArrays:
             self._arrays.fetch(names, offset, torch.empty(numel))
 
     def _wanted(self, said: tuple[tuple[str, ...], int, int] | None) -> tuple[tuple[str, ...], int, int] | None:
-        return self._ranks.told("values to read", said)[0]
+        return self._ranks.gather_objects("values to read", said)[0]
