@@ -17,7 +17,7 @@ from trl import SFTConfig
 from penstock.compat.accelerate import Neighbours
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import SFTTrainer
-from penstock.hf.trainer import Notes, _current
+from penstock.hf.trainer import NOTES, Notes
 from penstock.hf.training_arguments import check_arguments
 from tests.library_runs import in_memory, llama, shown
 from tests.ranks.launched import Launched
@@ -72,7 +72,7 @@ def test_a_loss_that_gathers_is_refused_before_ranks_wait_for_each_other(
     request.getfixturevalue("second_of_two")
 
     def within_a_forward() -> None:
-        _current.set(Notes())
+        NOTES.set(Notes())
         with pytest.raises(ModelError, match="compute_loss gathers from other processes"):
             found.accelerator.gather(torch.zeros(1))
 

@@ -26,8 +26,8 @@ class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
             )
         super().__init__(*args, engine=engine, **kwargs)
 
-    def _check(self, args: Any) -> None:
-        super()._check(args)
+    def check_args(self, args: Any) -> None:
+        super().check_args(args)
         if args.world_size > 1:
             raise ConfigError(
                 f"this is one process of {args.world_size}, and TRL's losses gather figures from all of them within "

@@ -59,7 +59,7 @@ class Piece:
 
 
 # Not the piece: its loss reaches the trainer and all of its data, and a probe looks for tensors in context variables.
-_current: contextvars.ContextVar[Notes | None] = contextvars.ContextVar("penstock_notes", default=None)
+NOTES: contextvars.ContextVar[Notes | None] = contextvars.ContextVar("penstock_notes", default=None)
 
 
 def current_notes() -> Notes | None:
@@ -67,7 +67,7 @@ def current_notes() -> Notes | None:
 
     Forwards take turns within a step: each is suspended while others run, and has a context of its own.
     """
-    return _current.get()
+    return NOTES.get()
 
 
 class EngineMixin(TrainerSteps):
@@ -89,7 +89,7 @@ class EngineMixin(TrainerSteps):
                     f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
                 )
         if given.get("args") is not None:
-            self._check(given["args"])  # before datasets are prepared; and again, as the library has filled them in
+            self.check_args(given["args"])  # before datasets are prepared; and again, as the library has filled them in
         self._engine_arguments = engine
         self._engine: Engine | None = None
         self._ranks: Ranks = ALONE  # until there is an engine, whose ranks they are
@@ -99,7 +99,7 @@ class EngineMixin(TrainerSteps):
         self._resumes: Path | None = None
         self._dtype: torch.dtype | None = None
         super().__init__(*args, **kwargs)
-        self._check(self.args)
+        self.check_args(self.args)
         check_launch(self)
         if getattr(self.model, "is_activation_checkpointing", False):
             raise ConfigError(
@@ -107,7 +107,7 @@ class EngineMixin(TrainerSteps):
                 "call model.activation_checkpointing_disable()"
             )
 
-    def _check(self, args: Any) -> None:
+    def check_args(self, args: Any) -> None:
         """Refuse arguments that cannot be honoured."""
         check_arguments(args)
 
@@ -367,7 +367,7 @@ def _loss_of_piece(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Te
     inputs = dict(micro_batch)
     piece = inputs.pop(_PIECE)
     piece.notes = Notes()
-    _current.set(piece.notes)
+    NOTES.set(piece.notes)
     loss: torch.Tensor = piece.loss(model, inputs)
     return loss
 
