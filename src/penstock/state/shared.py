@@ -40,8 +40,8 @@ class SharedArrays:
 
 
 class LedArrays:
-    """The same, of which the first rank alone says what is read. The others ``follow`` until it is ``done``: they
-    read the same, and thereby lend it what they have."""
+    """Values of all ranks, of which the first rank alone says what is read. The others ``follow`` until it is ``done``:
+    they read the same, and thereby lend it what they have."""
 
     def __init__(self, arrays: Arrays, ranks: Ranks) -> None:
         self._arrays = arrays
