@@ -144,6 +144,15 @@ def test_a_part_that_tiles_would_change_is_refused_when_it_first_runs(part: type
     assert "set mlp_tile to null" in str(caught.value)
 
 
+@pytest.mark.parametrize(("tile", "rows"), [(1, 1), (4, 6)])
+def test_a_tile_of_one_token_is_no_way_past_that_however_often_it_runs(tile: int, rows: int) -> None:
+    part = tiled_mlps(Mixing(Summing), tile).get_submodule("layers.0.mlp")
+    states = torch.randn(rows, 12, 8, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        with pytest.raises(ModelError, match="does not treat each token alone"):
+            part(states)
+
+
 def test_a_part_with_several_tensors_is_refused() -> None:
     model = tiled_mlps(Mixing(Residual), 4)
     part: Any = model.get_submodule("layers.0.mlp")

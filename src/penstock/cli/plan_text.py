@@ -65,8 +65,8 @@ def describe(report: PlanReport, *, wide: bool) -> str:
 def describe_longest(found: Longest | None) -> str:
     """A line on the longest sequences that fit."""
     if found is None:
-        return f"longest     not even sequences of {UNIT} tokens fit"
-    why = "the model takes no longer ones" if found.all else "in micro-batches of one sequence"
+        return f"longest     not even sequences of {UNIT} tokens fit, or the model takes fewer"
+    why = f"the model does not take {UNIT} more" if found.all else "in micro-batches of one sequence"
     return f"longest     sequences of {found.tokens:,} tokens fit, {why}"
 
 

@@ -95,7 +95,7 @@ class _Tiled:
             return self.whole(states, **kwargs)
         tiles = [one.contiguous() for one in torch.split(states, length, dim=-2)]  # as the whole is, which some rely on
         if not self._tried:
-            self._try(tiles[0][..., :_TRIED, :].contiguous(), kwargs)
+            self._try(states[..., :_TRIED, :].contiguous(), kwargs)
         made = [self._run(one, kwargs) for one in tiles]
         return torch.cat(made, dim=-2)
 
@@ -111,7 +111,6 @@ class _Tiled:
     @torch.no_grad()
     def _try(self, states: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """Raise an error if a token's result depends on the others. Without dropout, which would draw other masks."""
-        self._tried = True
         training = [part for part in self._part.modules() if part.training]
         try:
             self._part.eval()
@@ -121,6 +120,7 @@ class _Tiled:
                 part.training = True
         if not alike(sample(both[..., 1:, :]), last):
             self._refuse("does not treat each token alone")
+        self._tried = not states.is_meta  # where there are no numbers, nothing was compared
 
     def _refuse(self, why: str) -> NoReturn:
         raise ModelError(
@@ -130,4 +130,4 @@ class _Tiled:
 
 
 _TRIED = 8
-"""Tokens of a part's first tile that are run once with their first one and once without it."""
+"""Tokens, two at least, that are run once with their first one and once without it."""

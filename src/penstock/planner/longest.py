@@ -14,15 +14,16 @@ _MOST = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class Longest:
-    """A sequence of so many tokens fits, and one of ``UNIT`` more does not. ``all``: because the model takes no longer
-    ones, whatever the memory."""
+    """A sequence of so many tokens fits, and one of ``UNIT`` more does not, or is more than is tried. ``all``: because
+    the model does not take that many, whatever the memory."""
 
     tokens: int
     all: bool
 
 
 def longest(task: Task) -> Longest | None:
-    """The longest sequences that fit, in steps of one micro-batch of one sequence; None: not even ``UNIT`` tokens do.
+    """The longest sequences that fit, in steps of one micro-batch of one sequence; None: not even
+    ``UNIT`` tokens do, or the model takes fewer.
 
     More micro-batches take more of what holds saved activations, which may be the disk.
     """
@@ -35,9 +36,9 @@ def longest(task: Task) -> Longest | None:
             refused.add(units)
             return False
 
-    most, beyond = 0, 1
-    while beyond * UNIT <= _MOST and fit(beyond):
-        most, beyond = beyond, 2 * beyond
+    most, beyond, end = 0, 1, _MOST // UNIT + 1
+    while beyond < end and fit(beyond):
+        most, beyond = beyond, min(2 * beyond, end)
     while beyond - most > 1:
         middle = (most + beyond) // 2
         most, beyond = (middle, beyond) if fit(middle) else (most, middle)
