@@ -44,8 +44,8 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Predicted and measured: seconds of the schedule, bytes per lane of all steps, peak bytes per tier. ``runs``: of
-    the schedule, in each measured step: two where the step went over the limit on the norm."""
+    """Predicted and measured: seconds of a step, bytes per lane of all steps, peak bytes per tier. ``runs``: of the
+    schedule, in each measured step: two where the step went over the limit on the norm, which nothing predicts."""
 
     predicted: float
     lower_bound: float
@@ -115,14 +115,14 @@ def run(case: Case, profile: Path, steps: int, folder: Path) -> Outcome:
         before = counting.take(engine)
         done = [engine.step(step()) for _ in range(steps)]
         after = counting.take(engine)
-        said, runs = prediction.bytes_per_lane(), [1 + stats.repeats for stats in done]
+        said = prediction.bytes_per_lane()
         peak = prediction.peak(0)
         return Outcome(
             predicted=prediction.time,
             lower_bound=prediction.lower_bound,
-            measured=[stats.seconds / count for stats, count in zip(done, runs, strict=True)],
-            runs=runs,
-            predicted_bytes={lane: said[lane] * sum(runs) for lane in before},  # type: ignore[index]
+            measured=[stats.seconds for stats in done],
+            runs=[1 + stats.repeats for stats in done],
+            predicted_bytes={lane: said[lane] * steps for lane in before},  # type: ignore[index]
             measured_bytes={lane: after[lane] - before[lane] for lane in before},
             predicted_peak={tier: peak[tier] for tier in peak},
             measured_peak={tier: max(stats.peak_bytes[tier] for stats in done) for tier in done[0].peak_bytes},

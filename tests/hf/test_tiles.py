@@ -113,22 +113,24 @@ class _Block(nn.Module):
         return found[0] if isinstance(found, tuple) else found
 
 
-class Summing(nn.Linear):
+class Summing(nn.Module):
     def __init__(self) -> None:
-        super().__init__(8, 8)
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return super().forward(states).cumsum(-2)
+    def forward(self, states: torch.Tensor) -> Any:
+        return self.linear(states).cumsum(-2)
 
 
 class Noting(Summing):
     def forward(self, states: torch.Tensor) -> Any:
-        return states, states.sum()
+        return self.linear(states), states.sum()
 
 
-class Residual(Summing):
-    def forward(self, states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return states
+class Scaled(Summing):
+    def forward(self, scale: float, states: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        found = self.linear(states) * scale
+        return found if bias is None else found + bias
 
 
 @pytest.mark.parametrize(
@@ -153,15 +155,38 @@ def test_a_tile_of_one_token_is_no_way_past_that_however_often_it_runs(tile: int
             part(states)
 
 
-def test_a_part_with_several_tensors_is_refused() -> None:
-    model = tiled_mlps(Mixing(Residual), 4)
-    part: Any = model.get_submodule("layers.0.mlp")
-    with pytest.raises(ModelError, match="takes more than the hidden states"):
-        part(torch.zeros(1, 6, 8), torch.zeros(1, 6, 8))
+def test_the_hidden_states_may_stand_anywhere_and_no_other_tensor() -> None:
+    part: Any = tiled_mlps(Mixing(Scaled), 4).get_submodule("layers.0.mlp")
+    states = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0))
+    wanted = 3.0 * part.linear(states)
+    for found in (part(3.0, states), part(3.0, states=states, bias=None), part(scale=3.0, states=states)):
+        torch.testing.assert_close(found, wanted)
+    for bias in (torch.ones(8), [torch.ones(8)]):
+        with pytest.raises(ModelError, match="takes more tensors than the hidden states"):
+            part(3.0, states, bias=bias)
+
+
+def test_gradients_are_those_of_the_masks_that_the_forward_drew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recomputation of a tile draws its dropout again: so does a run that keeps all, and recomputes nothing."""
+    found = []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr("penstock.hf.tiles.checkpoint", lambda run, states, use_reentrant: run(states))
+        model = tiled_mlps(MODELS["gpt2"].model(), 5)
+        assert any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
+        (micro_batch,) = MODELS["gpt2"].micro_batches(1)
+        torch.manual_seed(3)
+        model(**micro_batch).loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert relative(found[0], found[1]) <= CLOSE
 
 
 def test_what_has_no_part_to_tile_is_refused() -> None:
-    for name, model in (("MixtralForCausalLM", built(ZOO["mixtral"])), ("BertForMaskedLM", built(ZOO["bert"]))):
+    bare = Mixing(Summing)
+    for layer in bare.layers:
+        layer.mlp = nn.Linear(8, 8)
+    refused = (("MixtralForCausalLM", built(ZOO["mixtral"])), ("BertForMaskedLM", built(ZOO["bert"])), ("Mixing", bare))
+    for name, model in refused:
         with pytest.raises(ModelError, match=f"no block of {name} has a feed-forward part of its own"):
             tiled_mlps(model, 4)
     with pytest.raises(ConfigError, match="mlp_tile=0: must be at least 1 token"):
@@ -169,11 +194,12 @@ def test_what_has_no_part_to_tile_is_refused() -> None:
 
 
 def test_hooks_and_other_forwards_are_refused_and_nothing_is_changed() -> None:
-    hooked, replaced = Mixing(Summing), Mixing(Summing)
-    hooked.get_submodule("layers.1.mlp").register_full_backward_hook(lambda module, inputs, outputs: None)
+    hooked, within, replaced = Mixing(Summing), Mixing(Summing), Mixing(Summing)
+    for model, name in ((hooked, "layers.1.mlp"), (within, "layers.1.mlp.linear")):
+        model.get_submodule(name).register_full_backward_hook(lambda module, inputs, outputs: None)
     vars(replaced.get_submodule("layers.1.mlp"))["forward"] = lambda states: states
-    for model, left in ((hooked, 0), (replaced, 1)):
-        with pytest.raises(ModelError, match=r"'layers\.1\.mlp' has hooks, or a forward that is not its class's"):
+    for model, left in ((hooked, 0), (within, 0), (replaced, 1)):
+        with pytest.raises(ModelError, match=r"'layers\.1\.mlp' has hooks on gradients, or a forward that is not its"):
             tiled_mlps(model, 4)
         assert tiles_of(model) == left
 
@@ -182,6 +208,12 @@ def test_another_tile_takes_the_place_of_the_one_before() -> None:
     model = tiled_mlps(tiled_mlps(built(ZOO["llama"]).eval(), 3), 1000)
     plain, micro_batch = built(ZOO["llama"]).eval(), steps_of(ZOO["llama"])[0][0]
     assert torch.equal(model(**micro_batch).loss, plain(**micro_batch).loss)
+
+
+def test_compiled_blocks_are_refused(tmp_path: Path) -> None:
+    case = MODELS["llama"]
+    with pytest.raises(ModelError, match=r"the forward of 'model\.layers\.0\.mlp' has been replaced"):
+        train(case, budget(None), case_steps(case, 1), model=tiled_mlps(case.model(), 5), compile="aot_eager")
 
 
 def test_adapters_train_in_tiles(tmp_path: Path) -> None:

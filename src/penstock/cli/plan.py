@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar, get_args
 
@@ -139,7 +139,7 @@ def run(arguments: Arguments) -> int:
     found = _of_model(arguments) if isinstance(arguments, ModelArguments) else _of_config(arguments)
     longest = found.longest if arguments.longest else None
     if arguments.json:
-        more = {"longest_sequence": None if longest is None else longest.tokens} if arguments.longest else {}
+        more = {"longest": None if longest is None else asdict(longest)} if arguments.longest else {}
         print(json.dumps(found.json | more, indent=2))
     else:
         from penstock.cli.plan_text import describe, describe_longest

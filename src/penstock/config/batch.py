@@ -31,7 +31,7 @@ class BatchConfig:
         if (amount := getattr(self, given[0])) < 1:
             raise ConfigError(f"batch.{given[0]}={amount}: must be at least 1")
         if amount > (most := _MOST[given[0]]):
-            raise ConfigError(f"batch.{given[0]}={amount}: a step is trained on at most {most:,}")
+            raise ConfigError(f"batch.{given[0]}={amount}: a step is trained on at most {most:,} {given[0]}")
 
     def sequences_of(self, sequence_length: int) -> int:
         """Sequences in a step.

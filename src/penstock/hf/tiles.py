@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.compat.torch import has_backward_hooks
 from penstock.errors import ConfigError, ModelError
+from penstock.tape import trees
 from penstock.tape.blocks import find_blocks
 from penstock.tape.likeness import alike, sample
 
@@ -28,13 +29,13 @@ def tiled_mlps(model: nn.Module, tile: int) -> nn.Module:
     For parts that take hidden states, [..., tokens, h], as their only tensor, give back one of that shape, and treat
     each token alone, which is tried when they first run. Equal to the whole part but for rounding: its products have
     other shapes, its dropout draws tile by tile, and the gradients of its weights are sums over tiles, in their dtype.
-    With tiles as long as a micro-batch it is the whole part. Changes the modules of ``model``, and may be called again
-    with another ``tile``.
+    With tiles as long as a micro-batch it is the whole part. Forward hooks on modules within it see the tiles, and what
+    is tried. Changes the modules of ``model``, and may be called again with another ``tile``.
 
     Raises:
         ConfigError: ``tile`` is less than 1.
-        ModelError: no block has such a part, or one's has hooks or another ``forward`` than its class; and in a
-            forward, if one does not treat each token alone.
+        ModelError: no block has such a part, or one has hooks on its gradients, within it or on it, or another
+            ``forward`` than its class; and in a forward, if one does not treat each token alone.
     """
     if tile < 1:
         raise ConfigError(f"mlp_tile={tile}: must be at least 1 token, or null (None) for whole feed-forward parts")
@@ -47,10 +48,10 @@ def tiled_mlps(model: nn.Module, tile: int) -> nn.Module:
         )
     for name, part in found:
         own = vars(part).get("forward")
-        if (own is not None and not isinstance(own, _Tiled)) or has_backward_hooks(part):
+        if (own is not None and not isinstance(own, _Tiled)) or any(map(has_backward_hooks, part.modules())):
             raise ModelError(
-                f"mlp_tile={tile}: {name!r} has hooks, or a forward that is not its class's, which would see tiles: "
-                "set mlp_tile to null (in Python: leave tiled_mlps out)"
+                f"mlp_tile={tile}: {name!r} has hooks on gradients, or a forward that is not its class's, which would "
+                "see tiles: set mlp_tile to null (in Python: leave tiled_mlps out)"
             )
     for name, part in found:
         forward = own.whole if isinstance(own := vars(part).get("forward"), _Tiled) else part.forward
@@ -63,7 +64,8 @@ def _parts(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         path = f"{prefix}.{name}"
         if name.lower() in _NAMES and not isinstance(child, nn.ModuleList):
-            if not any(_routes(part) for part in child.modules()):
+            # A layer alone keeps its input in any case.
+            if next(child.children(), None) is not None and not any(_routes(part) for part in child.modules()):
                 yield path, child
         else:
             yield from _parts(path, child)
@@ -86,35 +88,36 @@ class _Tiled:
         self._tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        if len(args) != 1 or len(given) != 1 or given[0].dim() < 2:
-            self._refuse("takes more than the hidden states, [..., tokens, h]")
+        given = trees.tensors((args, kwargs))
+        if len(given) != 1 or given[0].dim() < 2:
+            self._refuse("takes more tensors than the hidden states, [..., tokens, h], or none")
         (states,) = given
         length = max(1, self._tile * states.shape[-2] // max(1, states[..., 0].numel()))
         if states.shape[-2] <= length:
-            return self.whole(states, **kwargs)
+            return self.whole(*args, **kwargs)
+
+        def of(some: torch.Tensor) -> Any:
+            own_args, own_kwargs = trees.replace((args, kwargs), lambda _: some)
+            return self.whole(*own_args, **own_kwargs)
+
         tiles = [one.contiguous() for one in torch.split(states, length, dim=-2)]  # as the whole is, which some rely on
         if not self._tried:
-            self._try(states[..., :_TRIED, :].contiguous(), kwargs)
-        made = [self._run(one, kwargs) for one in tiles]
-        return torch.cat(made, dim=-2)
+            self._try(of, states[..., :_TRIED, :].contiguous())
+        return torch.cat([self._run(of, one) for one in tiles], dim=-2)
 
-    def _run(self, states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            found = self.whole(states, **kwargs)
-        else:
-            found = checkpoint(self.whole, states, use_reentrant=False, **kwargs)
+    def _run(self, of: Callable[[torch.Tensor], Any], states: torch.Tensor) -> torch.Tensor:
+        found = checkpoint(of, states, use_reentrant=False) if torch.is_grad_enabled() else of(states)
         if not isinstance(found, torch.Tensor) or found.shape[:-1] != states.shape[:-1]:
             self._refuse("does not give back one tensor of a row for each token")
         return found
 
     @torch.no_grad()
-    def _try(self, states: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    def _try(self, of: Callable[[torch.Tensor], Any], states: torch.Tensor) -> None:
         """Raise an error if a token's result depends on the others. Without dropout, which would draw other masks."""
         training = [part for part in self._part.modules() if part.training]
         try:
             self._part.eval()
-            both, last = self._run(states, kwargs), self._run(states[..., 1:, :].contiguous(), kwargs)
+            both, last = self._run(of, states), self._run(of, states[..., 1:, :].contiguous())
         finally:
             for part in training:
                 part.training = True

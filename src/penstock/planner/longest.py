@@ -30,11 +30,13 @@ def longest(task: Task) -> Longest | None:
     refused: set[int] = set()
 
     def fit(units: int) -> bool:
+        longer = replace(task, sequence_length=units * UNIT, profiles={})
         try:
-            return fits(replace(task, sequence_length=units * UNIT, profiles={}).question(1, 1))
+            longer.profile(1)
         except ConfigError:  # more positions than the model has
             refused.add(units)
             return False
+        return fits(longer.question(1, 1))
 
     most, beyond, end = 0, 1, _MOST // UNIT + 1
     while beyond < end and fit(beyond):

@@ -31,11 +31,12 @@ def compiled_forwards(blocks: Sequence[Block], backend: str) -> list[Forward]:
     forwards: list[Forward] = []
     for block in blocks:
         cls = type(block.module)
-        if "forward" in vars(block.module):
-            raise ModelError(
-                f"compile: the forward of block {block.name!r} has been replaced on the module itself, so it is not "
-                "the one of its class that would be compiled: leave compile out"
-            )
+        for name, module in block.module.named_modules(prefix=block.name):
+            if "forward" in vars(module):
+                raise ModelError(
+                    f"compile: the forward of {name!r} has been replaced on the module itself, so it is not the one of "
+                    "its class that would be compiled: leave compile out"
+                )
         if cls not in by_class:
             by_class[cls] = _compile(cls, backend)
         forwards.append(_Compiled(block, by_class[cls]))
