@@ -8,8 +8,8 @@
 
 A cache folder is often shared by the machines of a cluster, so profiles are kept by host. What a process with fewer
 cores or less memory measures is kept beside what was measured with all of them, and each is found by those that it is
-of: one of less memory only where there is no other. A drive is found again for any directory on its file system,
-because a drive is as fast in one directory as in another.
+of: one of less memory only where no other has all directories. A drive is found again for any directory on its file
+system, because a drive is as fast in one directory as in another.
 """
 
 import hashlib
@@ -156,8 +156,8 @@ def _all_of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> Iterator[Mac
 
 
 def why_none(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> str | None:
-    """The reason that the newest profile which is stored for these directories is not used; None: none is stored for
-    them, or it would be used."""
+    """The reason that a stored profile is not used, of the newest that is not of this machine as it is now or whose
+    drive for one of these directories is gone; None: there is no such profile."""
     for machine in _all_of_kind(paths, kind):
         old = outdated(machine)
         drives = {Path(drive.path): drive for drive in machine.drives}

@@ -24,7 +24,7 @@ PRECISIONS: dict[str, tuple[tuple[torch.dtype, torch.dtype | None], ...]] = {
 }
 """Name -> the dtypes of weights and rest, one after the other."""
 _MADE: tuple[tuple[torch.dtype, torch.dtype | None], ...] = ((_BF16, None),)
-"""The dtypes in the place of weights and rest where an update is made, whatever the precision."""
+"""Dtypes of an update of matrices, which stands where weights do, and of the rest beside it: there is none."""
 MOMENTS: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "fp32": (_FP32, _FP32),
     "bf16": (_BF16, _BF16),
