@@ -1,6 +1,7 @@
 """A drive that takes no writes any more can be rescued from: verify and export read it, and change nothing."""
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -163,3 +164,26 @@ def test_a_commit_file_that_is_gone_is_made_again_by_who_writes(
             store.commit({"step": step})
     with Store.open([tmp_path / "s"]) as store:
         assert store.last_commit() == {"step": left + 2}
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_lock_that_is_given_back_while_it_is_looked_for_who_has_it_is_taken(
+    writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused once in a while, in the name of a process that only reads, of which there was none."""
+    held, flock = DirectoryLock(tmp_path), fcntl.flock
+    refused = 0
+
+    def given_back_then(fd: int, how: int) -> None:
+        nonlocal refused
+        if refused and how & fcntl.LOCK_SH:
+            held.release()
+        try:
+            flock(fd, how)
+        except BlockingIOError:
+            refused += 1
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", given_back_then)
+    DirectoryLock(tmp_path, writes=writes).release()
+    assert refused

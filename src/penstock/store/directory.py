@@ -197,6 +197,33 @@ def _have_alone(fd: int) -> None:
         time.sleep(_LOOKS_LAST / 20)
 
 
+def _holder(fd: int) -> str | None:
+    """Words on who has a lock that could not be had: a writer has put his number into its file, readers have not. None:
+    by now nobody has it. Closes the file."""
+    try:
+        writer = f"process {os.pread(fd, 32, 0).decode(errors='replace').strip() or 'of unknown number'}"
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return writer
+        with contextlib.suppress(BlockingIOError):
+            _have_alone(fd)
+            return None
+        try:  # what was asked for last has given back what was had before, which a writer may have taken
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return writer
+        return "a process that only reads it (penstock verify or export)"
+    finally:
+        os.close(fd)
+
+
+def _in_use(directory: Path, holder: str, cause: OSError) -> StoreError:
+    return store_error(
+        f"{directory} is in use by {holder}: wait for it to end, or give this run another directory", cause
+    )
+
+
 class DirectoryLock:
     """An advisory lock (flock) on a directory. The kernel drops it when the process ends, however it ends.
 
@@ -229,7 +256,9 @@ class DirectoryLock:
                     self._sign(fd)
                     return fd
             except BlockingIOError as e:
-                raise self._in_use(directory, fd, e) from e
+                if (holder := _holder(fd)) is not None:
+                    raise _in_use(directory, holder, e) from e
+                continue
             except BaseException:
                 os.close(fd)
                 raise
@@ -237,30 +266,22 @@ class DirectoryLock:
 
     def _share(self, directory: Path) -> int | None:
         """The lock of who only reads; None where there is no file of it, so that nobody writes now."""
-        try:
-            fd = files.descriptor(self._path, os.O_RDONLY)
-        except FileNotFoundError:
-            log.warning("%s is gone: nothing would keep a run from writing while %s is read", self._path, directory)
-            return None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise self._in_use(directory, fd, e) from e
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-
-    def _in_use(self, directory: Path, fd: int, cause: OSError) -> StoreError:
-        """Words on who has the lock: a writer has put his number there, readers have not."""
-        holder = f"process {os.pread(fd, 32, 0).decode(errors='replace').strip() or 'of unknown number'}"
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            holder = "a process that only reads it (penstock verify or export)"
-        os.close(fd)
-        return store_error(
-            f"{directory} is in use by {holder}: wait for it to end, or give this run another directory", cause
-        )
+        while True:
+            try:
+                fd = files.descriptor(self._path, os.O_RDONLY)
+            except FileNotFoundError:
+                log.warning("%s is gone: nothing would keep a run from writing while %s is read", self._path, directory)
+                return None
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                if (holder := _holder(fd)) is not None:
+                    raise _in_use(directory, holder, e) from e
+                continue
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd
 
     def _sign(self, fd: int) -> None:
         """Write who holds the lock into its file. If that fails the file goes again, while nobody else can hold it."""
