@@ -146,7 +146,7 @@ def run(arguments: Arguments) -> int:
 
         print(describe(found, wide=(sys.stdout.encoding or "").lower().startswith("utf")), end="")
         if arguments.longest:
-            print(describe_longest(longest))
+            print(f"\n{describe_longest(longest)}")
     return 0
 
 
