@@ -293,7 +293,7 @@ def test_help_shows_every_setting_once_by_section_in_100_columns() -> None:
     assert len(blocks[1:]) == len(set(blocks)), "each section is one paragraph"
     assert shown[:4] == ["run", "steps", "epochs", "micro_batch_size"]
     assert blocks[1:6] == ["model", "data", "optimizer", "batch", "budget"]
-    assert (blocks[-1], shown[-5:]) == ("", ["grad_dtype", "delay", "speculate", "strands", "stage"]), (
+    assert (blocks[-1], shown[-5:]) == ("", ["delay", "speculate", "strands", "stage", "sync_buffers"]), (
         "what is rarely needed comes last"
     )
     at = lines.index("  --clip_grad_norm                  a number or null; default 1.0")

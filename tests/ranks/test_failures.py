@@ -316,6 +316,7 @@ def test_buffers_that_a_forward_changes_are_refused() -> None:
     for f in World(2, normed).outcomes():
         assert f.kind in (ModelError.__name__, RankError.__name__)
         assert "running_mean" in f.said or "num_batches_tracked" in f.said or "running_var" in f.said
+        assert "sync_buffers" in f.said
 
 
 def records(mesh: DeviceMesh, disk: Path) -> None:

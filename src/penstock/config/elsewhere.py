@@ -168,6 +168,10 @@ ELSEWHERE: Mapping[str, Counterpart] = {
         "zero_optimization zero_stage deepspeed fsdp fsdp_config",
         _is("budget", "stage", differs="budget says how much memory of each tier; stage is ZeRO's, of several ranks"),
     ),
+    **_named(
+        "broadcast_buffers ddp_broadcast_buffers sync_bn sync_batchnorm",
+        _is("sync_buffers", differs="mean or first; statistics of a forward are its own micro-batch's in any case"),
+    ),
     **_named("gpu_memory_limit max_memory", _is("budget.device", "budget.host")),
     "torch_compile": _is("compile"),
     # adapters

@@ -19,6 +19,9 @@ Family = Literal["vertical", "horizontal"]
 ZeroStage = Literal[0, 1, 2, 3]
 """Stage of ZeRO: the tensors that several ranks have parts of."""
 
+SyncBuffers = Literal["mean", "first"]
+"""Whose values of the model's buffers all ranks go on with after a step."""
+
 STRANDS = 1024
 """The most strands that make sense: nobody has more ranks."""
 _DEFAULT: Mapping[str, Precision] = {"cpu": "fp32", "cuda": "bf16"}
@@ -47,6 +50,10 @@ class StreamConfig:
     state on its own drives and in its own memory; 1, 2: state, gradients, and weights between steps, which are gathered
     once a step and stay on the device; 3: weights too, which are gathered for each use. One process has all of
     everything. Changes no result; None: the plan chooses 2 or 3 |
+    | ``sync_buffers`` | what all ranks go on with where a forward changes buffers of the model, as BatchNorm does its
+    running statistics: after each step the ``mean`` of all ranks' values, or those of the ``first``, as
+    DistributedDataParallel's ``broadcast_buffers`` does; None: such a model is refused on several ranks. One process
+    has its own |
     | ``speculate`` | whether what is on disk steps before the gradients' norm is known; a step whose norm is over
     ``clip_grad_norm`` is run again. Changes no result; None: the plan chooses |
     """
@@ -56,6 +63,7 @@ class StreamConfig:
     speculate: bool | None = None
     strands: int | None = None
     stage: ZeroStage | None = None
+    sync_buffers: SyncBuffers | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, of=StreamConfig)

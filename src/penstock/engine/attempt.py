@@ -104,7 +104,7 @@ class Attempt:
                 raise failure
             finally:
                 del failure  # its traceback holds this frame, which would hold it and the micro-batches
-        self._check_buffers()
+        self._sync_buffers()
         if self.skipped and not self.resources.arrays.droppable:
             raise NonFiniteError(
                 f"{self._not_finite()}, and the state was updated with it. Load a snapshot; with clip_grad_norm set "
@@ -112,16 +112,32 @@ class Attempt:
             )
         return _EVENTS[self.context.verdict]
 
-    def _check_buffers(self) -> None:
-        """Each rank has its own micro-batches, and would change a buffer of the model in its own way."""
-        if self.resources.ranks.size > 1:
-            now = self.resources.buffers.tensors()
-            changed = [name for name, was in self.before.items() if not torch.equal(was, now[name])]
-            if changed:
-                raise ModelError(
-                    f"the forward changes {changed[0]!r}, each rank in its own way. This is not there yet for several "
-                    "ranks: train with one, or let it be (module.eval())"
+    def _sync_buffers(self) -> None:
+        """Each rank has its own micro-batches, and changes buffers of the model in its own way: from here on all have
+        the same ones, as the settings say."""
+        resources = self.resources
+        ranks, buffers = resources.ranks, resources.buffers
+        if ranks.size == 1 or not self.before:
+            return
+        said = ranks.gather_objects("buffers that the forward has changed", buffers.changed(self.before))
+        changed = sorted({name for names in said for name in names})
+        if not changed:
+            return
+        if resources.sync_buffers is None:
+            raise ranks.of_all(
+                ModelError(
+                    f"the forward changes {changed[0]!r}, each rank in its own way. Say what all go on with, "
+                    "sync_buffers='mean' or 'first', or let it be (module.eval())"
                 )
+            )
+        differs = buffers.synchronise(changed, ranks, resources.sync_buffers)
+        if differs is not None:
+            raise ranks.of_all(
+                ModelError(
+                    f"the forward changes {differs!r} to other whole numbers on each rank, of which there is no mean: "
+                    "sync_buffers='first' takes the first rank's"
+                )
+            )
 
     def _drop(self) -> Event:
         self.resources.arrays.drop_step()

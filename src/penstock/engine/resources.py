@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
-from penstock.config.step import check_strands
+from penstock.config.step import SyncBuffers, check_strands
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.progress import Progress
@@ -64,6 +64,7 @@ class EngineResources:
     """the ranks that train the model together"""
     share: Share
     """this rank's part of every group, which its arrays hold"""
+    sync_buffers: SyncBuffers | None
     strands: int
     """strands of all ranks together"""
     device: torch.device
@@ -178,6 +179,7 @@ def open_resources(
                 digest=ranks.size > 1,
             )
             ranks.agree("values of the model, before its first step", values)
+            ranks.agree("buffers of the model, before its first step", buffers.digest())
         else:
             _resume(groups, buffers, commits, progress, budget.disk_paths[0])
         tape = Tape(
@@ -202,6 +204,7 @@ def open_resources(
             matrices=_matrices(groups, form),
             ranks=ranks,
             share=share,
+            sync_buffers=settings.sync_buffers,
             strands=description.get("strands", 1),
             device=device,
             streams=streams_for(device),

@@ -4,8 +4,9 @@ Buffers that a model leaves out of its ``state_dict`` (rotary frequencies, masks
 none of it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from penstock.compat.torch import buffers_of, persistent_buffers
+from penstock.config.step import SyncBuffers
+from penstock.ranks.group import Ranks
 from penstock.schedule.place import page_up
 from penstock.state.memory import HostSlab
 
@@ -54,6 +57,43 @@ class Buffers:
             for name, tensor in self.tensors().items():
                 tensor.copy_(copies[name])
 
+    def digest(self) -> str:
+        """A digest of the values of all."""
+        values = xxhash.xxh3_64()
+        for tensor in self.tensors().values():
+            values.update(_bits(tensor).cpu().numpy().data)
+        return values.hexdigest()
+
+    def changed(self, copies: Mapping[str, torch.Tensor]) -> list[str]:
+        """The names of those that are other bits than ``copies`` are."""
+        return [name for name, now in self.tensors().items() if not torch.equal(_bits(now), _bits(copies[name]))]
+
+    def synchronise(self, names: Collection[str], ranks: Ranks, how: SyncBuffers) -> str | None:
+        """Give all ranks the same values of some buffers, whose ``names`` all of them say: the mean of all, computed in
+        fp64 in the order of the ranks and rounded once, or the first one's. Buffers of whole numbers have no mean: the
+        name of the first one that is not the same on all, and nothing is changed then; None: it is done.
+        """
+        tensors = {name: tensor for name, tensor in self.tensors().items() if name in names}
+        own = torch.cat([_bits(tensor) for tensor in tensors.values()])
+        found = own.new_empty(ranks.size, own.numel())
+        ranks.gather(found.view(-1), own)
+        agreed: dict[str, torch.Tensor] = {}
+        columns = torch.split(found, [tensor.numel() * tensor.itemsize for tensor in tensors.values()], dim=1)
+        for (name, tensor), column in zip(tensors.items(), columns, strict=True):
+            rows = [row.clone().view(tensor.dtype) for row in column]
+            if how == "first":
+                value = rows[0]
+            elif tensor.is_floating_point() or tensor.is_complex():
+                wide = torch.complex128 if tensor.is_complex() else torch.float64
+                value = reduce(torch.add, [row.to(wide) for row in rows]) / ranks.size
+            elif all(torch.equal(row, rows[0]) for row in rows):
+                value = rows[0]
+            else:
+                return name
+            agreed[name] = value.view(tensor.shape)
+        self.put_back(self.tensors() | agreed)
+        return None
+
     def write(self, write: Transfer) -> None:
         """Write all."""
         for name, tensor in self.tensors().items():
@@ -77,6 +117,11 @@ class Buffers:
                 read(name, 0, slab.bytes.numpy())
                 tensor.copy_(_view(slab, tensor))
                 slab.close()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, in one dimension."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 @contextmanager
