@@ -1,7 +1,7 @@
 """Finds out which of the ranks has failed, ended, or does not answer: each beats, and looks at the others.
 
 What they say lies in the key-value store that ``torch.distributed`` was started with. A rank that is killed is missed
-by its connections at once; which one it was is told by its process, if that was on this machine, or by its beats.
+by its connections at once; which one it was is told by its process, if that was on this host, or by its beats.
 """
 
 import math
@@ -32,14 +32,26 @@ _UNNAMED = 3.0
 
 
 class Place(NamedTuple):
-    """The machine and the process of a rank."""
+    """The host and the process of a rank. Two hosts may have one name, and containers of one machine have processes of
+    their own: those that can see each other's processes are of one ``boot`` of a machine and one ``processes``.
+    """
 
-    host: str
+    name: str
+    """of the host, for people"""
+    boot: str
+    processes: str
+    """their namespace"""
     process: int
 
     @staticmethod
     def here() -> "Place":
-        return Place(socket.gethostname(), os.getpid())
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Place(socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"), os.getpid())
+
+    @property
+    def host(self) -> tuple[str, str]:
+        """Equal for those who see each other's processes."""
+        return self.boot, self.processes
 
 
 class Watch:
@@ -51,6 +63,7 @@ class Watch:
         self._store = store
         self._rank = rank
         self._places = places
+        self._several_hosts = len({place.host for place in places}) > 1
         self._others = [other for other in range(len(places)) if other != rank]
         self._count = 0
         self._seen = dict.fromkeys(self._others, (b"", time.monotonic()))
@@ -81,7 +94,7 @@ class Watch:
     def tell(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on, which ends their work with it."""
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._set(RankError(f"rank {self._rank} has failed: {said}"), tell=not isinstance(error, RankError))
+        self._set(RankError(f"{self._named(self._rank)} has failed: {said}"), tell=not isinstance(error, RankError))
 
     def lost(self, error: BaseException) -> RankError:
         """The error for a lost connection, which names its rank as far as that can be found out in a few seconds."""
@@ -148,22 +161,27 @@ class Watch:
             if other in ended:
                 self._ended.setdefault(other, now)
                 if now - max(self._ended[other], min([*self._waits.values()], default=math.inf)) > _LAST:
-                    return RankError(f"rank {other} has ended its run, and this one has not: give all the same steps")
+                    return RankError(
+                        f"{self._named(other)} has ended its run, and this one has not: give all the same steps"
+                    )
                 continue
             if self._is_gone(other):
-                return RankError(f"rank {other} was killed")
+                return RankError(f"{self._named(other)} was killed")
             begun, since = self._store.check([f"beat/{other}"]), self._seen[other][1]
             beat = self._store.get(f"beat/{other}") if begun else b""
             if beat != self._seen[other][0]:
                 self._seen[other] = beat, now
             elif now - since > SILENT:
-                return RankError(f"rank {other} has not answered for {SILENT:.0f} s")
+                return RankError(f"{self._named(other)} has not answered for {SILENT:.0f} s")
         return None
 
+    def _named(self, rank: int) -> str:
+        return f"rank {rank}" + (f" on host {self._places[rank].name}" if self._several_hosts else "")
+
     def _is_gone(self, other: int) -> bool:
-        """True if another rank's process was on this machine, and is no more."""
+        """True if another rank's process was on this host, and is no more."""
         place = self._places[other]
-        if place.host != socket.gethostname():
+        if place.host != self._places[self._rank].host:
             return False
         try:
             state = Path(f"/proc/{place.process}/stat").read_text().rpartition(")")[2].split()[0]

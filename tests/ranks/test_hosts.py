@@ -1,0 +1,49 @@
+"""Ranks of several hosts."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from torch import distributed as dist
+
+from penstock.ranks import watch
+from penstock.ranks.watch import Place, Watch
+
+
+def failure_beside(other: Place, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What rank 0, which is here, says of rank 1, which beats once."""
+    monkeypatch.setattr(watch, "EVERY", 0.01)
+    monkeypatch.setattr(watch, "SILENT", 0.2)
+    store = dist.HashStore()
+    store.set("beat/1", "1")
+    here = Watch(store, 0, [Place.here(), other])
+    until = time.monotonic() + 30
+    while here.failure is None and time.monotonic() < until:
+        time.sleep(0.01)
+    here.close()
+    return str(here.failure)
+
+
+def ended_process() -> int:
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def test_a_killed_process_of_this_host_is_found_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Place.here()._replace(process=ended_process())
+    assert failure_beside(other, monkeypatch) == "rank 1 was killed"
+
+
+@pytest.mark.parametrize("what", ["boot", "processes"])
+def test_another_host_of_the_same_name_is_known_by_its_beats_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes have numbers that mean nothing here."""
+    other = Place.here()._replace(process=ended_process(), **{what: "another"})
+    said = failure_beside(other, monkeypatch)
+    assert said == f"rank 1 on host {other.name} has not answered for 0 s"
+
+
+def test_an_error_names_the_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Place(name="second", boot="another", processes="pid:[1]", process=1)
+    assert failure_beside(other, monkeypatch).startswith("rank 1 on host second has not answered")
