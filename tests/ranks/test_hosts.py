@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from torch import distributed as dist
@@ -32,14 +33,14 @@ def ended_process() -> int:
 
 
 def test_a_killed_process_of_this_host_is_found_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Place.here()._replace(process=ended_process())
+    other = replace(Place.here(), process=ended_process())
     assert failure_beside(other, monkeypatch) == "rank 1 was killed"
 
 
 @pytest.mark.parametrize("what", ["boot", "processes"])
 def test_another_host_of_the_same_name_is_known_by_its_beats_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes have numbers that mean nothing here."""
-    other = Place.here()._replace(process=ended_process(), **{what: "another"})
+    other = replace(Place.here(), process=ended_process(), **{what: "another"})
     said = failure_beside(other, monkeypatch)
     assert said == f"rank 1 on host {other.name} has not answered for 0 s"
 

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
@@ -31,7 +32,8 @@ _UNNAMED = 3.0
 """seconds that it may take to find out whose connection was lost"""
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """The host and the process of a rank. Two hosts may have one name, and containers of one machine have processes of
     their own: those that can see each other's processes are of one ``boot`` of a machine and one ``processes``.
     """
