@@ -39,10 +39,10 @@ class Place:
     """
 
     name: str
-    """of the host, for people"""
+    """the name of the host, for people"""
     boot: str
     processes: str
-    """their namespace"""
+    """the namespace of process ids"""
     process: int
 
     @staticmethod
