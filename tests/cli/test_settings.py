@@ -317,7 +317,7 @@ def test_help_of_wrap_names_what_is_needed_first_in_lines_that_can_be_read() -> 
     assert max(map(len, said.splitlines())) <= 116
     order = list(inspect.signature(penstock.wrap).parameters)
     assert order[:4] == ["model", "optimizer", "budget", "loss_fn"]
-    assert order[-5:] == ["grad_dtype", "delay", "speculate", "strands", "stage"]
+    assert order[-5:] == ["delay", "speculate", "strands", "stage", "sync_buffers"]
     explained = re.findall(r"^    (\w+): ", said.partition("Keyword arguments:")[2], re.MULTILINE)
     assert explained == order[1:]
 

@@ -49,6 +49,7 @@ USED = {
             "a stage of a program",
         ),
     },
+    "sync_buffers": {"engine/resources.py": "what a step is to do with the model's buffers"},
     "slots": {"store/": "the slots", "state/": "the slots", "planner/phase_memory.py": "the memory of their checksums"},
     "durability": {
         "planner/durability.py": "compares them",

@@ -65,6 +65,7 @@ WRAP = {
     "mesh": None,
     "strands": None,
     "stage": None,
+    "sync_buffers": None,
 }
 
 PLAN = {
@@ -86,6 +87,7 @@ PLAN = {
     "grad_dtype": "fp32",
     "strands": None,
     "stage": None,
+    "sync_buffers": None,
     "disk_free": None,
     "tbw": None,
     "tokens": None,
