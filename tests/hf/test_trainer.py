@@ -258,13 +258,13 @@ def test_a_folder_is_trained_without_its_model_ever_being_whole_in_memory(tmp_pa
 
 
 def test_the_best_checkpoint_is_taken_back_at_the_end(tmp_path: Path) -> None:
-    """The learning rate is so high that the last evaluation is not the best."""
+    """The loss falls, and the highest counts as the best, so that the last evaluation is not the best."""
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "load_best_model_at_end": True}
-    settings |= {"metric_for_best_model": "loss", "learning_rate": 0.5, "max_steps": 5, "warmup_steps": 0}
+    settings |= {"metric_for_best_model": "loss", "greater_is_better": True, "max_steps": 5}
     mine = streamed(tmp_path, given={"engine": in_memory()}, **settings)
     losses = [line["eval_loss"] for line in mine.state.log_history if "eval_loss" in line]
-    assert min(losses) < losses[-1]
-    assert mine.evaluate()["eval_loss"] == min(losses)
+    assert max(losses) > losses[-1]
+    assert mine.evaluate()["eval_loss"] == max(losses)
     mine.end()
 
 

@@ -1,5 +1,6 @@
 """The commands under examples/small, run as they are but for sizes: from nothing to a chat model, killed on the way."""
 
+import re
 from pathlib import Path
 
 from tests.small_examples import run
@@ -12,5 +13,6 @@ def test_a_chat_model_is_the_same_to_the_byte_whether_its_run_was_killed_or_not(
     assert "User: What does shutil.copyfile do?" in said
     whole, killed = ((small_llama / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "killed"))
     assert len(whole) == len(killed) >= 3
-    told = next(line for line in said.splitlines() if line.startswith("killed after step"))
-    assert 0 < int(told.split()[3]) < len(whole), "it was killed on the way"
+    told = re.search(r"killed after step (\d+) of", said)  # behind whatever line the killed run was about to write
+    assert told is not None
+    assert 0 < int(told[1]) < len(whole), "it was killed on the way"
