@@ -45,9 +45,11 @@ class Case:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """Predicted and measured: seconds of a step, bytes per lane of all steps, peak bytes per tier. ``runs``: of the
-    schedule, in each measured step: two where the step went over the limit on the norm, which nothing predicts."""
+    schedule, in each measured step: two where the step went over the limit on the norm. ``expected_runs``: those that
+    the engine expected of a step after the first; ``predicted`` counts them."""
 
     predicted: float
+    expected_runs: float
     lower_bound: float
     measured: list[float]
     runs: list[int]
@@ -110,19 +112,22 @@ def run(case: Case, profile: Path, steps: int, folder: Path) -> Outcome:
         plan=load_machine(profile),
     ) as engine:
         engine.step(step())
-        prediction = engine.prediction
+        prediction, expected = engine.prediction, engine.expected_seconds
         assert prediction is not None
+        assert expected is not None
+        expected_runs = engine.expected_runs
         before = counting.take(engine)
         done = [engine.step(step()) for _ in range(steps)]
         after = counting.take(engine)
-        said = prediction.bytes_per_lane()
+        said, runs = prediction.bytes_per_lane(), [1 + stats.repeats for stats in done]
         peak = prediction.peak(0)
         return Outcome(
-            predicted=prediction.time,
+            predicted=expected,
+            expected_runs=expected_runs,
             lower_bound=prediction.lower_bound,
             measured=[stats.seconds for stats in done],
-            runs=[1 + stats.repeats for stats in done],
-            predicted_bytes={lane: said[lane] * steps for lane in before},  # type: ignore[index]
+            runs=runs,
+            predicted_bytes={lane: said[lane] * sum(runs) for lane in before},  # type: ignore[index]
             measured_bytes={lane: after[lane] - before[lane] for lane in before},
             predicted_peak={tier: peak[tier] for tier in peak},
             measured_peak={tier: max(stats.peak_bytes[tier] for stats in done) for tier in done[0].peak_bytes},

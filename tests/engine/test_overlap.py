@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.engine import planning
+from penstock.engine import repeats
 from tests.models import MODELS, MicroBatch
 from tests.training import (
     MicroBatches,
@@ -178,7 +178,7 @@ def test_bytes_moved_are_those_of_the_schedule_with_a_delay_and_early_steps(tmp_
 def test_a_run_that_is_clipped_all_the_time_stops_speculating_and_takes_it_up_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "_WINDOW", 2)
+    monkeypatch.setattr(repeats, "WINDOW", 2)
     clip = sorted(wanted("bf16", 1e9).norms)[0] * 0.9
     scale = 1.0
 

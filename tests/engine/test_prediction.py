@@ -84,6 +84,31 @@ def test_a_stored_profile_is_used_by_default_and_no_profile_predicts_nothing(tmp
             assert engine.prediction is not None
 
 
+def test_a_step_that_is_run_twice_is_expected_to_take_two_runs(tmp_path: Path) -> None:
+    case, scale = MODELS["skips"], 1.0
+    steps = [[one] * 2 for one in case.micro_batches(2)]
+    scaled = replace(case, loss_fn=lambda model, micro_batch: case.loss_fn(model, micro_batch) * scale)
+    settings: dict[str, Any] = {"clip_grad_norm": 1e-3, "delay": 0, "plan": machine(tmp_path)}
+    with wrap(scaled, budget(tmp_path / "early"), speculate=True, **settings) as engine:
+        engine.prepare(steps[0])
+        assert engine.prediction is not None
+        assert engine.expected_runs == 1.05, "nothing is known yet"
+        over = engine.step(steps[0])
+        assert over.repeats == 1
+        assert engine.expected_runs == 2
+        assert engine.expected_seconds == 2 * engine.prediction.time
+        run = engine.prediction.bytes_per_lane()
+        assert over.bytes_moved == {lane: 2 * count for lane, count in run.items()}
+        scale = 1e-9
+        within = engine.step(steps[1])
+        assert within.bytes_moved == run
+        assert engine.expected_seconds == 1.5 * engine.prediction.time
+    with wrap(case, budget(tmp_path / "late"), speculate=False, **settings) as engine:
+        assert engine.step(steps[0]).clipped
+        assert engine.prediction is not None
+        assert engine.expected_seconds == engine.prediction.time, "a step that waits is run once"
+
+
 def test_predicting_changes_no_bit(tmp_path: Path) -> None:
     case = MODELS["skips"]
     losses = []

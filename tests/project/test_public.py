@@ -100,6 +100,8 @@ ENGINE = {
     "counters",
     "device",
     "evaluate",
+    "expected_runs",
+    "expected_seconds",
     "inside",
     "last_step",
     "load",

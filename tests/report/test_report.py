@@ -310,6 +310,11 @@ def test_a_page_tells_the_time_of_all_steps_from_that_of_the_one_shown(tmp_path:
     shown = f"{format_time(report.step.time)}<small>from first op to last; {said} predicted ({error:+.1%})</small>"
     assert figures["step 2, op by op"] == shown
     assert f"This step was predicted to take {said}: {-error:.1%} too low." in page
+    again = [replace(m, repeats=m.step % 2) for m in report.metrics]
+    page = run_page(replace(report, metrics=again)).replace("\u00a0", " ")
+    runs = 4 / 3  # 2, 2 and 3 times the prediction for 1, 2 and 1 runs: 2, 1 and 3 for each
+    foretold = f"{format_time(runs * prediction.time)} predicted for {runs:.3g} runs (-50.0%)"
+    assert f"{format_time(2 * runs * prediction.time)}<small>median of 3 after the first; {foretold}" in page
 
 
 def test_a_page_says_what_is_written_a_day_beside_what_may_be(tmp_path: Path) -> None:

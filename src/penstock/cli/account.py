@@ -105,17 +105,18 @@ class Account(NoAccount):
         self._trackers.close(how)
 
     def _foretell(self, step: int) -> None:
-        """Take in what is predicted of this plan's steps, when it is not known yet; in the run's folder is what was
-        predicted of the last steps that are traced."""
+        """Take in what is predicted: op by op where the plan is new, and the seconds of a step with all runs that are
+        expected of it. In the run's folder is what was predicted of the last steps that are traced."""
         stretch, simulation = self._stretch, self._stretch.engine.prediction
-        if simulation is None or simulation is self._known:
+        stretch.meter.predicted = seconds = stretch.engine.expected_seconds
+        if simulation is None or seconds is None or simulation is self._known:
             return
         self._known = simulation
         prediction = Prediction.of(simulation, budget=stretch.meter.outline.given)
         traced = stretch.config.trace_steps
         if traced is None or step - stretch.first <= max(traced, 1):
             write_prediction(stretch.folder, prediction)
-        stretch.meter.forecast(prediction.time, prediction.bottleneck)
+        stretch.meter.forecast(seconds, prediction.bottleneck)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.__exit__(kind, error, tb)

@@ -216,9 +216,11 @@ def _train(
         config, batches, validation = _settle(config, display, engine, data, cut, ranks)
         if cost is None:
             display.say(f"As planned, {cost_of_a_kill(config.budget, engine.plan)}{in_words(config, weighed)}")
-        if engine.prediction is not None:
-            seconds = format_time(engine.prediction.time)
-            display.say(f"{seconds} a step predicted, from the model's own stages as they were timed here")
+        if engine.expected_seconds is not None:
+            share = engine.expected_runs - 1
+            twice = f", {share:.0%} of the steps run twice" if share else ""
+            said = f"{format_time(engine.expected_seconds)} a step predicted{twice}"
+            display.say(f"{said}, from the model's own stages as they were timed here")
         given: dict[Tier, int] = {"device": engine.budget.device_bytes, "host": engine.budget.host_bytes}
         stretch = Stretch(
             config=config,

@@ -295,6 +295,26 @@ class Engine:
         return self._planning.prediction_of(self.plan)
 
     @property
+    def expected_runs(self) -> float:
+        """Runs of ``plan``'s schedule that a step takes on average. More than 1 where steps do not wait for the norm
+        of their gradients, and are run again if that is over the limit: by the share of such steps among the last
+        50, or 5% before the first.
+
+        Raises:
+            ConfigError: there is no plan yet.
+        """
+        return self._planning.repeats.runs(self.plan)
+
+    @property
+    def expected_seconds(self) -> float | None:
+        """Seconds that a step is predicted to take on average, with all of its runs; None: nothing is predicted.
+
+        Raises:
+            ConfigError: there is no plan yet.
+        """
+        return None if self.prediction is None else self.prediction.time * self.expected_runs
+
+    @property
     def step_count(self) -> int:
         """Steps taken, skipped ones included."""
         return self._progress.step

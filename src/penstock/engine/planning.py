@@ -16,6 +16,7 @@ from penstock.engine.arguments import WrapArguments
 from penstock.engine.following import Following, Searched, Step, better, change_in_words
 from penstock.engine.labels import LabelCount
 from penstock.engine.probed import Probed, join, join_facts, model_flops, slowest_of, within
+from penstock.engine.repeats import Repeats
 from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
 from penstock.engine.timing import orthogonal_rate, time_stages
@@ -81,10 +82,6 @@ def warn_of_other_bits(device: torch.device, optimizer: str) -> None:
         )
 
 
-_WINDOW = 50
-"""steps after which it is looked at how many were over the limit of the norm"""
-_OTHER = 0.1
-"""a share of steps that differs by more than this from what was expected is worth another plan"""
 _OFTEN = 0.5
 
 
@@ -111,8 +108,7 @@ class Planning:
         self.changed: str | None = None
         """the reason for a change of plan since the step before; None: it has not changed"""
         self._crowded = 1.0 if whole is None else crowding(whole, ranks.size, threads)
-        self._repeats = expected_repeats(settings)
-        self._over: list[bool] = []
+        self.repeats = Repeats(expected_repeats(settings))
         self._plans: dict[bool, Ready] = {}
         self._why = ""  # the machine is another one than predicted, in words
         self._before: Ready | None = None
@@ -218,7 +214,7 @@ class Planning:
             optimizer=shared.rate,
             families=(request.family,),
             io_threads=shared.io_threads,
-            repeats=self._repeats,
+            repeats=self.repeats.planned,
         )
 
     @property
@@ -284,18 +280,11 @@ class Planning:
         return total
 
     def observe(self, *, over: bool) -> None:
-        """Count a step, whose norm was ``over`` the limit or not. Every so many steps the share of those that were is
-        compared with what the plan was made for; where it is another one, the next step is planned anew: speculating
-        pays as long as few steps have to be run again.
-        """
-        self._over.append(over)
-        if len(self._over) < _WINDOW:
-            return
-        share = sum(self._over) / _WINDOW
-        self._over.clear()
+        """Count a step, whose norm was ``over`` the limit or not. If that is more or less often the case than the plan
+        was made for, and the update mode is left open, the next step is planned anew."""
         left_open = self._asked.needs_norm and self._asked.steps_early(self._asked.budget) is None
-        if abs(share - self._repeats) > _OTHER and left_open:
-            self._repeats = share
+        if self.repeats.add(over=over) and left_open:
+            self.repeats.planned = self.repeats.share
             self._plans.pop(True, None)
 
     def prediction_of(self, plan: Plan) -> Simulation | None:
@@ -363,7 +352,7 @@ class Planning:
         asked = self._asked
         inputs = ranks.gather_objects("inputs", len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches))
         speculate, own = asked.steps_early(asked.budget), train and isinstance(self._schedule, Schedule)
-        if speculate is None and not own and self._shared.machine is None and self._repeats > _OFTEN:
+        if speculate is None and not own and self._shared.machine is None and self.repeats.planned > _OFTEN:
             speculate = False  # there is no profile to tell what a step and what waiting costs
         return Request(
             program=program,
@@ -443,7 +432,7 @@ class Planning:
             return fit(request, keep)
         shared = self._shared
         return best(
-            request, self._machine, times, shared.rate, keep, io_threads=shared.io_threads, repeats=self._repeats
+            request, self._machine, times, shared.rate, keep, io_threads=shared.io_threads, repeats=self.repeats.planned
         )
 
     def _probe_all(self, largest: Mapping[batch.Shapes, Mapping[str, Any]], *, train: bool) -> None:

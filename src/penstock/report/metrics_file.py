@@ -17,7 +17,7 @@ class StepMetrics:
     """The metrics of a step that the pictures need. None: not finite, or not evaluated after this step.
 
     ``norm``: of all gradients before clipping; ``mfu``, ``share_of_product``: as docs/training.md has them; ``peak``:
-    bytes of memory taken at most.
+    bytes of memory taken at most; ``repeats``: runs of the step besides the one that counts.
 
     ``plan_change``: why its plan is another one than that of the step before; None: it is the same.
     """
@@ -28,6 +28,7 @@ class StepMetrics:
     seconds: float
     tokens: int
     written: int = 0
+    repeats: int = 0
     lr: float | None = None
     norm: float | None = None
     mfu: float | None = None
@@ -115,6 +116,7 @@ def _metrics(record: Any) -> StepMetrics:
         seconds=_time(record["seconds"]),
         tokens=tokens,
         written=_count(record.get("bytes_written") or 0),
+        repeats=_count(record.get("repeats") or 0),
         lr=_finite(record.get("lr")),
         norm=_finite(record.get("grad_norm")),
         mfu=_finite(record.get("mfu")),
@@ -126,7 +128,7 @@ def _metrics(record: Any) -> StepMetrics:
 
 def _count(value: Any) -> int:
     if not fits(value, int) or value < 0:
-        raise ValueError(f"{shown(value)} is not a number of bytes")
+        raise ValueError(f"{shown(value)} is not a whole number that is not negative")
     return int(value)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from statistics import median
+from statistics import fmean, median
 
 from penstock.config import TIERS, Tier, format_size
 from penstock.report.causes import measured_bars
@@ -13,7 +13,7 @@ from penstock.report.curves import Curve, Run, curves_of
 from penstock.report.html import Figure, Page, table
 from penstock.report.metrics_file import StepMetrics
 from penstock.report.prediction import Prediction, predicted_bars
-from penstock.report.sentence import format_time, measured_bottleneck, verdict
+from penstock.report.sentence import format_time, measured_bottleneck, time_of_step, verdict
 from penstock.report.series import series
 from penstock.report.trace_file import MeasuredStep
 from penstock.schedule.ir.lanes import LANES, Lane
@@ -166,12 +166,14 @@ def _times(report: Report) -> list[Figure]:
     """All steps first, whose median is what a run's last words compare with the prediction; then the one shown."""
     step, figures = report.step, []
     if report.settled:
-        middle = median(m.seconds for m in report.settled)
+        runs = [1 + m.repeats for m in report.settled]
+        middle = time_of_step([m.seconds for m in report.settled], runs)
+        foretold = _foretold(report.prediction, middle, fmean(runs))
         figures.append(
             Figure(
                 name="time of a step",
                 value=format_time(middle),
-                remark=f"median of {len(report.settled)} after the first{_foretold(report.prediction, middle)}",
+                remark=f"median of {len(report.settled)} after the first{foretold}",
             )
         )
     if not step.whole:
@@ -184,11 +186,13 @@ def _times(report: Report) -> list[Figure]:
     return figures
 
 
-def _foretold(prediction: Prediction | None, seconds: float) -> str:
-    """Words on the time that was predicted, to follow those on the measured one."""
+def _foretold(prediction: Prediction | None, seconds: float, runs: float = 1.0) -> str:
+    """Words on the time that was predicted, to follow those on the measured one of so many runs."""
     if prediction is None:
         return ""
-    return f"; {format_time(prediction.time)} predicted ({_error(prediction.time, seconds)})"
+    predicted = prediction.time * runs
+    again = "" if runs == 1 else f" for {runs:.3g} runs"
+    return f"; {format_time(predicted)} predicted{again} ({_error(predicted, seconds)})"
 
 
 def _rate_of_all(report: Report) -> list[Figure]:

@@ -1,6 +1,7 @@
 """The sentences on top of a page: what bounds the step, how far it is from that bound, how right the prediction was."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
 
 from penstock.schedule.ir.lanes import Lane
 
@@ -40,6 +41,12 @@ def format_time(seconds: float, unit: str = "s") -> str:
             scaled = seconds * factor
             return f"{scaled:,.0f} {name}" if abs(scaled) >= 999.5 else f"{scaled:.3g} {name}"
     raise AssertionError(seconds)
+
+
+def time_of_step(seconds: Sequence[float], runs: Sequence[int]) -> float:
+    """The time of a step: the median of a run of its schedule, as often as steps were run on average. ``seconds`` and
+    ``runs``: of each step."""
+    return median(time / count for time, count in zip(seconds, runs, strict=True)) * fmean(runs)
 
 
 def bottleneck(time: float, work: Mapping[Lane, float], busy: Mapping[Lane, float], unit: str = "s") -> str:

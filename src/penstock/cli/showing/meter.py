@@ -70,6 +70,8 @@ class Meter:
     bottleneck: str = ""
     step_seconds: list[float] = field(default_factory=list)
     """seconds of the steps under that plan, but for the one that made it and warmed up"""
+    step_runs: list[int] = field(default_factory=list)
+    """how often each of these was run"""
     planning: bool = True
     losses: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
@@ -113,11 +115,13 @@ class Meter:
         self.predicted, self.bottleneck = seconds, bottleneck
         self.planning = True
         self.step_seconds.clear()
+        self.step_runs.clear()
 
     def add(self, stats: StepStats, validation: float | None = None, held: Mapping[Lane, float] | None = None) -> None:
         """Take in a step, the held-out loss after it if there was an evaluation, and which lanes held it up."""
         if not self.planning:
             self.step_seconds.append(stats.seconds)
+            self.step_runs.append(1 + stats.repeats)
         self.planning = False
         if self.losses:
             steps, written, seconds = self.paced

@@ -4,13 +4,13 @@ import resource
 import shlex
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 from penstock.cli.launch import how_to_start
 from penstock.cli.showing.display import a_day, clock, counts, format_flops
 from penstock.cli.showing.meter import Meter
 from penstock.config import TrainConfig, format_size
-from penstock.report.sentence import format_time, share_of_life
+from penstock.report.sentence import format_time, share_of_life, time_of_step
 
 
 def opening(config: TrainConfig, data: str, parameters: int) -> str:
@@ -93,7 +93,7 @@ def _foretold(meter: Meter) -> list[str]:
     """The prediction beside what was measured, where there was one; the bottleneck is that of the predicted step."""
     if meter.predicted is None or not meter.step_seconds:
         return []
-    measured = median(meter.step_seconds)
+    measured = time_of_step(meter.step_seconds, meter.step_runs)
     error = 100 * (meter.predicted / measured - 1)
     words = f"{format_time(measured)}, median of {len(meter.step_seconds)}; {format_time(meter.predicted)} predicted"
     return [f"step     {words} ({error:+.0f}%)", f"forecast {meter.bottleneck}"]
