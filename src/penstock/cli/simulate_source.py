@@ -177,7 +177,8 @@ def _offload(arguments: Arguments) -> Case:
         )
     machine = None if costs == "unit" else machine_named(costs)
     training = training_of(arguments, machine)
-    micro_batches, rest = divmod(arguments.micro_batches or _OFFLOAD_MICRO_BATCHES * ranks, ranks)
+    sharing = 1 if family.streaming.dealt else ranks
+    micro_batches, rest = divmod(arguments.micro_batches or _OFFLOAD_MICRO_BATCHES * ranks, sharing)
     if rest:
         raise ConfigError(
             f"--micro-batches {arguments.micro_batches} cannot be shared evenly by {ranks} ranks: write a multiple"
@@ -191,7 +192,7 @@ def _offload(arguments: Arguments) -> Case:
             family=name,
             program=program,
             ranks=ranks,
-            micro_batches=micro_batches * ranks,
+            micro_batches=micro_batches * sharing,
             form=training.form,
             chunks=arguments.chunks,
             delay=arguments.delay,
@@ -205,7 +206,7 @@ def _offload(arguments: Arguments) -> Case:
         )
     )
     share = f"{counted(ranks, 'rank')}, " if ranks > 1 else ""
-    title = f"{name}: {counted(stages - 2, 'layer')}, {share}{counted(micro_batches * ranks, 'micro-batch')}"
+    title = f"{name}: {counted(stages - 2, 'layer')}, {share}{counted(micro_batches * sharing, 'micro-batch')}"
     if machine is None:
         return replace(abstract_case(world, title, unit(), "bytes"), stage_ops=False)
     return machine_case(world, title, machine, training)

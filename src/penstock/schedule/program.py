@@ -100,12 +100,50 @@ class Stage:
     backward_peak: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Dealt:
+    """A rank's place in a pipeline whose blocks are dealt out to its ranks.
+
+    | field | meaning |
+    |---|---|
+    | ``rank``, ``ranks`` | this one, of so many |
+    | ``of_stages`` | the rank that has each stage; rank 0 has the model's own code |
+    | ``shared`` | bytes for one micro-batch of what the prologue makes for all calls besides their input (masks,
+    position embeddings): each other rank gets it once, with the input of its first stage |
+    | ``partials`` | the most partial sums of squares of gradients that any rank has |
+    """
+
+    rank: int
+    ranks: int
+    of_stages: tuple[int, ...]
+    shared: int
+    partials: int
+
+    def has(self, stage: int) -> bool:
+        """True if a stage is this rank's."""
+        return self.of_stages[stage] == self.rank
+
+    def crosses(self, stage: int) -> bool:
+        """True if what a stage puts out goes to another rank than the one that has it."""
+        return stage + 1 < len(self.of_stages) and self.of_stages[stage] != self.of_stages[stage + 1]
+
+    def shared_behind(self, stage: int) -> int:
+        """Bytes of what is shared that go with the output of a stage: where the next one is its rank's first."""
+        reader = self.of_stages[stage + 1]
+        return self.shared if reader and self.of_stages.index(reader) == stage + 1 else 0
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Program:
-    """A model's stages and groups. The last stage is the epilogue; every stage of every micro-batch runs once."""
+    """A model's stages and groups. The last stage is the epilogue; every stage of every micro-batch runs once.
+
+    ``dealt``: it is that of one rank of a pipeline, in which what other ranks have takes nothing; None: one rank has
+    all stages, or all ranks have the same ones.
+    """
 
     groups: tuple[GroupSpec, ...]
     stages: tuple[Stage, ...]
+    dealt: Dealt | None = None
 
     def __repr__(self) -> str:
         elements = sum(g.numel for g in self.groups)
@@ -116,6 +154,10 @@ class Program:
         assert [s.index for s in self.stages] == list(range(len(self.stages)))
         assert len(self.stages) >= 2
         assert self.stages[0].kind == self.stages[-1].kind == "segment"
+
+    def has(self, stage: int) -> bool:
+        """True if a stage is run by the rank whose program this is."""
+        return self.dealt is None or self.dealt.has(stage)
 
     @cached_property
     def last_stepped(self) -> frozenset[int]:

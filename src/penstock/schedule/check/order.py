@@ -2,7 +2,9 @@
 
 Every lane runs its ops in order. One that cannot go on is put down beside the first thing that it waits for, and taken
 up again when that comes: no lane is looked at in vain, so the work is proportional to the ops and their dependencies.
-An op of a collective holds its buffers from when it is ready, which is when the others may count on it.
+An op of a collective holds its buffers from when it is ready, which is when the others may count on it. Where groups
+stream, a send and its recv meet in the same way: what crosses goes from one buffer into the other, and lies nowhere in
+between. Of ranks that hold layers, which are only simulated, a send waits for nobody.
 """
 
 from collections import deque
@@ -39,7 +41,7 @@ def on_rank(world: World, rank: int, what: str) -> str:
 
 
 def run_order(schedule: Schedule) -> Iterator[Op]:
-    """An order in which the ops of a single rank can run one at a time.
+    """An order in which the ops of a single rank can run one at a time; other ranks are taken to be there.
 
     Raises:
         ScheduleError: no lane can go on; says what the head of each lane waits for.
@@ -67,6 +69,9 @@ class _Progress:
     def __init__(self, world: World) -> None:
         self.world = world
         self.ranks = [self._start(rank) for rank in range(len(world.ranks))]
+        self._alone = len(world.ranks) == 1
+        self._meets = not self._alone and any(schedule.chunk for schedule in world.ranks)
+        self.ready: list[set[str]] = [set() for _ in world.ranks]  # sends and receives whose peer is not there yet
         self.arrived: dict[tuple[str, OpId], list[LaneAt]] = {}  # collective's group and id -> who is there
         self.agenda: deque[LaneAt] = deque((i, lane) for i, rank in enumerate(self.ranks) for lane in rank.heads)
 
@@ -102,13 +107,15 @@ class _Progress:
             if op.takes and (pool := _short(op, rank.free)):
                 rank.starving.setdefault(pool, []).append((index, lane))
                 return
-            if lane == "recv" and op.peer >= 0:
+            if lane == "recv" and op.peer >= 0 and not (self._meets or self._alone):
                 peer, send = self.ranks[op.peer], answer_to(op.id)
                 if send not in peer.done:
                     peer.waiting.setdefault(send, []).append((index, lane))
                     return
             _take(op, rank)
             if op.group and not self._meet(index, op):
+                return
+            if self._meets and op.peer >= 0 and not self._hand_over(index, op):
                 return
             self._finish(index, op)
 
@@ -123,6 +130,18 @@ class _Progress:
             rank = self.ranks[other]
             self._finish(other, rank.schedule.lanes[lane][rank.heads[lane]])
             self.agenda.append((other, lane))
+        return True
+
+    def _hand_over(self, index: int, op: Op) -> bool:
+        """True if the peer of a send, or of a recv, has come to the other one of the two, which is done, too."""
+        other, answer = self.ranks[op.peer], answer_to(op.id)
+        if answer not in self.ready[op.peer]:
+            self.ready[index].add(op.id)
+            return False
+        self.ready[op.peer].discard(answer)
+        lane: Lane = "send" if op.id.lane == "recv" else "recv"
+        self._finish(op.peer, other.schedule.lanes[lane][other.heads[lane]])
+        self.agenda.append((op.peer, lane))
         return True
 
     def _finish(self, index: int, op: Op) -> None:
@@ -183,11 +202,17 @@ class _Progress:
         missing = [f"op {other}" for other in op.after if other not in rank.done]
         if (index, op.lane) in self.arrived.get((op.group, op.id), ()):
             missing.append(f"op {op.id} of rank {self._absent(op)[0]}")
-        else:
+        elif op.id not in self.ready[index]:
             missing += [f"a buffer of pool {pool}" for _, pool in op.takes if rank.free[pool] < 1]
-        if op.lane == "recv" and answer_to(op.id) not in self.ranks[op.peer].done:
+        if self._awaited(index, op):
             missing.append(f"op {answer_to(op.id)} of rank {op.peer}")
         return on_rank(self.world, index, f"{op.lane} {op.id} waits for {', '.join(missing) or 'its pools'}")
+
+    def _awaited(self, index: int, op: Op) -> bool:
+        """True if an op cannot go on before its peer has come to the other end of what it sends or receives."""
+        if self._meets:
+            return op.id in self.ready[index]
+        return op.lane == "recv" and not self._alone and answer_to(op.id) not in self.ranks[op.peer].done
 
     def _absent(self, op: Op) -> list[int]:
         there = {index for index, _ in self.arrived[op.group, op.id]}
@@ -212,12 +237,12 @@ class _Progress:
         if at in self.arrived.get((op.group, op.id), ()):
             other_rank = self._absent(op)[0]
             return other_rank, op.lane
-        if pool := _short(op, rank.free):
+        if op.id not in self.ready[index] and (pool := _short(op, rank.free)):
             for giver in rank.schedule.ops:
                 if giver.id not in rank.done and any(rank.held.get(name) == pool for name in giver.gives):
                     return index, giver.lane
-        if op.lane == "recv" and answer_to(op.id) not in self.ranks[op.peer].done:
-            return op.peer, "send"
+        if self._awaited(index, op):
+            return op.peer, "send" if op.lane == "recv" else "recv"
         return at  # it waits for a pool that nobody will give back to
 
 

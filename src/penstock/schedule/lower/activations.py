@@ -11,7 +11,8 @@
 The last block's outputs are used by the epilogue at once and never leave; nor do those of its inputs that have room.
 
 Where stages are spread over ranks, outputs and gradients are received from the rank that has the stage before, or
-after, and sent on to the next one. Whoever reads first what has come, from another rank or tier, waits for it.
+after, and sent on to the next one; with the first of them comes what all calls share (``Dealt.shared``). Whoever reads
+first what has come, from another rank or tier, waits for it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from penstock.schedule.ir.references import Buffer, OpId, stage_buffer, stage_op
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
-from penstock.schedule.lower.provision import RESTORED
+from penstock.schedule.lower.provision import RECEIVED, RESTORED
 from penstock.schedule.lower.route import Message, Visit
 from penstock.schedule.place import page_up
 
@@ -38,6 +39,15 @@ class Activations:
         pools = builder.provision.pools
         self._saves = "saved" in pools
         self._gradients_pool = "activation_gradients" if "activation_gradients" in pools else "activations"
+        self._puts_out: dict[Buffer, OpId] | None = None
+        """buffer that may be sent to another rank -> the op that fills it; None: nothing is sent"""
+        if any(isinstance(step, Message) for step in builder.route.walk):
+            self._puts_out = {}
+        streams = RECEIVED in pools
+        self._into = {
+            "RA": RECEIVED if streams else "received_activations",
+            "RD": RECEIVED if streams else "received_gradients",
+        }
         self._came: dict[Buffer, OpId] = {}
         """buffer that has come to the device and that nobody has read yet -> the op that brings it"""
 
@@ -68,6 +78,12 @@ class Activations:
                 used += [stage_buffer("K", k, m)] if self._saves else []
                 op.reads += used
                 op.gives += used if kind != "I" else []
+        if self._puts_out is not None:
+            ident = stage_op(kind, k, m)
+            if kind == "F":
+                self._puts_out[stage_buffer("A", k, m)] = ident
+            elif k and kind != "W":
+                self._puts_out[stage_buffer("D", k - 1, m)] = ident
         if not self._came:
             return []
         return [self._came.pop(name) for name in (taken, stage_buffer("D", k, m)) if name in self._came]
@@ -162,11 +178,14 @@ class Activations:
         size = (own.activation if outputs else own.gradient) * items
         name = stage_buffer("A" if outputs else "D", ident.stage, ident.micro_batch)
         names = [name] if size else []
+        dealt = self.b.program.dealt
+        nbytes = size + (dealt.shared_behind(ident.stage) if dealt is not None and outputs else 0)
         if ident.lane == "recv":
-            takes = [(name, "received_activations" if outputs else "received_gradients")] if size else []
-            self._came[name] = self.b.emit(ident, takes=takes, writes=names, nbytes=size, items=items, peer=peer)
+            takes = [(name, self._into[ident.kind])] if size else []
+            self._came[name] = self.b.emit(ident, takes=takes, writes=names, nbytes=nbytes, items=items, peer=peer)
             return
         after = self._came.pop(name, None)  # where this rank has nothing of the stage
         if after is None:
-            after = next(op.id for op in reversed(self.b.emitter.ops) if op.lane == "compute")
-        self.b.emit(ident, after=[after], reads=names, gives=names, nbytes=size, items=items, peer=peer)
+            assert self._puts_out is not None
+            after = self._puts_out.pop(name)
+        self.b.emit(ident, after=[after], reads=names, gives=names, nbytes=nbytes, items=items, peer=peer)

@@ -218,6 +218,12 @@ FAMILIES: dict[str, Family] = {
         Streaming(order="vertical"),
         *("wait", "delay", "stage", *_TIERS),
     ),
+    "vertical-pipeline": _streamed(
+        "a pipeline of ranks that stream: blocks dealt out in loops, breadth first, each rank vertical; only "
+        "activations and their gradients cross",
+        Streaming(order="vertical", dealt=True),
+        *("wait", "delay", *_TIERS),
+    ),
     "zero-offload": _streamed(
         "weights on the device, state in host memory; gradients go down as they are made, the CPU steps after the "
         "global norm (Ren et al., arXiv 2101.06840)",

@@ -32,6 +32,7 @@ from penstock.config import Tier
 from penstock.config.step import parts_of
 from penstock.errors import ConfigError
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.dealt import program_of_rank, stages_dealt
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import fixed_bytes
 from penstock.schedule.lower.request import Request
@@ -47,7 +48,8 @@ _MOST_CHUNKS = 64
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
     """An order of visits and what it chooses where a request says nothing. ``device_share``: of the blocks whose state
-    lives on the device. ``sharding``: how several ranks share, if not in a stage of ZeRO."""
+    lives on the device. ``sharding``: how several ranks share, if not in a stage of ZeRO. ``dealt``: several ranks are
+    a pipeline, whose blocks are dealt out in loops (``dealt``)."""
 
     order: Literal["vertical", "horizontal"]
     weights: Tier = "disk"
@@ -57,6 +59,7 @@ class Streaming:
     delay: float = 0.0
     device_share: float = 0.0
     sharding: Sharding | None = None
+    dealt: bool = False
 
 
 def lower_program(request: Request, streaming: Streaming) -> World:
@@ -67,12 +70,28 @@ def lower_program(request: Request, streaming: Streaming) -> World:
     Raises:
         ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
     """
-    s, ranks, program = settings(request, streaming), Mesh(data=request.ranks).everyone(), _part(request)
+    if streaming.dealt and request.ranks > 1:
+        return _lower_dealt(request, settings(request, streaming))
+    s, ranks, program = settings(request, streaming), Mesh(data=request.ranks).everyone(), _part(request, streaming)
     seat = streaming_seat(request.ranks, s.stage)
     if streaming.sharding is not None and request.ranks > 1:
         seat = Seat(shards=ranks, sharding=streaming.sharding)
     build, at_once = (vertical, s.micro_batches) if streaming.order == "vertical" else (horizontal, 1)
     return ranks.world(build(program, s, fixed_bytes(program, s.form, s.place, at_once), request.family, seat))
+
+
+def _lower_dealt(request: Request, s: Settings) -> World:
+    """A pipeline: each rank has some of the blocks, and goes through all micro-batches."""
+    assert request.program is not None
+    ranks = Mesh(stages=request.ranks).everyone()
+    of_stages = stages_dealt(request.program, ranks.size)
+    programs = [program_of_rank(request.program, of_stages, rank, ranks.size) for rank in ranks.members]
+    seat = streaming_seat(1, pipe=ranks.size)
+    schedules = [
+        vertical(program, s, fixed_bytes(program, s.form, s.place, s.micro_batches), request.family, seat)
+        for program in programs
+    ]
+    return World(name=request.family, ranks=tuple(schedules), groups={ranks.name: ranks.members})
 
 
 def settings(request: Request, streaming: Streaming) -> Settings:
@@ -87,7 +106,7 @@ def settings(request: Request, streaming: Streaming) -> Settings:
         raise ConfigError(
             f"stage={request.stage} says what several ranks have parts of: ask for more than one, or drop it"
         )
-    micro_batches, rest = divmod(request.micro_batches, request.ranks)
+    micro_batches, rest = divmod(request.micro_batches, 1 if streaming.dealt else request.ranks)
     if rest:
         raise ConfigError(
             f"{request.family}: {request.micro_batches} micro-batches cannot be shared evenly by {request.ranks} "
@@ -96,7 +115,7 @@ def settings(request: Request, streaming: Streaming) -> Settings:
     activations = request.activations or streaming.activations
     return Settings(
         micro_batches=micro_batches,
-        chunk=_chunk(request, match=delay > 0 and activations == "host"),
+        chunk=_chunk(request, streaming, match=delay > 0 and activations == "host"),
         form=request.form,
         place=_placement(request, streaming, activations),
         depths=request.depths or Depths(),
@@ -106,27 +125,28 @@ def settings(request: Request, streaming: Streaming) -> Settings:
     )
 
 
-def _part(request: Request) -> Program:
-    """The part of the program that each rank has."""
+def _part(request: Request, streaming: Streaming) -> Program:
+    """The part of the program that each rank has; of a pipeline all of it, of which it has some blocks."""
     if request.program is None:
         raise ConfigError(f"{request.family} streams the groups of a program: give it one")
-    return Mesh(data=parts_of(request.stage, request.ranks)).everyone().part(request.program)
+    parts = 1 if streaming.dealt else parts_of(request.stage, request.ranks)
+    return Mesh(data=parts).everyone().part(request.program)
 
 
-def _blocks(request: Request) -> tuple[int, ...]:
+def _blocks(request: Request, streaming: Streaming) -> tuple[int, ...]:
     """Groups that calls of blocks read, in the order of the forward."""
-    calls = (stage for stage in _part(request).stages if stage.kind == "call")
+    calls = (stage for stage in _part(request, streaming).stages if stage.kind == "call")
     return tuple(dict.fromkeys(g for stage in calls for g in stage.forward_reads))
 
 
-def _chunk(request: Request, *, match: bool) -> int:
+def _chunk(request: Request, streaming: Streaming, *, match: bool) -> int:
     """Elements of a chunk. ``match``: delayed gradients and saved activations can take turns in one pool where a buffer
     of the one is as large as one of the other, so a chunk's fp32 gradient is made as large as a saved activation if
     nothing else is asked for and that makes a sensible number of chunks.
     """
-    program = _part(request)
+    program = _part(request, streaming)
     sizes = [group.numel for group in program.groups]
-    block = max([sizes[g] for g in _blocks(request)], default=max(sizes))
+    block = max([sizes[g] for g in _blocks(request, streaming)], default=max(sizes))
     if request.chunks is not None and not 1 <= request.chunks <= block // ALIGN:
         raise ConfigError(
             f"chunks={request.chunks} must be from 1 to {block // ALIGN}: a chunk has at least {ALIGN} parameters, and "
@@ -141,12 +161,12 @@ def _chunk(request: Request, *, match: bool) -> int:
 
 
 def _placement(request: Request, family: Streaming, activations: Tier) -> Placement:
-    groups = _part(request).groups
+    groups = _part(request, family).groups
     weights, state = request.weights or family.weights, request.state or family.state
     pair = f"weights={weights!r} with state={state!r}"
     if state == "device" and weights != "device":
         raise ConfigError(f"{pair} cannot work: state on the device needs weights on the device")
-    if request.ranks > 1 and "device" in (weights, state):
+    if request.ranks > 1 and not family.dealt and "device" in (weights, state):
         raise ConfigError(
             f"ranks={request.ranks} with {pair} cannot work: with several ranks, no weights stay on a device"
         )
@@ -167,7 +187,9 @@ def _on_device(request: Request, family: Streaming) -> tuple[int, ...]:
     """
     count = request.device_blocks
     if count is None:
-        count = ceil(family.device_share * len(_blocks(request)))
-    if not 0 <= count <= len(_blocks(request)):
-        raise ConfigError(f"device_blocks={count} must be from 0 to {len(_blocks(request))}, the number of blocks")
-    return _blocks(request)[:count]
+        count = ceil(family.device_share * len(_blocks(request, family)))
+    if not 0 <= count <= len(_blocks(request, family)):
+        raise ConfigError(
+            f"device_blocks={count} must be from 0 to {len(_blocks(request, family))}, the number of blocks"
+        )
+    return _blocks(request, family)[:count]

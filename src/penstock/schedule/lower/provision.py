@@ -120,6 +120,9 @@ UPDATES = "updates_of_visits"
 KEPT = "kept_weights"
 """The pool of weights that stay in host memory from their last load until they are stepped."""
 
+RECEIVED = "received"
+"""The pool of activations, and gradients with respect to them, that come from other ranks of a pipeline."""
+
 RESTORED = "restored"
 """The pool of saved activations that have come back to the device."""
 
@@ -349,9 +352,13 @@ class Provision:
 
     def leaving(self, stage: int, micro_batches: Sequence[int]) -> Sequence[int]:
         """The micro-batches, of those under way, whose saved activation of a stage is moved off the device."""
-        if not self.s.train or self.s.place.activations == "device":
+        if not self.s.train or self.s.place.activations == "device" or not self._reads(stage):
             return ()
         return micro_batches[: self.stay.leaving(stage, self.s.depths.inputs)]
+
+    def _reads(self, stage: int) -> bool:
+        """True if it is this rank whose backward reads what a stage has put out."""
+        return stage + 2 < len(self.route.program.stages) and self.route.program.has(stage + 1)
 
     # ---- the pools
 
@@ -401,15 +408,41 @@ class Provision:
         size = max(s.activation for s in bodies)
         stay = self.s.train and self.s.place.activations == "device"
         if size:
-            count = at_once * len(bodies) if stay else at_once + self.s.depths.inputs
             gradient = self.s.train and any(s.gradient for s in bodies)
-            yield Pool(name="activations", tier="device", size=size, count=count + gradient, backed=False)
+            count = self._put_out(stay=stay) + gradient
+            yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
+            if received := self._received(stay=stay):
+                yield Pool(name=RECEIVED, tier="device", size=size, count=received, backed=False)
         if self._away:
             yield Pool(name=RESTORED, tier="device", size=page_up(size), count=min(at_once + 1, self._away))
         if self.saved_activations_pool == "saved_activations":
             yield from self._host_activations("saved_activations")
         if self._away and self.s.place.activations == "disk":
             yield from (self._staged(name, page_up(size)) for name in ("saved_activations_out", "saved_activations_in"))
+
+    def _put_out(self, *, stay: bool) -> int:
+        """Buffers of saved activations that this rank's stages put out. What is sent to another rank is gone once it is
+        there. ``stay``: the others are on the device until their backward."""
+        program, at_once = self.route.program, self.route.at_once
+        if program.dealt is None:
+            return at_once * (len(program.stages) - 1) if stay else at_once + self.s.depths.inputs
+        own = [k for k in range(len(program.stages) - 1) if program.has(k) and not program.dealt.crosses(k)]
+        return at_once * (len(own) if stay else bool(own)) + self.s.depths.inputs
+
+    def _received(self, *, stay: bool) -> int:
+        """Buffers of what other ranks of a pipeline send: of all micro-batches of one visit, since nobody reads any of
+        it before the visit that comes then; and of inputs that ``stay`` until their backward, or the last block's."""
+        program, at_once = self.route.program, self.route.at_once
+        dealt = program.dealt
+        if dealt is None:
+            return 0
+        last = len(program.stages) - 2
+        inputs = [k for k in range(1, last + 1) if dealt.has(k) and dealt.crosses(k - 1)]
+        if stay:
+            kept = at_once * len(inputs)
+        else:
+            kept = at_once - len(self.leaving(last - 1, range(at_once))) if self.s.train and last in inputs else 0
+        return kept + at_once
 
     @cached_property
     def _away(self) -> int:

@@ -68,6 +68,7 @@ class Seat:
     | ``items`` | micro-batches that an op computes at once |
     | ``inputs`` | of the model, what the first stage takes up for a micro-batch; 0 where the inputs are there before |
     | ``lookahead`` | loads of weights that come before their turn |
+    | ``pipe`` | the ranks of a pipeline that streams, each of which has stages of its own |
     | ``steps`` | when a group steps that waits for no norm: with the last visit that needs it, or after all visits, the
     first group first (``up``, each stage's gradient crosses while those before it step) or the last one first |
     """
@@ -78,12 +79,18 @@ class Seat:
     items: int = 1
     inputs: int = 0
     lookahead: int = 0
+    pipe: ProcessGroup = ALONE
     steps: Literal["within", "up", "down"] = "within"
 
     @property
     def parts(self) -> int:
         """The number of parts that the groups are cut into, of which this rank has one."""
         return self.shards.size if self.sharding.state else 1
+
+    @property
+    def normed_with(self) -> ProcessGroup:
+        """The ranks that have a part of the norm each."""
+        return self.shards if self.parts > 1 else self.pipe
 
 
 ONE_RANK = Seat()
@@ -93,19 +100,22 @@ ONE_RANK = Seat()
 def not_streamed(seat: Seat, place: Placement) -> str:
     """The reason that a rank which streams cannot take a seat, or hold in it what is placed there; empty: it can."""
     alone = seat.shards.size == 1
-    if seat != Seat(shards=seat.shards, sharding=seat.sharding):
+    if seat != Seat(shards=seat.shards, sharding=seat.sharding, pipe=seat.pipe):
         return "a rank that streams computes a micro-batch at a time, whole, and steps within its visits"
     if seat.sharding not in ((Sharding(),) if alone else (FULLY, SUMMED, GATHERED_ONCE, REPLICATED)):
         return "groups that stream are shared as one of the stages of ZeRO shares them, and those of one rank are not"
+    if not alone and seat.pipe.size > 1:
+        return "what a rank of a pipeline that streams has is its own"
     if not alone and "device" in (*place.weights, *place.state):
         return "of groups that stream, what several ranks share lives below the device"
     return ""
 
 
-def streaming_seat(ranks: int, stage: ZeroStage = 3) -> Seat:
-    """The seat of each of so many ranks that stream what they have of a program, in a stage of ZeRO."""
+def streaming_seat(ranks: int, stage: ZeroStage = 3, *, pipe: int = 1) -> Seat:
+    """The seat of each of so many ranks that stream what they have of a program, in a stage of ZeRO; or of a pipeline
+    of ``pipe`` ranks."""
     if ranks == 1:
-        return ONE_RANK
+        return ONE_RANK if pipe == 1 else Seat(pipe=Mesh(stages=pipe).everyone())
     return Seat(
         shards=Mesh(data=ranks).everyone(),
         sharding={3: SUMMED, 2: GATHERED_ONCE, 1: GATHERED_ONCE, 0: REPLICATED}[stage],

@@ -281,7 +281,7 @@ class Updates:
         seat = self.b.seat
         self._end_updates()
         if self._waited_for:
-            parts = [self._partials(self._normed)] if seat.parts > 1 else self._normed
+            parts = [self._partials(self._normed)] if seat.normed_with.size > 1 else self._normed
             self._norm = self.b.emit(single_op("NORM"), after=parts)
         for g in sorted(self.b.route.gradient_visits, reverse=seat.steps == "down"):
             if not self._waits(g):
@@ -297,12 +297,12 @@ class Updates:
             self._begin_updates(g, first)
             self._end_updates(before)
         self._end_updates()
-        if not self._waited_for and seat.parts > 1 and self.s.chunk:
+        if not self._waited_for and seat.normed_with.size > 1 and self.s.chunk:
             self._partials([*self._normed, *self._stepped])
 
     def _partials(self, after: list[OpId]) -> OpId:
         """Emit the gather of all ranks' partial sums of squares, which each then adds up in the same order."""
-        ranks, route = self.b.seat.shards, self.b.route
+        ranks, route = self.b.seat.normed_with, self.b.route
         return self.b.collective(single_op("AN"), ranks, partials_of(ranks, route), Touched(), after=after)
 
     def _before_step(self, g: int) -> list[OpId]:
@@ -456,6 +456,8 @@ class Updates:
 
 
 def partials_of(ranks: ProcessGroup, route: Route) -> int:
-    """Bytes of all ranks' partial sums of squares of a step's gradients."""
+    """Bytes of all ranks' partial sums of squares of a step's gradients: of a pipeline of as many as any has."""
     groups = route.program.groups
+    if route.program.dealt is not None:
+        return ranks.size * route.program.dealt.partials * NORM_BYTES
     return sum(ranks.size * groups[g].trainable // ALIGN * NORM_BYTES for g in route.gradient_visits)

@@ -6,16 +6,22 @@ twice a step whatever the number of micro-batches (the last block's once), gradi
 *Horizontal*: each micro-batch goes through all blocks before the next one starts (ZeRO-Infinity). Weights move to the
 device 2M times a step, but for what stays there in between (``stay``), and gradients are summed in host memory. Several
 ranks exchange them when all micro-batches are in that sum, once a step as in the vertical order.
+
+*Breadth first* is the vertical order of a rank of a pipeline (``dealt``): it visits its own stages, each for all
+micro-batches, and between visits receives and sends what passes between its stages and those of others, one message for
+each micro-batch.
 """
+
+from collections.abc import Iterator
 
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.ir.references import VisitId, visit
+from penstock.schedule.ir.references import VisitId, stage_op, visit
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.provision import Fixed, Provision
 from penstock.schedule.lower.rank import lower_rank
-from penstock.schedule.lower.route import Route, Visit
+from penstock.schedule.lower.route import Message, Route, Visit
 from penstock.schedule.lower.seat import ONE_RANK, Seat
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
@@ -24,8 +30,37 @@ from penstock.schedule.program import Program
 def vertical_route(program: Program, micro_batches: int, *, train: bool = True) -> Route:
     """All micro-batches visit a stage together: forward, epilogue, and in training backward."""
     everyone = tuple(range(micro_batches))
-    visits = [Visit(name=stay, micro_batches=everyone) for stay in _there_and_back(program, train=train)]
-    return Route(program, visits, train=train)
+    visits = (Visit(name=stay, micro_batches=everyone) for stay in _there_and_back(program, train=train))
+    walk = visits if program.dealt is None else (step for stay in visits for step in _among(program, stay, train=train))
+    return Route(program, list(walk), train=train)
+
+
+def _among(program: Program, stay: Visit, *, train: bool) -> Iterator[Visit | Message]:
+    """A visit of a rank of a pipeline, with what it receives before and sends after; nothing where the stage is
+    another rank's."""
+    dealt, k = program.dealt, stay.stage
+    assert dealt is not None
+    if not dealt.has(k):
+        return
+
+    def messages(kind: str, stage: int, peer: int) -> Iterator[Message]:
+        return (Message(stage_op(kind, stage, m), dealt.of_stages[peer]) for m in stay.micro_batches)
+
+    back = train and k > 0 and dealt.crosses(k - 1) and program.stages[k - 1].gradient > 0
+    if stay.kind == "B":
+        if dealt.crosses(k) and program.stages[k].gradient:
+            yield from messages("RD", k, k + 1)
+        yield stay
+        if back:
+            yield from messages("SD", k - 1, k - 1)
+        return
+    if k and dealt.crosses(k - 1):
+        yield from messages("RA", k - 1, k - 1)
+    yield stay
+    if stay.kind == "E" and back:
+        yield from messages("SD", k - 1, k - 1)
+    if dealt.crosses(k):
+        yield from messages("SA", k, k + 1)
 
 
 def horizontal_route(program: Program, micro_batches: int) -> Route:

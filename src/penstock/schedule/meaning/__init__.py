@@ -17,6 +17,7 @@ from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.meaning.between import BetweenRules
 from penstock.schedule.meaning.compute import ComputeRules
+from penstock.schedule.meaning.crossing import CrossingRules
 from penstock.schedule.meaning.fields import check_fields
 from penstock.schedule.meaning.matrices import MatrixRules
 from penstock.schedule.meaning.values import (
@@ -46,7 +47,7 @@ def prove(schedule: Schedule, needs: Needs) -> None:
     step.finish()
 
 
-class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules):
+class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules, CrossingRules):
     """All ops of a step, one after the other."""
 
     def __init__(self, schedule: Schedule, needs: Needs, order: list[Op]) -> None:
@@ -84,7 +85,11 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules):
         if needs.shared:
             self._kinds |= {"UG": self._lift, "SG" if needs.cut else "AR": self._exchange}
         if needs.cut:
-            self._kinds |= {"GW": self._gather, "AN": self._gather_norm, "GU": self._gather_updates}
+            self._kinds |= {"GW": self._gather, "GU": self._gather_updates}
+        if needs.normed_apart:
+            self._kinds |= {"AN": self._gather_norm}
+        if needs.program.dealt is not None:
+            self._kinds |= dict.fromkeys(("SA", "RA", "SD", "RD"), self._cross)
 
     def run(self, op: Op) -> None:
         what = self._kinds.get(op.id.kind)
@@ -99,17 +104,21 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules):
                 raise refused(op, f"gives {name} back, which a saved activation is still in")
 
     def finish(self) -> None:
-        """All stages have run, and everything that has a gradient is stepped, or left with it."""
+        """All stages have run, what crosses has crossed, and everything that has a gradient is stepped, or left with
+        it."""
         for m, (forward, backward) in enumerate(zip(self.forward, self.backward, strict=True)):
             if forward < len(self.stages) or (self.needs.train and backward >= 0):
                 stage = f"F{forward}m{m}" if forward < len(self.stages) - 1 else f"E{forward}m{m}"
                 raise self._lacks(stage if forward < len(self.stages) else f"B{backward}m{m}")
+        for ident in self._to_cross():
+            if ident not in self.crossed:
+                raise self._lacks(ident)
         for g, c in sorted(self.trained):
             if (g, c) not in self.stepped:
                 raise self._lacks(f"OD{g}" if self.place.state[g] == "device" else f"OP{g}.{c}")
             if (g, c) not in self.partials:
                 raise self._lacks(f"NG{g}.{c}")
-            if self.needs.cut and not self.gathered:
+            if self.needs.normed_apart and not self.gathered:
                 raise self._lacks("AN")
             want = NOW if (g, c) in self.late else AFTER
             if self.state[g, c] != want:

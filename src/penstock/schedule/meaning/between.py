@@ -58,7 +58,11 @@ class BetweenRules(Ground):
 
     def _gather_norm(self, op: Op) -> None:
         self._read_partials(op)
-        self._sends(op, sum(self.cuts[g][c].numel for g, c in self.trained) // ALIGN * NORM_BYTES)
+        dealt = self.needs.program.dealt
+        if dealt is None:
+            self._sends(op, sum(self.cuts[g][c].numel for g, c in self.trained) // ALIGN * NORM_BYTES)
+        else:
+            self._moves(op, dealt.partials * NORM_BYTES * (dealt.ranks - 1))
         self.accesses.write(op, "norm of all")
         self.gathered = True
 

@@ -38,9 +38,9 @@ class ComputeRules(Ground):
         for g in added:
             self._sum_on_device(op, g, taken)
         if kind == "B":
-            self.backward[m] -= 1
+            self.backward[m] = self._next(k, back=True)
         else:
-            self.forward[m] += 1
+            self.forward[m] = self._next(k)
 
     def _check_turn(self, op: Op) -> None:
         """A stage's forwards go through micro-batches in order: what a model counts as it runs depends on that."""

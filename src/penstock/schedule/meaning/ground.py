@@ -69,10 +69,13 @@ class Ground:
         self.values: dict[str, Value] = {}
         self.activations: dict[tuple[int, int], str] = {}
         """(stage, micro-batch) -> the buffer that its saved activation is in while it is on the device"""
-        self.forward = [0] * schedule.micro_batches
+        self.crossed: set[str] = set()
+        """ops that have sent or received"""
+        self.forward = [self._next(-1)] * schedule.micro_batches
+        """micro-batch -> the stage of this rank whose forward is next"""
         self.turns = [0] * len(self.stages)
         """stage -> the micro-batch whose forward is next"""
-        self.backward = [len(self.stages) - 2] * schedule.micro_batches
+        self.backward = [self._next(len(self.stages) - 1, back=True)] * schedule.micro_batches
         self.kept_gradients: dict[ChunkAt, str] = {}
         """chunk that is left to the next step -> the buffer that its gradient is to be in at the end"""
         ends = {start: end for start, end, _ in schedule.carried}
@@ -83,6 +86,12 @@ class Ground:
                 self.kept_gradients[tag] = ends.pop(op.reads[0])
         if ends:
             raise ScheduleError(f"buffer {min(ends)} is carried on, and no step takes it", op=f"carry {min(ends)}")
+
+    def _next(self, stage: int, *, back: bool = False) -> int:
+        """The stage of this rank that comes after one in the forward, or ``back``; the number of stages, or -1: none
+        does."""
+        to_come = range(stage - 1, -1, -1) if back else range(stage + 1, len(self.stages))
+        return next((k for k in to_come if self.needs.program.has(k)), -1 if back else len(self.stages))
 
     def _lacks(self, ident: str) -> ScheduleError:
         return ScheduleError(f"the schedule has no op {ident}, which this model needs where its state lives", op=ident)

@@ -123,6 +123,11 @@ class Needs:
         """True if each of them has a part of every group."""
         return self.parts > 1
 
+    @property
+    def normed_apart(self) -> bool:
+        """True if this rank has a part of what the norm is of, and others the rest."""
+        return self.cut or self.program.dealt is not None
+
     @staticmethod
     def of(program: Program, settings: Settings, ranks: int = 1) -> "Needs":
         """The needs of a step that is built from these settings."""

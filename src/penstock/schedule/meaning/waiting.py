@@ -74,7 +74,7 @@ class WaitingRules(Ground):
                 self._measured(op, c)
 
     def _norm(self, op: Op) -> None:
-        if self.needs.cut:
+        if self.needs.normed_apart:
             self.accesses.read(op, "norm of all")
             if not self.gathered:
                 raise refused(op, "needs the parts of all ranks, which no op AN has gathered yet")

@@ -1,0 +1,119 @@
+"""Pipelines whose ranks stream: a model's blocks are dealt out in loops, and each rank has its own on its own tiers.
+
+    rank 0   code  b0        b4        b8   ...  code     F, then back
+    rank 1             b1        b5
+    rank 2               b2        b6
+    rank 3                 b3        b7
+
+Each rank goes breadth first: all micro-batches through one of its blocks before its next one, so that the weights of a
+block come to the device twice a step, whatever the number of micro-batches (Lamy-Poirier, arXiv 2211.05953). While one
+rank is at block b for micro-batch m, the next one is at block b + 1 for micro-batch m - 1: with at least as many
+micro-batches as ranks, nobody waits but at the two ends. It has to be looped: with contiguous stages a rank would be
+idle while all micro-batches go through the others' blocks.
+
+Only activations and their gradients cross, and each rank's partial sums of the norm. T tokens of a model of hidden size
+h with L blocks on P ranks: where every block's output crosses, 2 T h L elements in all, so that in bf16 a rank sends
+4 T h L / P bytes on average.
+
+Rank 0 runs the model's own code, and has the ends' parameters: it gets as many blocks fewer as those are worth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+from math import ceil
+
+from penstock.errors import ConfigError
+from penstock.schedule.program import ALIGN, Dealt, GroupSpec, Program, Stage
+
+
+def dealt_out(blocks: int, ranks: int, ends: float) -> tuple[int, ...]:
+    """The rank of each block, in the order of the model. ``ends``: the parameters outside all blocks, in blocks.
+
+    Raises:
+        ConfigError: there are not enough blocks for each rank to have one, but for the first.
+    """
+    if blocks < ranks - 1:
+        raise ConfigError(
+            f"a pipeline of {ranks} ranks deals out blocks, and the model has {blocks}: use at most {blocks + 1} ranks"
+        )
+    fair = (blocks + ends) / ranks - ends
+    first = max(ceil(fair - 0.5), 0)
+    rounds = -(-(blocks - first) // (ranks - 1))
+    others = cycle(range(1, ranks))
+    dealt: list[int] = []
+    for turn in range(rounds):
+        if -(-(turn + 1) * first // rounds) > -(-turn * first // rounds):
+            dealt.append(0)
+        left = blocks - first - turn * (ranks - 1)
+        dealt += islice(others, min(ranks - 1, left))
+    return tuple(dealt)
+
+
+def stages_dealt(program: Program, ranks: int) -> tuple[int, ...]:
+    """The rank of each stage of a program whose blocks are each called once: its model's own code is rank 0's; raises
+    as ``dealt_out``."""
+    calls = [stage for stage in program.stages if stage.kind == "call"]
+    in_blocks = {g for stage in calls for g in (*stage.forward_reads, *stage.backward_reads, *stage.gradients)}
+    blocks = sum(program.groups[g].numel for g in in_blocks)
+    ends = sum(g.numel for g in program.groups) - blocks
+    dealt = iter(dealt_out(len(calls), ranks, ends * len(calls) / max(blocks, 1)))
+    return tuple(next(dealt) if stage.kind == "call" else 0 for stage in program.stages)
+
+
+def program_of_rank(program: Program, of_stages: Sequence[int], rank: int, ranks: int, *, shared: int = 0) -> Program:
+    """A program as one rank of a pipeline has it: stages of others take and read nothing, groups of others are empty.
+    ``of_stages``, ``shared``: as of ``Dealt``.
+
+    Raises:
+        ConfigError: two ranks would need one group.
+    """
+    holders = holders_of(program, of_stages)
+    sums = [sum(g.trainable for g in program.groups if holders[g.index] == r) // ALIGN for r in range(ranks)]
+    dealt = Dealt(rank=rank, ranks=ranks, of_stages=tuple(of_stages), shared=shared, partials=max(sums))
+    first = dealt.of_stages.index(rank) if rank else -1
+
+    def own(stage: Stage) -> Stage:
+        if dealt.has(stage.index):
+            return replace(stage, kept=stage.kept + shared) if stage.index == first else stage
+        return replace(
+            stage, forward_reads=(), backward_reads=(), gradients=(), kept=0, forward_peak=0, backward_peak=0
+        )
+
+    groups = tuple(g if holders[g.index] == rank else emptied(g) for g in program.groups)
+    return Program(groups=groups, stages=tuple(map(own, program.stages)), dealt=dealt)
+
+
+def emptied(group: GroupSpec) -> GroupSpec:
+    """A group as those ranks of a pipeline have it that do not hold it."""
+    return replace(group, trainable=0, frozen=0)
+
+
+def holders_of(program: Program, of_stages: Sequence[int]) -> list[int]:
+    """The rank that has each group: that of the stages that use it; rank 0 has what none does.
+
+    Raises:
+        ConfigError: two ranks would need one group.
+    """
+    found: dict[int, Stage] = {}
+    for stage in program.stages:
+        for g in (*stage.forward_reads, *stage.backward_reads, *stage.gradients):
+            before = found.setdefault(g, stage)
+            if of_stages[before.index] != of_stages[stage.index]:
+                raise ConfigError(
+                    f"parameters {program.groups[g].name!r} are used by {before.name!r} and by {stage.name!r}, which "
+                    f"ranks {of_stages[before.index]} and {of_stages[stage.index]} of the pipeline have: in a pipeline "
+                    "parameters do not cross. Train with ranks that share all state (dp_shard)"
+                )
+    return [of_stages[found[g.index].index] if g.index in found else 0 for g in program.groups]
+
+
+def sent_bytes(program: Program, micro_batches: int) -> int:
+    """Bytes that ``program``'s rank sends to others in a step, without its part of the norm."""
+    dealt = program.dealt
+    assert dealt is not None
+    total = 0
+    for k, stage in enumerate(program.stages[:-1]):
+        if dealt.crosses(k):
+            total += dealt.has(k) * (stage.activation + dealt.shared_behind(k)) + dealt.has(k + 1) * stage.gradient
+    return micro_batches * total
