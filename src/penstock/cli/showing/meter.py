@@ -71,7 +71,7 @@ class Meter:
     step_seconds: list[float] = field(default_factory=list)
     """seconds of the steps under that plan, but for the one that made it and warmed up"""
     step_runs: list[int] = field(default_factory=list)
-    """how often each of these was run"""
+    """runs of each of these"""
     planning: bool = True
     losses: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
