@@ -1,8 +1,9 @@
 """The peaks that makers state for their GPUs: what model FLOPs utilisation is of.
 
 TFLOP/s of dense products (not of 2:4 sparse ones) that are summed in fp32, of the card's highest power limit; fp32 is
-without TF32. From NVIDIA's data sheets and architecture white papers, by the names that torch gives the cards. A GPU
-that is not here has no peak that is known, and no MFU: one may be added to its profile by hand (``device.peak``).
+without TF32. From NVIDIA's data sheets and architecture white papers, each named in docs/machines.md, by the names that
+torch gives the cards. A GPU that is not here has no peak that is known, and no MFU: one may be added to its profile by
+hand (``device.peak``).
 """
 
 from collections.abc import Mapping
@@ -24,10 +25,10 @@ _SIXTEEN_AND_FP32: Mapping[str, tuple[float, float]] = {
     "NVIDIA RTX A6000": (154.8, 38.7),
     "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (503.8, 126),
     "NVIDIA GeForce RTX 3090": (71.2, 35.6),
-    "NVIDIA GeForce RTX 4060 Ti": (44.1, 22.1),
+    "NVIDIA GeForce RTX 4060 Ti": (44.1, 22.1),  # 16 bits: not stated, twice fp32 as on the larger cards
     "NVIDIA GeForce RTX 4080": (97.5, 48.7),
     "NVIDIA GeForce RTX 4090": (165.2, 82.6),
-    "NVIDIA GeForce RTX 5060 Ti": (47.4, 23.7),
+    "NVIDIA GeForce RTX 5060 Ti": (47.4, 23.7),  # 16 bits: not stated, as above
     "NVIDIA GeForce RTX 5080": (112.6, 56.3),
     "NVIDIA GeForce RTX 5090": (209.5, 104.8),
 }
