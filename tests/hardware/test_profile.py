@@ -358,18 +358,22 @@ def test_what_a_job_with_less_memory_measures_does_not_count_where_there_is_more
     assert profiles.find_profile([tmp_path]) == less
 
 
-def test_measuring_anew_removes_what_cannot_be_read_of_the_same_directories(cache: Path, tmp_path: Path) -> None:
+def test_measuring_anew_supersedes_what_cannot_be_read_of_the_same_directories_and_keeps_it(
+    cache: Path, tmp_path: Path
+) -> None:
+    """It may be of a newer version, which reads it again."""
     whole = kept(drive(tmp_path))
-    damaged = profiles.save_profile(replace(whole, host=replace(whole.host, cores=999)))
+    newer = profiles.save_profile(replace(whole, host=replace(whole.host, cores=999)))
+    newer.write_text(newer.read_text().replace('"host"', '"of a newer version": 1, "host"', 1))
     other = profiles.save_profile(kept())
-    for file in (damaged, other):
-        file.write_text("{")
-    with pytest.raises(ConfigError, match=f"{damaged}: this is not JSON"), pytest.warns(UserWarning, match="left out"):
+    other.write_text("{")
+    with pytest.raises(ConfigError, match=f"{newer}: unknown key"), pytest.warns(UserWarning, match="left out"):
         profiles.find_profile([tmp_path])
     profiles.save_profile(whole)
-    assert other.exists()
-    with pytest.warns(UserWarning, match="left out"):
+    assert newer.exists()
+    with pytest.warns(UserWarning, match="left out") as warned:
         assert profiles.find_profile([tmp_path]) == whole
+    assert [str(other) in str(one.message) for one in warned] == [True]
 
 
 def test_profiles_of_other_hosts_are_not_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,8 @@ def profile_folder() -> Path:
 
 def save_profile(machine: Machine) -> Path:
     """Write a measured profile to where ``find_profile`` looks; an older one of the same directories, kind of device
-    and host is replaced, and one of the same directories and kind of device that cannot be read is removed.
+    and host is replaced. One of the same directories and kind of device that cannot be read stays, as it may be of a
+    newer version, and no longer counts.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -63,19 +64,7 @@ def save_profile(machine: Machine) -> Path:
         if isinstance(error, OSError):
             raise ConfigError(_not_stored(target, error)) from error
         raise
-    for one in target.parent.glob(f"{stem}*.json"):
-        with suppress(OSError):
-            if not _is_read(one):
-                one.unlink()
     return target
-
-
-def _is_read(file: Path) -> bool:
-    try:
-        load_machine(file)
-    except ConfigError:
-        return False
-    return True
 
 
 def _not_stored(target: Path, error: OSError) -> str:
@@ -171,17 +160,22 @@ def why_none(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> s
 
 
 def _stored(needed: tuple[str, ...]) -> Iterator[Machine]:
-    """Every stored profile that can be read, newest first. ``needed``: what the names of files that must be readable
-    begin with."""
+    """Every stored profile that can be read, newest first. ``needed``: what the names of files begin with of which the
+    newest must be readable. What cannot be read is passed over where there is a newer one of the same directories."""
     files = sorted(profile_folder().glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    superseded = set[str]()
     for file in files:
+        directories = file.name.rpartition("-")[0]
         try:
             machine = load_machine(file)
         except ConfigError as error:
+            if directories in superseded:
+                continue
             if file.name.startswith(needed):
                 raise
             warnings.warn(f"a stored machine profile is left out: {error}", stacklevel=3)
         else:
+            superseded.add(directories)
             yield machine
 
 
