@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from penstock.cli.located import parse_yaml
 from penstock.cli.named_files import check_model
 from penstock.cli.settings import read
 from penstock.config import ModelConfig, SourceConfig, format_size
-from penstock.data.forms import form_of, recognised
+from penstock.data.forms import form_of_source
 from penstock.data.sources.find import local_source
 from penstock.errors import ConfigError
 from penstock.hardware import system
@@ -158,18 +159,13 @@ def look_at_data(paths: Sequence[str], *, template: bool | None, tokenizer: bool
             documents = _ENOUGH  # a share is then of tokens
             forms.append(f"{source.path}: token ids")
             continue
-        first = None
-        for number, (example, _) in enumerate(reader.read(None)):
-            first = first or example
-            documents += example.begins
-            if number >= _ENOUGH:
-                break
-        if first is None:
-            raise ConfigError(f"data: {source.path!r} has no documents: there is nothing to train on")
-        form = form_of(first, source.kind, template=bool(template))
+        examples = (example for example, _ in reader.read(None))
+        first = next(examples, None)
+        form, words = form_of_source(source, first, template=bool(template))
+        documents += sum(example.begins for example in chain((first,), islice(examples, _ENOUGH)) if example)
         kinds.add(form.kind)
-        words = recognised(first, form, source.kind, template=bool(template)) if template is not None else None
-        forms.append(f"{source.path}: {words or f'each document is {form.called}'}")
+        said = words if template is not None else None
+        forms.append(f"{source.path}: {said or f'each document is {form.called}'}")
         if form.kind == "chat" and not tokenizer:
             raise ConfigError(f"data: {source.path!r} has chats, for which a tokenizer with a chat template is needed")
         if form.kind == "chat" and template is False:

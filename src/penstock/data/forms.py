@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import data
-from penstock.config.data import Kind
+from penstock.config.data import Kind, SourceConfig
 from penstock.data.sources.reader import TURNS, Example
 from penstock.errors import ConfigError
 
@@ -42,6 +42,18 @@ _KNOWN = (
     "text (for plain text), prompt and completion, messages or conversations (for chat), or instruction and output. "
     "If they are there under other names, say which (data.sources: fields)"
 )
+
+
+def form_of_source(source: SourceConfig, first: Example | None, *, template: bool) -> tuple[Form, str | None]:
+    """The form of a source, which is that of its first example, and what is to be said of it (``recognised``).
+
+    Raises:
+        ConfigError: there is no example, or as ``form_of``.
+    """
+    if first is None:
+        raise ConfigError(f"data: {source.path!r} has no documents: there is nothing to train on")
+    form = form_of(first, source.kind, template=template)
+    return form, recognised(first, form, source.kind, template=template)
 
 
 def form_of(example: Example, kind: Kind | None, *, template: bool) -> Form:

@@ -14,7 +14,7 @@ from penstock.config.data import STREAM_FROM, DataConfig, SourceConfig, each_sou
 from penstock.data import tokenizer as tokenizers
 from penstock.data.encode import Encoder
 from penstock.data.example import read_as, texts_in
-from penstock.data.forms import form_of, recognised
+from penstock.data.forms import form_of_source
 from penstock.data.identity import IDENTITY, FileFacts, Identity, facts_of, fingerprint, identity_in
 from penstock.data.mixture import Mixture
 from penstock.data.pieces import Cuts, Pieces, continuous_pieces, pieces_of
@@ -202,14 +202,11 @@ def _opened(sources: Sequence[SourceConfig], template: bool, *, streaming: bool)
     for source in sources:
         one = Opened(source=source, reader=open_source(source, streaming=streaming))
         if not isinstance(one.reader, tuple):
-            example, _ = next(one.reader.read(None), (None, None))
-            if example is None:
-                raise ConfigError(f"data: {source.path!r} has no documents: there is nothing to train on")
-            form = form_of(example, source.kind, template=template)
+            first, _ = next(one.reader.read(None), (None, None))
+            form, words = form_of_source(source, first, template=template)
             if streaming and isinstance(one.reader, Renamed):
                 one.reader.look(_LOOKED_AT)
             one = replace(one, form=form)
-            words = recognised(example, form, source.kind, template=template)
             said += [] if words is None else [f"{source.path}: {words}"]
         opened.append(one)
     return opened, said
