@@ -251,7 +251,7 @@ class Planned:
     required: float
 
     def share(self, ratio: float) -> float:
-        """Of the step, where an op takes ``ratio`` hand-overs."""
+        """The host's share of the step, where an op takes ``ratio`` hand-overs."""
         return self.ops * ratio * HAND_OVER / self.seconds
 
     def missed(self, ratio: float) -> bool:

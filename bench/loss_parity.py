@@ -219,7 +219,7 @@ class Verdict:
 
 
 def verdicts(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, Verdict]:
-    """Of each compact form of which all seeds are there, and its fp32 form's as well."""
+    """The results of each compact form of which all seeds are there, and of its fp32 form."""
     found = {}
     for name, form in FORMS.items():
         if form.against and set(SEEDS) <= runs[name].keys() & runs[form.against].keys():

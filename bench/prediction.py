@@ -69,7 +69,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the predicted step time, relative to the measured."""
+        """The error of the predicted step time, relative to the measured."""
         return self.outcome.predicted / self.measured - 1
 
     @property

@@ -79,7 +79,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the predicted step time, relative to the measured."""
+        """The error of the predicted step time, relative to the measured."""
         return self.predicted / statistics.median(self.measured) - 1
 
     def line(self) -> str:

@@ -117,7 +117,7 @@ class Planned:
 
     @property
     def lower_bound(self) -> float:
-        """Of a step, in seconds: the busiest lane's work."""
+        """The lower bound of a step, in seconds: the busiest lane's work."""
         return max(self.work.values())
 
 

@@ -33,8 +33,8 @@ Row = tuple[str, ...]
 
 
 def planned(model: str, machine: str) -> Row:
-    """As ``penstock plan --model MODEL --machine MACHINE --clip-grad-norm 1``, with ``--moments int8`` if it does not
-    fit without."""
+    """The answer of ``penstock plan --model MODEL --machine MACHINE --clip-grad-norm 1``, with ``--moments int8`` if it
+    does not fit without."""
     for moments in _FORMS:
         try:
             found = penstock.plan(model, machine=machine, moments=moments, clip_grad_norm=1.0).forecast

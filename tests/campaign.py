@@ -85,7 +85,8 @@ ON_ACCELERATOR = {
         budget={"activations": "disk"},
     ),
 }
-"""For tests that are marked ``accelerator``: whose random numbers are its own, and so all others."""
+"""Cases for tests that are marked ``accelerator``: its random numbers are its own, and so are all that follow from
+them."""
 
 
 def named(name: str) -> Setting:
@@ -127,7 +128,7 @@ STEPS = 12
 
 @cache
 def truth(name: str) -> Truth:
-    """Of a setting of that name."""
+    """The numbers of an undisturbed run of the setting of that name."""
     numbers, states = {}, {}
     setting = named(name)
     with TemporaryDirectory() as folder, wrap(CASE, budget(Path(folder) / "d"), **setting.numbers) as engine:

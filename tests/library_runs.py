@@ -118,7 +118,7 @@ def shown(trainer: Any) -> list[tuple[int, str, float]]:
 
 
 def check_same(found: Sequence[tuple[int, str, float]], plain: Sequence[tuple[int, str, float]]) -> None:
-    """The same lines with the same numbers, up to rounding."""
+    """Two runs print the same lines with the same numbers, up to rounding."""
     assert [line[:2] for line in found] == [line[:2] for line in plain]
     assert len(plain) > 4
     for (step, key, mine), (_, _, theirs) in zip(found, plain, strict=True):

@@ -107,8 +107,8 @@ class Case:
         return replace(self, ranks=ranks, settings=replace(self.settings, place=place, stage=3 if once else stage))
 
     def gradient_bytes(self, schedule: Schedule, tag: str) -> int:
-        """Of an element of the chunk ``tag`` ("5.1"), as it crosses in a schedule of this case and waits: in fp32 if it
-        comes in several parts."""
+        """The bytes of an element of the chunk ``tag`` ("5.1"), as it crosses in a schedule of this case and waits: in
+        fp32 if it comes in several parts."""
         crossings = sum(op.id.startswith(f"DG{tag}@") for op in schedule.lanes["d2h"])
         s = self.settings
         return 2 if (s.grad_dtype, s.cast, crossings) == ("bf16", "device", 1) else 4

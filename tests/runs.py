@@ -17,7 +17,7 @@ from penstock.config import (
 
 
 def settings_for(run: Path, **changes: Any) -> TrainConfig:
-    """Of a run whose folder is ``run`` and whose store is in it."""
+    """The settings of a run whose folder is ``run`` and whose store is in it."""
     config = TrainConfig(
         run=str(run),
         model=ModelConfig(init=True, config={"model_type": "llama"}),

@@ -25,7 +25,7 @@ Change = Callable[[Any], object]
 
 
 class Own(MutableMapping[str, Any]):
-    """Of no kind that is known; ``copy.copy`` of it has the same entries, not entries of its own."""
+    """A cache of no kind that is known; ``copy.copy`` of it has the same entries, not entries of its own."""
 
     def __init__(self, **entries: Any) -> None:
         self.entries = entries

@@ -144,7 +144,7 @@ def plain_step(
     weights: Sequence[float],
     step: int = 0,
 ) -> tuple[list[torch.Tensor], Gradients]:
-    """The same step by plain gradient accumulation, drawing the same random numbers at the same places."""
+    """The step by plain gradient accumulation, drawing the same random numbers at the same places."""
     device = next(model.parameters()).device
     position: dict[str, int] = defaultdict(int)
     calls = [s.index for s in stages if s.kind == "call"]

@@ -44,7 +44,7 @@ def streamed(steps: list[list[dict[str, torch.Tensor]]], disk: Path) -> list[flo
 
 
 def plain(steps: list[list[dict[str, torch.Tensor]]]) -> list[float]:
-    """The same with a loop of torch."""
+    """The losses of a loop of torch."""
     torch.manual_seed(0)
     model, losses = Model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -92,7 +92,7 @@ def steps_of(pattern: str, *, micro_batches: int = 2) -> list[list[MicroBatch]]:
 
 
 def plain_loop(steps: Sequence[Sequence[MicroBatch]], clip: float | None, seed: int = 0) -> Result:
-    """The same training by plain PyTorch: losses, norms and parameters."""
+    """The training by plain PyTorch: losses, norms and parameters."""
     model = CASE.model(seed)
     optimizer = torch.optim.AdamW(
         (p for p in model.parameters() if p.requires_grad), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1

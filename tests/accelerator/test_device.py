@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 SIM = "sim:0"
-"""As text: in other processes it is no device."""
+"""The device's name as text: in other processes it is no device."""
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_a_kernel_that_fails_is_heard_of_once(sim: Simulated) -> None:
 
 
 def test_integers_are_counted(sim: Simulated) -> None:
-    """As mixtures of experts do."""
+    """Mixtures of experts do this."""
     found = torch.histc(torch.tensor([1, 2, 2, 3], device=SIM), bins=4, min=0, max=3)
     assert found.tolist() == [0, 1, 2, 1]
 

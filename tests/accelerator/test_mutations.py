@@ -74,7 +74,7 @@ def changed_and_written(path: Path) -> None:
 
 
 def written_by_who_changes(path: Path) -> None:
-    """The same, where all is changed on another stream before the write gets to it."""
+    """A background write, where all is changed on another stream before the write gets to it."""
     device = torch.device(DEVICE, 0)
     its, run = accelerator.of(device), Run(path, "device", DEVICE)
     for name in run.names:

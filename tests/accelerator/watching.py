@@ -44,7 +44,7 @@ PLAIN = SimpleNamespace(begin=DeviceStreams.begin, end=DeviceStreams.end, restar
 
 
 def install(sim: Simulated) -> None:
-    """For good: a process that has the device tells its clocks."""
+    """Watching begins for good: a process that has the device tells its clocks."""
     _watch_ops(sim)
     _watch_threads(sim)
     _watch_locks(sim)
@@ -163,7 +163,7 @@ def _watch_threads(sim: Simulated) -> None:
 
 def _watch_locks(sim: Simulated) -> None:
     class Lock:
-        """As ``threading.Lock``."""
+        """A stand-in for ``threading.Lock``."""
 
         def __init__(self) -> None:
             self._plain, self._key = threading.Lock(), next(_keys)

@@ -37,7 +37,7 @@ def taken(microseconds: float) -> Taken:
 
 
 def rounds_of(*pairs: tuple[float, float]) -> Found:
-    """Of one case: a hand-over, and an op right after it."""
+    """The seconds of one case: a hand-over, and an op right after it."""
     rounds = [Round(hand_over=taken(yard), call=taken(1), cases={"a": taken(op)}) for yard, op in pairs]
     return Found(ops={"a": 100}, rounds=rounds)
 
@@ -62,7 +62,7 @@ def test_the_share_is_that_of_the_ops_in_the_step() -> None:
 
 
 def test_a_plan_is_cut_in_as_many_chunks_as_asked() -> None:
-    """And takes longer for it: its ops have a cost each."""
+    """The plan's step takes longer for it: its ops have a cost each."""
     budget = Budget(device="70GiB", host="900GiB", state="host")
     blocks = 4
     model = named("qwen3-8b").with_layers(blocks)

@@ -127,7 +127,7 @@ def _once_converted(folder: Path, form: Moments, *, whole: bool) -> State:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Place]:
-    """By whether each rank has all of the state."""
+    """The places of the stores, by whether each rank has all of the state."""
     return cache(lambda whole: Place.made(tmp_path_factory.mktemp("place"), whole=whole))
 
 

@@ -115,7 +115,7 @@ def test_a_disk_ten_times_slower_changes_nothing_but_the_time(name: str, tmp_pat
 
 
 def _train_and_close(name: str, store: Path, hook: Hook) -> None:
-    """With the hook from the second step on; the run ends, is found again, and is what it should be."""
+    """The hook acts from the second step on; the run ends, is found again, and is what it should be."""
     known = truth(name)
     with open_run(SETTINGS[name], store) as engine:
         go_on(engine, 1)

@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_named_and_never_trained_on(
 @pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_flipped_bit_at_every_read_is_found(name: str, tmp_path: Path, campaign: Campaign) -> None:
-    """On the way from the drive into memory, at each read of a run in turn: the step can be repeated."""
+    """Bits flip on the way from the drive into memory, at each read of a run in turn: the step can be repeated."""
 
     def flipped(call: Call, go: Go) -> object:
         moved = go()

@@ -26,7 +26,8 @@ def _victims() -> Iterator[None]:
 @pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_killed_at_any_instant_goes_on_bit_for_bit(name: str, tmp_path: Path, campaign: Campaign) -> None:
-    """At random times, and at random system calls of a commit; every third time the run that goes on as well."""
+    """Kills come at random times, and at random system calls of a commit; every third time the run that goes on is
+    killed, too."""
     rng = random.Random(name)
     victims = Victims(name, STEPS)
     known = truth(name)

@@ -49,7 +49,7 @@ REFUSALS: dict[str, tuple[Callable[[], None], type[BaseException], str]] = {
 def test_without_memory_a_step_fails_and_can_be_repeated(
     name: str, memory: str, tmp_path: Path, campaign: Campaign
 ) -> None:
-    """At each call of a layer in turn, forwards and recomputations, of every micro-batch."""
+    """Memory ends at each call of a layer in turn, in forwards and recomputations, of every micro-batch."""
     refuse, kind, words = REFUSALS[memory]
     calls, strike = 0, -1
 

@@ -154,7 +154,7 @@ def killed_at_a_call(mesh: DeviceMesh, disk: Path, settings: dict[str, Any], vic
 
 
 def calls_of(mesh: DeviceMesh, disk: Path, settings: dict[str, Any]) -> tuple[range, ...]:
-    """Of this rank's system calls on its store, those within each commit."""
+    """The numbers of this rank's system calls on its store that are within each commit."""
     found, count = list[range](), Nth(-1, error(errno.EIO))
     real = Store.commit
 

@@ -154,7 +154,8 @@ def test_epochs_become_steps_of_the_data_that_is_there(path: Path, tmp_path: Pat
 
 
 def test_a_run_whose_drives_last_with_commits_now_and_then_has_these(config: TrainConfig, tmp_path: Path) -> None:
-    """As the plan command chooses; where durable steps are asked for they are refused before anything is trained."""
+    """The run chooses as the plan command does; where durable steps are asked for they are refused before anything is
+    trained."""
     cpu = machine(tmp_path)
     free = replace(config.budget, device="64MiB", host="64MiB", weights=None, state=None)
     roomy = replace(free, endurance=Endurance(per_day="1TB"))

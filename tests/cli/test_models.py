@@ -90,7 +90,7 @@ def test_weights_that_are_not_numbers_leave_nothing(
 def test_a_store_that_was_never_filled_is_filled_when_the_run_is_started_again(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a kill while the shards are read leaves it: nothing has been committed."""
+    """A kill while the shards are read leaves the store so: nothing has been committed."""
     assert main(["train", str(config), "--run", str(tmp_path / "whole")]) == 0
     with monkeypatch.context() as patch:
         patch.setattr("penstock.cli.removal.take_back", lambda *_: None)

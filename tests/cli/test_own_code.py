@@ -49,7 +49,7 @@ def test_code_in_a_runs_folder_runs_only_if_this_command_says_so(
     assert (run / "model" / "modeling_mine.py").exists()
 
     def afresh(words: list[str]) -> int:
-        """As in a process that has not loaded the code."""
+        """A command as a process runs it that has not loaded the code."""
         marker.unlink(missing_ok=True)
         for name in [name for name in sys.modules if "modeling_mine" in name]:
             del sys.modules[name]

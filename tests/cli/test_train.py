@@ -204,7 +204,8 @@ def test_a_stored_profile_brings_a_prediction_and_its_schedule_runs_from_a_file(
 def test_a_plan_that_follows_the_machine_says_when_and_why(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the line of its step, in its metrics, and in the report; the numbers are those of one plan."""
+    """A change of plan is said on the line of its step, in its metrics, and in the report; the numbers are those of one
+    plan."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save_profile(measured_here(machine(tmp_path)))
     flags = ["--plan", "auto", "--steps", "4", "--evaluate", "null", "--clip_grad_norm", "null"]

@@ -58,7 +58,7 @@ USED = {
         **dict.fromkeys(("engine/attempt.py", "engine/inside.py"), "what makes a step durable, an object of that name"),
     },
 }
-"""Of each setting the files or rooms in which it is used, and for what."""
+"""The files or rooms in which each setting is used, and for what."""
 
 
 @cache

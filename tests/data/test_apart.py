@@ -99,7 +99,8 @@ def places(mb: dict[str, torch.Tensor], document: torch.Tensor) -> tuple[int, sl
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_packed_document_has_the_logits_that_it_has_alone(kind: str, attention: str) -> None:
-    """To rounding: sums over masked places have other orders. Rows: three documents and padding; one that is full."""
+    """Equality is to rounding: sums over masked places have other orders. Rows: three documents and padding; one that
+    is full."""
     model = build(kind, MODELS[kind], attention)
     check_keeps_apart(model)
     documents, mb = packed([9, 12, 7, 32], 32)

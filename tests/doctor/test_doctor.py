@@ -248,7 +248,7 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
 
 @pytest.fixture
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the simulated accelerator: what is measured with is small, as its rates say nothing."""
+    """What is measured with on the simulated accelerator is small, as its rates say nothing."""
     if DEVICE != "cuda":
         monkeypatch.setitem(device.SIZES, "cuda", (64,))
         monkeypatch.setattr(work, "_beyond_cache", lambda at_least, nbytes: at_least)

@@ -85,7 +85,7 @@ def test_steps_step(one_thread: None) -> None:
     steps = work.Steps(CPU, threads=1)
 
     def masters() -> list[torch.Tensor]:
-        """Of weights in bf16, which are half of them."""
+        """Master copies of weights in bf16, which are half of them."""
         found = [torch.empty(work.CHUNK) for _ in steps.states]
         for master, state in zip(found, steps.states, strict=True):
             weights, rest = state[4].view(torch.bfloat16), state[1].view(torch.int16)

@@ -207,7 +207,7 @@ def test_a_page_lock_that_fails_fails_nothing_else() -> None:
 def test_steps_on_another_stream_than_the_engine_was_made_on(
     reference: Callable[[str, float | None], Result], tmp_path: Path
 ) -> None:
-    """They come after what made their micro-batches, and before what is done with these later."""
+    """Copies of inputs come after what made their micro-batches, and before what is done with these later."""
     device = torch.device(DEVICE, 0)
     its, losses, norms = accelerator.of(device), [], []
     with wrap(CASE, budget(tmp_path / "store"), device=DEVICE, precision="bf16", clip_grad_norm=CLIP) as engine:

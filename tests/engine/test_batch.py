@@ -77,7 +77,7 @@ def test_what_holds_no_tensor_reaches_the_loss_as_it_is() -> None:
 
 
 def test_a_loss_that_collects_tensors_in_its_micro_batch_is_refused(tmp_path: Path) -> None:
-    """They would be in copies that nobody has. Numbers are no tensors, and a variable of one's own is no copy."""
+    """Changes would be in copies that nobody has. Numbers are no tensors, and a variable of one's own is no copy."""
     case, own = MODELS["llama"], list[torch.Tensor]()
     given = case.micro_batches(1)[0]
 

@@ -183,7 +183,7 @@ def test_a_snapshot_that_was_loaded_is_committed(tmp_path: Path) -> None:
 def test_a_commit_that_failed_is_taken_back_before_what_it_names_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its record may have reached the file all the same."""
+    """The record may have reached the file all the same."""
     store = Store.create([tmp_path / "store"], Layout.build([("a", 1 << 20, 2)]), model={})
     pages = aligned_bytes(1 << 20)
     pages[:] = 1

@@ -81,7 +81,7 @@ def test_all_like_blocks_are_compiled_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Gated(nn.Module):
-    """With one kernel of inductor's, each of which takes the C++ compiler two seconds."""
+    """A model with one kernel of inductor's, each of which takes the C++ compiler two seconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Gated(nn.Module):
 
 
 class Stack(nn.Module):
-    """As small as gets compiled fast."""
+    """A model that is so small that it gets compiled fast."""
 
     def __init__(self) -> None:
         super().__init__()

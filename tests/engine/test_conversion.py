@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Counting(Switches):
-    """With a buffer that each micro-batch changes."""
+    """A model with a buffer that each micro-batch changes."""
 
     def __init__(self) -> None:
         super().__init__()

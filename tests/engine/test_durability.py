@@ -56,7 +56,7 @@ def partly_frozen(scale: float) -> nn.Module:
     ids=["host", "device", "interval"],
 )
 def test_frozen_weights_in_memory_that_a_snapshot_brings_outlive_a_kill(tmp_path: Path, places: dict[str, Any]) -> None:
-    """They follow from nothing that a step writes."""
+    """Frozen weights follow from nothing that a step writes."""
     settings: dict[str, Any] = COMMON | {"delay": 0.0}
     with wrap(CASE, budget(tmp_path / "other"), model=partly_frozen(1.5), **settings) as engine:
         wanted = run_steps(engine, STEPS[:1])

@@ -68,17 +68,17 @@ class Run:
     beside: int | None = None
     verdict: Event | None = None
     changed: bool = False
-    """whether anything that a run of a step changes, on disk or in memory, was neither dropped nor counted"""
+    """true if something that a run of a step changes, on disk or in memory, was neither dropped nor counted"""
     dropped: set[int] = field(default_factory=set)
     left: int | None = None
     """the attempt whose delayed chunks are left to the next step"""
     begun: bool = False
-    """whether some of them are stepped"""
+    """true if some of them are stepped"""
     in_place: bool = False
-    """whether the step under way has changed what has no other copy"""
+    """true if the step under way has changed what has no other copy"""
     durable: list[int] = field(default_factory=list)
     whole: bool = True
-    """whether ``state`` is that of one step, or is so but for ``left``"""
+    """true if ``state`` is that of one step, or is so but for ``left``"""
 
     def draw(self, *what: Event) -> Event:
         """One of these, mostly the first, or an error."""
@@ -91,7 +91,7 @@ class Run:
         return self.data.draw(st.booleans())
 
     def follow(self, event: Event) -> None:
-        """As ``Durability.follow`` does."""
+        """A stand-in that does as ``Durability.follow`` does."""
         actions = self.tell(event)
         while actions:
             try:

@@ -63,8 +63,8 @@ def writes_of_a_step(engine: penstock.Engine) -> int:
 def test_a_drive_that_fails_while_state_is_written(
     schedule: str, code: int, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one slot: the error surfaces as itself; the engine knows that its state is half updated; a snapshot mends
-    it."""
+    """There is one slot: the error surfaces as itself; the engine knows that its state is half updated; a snapshot
+    mends it."""
     settings = {"schedule": schedule, "overlap": overlap}
     wanted = undisturbed()  # the schedule changes no bit
     with wrap(CASE, budget(tmp_path / "store", slots=1), **settings) as engine:
@@ -93,7 +93,7 @@ def test_a_drive_that_fails_while_state_is_written(
 
 
 def test_a_broken_state_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one slot: closing does not make it whole, and wrapping again says so."""
+    """There is one slot: closing does not make it whole, and wrapping again says so."""
     with wrap(CASE, budget(tmp_path / "store", slots=1)) as engine:
         engine.step(STEPS[0])
         with failing("pwritev", errno.EIO, monkeypatch, after=2), pytest.raises(StoreError):
@@ -107,7 +107,7 @@ def test_a_broken_state_is_not_continued(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_drive_that_fails_anywhere_in_a_step_costs_only_that_step(
     call: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two slots: at every few calls in turn, the state is that of the step before, and the run goes on."""
+    """There are two slots: at every few calls in turn, the state is that of the step before, and the run goes on."""
     wanted = undisturbed()
     with wrap(CASE, budget(tmp_path / "store"), overlap=overlap) as engine:
         first = run_steps(engine, STEPS[:2])

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_steps_flop_are_those_of_a_plain_forward_and_backward(name: str, tmp_path: Path) -> None:
-    """Those of micro-batches that are shorter than what was probed are in proportion to their tokens."""
+    """The FLOP of micro-batches that are shorter than what was probed are in proportion to their tokens."""
     case = MODELS[name]
     model = case.model()
     plain = copy.deepcopy(model)
@@ -38,7 +38,7 @@ def test_a_steps_flop_are_those_of_a_plain_forward_and_backward(name: str, tmp_p
 def test_the_bytes_written_are_all_that_reach_the_disk(
     activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the write lane, and the checksums of the commit besides."""
+    """The bytes are those of the write lane, and the checksums of the commit besides."""
     case = MODELS["llama"]
     where = budget(tmp_path / "store", activations=activations)
     with wrap(case, where) as engine:

@@ -57,7 +57,7 @@ def planned(precision: str) -> Plan:
 
 
 def cast_on_host(plan: Plan, *, wait: bool = True) -> Schedule:
-    """The same plan's schedule with the cast on the other side."""
+    """The schedule of the plan with the cast on the other side."""
     return vertical(plan.program, replace(plan.settings, cast="host", wait=wait), plan.schedule.fixed)
 
 

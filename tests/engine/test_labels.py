@@ -49,7 +49,7 @@ def shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def padded(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As transformers shifts: with one label more, which is ignored."""
+    """A loss that shifts as transformers does: with one label more, which is ignored."""
     return aligned(logits, nn.functional.pad(labels, (0, 1), value=-100)[:, 1:])
 
 
@@ -63,7 +63,7 @@ def masked_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def beside_another(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """With a loss of something else, as that of a codebook."""
+    """A loss with one of something else beside it, as that of a codebook."""
     return shifted(logits, labels) + 0.0 * entropy(logits[0, :2], torch.tensor([1, 2]))
 
 
@@ -72,7 +72,7 @@ def summed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def own(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """By none of torch's losses."""
+    """A loss by none of torch's losses."""
     chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return -(chosen * (labels != -100)).sum() / (labels != -100).sum()
 

@@ -50,7 +50,7 @@ def settings_of(form: Moments, optimizer: str = "adamw", precision: str = "bf16"
 
 @cache
 def wanted(form: Moments, optimizer: str = "adamw", precision: str = "bf16") -> Result:
-    """Of the serial oracle."""
+    """The numbers of the serial oracle."""
     with TemporaryDirectory() as folder:
         where, more = budget(Path(folder, "store")), {"overlap": False, "speculate": False, "delay": 0.0}
         return train(CASE, where, STEPS, **settings_of(form, optimizer, precision), **more)

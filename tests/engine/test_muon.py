@@ -69,7 +69,7 @@ def steps(model: str, count: int = 4) -> Any:
 
 @cache
 def wanted(numbers: Numbers, device: str = "cpu") -> Result:
-    """Of the serial oracle."""
+    """The numbers of the serial oracle."""
     with TemporaryDirectory() as folder:
         where, more = budget(Path(folder, "store")), {"overlap": False, "speculate": False, "delay": 0.0}
         settings = settings_of(numbers) | more | {"device": device}
@@ -173,7 +173,7 @@ class Documented(TorchMuon):
 
 @pytest.mark.parametrize("settings", [{}, {"nesterov": False, "momentum": 0.5, "adjust_lr_fn": "match_rms_adamw"}])
 def test_matrices_have_the_bits_of_a_plain_loop(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Of one micro-batch, whose gradients are autograd's own, and with all else at rest."""
+    """A step of one micro-batch, whose gradients are autograd's own, and with all else at rest."""
     case, all_steps = MODELS["llama"], steps_of(MODELS["llama"], 3, lengths=(12,))
     model, rest = case.model(), penstock.AdamW(lr=0.0, weight_decay=0.0)
     plain_model = copy.deepcopy(model)

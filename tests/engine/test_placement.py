@@ -126,7 +126,7 @@ def branch_steps() -> list[list[dict[str, torch.Tensor]]]:
 def test_a_parameter_that_no_gradient_reached_stays_as_it_is(
     precision: str, schedule: str, place: str, tmp_path: Path
 ) -> None:
-    """As with torch's optimizers: no weight decay, no decay of its moments."""
+    """What has no gradient is left alone as by torch's optimizers: no weight decay, no decay of its moments."""
     torch.manual_seed(0)
     model, plain = Branches(), Branches()
     plain.load_state_dict(model.state_dict())

@@ -94,7 +94,8 @@ def test_a_machine_without_a_profile_is_measured_once_said_in_a_line_and_changes
 
 
 def test_only_what_no_profile_has_is_measured(tmp_path: Path, asked: list[tuple[str, Any]]) -> None:
-    """Of a machine that is known, the drive of a directory on another file system; what was known stays as it was."""
+    """The machine is known: only the drive of a directory on another file system is measured; what was known stays as
+    it was."""
     known = measured_here(machine(tmp_path, between=(Between(ranks=2, bandwidth=3e9, latency=1e-5),)))
     save_profile(known)
     other = Path("/dev/shm/not-made-yet")

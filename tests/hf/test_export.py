@@ -158,7 +158,8 @@ def test_a_store_alone_gives_what_its_engine_gives_also_in_bf16_with_frozen_weig
 
 
 def test_old_names_come_out_as_they_went_in(tmp_path: Path) -> None:
-    """As ``save_pretrained`` of a model from ``from_pretrained`` does it: the rules that were used are turned round."""
+    """The names are those of ``save_pretrained`` of a model from ``from_pretrained``: the rules that were used are
+    turned round."""
     source = folders.write("bert", tmp_path / "source", max_shard_size="1GB")
     state = load_file(source / SINGLE)
     from safetensors.torch import save_file

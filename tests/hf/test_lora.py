@@ -33,7 +33,7 @@ LORA = LoraConfig(rank=2, alpha=4)
 
 
 def adapted(model: nn.Module, **changes: Any) -> nn.Module:
-    """By peft alone. B is not zero, so that A has a gradient in the first step too."""
+    """An adapter that peft alone makes. B is not zero, so that A has a gradient in the first step, too."""
     settings: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     torch.manual_seed(1)
     with_lora = peft.get_peft_model(model, peft.LoraConfig(**settings | changes))

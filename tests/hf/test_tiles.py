@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TILED = ("llama", "gpt2", "t5", "gemma3", "qwen3")
 """Models whose blocks have a feed-forward part of their own; GPT-2's and T5's with dropout."""
 CLOSE = 2.0**-18
-"""Of a gradient's norm, in fp32: sums go in another order."""
+"""The share of a gradient's norm by which it may differ, in fp32: sums go in another order."""
 
 
 def tiles_of(model: nn.Module) -> int:
@@ -51,7 +51,7 @@ def test_loss_and_gradients_equal_the_models_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_engine_trains_alike_in_any_order(name: str, tmp_path: Path) -> None:
-    """With GPT-2's dropout, whose masks the recomputation draws again; beside whole parts without it."""
+    """A model with GPT-2's dropout, whose masks the recomputation draws again; beside whole parts without it."""
     case, steps = MODELS[name], case_steps(MODELS[name], 2)
     first, *rest = (
         train(case, budget(tmp_path / str(i)), steps, model=tiled_mlps(case.model(), 5), schedule=schedule)

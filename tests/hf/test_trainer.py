@@ -198,7 +198,8 @@ def test_predictions_and_metrics_come_from_the_models_own_outputs(tmp_path: Path
 
 
 def test_a_run_that_stopped_goes_on_to_the_bits_of_one_that_did_not(tmp_path: Path) -> None:
-    """With dropout, shuffled data and momentum; the store that is left is of a later step than the checkpoint."""
+    """The run has dropout, shuffled data and momentum; the store that is left is of a later step than the
+    checkpoint."""
     settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     whole = streamed(tmp_path / "whole", llama(dropout=0.1), **settings)
     stopped = streamed(
@@ -324,7 +325,7 @@ def test_an_old_checkpoint_does_not_replace_what_a_later_run_has_put_in_its_stor
 
 
 def test_a_store_in_which_no_step_was_taken_does_not_replace_the_models_values(tmp_path: Path) -> None:
-    """As evaluation leaves one, or a run that ended before its first step."""
+    """Evaluation leaves such a store, or a run that ended before its first step."""
     losses = []
     for seed in (0, 3):
         trainer = Trainer(

@@ -20,7 +20,8 @@ BESIDE: Form = (BF16, FP32)
 BESIDE_FP16: Form = (FP16, FP32)
 FORMS = (WHOLE, SPLIT, BESIDE, BESIDE_FP16)
 MADE: Form = (BF16, None)
-"""That of the first half of Muon's step, whatever the precision: an update is made, and no master copy is there."""
+"""The layout of the first half of Muon's step, whatever the precision: an update is made, and no master copy is
+there."""
 
 
 def form_for(kind: Kind, form: Form) -> Form:

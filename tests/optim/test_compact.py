@@ -129,7 +129,7 @@ def test_codes_are_as_defined(level: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_every_code_under_every_kind_of_scale_comes_back(level: str, dtype: torch.dtype) -> None:
-    """So a moment that is decoded and encoded again does not drift."""
+    """A moment that is decoded and encoded again does not drift."""
     most = 127 if dtype == torch.int8 else 255
     low = -most if dtype == torch.int8 else 0
     every = torch.arange(low, most + 1).to(dtype)
@@ -202,7 +202,8 @@ def wide(state: State) -> list[torch.Tensor]:
 def test_how_fast_a_second_moment_without_gradients_shrinks(
     dtype: torch.dtype, beta2: float, least: float, most: float
 ) -> None:
-    """As long as its root shrinks by more than half a step of the scale, 2^-11; in bf16 of the moment, 2^-9. Known."""
+    """This holds as long as its root shrinks by more than half a step of the scale, 2^-11; in bf16 of the moment,
+    2^-9."""
 
     def once(t: int) -> torch.Tensor:
         return torch.full((4 * GROUP,), 1e-3 if t == 1 else 0.0)

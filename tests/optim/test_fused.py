@@ -57,7 +57,7 @@ def fused() -> Iterator[ModuleType]:
 def test_a_step_has_the_same_bits(
     kind: Kind, grad_dtype: torch.dtype, form: Form, moment_dtype: torch.dtype, fused: ModuleType
 ) -> None:
-    """Of values of every magnitude, denormals, infinities and NaNs, in a part of a block, too."""
+    """The values are of every magnitude, with denormals, infinities and NaNs, in a part of a block, too."""
     rng, n = np.random.default_rng(3), 2 * BLOCK + 96
     hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     grad, master = values(rng, n, wild=True), values(rng, n, wild=True)
@@ -145,7 +145,7 @@ def test_missing_kernels_are_said_once_or_an_error_or_asked_for(monkeypatch: pyt
 @pytest.mark.usefixtures("fresh")
 def test_a_gpu_that_triton_cannot_compile_for_is_no_error_but_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
     class RefusedError(Exception):
-        """As Triton's own errors, which are of no kind of Python's."""
+        """An error as Triton's own, which are of no kind of Python's."""
 
     def refused(grad: torch.Tensor) -> torch.Tensor:
         raise RefusedError("sm_999 is not a recognized processor")

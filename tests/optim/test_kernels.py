@@ -232,7 +232,7 @@ def test_a_forked_child_gets_threads_of_its_own() -> None:
     queue: multiprocessing.Queue[bool] = context.Queue()
 
     def step_in_child() -> None:
-        """Without torch's own operators, whose threads do not survive a fork."""
+        """A step without torch's own operators, whose threads do not survive a fork."""
         kernels.step(case.hyper, case.count, grad=case.grad, **arguments, grad_scale=0.5, threads=2)
         queue.put(arguments["rest"].numpy().tobytes() == expected)
 

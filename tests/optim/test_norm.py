@@ -23,7 +23,7 @@ def reference_partial(x: torch.Tensor) -> float:
 
 
 def gradients(blocks: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Of near sizes, so that every addition of the fold rounds and shows in the result."""
+    """Values of near sizes, so that every addition of the fold rounds and shows in the result."""
     torch.manual_seed(blocks)
     return torch.randn(blocks * BLOCK).to(dtype)
 

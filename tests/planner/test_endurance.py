@@ -104,7 +104,7 @@ def test_an_engine_that_has_no_task_says_it_by_arithmetic() -> None:
 
 
 def test_every_drive_may_be_written_its_own_share() -> None:
-    """Of unequal ones the one that has more of the stripe is the first at its limit."""
+    """The one of unequal drives that has more of the stripe is the first at its limit."""
     slow = replace(DRIVE, read_both=DRIVE.read_both / 3, write_both=DRIVE.write_both / 3)
     limit = Budget(device=1, host=1, disk=["a", "b"], endurance=Endurance(tbw="100TB", days=100))
     two = replace(SLOW, drives=(DRIVE, slow))

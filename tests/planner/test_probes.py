@@ -162,8 +162,8 @@ tail DG3.0@B1m1 AG3.0@B1m1 RS3.0 OP3.0 WS3.0 WW3.0 DG0.0@B0m1 AG0.0@B0m1 RS0.0 O
 def test_each_op_falls_into_its_phase(
     family: Literal["vertical", "horizontal"], wait: bool, delay: float, expected: str
 ) -> None:
-    """Of three blocks and two micro-batches, all at home on disk; written out by hand. Groups: embedding, norm, head,
-    blocks; stage 4 is the epilogue."""
+    """The program has three blocks and two micro-batches, all at home on disk; the rest is written out by hand. Groups:
+    embedding, norm, head, blocks; stage 4 is the epilogue."""
     program = transformer(3, block=4)
     streamed = all_on_disk(program, chunk=256 * ALIGN, micro_batches=2, wait=wait, delay=delay)
     case = Case(program=program, family=family, settings=streamed)

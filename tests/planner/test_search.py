@@ -218,7 +218,7 @@ SLOW = replace(MACHINE, device=replace(MACHINE.device, flops={"fp32": 1e11}))
 
 
 def _frozen(found: Forecast) -> Forecast:
-    """The same plan of a model of which nothing is trained."""
+    """The plan of a model of which nothing is trained."""
     program = found.choice.plan.program
     groups = tuple(replace(group, trainable=0, frozen=group.numel) for group in program.groups)
     plan = replace(found.choice.plan, program=replace(program, groups=groups))
@@ -441,7 +441,7 @@ def test_bf16_wear_is_12_bytes_per_parameter_when_all_state_is_on_disk() -> None
 
 
 def test_a_budget_that_is_not_given_takes_what_is_free_on_the_device() -> None:
-    """Of a device that nobody has looked at, a share of all."""
+    """A device that nobody has looked at gives a share of all."""
     machine = replace(MACHINE, device=replace(MACHINE.device, kind="cuda", memory=100 << 30))
     assert own_budget(machine, device=None, host=None).device_bytes == 95 << 30
     seen = replace(machine, device=replace(machine.device, room=70 << 30))

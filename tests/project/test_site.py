@@ -28,7 +28,7 @@ def text_of(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Those of a page's headings, as Python-Markdown makes them."""
+    """The anchors of a page's headings, as Python-Markdown makes them."""
     found = set()
     for heading in re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE):
         words = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", heading)

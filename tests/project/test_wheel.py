@@ -29,7 +29,7 @@ def test_what_a_wheel_is_tried_with_trains(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_native_library_asks_for_no_library_of_python_or_torch() -> None:
-    """So one wheel serves every Python and every torch."""
+    """That is why one wheel serves every Python and every torch."""
     path = Path(library.__file__).with_name("_kernels.so")
     said = subprocess.run(["readelf", "--dynamic", path], capture_output=True, text=True, check=True).stdout
     asked = set(re.findall(r"\(NEEDED\).*\[(.+)\]", said))

@@ -42,7 +42,7 @@ def buffers_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def stepped(mesh: DeviceMesh, disk: Path) -> list[Any]:
-    """For both ways: buffers after one step, after two and a new start, the same ones."""
+    """The buffers for both ways: after one step, after two and a new start, the same ones."""
     found = []
     for how in HOW:
         settings = {"mesh": mesh, "sync_buffers": how}
@@ -87,7 +87,7 @@ def test_all_ranks_go_on_with_the_same_buffers(tmp_path: Path) -> None:
 
 
 class Several(Ranks):
-    """As many ranks as there are models; what each says is known."""
+    """There are as many ranks as models; what each says is known."""
 
     def __init__(self, bits: list[torch.Tensor]) -> None:
         self.size, self.bits = len(bits), bits

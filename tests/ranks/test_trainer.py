@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_run_of_two_ranks_has_the_bits_of_one_that_did_not_stop(tmp_path: Path) -> None:
-    """With dropout, shuffled data, and a checkpoint within an epoch; what goes on begins with other values."""
+    """The run has dropout, shuffled data, and a checkpoint within an epoch; what goes on begins with other values."""
     (two := tmp_path / "two").mkdir()
     (code, _, errors), (other, quiet, _) = Launched(2, ["-m", "tests.ranks.trained", two], ROOT).outcomes()
     assert (code, other, quiet) == (0, 0, ""), errors
@@ -90,7 +90,7 @@ def test_trls_trainer_is_refused(tmp_path: Path, request: pytest.FixtureRequest)
 def test_processes_that_the_arguments_do_not_know_of_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine without GPUs, where accelerate takes each for the only one."""
+    """A machine without GPUs, where accelerate takes each rank for the only one."""
     args = TrainingArguments(str(tmp_path), report_to=[])
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -585,7 +585,7 @@ def test_the_report_needs_no_torch_and_no_matplotlib(module: str) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """As if a process trained the run in a folder."""
+    """The lock of a folder is held as if a process trained the run in it."""
     lock = DirectoryLock(folder, name=RUN_LOCK)
     try:
         yield

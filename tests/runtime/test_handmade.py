@@ -45,7 +45,7 @@ def anywhere(folder: Path, **places: Any) -> penstock.Budget:
 
 @cache
 def wanted() -> Result:
-    """Of a schedule that was built, without overlap and all on disk."""
+    """The numbers of a schedule that was built, without overlap and all on disk."""
     serial: dict[str, Any] = {"overlap": False, "speculate": False, "delay": 0.0}
     with TemporaryDirectory() as folder:
         return train(CASE, budget(Path(folder, "store")), STEPS, clip_grad_norm=CLIP, **serial)

@@ -43,7 +43,7 @@ def roundabout() -> Schedule:
 
 
 def lane_by_lane() -> Schedule:
-    """The same schedule, listed in another order than it can run in: each lane's is as it was."""
+    """A schedule, listed in another order than it can run in: each lane's is as it was."""
     return by_lane(built(), "write", "cpu", "d2h", "h2d", "compute", "read")
 
 

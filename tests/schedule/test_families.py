@@ -277,7 +277,7 @@ def test_no_cycles_are_looked_for_while_a_schedule_is_made(enabled: bool, monkey
 
 
 def test_no_cycles_are_looked_for_while_a_steps_schedule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the way that an engine and a planner take."""
+    """The schedule by the way that an engine and a planner take."""
     seen: list[bool] = []
     emit = Emitter.emit
 

@@ -276,7 +276,7 @@ def chunk_of(family: str, **options: Any) -> int:
 
 
 def test_a_delayed_gradient_is_as_large_as_a_saved_activation_unless_chunks_are_asked_for() -> None:
-    """So that they can take turns in one pool."""
+    """Equal sizes can take turns in one pool."""
     assert chunk_of("greedysnake") * FP32 == ACTIVATION // (4 * ALIGN) * 4 * ALIGN
     assert "held" in {pool.name for pool in one("greedysnake").pools}
     assert chunk_of("greedysnake", chunks=16) == BLOCK // 16

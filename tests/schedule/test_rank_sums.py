@@ -86,7 +86,7 @@ def test_another_order_or_other_bytes_are_refused(edits: list[tuple[str, str]], 
 
 
 def test_another_sum_of_strands_is_refused() -> None:
-    """That of 4 micro-batches in 4 strands is (0 + 1) + (2 + 3), as in 2 and in 8."""
+    """The sum of 4 micro-batches in 4 strands is (0 + 1) + (2 + 3), as in 2 and in 8."""
     for strands in (2, 8):
         proved(SUMMED, asked=replace(SETTINGS, strands=strands))
     with pytest.raises(ScheduleError, match="it has to be the sum of all micro-batches of one stage"):
@@ -120,7 +120,8 @@ def live(micro_batches: int, strands: int) -> int:
 
 @given(st.integers(1, 70), st.integers(1, 70))
 def test_few_sums_are_alive(micro_batches: int, strands: int) -> None:
-    """At most the binary logarithm of the strands, and one; without what is added at once, at most one less."""
+    """The buffers are at most the binary logarithm of the strands, and one; without what is added at once, at most one
+    less."""
     most, staged = (most_sums(micro_batches, strands, staged=staged) for staged in (False, True))
     assert most == live(micro_batches, strands) <= 1 + (strands - 1).bit_length()
     assert 1 <= staged <= most <= staged + 1

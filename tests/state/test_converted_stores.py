@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where threads meet that are the ranks of a run."""
+    """A place where threads meet that are the ranks of a run."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(RANKS)
@@ -146,7 +146,7 @@ def begun(folder: Path, form: Moments) -> None:
 
 
 Outcome = int | None | BaseException
-"""Of a rank: the step that it goes on from, None: it begins; or what has ended it."""
+"""The end of a rank: the step that it goes on from, None: it begins; or what has ended it."""
 
 
 def opened(folder: Path, form: Moments, *, whole: bool, **last: Any) -> list[Outcome]:
@@ -178,7 +178,7 @@ def of_all(folder: Path) -> list[list[Path]]:
 
 
 State = list[dict[str, Any]]
-"""Of each store, all its arrays and what its last commit says."""
+"""All arrays of each store and what its last commit says."""
 
 
 def contents(stores: Stores) -> State:
@@ -245,7 +245,7 @@ def test_ranks_make_of_their_stores_what_one_process_makes_of_the_same_state(
 def test_a_rank_that_cannot_read_anothers_last_commit_does_not_take_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which would be whole, of another step, and converted without a word."""
+    """Such a store would be whole, of another step, and converted without a word."""
     begun(tmp_path, "fp32")
     stores = cut(tmp_path / "store", tmp_path / "ranks", whole=False)
     with closing(Store.open(stores[1])) as store:

@@ -101,7 +101,8 @@ def fill(store: Store, seed: int = 0) -> dict[tuple[str, int], npt.NDArray[np.ui
 @pytest.mark.parametrize("reopened", [False, True])
 @pytest.mark.parametrize(("name", "slot"), [("weights", 0), ("weights", 1), ("moment", 1), ("other", 0)])
 def test_one_flipped_bit_is_found_and_named(store: Store, name: str, slot: int, reopened: bool) -> None:
-    """At the first and last byte of each block; all other blocks can be read; and it is gone when the bit is back."""
+    """A bit flips at the first and last byte of each block; all other blocks can be read; and the damage is gone when
+    the bit is back."""
     written = fill(store)
     store.commit({})
     if reopened:

@@ -47,7 +47,7 @@ def make_all(stores: Stores, value: int) -> None:
 
 
 def succeed(stores: Stores) -> None:
-    """As the ranks of a run do it together."""
+    """Successors are put in place as the ranks of a run do it together."""
     with ExitStack() as stack:
         for paths in stores:
             stack.enter_context(Store.open(paths, direct=False))
@@ -202,7 +202,8 @@ def placed(folder: Path, count: int) -> list[Path]:
 
 
 def test_what_a_power_cut_leaves_is_the_old_store_or_the_new(tmp_path: Path) -> None:
-    """At each flush: what was flushed, the names without what is behind them, or some sectors of it."""
+    """Power fails at each flush, with what was flushed, with the names without what is behind them, or with some
+    sectors of it."""
     folder, rng = tmp_path / "drives", random.Random(0)
     seen: dict[str, list[int]] = {loss: [] for loss in LOSSES}
     log = FlushLog(folder)

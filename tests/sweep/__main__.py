@@ -91,7 +91,7 @@ def read(table: Path = TABLE) -> dict[str, Result]:
 
 
 def version(table: Path = TABLE) -> str:
-    """Of transformers, that a table was made with."""
+    """The version of transformers that a table was made with."""
     return str(json.loads(table.read_text())["versions"]["transformers"])
 
 

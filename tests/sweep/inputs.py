@@ -348,7 +348,7 @@ def _with_classes(model: nn.Module, media: Form, takes: set[str]) -> Form:
 
 
 def _classified(form: Form) -> Form:
-    """The same with a class for each row."""
+    """Labels with a class for each row."""
     return lambda g, rows, length: form(g, rows, length) | {"labels": torch.randint(0, 2, (rows,), generator=g)}
 
 

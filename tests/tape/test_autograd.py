@@ -45,7 +45,7 @@ def scale_output_gradients(module: nn.Module, out: Any) -> Any:
 
 
 def everywhere(register: Callable[[nn.Module], object]) -> Change:
-    """On the model, on a block, within another block, and on the head."""
+    """The hooks are on the model, on a block, within another block, and on the head."""
 
     def change(model: Any) -> None:
         for module in (model, model.layers[0], model.layers[2].linear, model.head):

@@ -39,7 +39,7 @@ def test_small_lists_and_lists_inside_blocks_are_no_blocks() -> None:
 
 
 class Composite(nn.Module):
-    """With modules of its own, as layers of transformers have."""
+    """A layer with modules of its own, as layers of transformers have."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def holding(**modules: nn.Module) -> nn.Module:
 
 
 def pairs() -> nn.ModuleList:
-    """As x-transformers and others have it: of each layer a list of norms, the layer itself, and what adds it."""
+    """Layers as x-transformers and others have them: of each a list of norms, the layer itself, and what adds it."""
     norms = [nn.ModuleList([nn.LayerNorm(16), None]) for _ in range(4)]
     return nn.ModuleList(nn.ModuleList([norm, Composite(), nn.Identity()]) for norm in norms)
 

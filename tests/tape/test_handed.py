@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Plain:
-    """Of no kind that is known."""
+    """A container of no kind that is known."""
 
     def __init__(self, hidden: Any) -> None:
         self.hidden = hidden
@@ -92,7 +92,7 @@ HOLDERS: dict[str, Any] = {
     "generator": lambda x: (y for y in [x]),
     "MoreThanAList": more_than_a_list,
 }
-"""By the name of the class that the message has."""
+"""Kinds of containers that are refused, by the name of the class that the message has."""
 KNOWN: dict[str, Any] = {
     "tuple": lambda x: (x,),
     "dict": lambda x: {"hidden": [x]},
@@ -315,7 +315,7 @@ def read_counts(model: Stack, x: torch.Tensor) -> torch.Tensor:
 
 
 def weight_norm(model: Any) -> None:
-    """Of old: hooks in front of a block make its weight, outside of it."""
+    """Weight normalisation of old: hooks in front of a block make its weight, outside of it."""
     model.layers[1] = nn.Linear(WIDTH, WIDTH)
     torch.nn.utils.weight_norm(model.layers[1])
 

@@ -23,7 +23,7 @@ def on_meta(name: str) -> tuple[nn.Module, tuple[ParamGroup, ...]]:
 
 
 def fill(model: nn.Module, groups: tuple[ParamGroup, ...], seed: int) -> None:
-    """As the engine does: one group has memory at a time."""
+    """Values are made as the engine does it: one group has memory at a time."""
     flats = []
     for group in groups:
         flats.append(torch.zeros(group.spec.numel))

@@ -88,7 +88,7 @@ def dynamic() -> Any:
 
 
 def both() -> Any:
-    """As XLM makes it in any case: its configuration has nothing to switch it off."""
+    """A cache as XLM makes it in any case: its configuration has nothing to switch it off."""
     from transformers import DynamicCache, EncoderDecoderCache
 
     return EncoderDecoderCache(DynamicCache(), DynamicCache())

@@ -162,7 +162,7 @@ def test_bytes_are_those_of_a_run(name: str, above: float) -> None:
 
 
 def test_nothing_stays_alive_after_a_step() -> None:
-    """Without the help of the garbage collector: activations must not hang on reference cycles."""
+    """They go without the help of the garbage collector: activations must not hang on reference cycles."""
     for name in ("llama", "gpt2", "t5", "skips", "mixtral"):
         case = MODELS[name]
         bench = Bench(case, case.model())

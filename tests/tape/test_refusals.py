@@ -91,7 +91,8 @@ class Anew(Layer):
 
 
 class Centred(Layer):
-    """By a running mean that is no buffer, and begins at the first one: from the same inputs again it is the same."""
+    """A model that normalises by a running mean that is no buffer, and begins at the first one: from the same inputs
+    again it is the same."""
 
     mean: torch.Tensor | None = None
 
@@ -215,7 +216,7 @@ class Tabled(Layer):
 
 @pytest.mark.parametrize("layer", [Smoothed, Tabled])
 def test_what_a_block_keeps_for_itself_may_be_kept(layer: type[nn.Module], tmp_path: Path) -> None:
-    """As plain training, with several micro-batches under way."""
+    """The block trains as in a plain loop, with several micro-batches under way."""
     case = stack()
     torch.manual_seed(0)
     model = Stack(layer)
@@ -257,7 +258,7 @@ def dispatched(model: nn.Module) -> nn.Module:
 
 
 class Packed(torch.Tensor):
-    """As quantised weights of torchao are: floating-point to whoever asks, and something else inside."""
+    """Tensors as quantised weights of torchao are: floating-point to whoever asks, and something else inside."""
 
 
 def quantised(model: nn.Module) -> nn.Module:
@@ -267,7 +268,7 @@ def quantised(model: nn.Module) -> nn.Module:
 
 
 class Params4bit(nn.Parameter):
-    """As those of bitsandbytes are."""
+    """Tensors as those of bitsandbytes are."""
 
 
 def four_bits(model: nn.Module) -> nn.Module:

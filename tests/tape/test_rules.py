@@ -244,7 +244,7 @@ class ClippingLast(Layer):
 
 
 def test_the_memory_of_a_block_is_that_with_its_weights_copied_from_its_start() -> None:
-    """As a run copies them, which knows that they are written to; wherever in the block that is."""
+    """Buffers are copied as a run does it, which knows that they are written to; wherever in the block that is."""
 
     def peaks(layer: type[nn.Module]) -> list[int]:
         case = stack(layer)
