@@ -4,12 +4,15 @@ keeps within the budget."""
 import itertools
 from dataclasses import replace
 from random import Random
+from typing import Any
 
+import highspy
 import numpy as np
 import pytest
 
 from penstock.config import ZeroStage
 from penstock.hardware.machine import Network
+from penstock.planner import optimum
 from penstock.planner.bounds import StepBound, bound, limits_of
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import fitted, settings_of, tied_groups
@@ -240,3 +243,11 @@ def test_patterns() -> None:
     on_device = [i for i, g in enumerate(blocks.members) if spread[g] == ("device", "host")]
     assert len(on_device) == 2
     assert on_device[1] - on_device[0] == 3
+
+
+def test_a_solver_is_silent_before_it_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS 1.16 prints its name as callbacks are enabled, which would stand in the JSON of a plan."""
+    seen: list[Any] = []
+    monkeypatch.setattr(highspy.Highs, "enableCallbacks", lambda self: seen.append(self.getOptionValue("output_flag")))
+    optimum._Solver()  # type: ignore[no-untyped-call]
+    assert [value for _, value in seen] == [False]

@@ -134,7 +134,7 @@ def test_the_same_question_has_the_same_answer(monkeypatch: pytest.MonkeyPatch) 
     asked = question(transformer(6, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
     first = search(asked)
     search(question(transformer(3, block=40), form=ADAM32, wait=True, device=4 * MIB, host=12 * MIB))
-    monkeypatch.setattr("penstock.planner.placement_lp._SOLVED", {})
+    monkeypatch.setattr("penstock.planner.optimum._SOLVED", {})
     again = search(asked)
     assert again.plan == first.plan
     assert again.seconds == first.seconds

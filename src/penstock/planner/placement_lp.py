@@ -28,7 +28,6 @@ that a solution that the schedule can express is one that fits, up to pools that
 With y in whole numbers it is a mixed integer program, which HiGHS solves for these sizes in 1 to 60 ms.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,13 +36,13 @@ from typing import Literal
 
 import highspy
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from penstock.config import TIERS, Tier
 from penstock.planner.bounds import StepBound
 from penstock.planner.classes import GroupClass, Home
 from penstock.planner.fit import Request, base_placement, provision
+from penstock.planner.optimum import optimum
 from penstock.planner.phase_costs import PhaseCosts, Prices, columns
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.lower.provision import Provision
@@ -55,25 +54,8 @@ Sizes = NDArray[np.float64]
 """Bytes by tier, in the order of ``TIERS``."""
 
 _EPSILON = 1e-4
-_HIGHS: Mapping[str, bool | int | float | str] = {
-    "output_flag": False,
-    "threads": 1,
-    "mip_rel_gap": 2e-3,
-    "mip_max_nodes": 1000,  # nodes, not seconds: the same answer on any machine
-    # For programs as small as these branching is faster than what HiGHS does before it and around it: half of the time,
-    # for answers that are a little better.
-    "presolve": "off",
-    "mip_allow_restart": False,
-    "mip_pscost_minreliable": 0,
-    "mip_heuristic_run_feasibility_jump": False,
-    "mip_heuristic_run_rens": False,
-    "mip_heuristic_run_rins": False,
-    "mip_heuristic_run_root_reduced_cost": False,
-    "mip_heuristic_run_shifting": True,
-}
 _TOLERANCE = 1e-7
 """The excess over a limit that still counts as within it, as in HiGHS."""
-_FEASIBLE = int(highspy.SolutionStatus.kSolutionStatusFeasible)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +320,7 @@ class _Model:
         if len(on) == len(waits) == 1 and [column.kind for column in columns] == [*range(len(self.lp.classes))]:
             return self._only(columns, on[0], waits[0], kept[self.phases :], sizes, most)
         wholes, counts = self._whole_rows(columns, on, waits)
-        values = _optimum(
+        values = optimum(
             np.concatenate((self._times[:, kept], wholes, sizes)),
             self._cost[kept],
             np.concatenate((self._least, counts, np.full(len(most), -highspy.kHighsInf))),
@@ -424,74 +406,3 @@ class _Model:
         writes = self._loads[:, :, STREAM_LANES.index("write")].sum(axis=1) * self.unit
         row = np.concatenate((np.zeros(self.phases), writes[np.array(kept) - self.phases]))
         return row[None] / max(self.lp.most_writing, 1e-9), np.ones(1)
-
-
-_SOLVED: dict[bytes, NDArray[np.float64] | None] = {}
-"""Optima by the digest of their program: a search comes back to some of its programs, and the advice that follows, a
-plan in another form or for the next shape of batch, to most of them. An integer program takes up to 60 ms."""
-_KEPT = 4096
-
-
-def _optimum(
-    matrix: NDArray[np.float64],
-    cost: NDArray[np.float64],
-    low: NDArray[np.float64],
-    high: NDArray[np.float64],
-    first_integer: int | None,
-) -> NDArray[np.float64] | None:
-    """The x >= 0 of the least ``cost @ x`` with ``low <= matrix @ x <= high``, shape (columns,), not to be written to;
-    None if there is none. Columns from ``first_integer`` on are whole numbers; None: none has to be."""
-    digest = xxhash.xxh3_128(repr((matrix.shape, first_integer)).encode())
-    for array in (matrix, cost, low, high):
-        digest.update(array.tobytes())
-    key = digest.digest()
-    if key not in _SOLVED:
-        if len(_SOLVED) >= _KEPT:
-            _SOLVED.clear()
-        _SOLVED[key] = _solved(matrix, cost, low, high, first_integer)
-    return _SOLVED[key]
-
-
-def _solved(
-    matrix: NDArray[np.float64],
-    cost: NDArray[np.float64],
-    low: NDArray[np.float64],
-    high: NDArray[np.float64],
-    first_integer: int | None,
-) -> NDArray[np.float64] | None:
-    height, width = matrix.shape
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = width, height
-    lp.col_cost_ = cost
-    lp.col_lower_ = np.zeros(width)
-    lp.col_upper_ = np.full(width, highspy.kHighsInf)
-    lp.row_lower_, lp.row_upper_ = low, high
-    if first_integer is not None:
-        kinds = [highspy.HighsVarType.kContinuous] * first_integer
-        lp.integrality_ = kinds + [highspy.HighsVarType.kInteger] * (width - first_integer)
-    filled = matrix != 0
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(filled.sum(axis=1)))).astype(np.int32)
-    lp.a_matrix_.index_ = np.nonzero(filled)[1].astype(np.int32)
-    lp.a_matrix_.value_ = matrix[filled]
-    solver = _SOLVERS.own
-    solver.passModel(lp)
-    solver.run()
-    if solver.getInfo().primal_solution_status != _FEASIBLE:
-        return None
-    found = np.array(solver.getSolution().col_value)
-    found.setflags(write=False)
-    return found
-
-
-class _Solvers(threading.local):
-    """Each thread's solver: one takes as long to make as a small program to solve."""
-
-    def __init__(self) -> None:
-        self.own = highspy.Highs()  # type: ignore[no-untyped-call]
-        for name, value in _HIGHS.items():
-            status = self.own.setOptionValue(name, value)
-            assert status == highspy.HighsStatus.kOk, name
-
-
-_SOLVERS = _Solvers()
