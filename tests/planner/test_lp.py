@@ -249,5 +249,5 @@ def test_a_solver_is_silent_before_it_does_anything(monkeypatch: pytest.MonkeyPa
     """HiGHS 1.16 prints its name as callbacks are enabled, which would stand in the JSON of a plan."""
     seen: list[Any] = []
     monkeypatch.setattr(highspy.Highs, "enableCallbacks", lambda self: seen.append(self.getOptionValue("output_flag")))
-    optimum._Solver()  # type: ignore[no-untyped-call]
+    optimum.Solver()  # type: ignore[no-untyped-call]
     assert [value for _, value in seen] == [False]

@@ -85,7 +85,7 @@ def _solved(
     return found
 
 
-class _Solver(highspy.Highs):
+class Solver(highspy.Highs):
     """HiGHS, which prints nothing: since 1.16 it names itself as soon as callbacks are enabled, which is before whoever
     makes one can set an option."""
 
@@ -98,7 +98,7 @@ class _Solvers(threading.local):
     """Each thread's solver: one takes as long to make as a small program to solve."""
 
     def __init__(self) -> None:
-        self.own = _Solver()  # type: ignore[no-untyped-call]
+        self.own = Solver()  # type: ignore[no-untyped-call]
         for name, value in _HIGHS.items():
             status = self.own.setOptionValue(name, value)
             assert status == highspy.HighsStatus.kOk, name
