@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.cluster import Cluster
 from hypothesis import HealthCheck, settings
 
+from bench import cluster
 from tests import sampling, small_examples
 from tests.accelerator.elsewhere import PREFIX, pytest_runtest_protocol, pytest_runtest_setup
 from tests.runs import write_run
@@ -160,6 +162,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield mount
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> Iterator[Cluster]:
+    """Two hosts that have a network; skips where this process can make none."""
+    why = cluster.why_none()
+    if why is not None:
+        assert os.environ.get("CI") != "true" or os.geteuid(), why
+        pytest.skip(f"several hosts: {why}")
+    with Cluster(2, tmp_path) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

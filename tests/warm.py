@@ -170,7 +170,7 @@ def _become(words: list[str], environment: dict[str, str], where: str, streams: 
 def _outcome(words: list[str]) -> int:
     """The exit code that Python would end with; negative: the signal that it would end itself by."""
     try:
-        _run(words)
+        become(words)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
@@ -185,7 +185,8 @@ def _outcome(words: list[str]) -> int:
     return 0
 
 
-def _run(words: list[str]) -> None:
+def become(words: list[str]) -> None:
+    """Run a program in this process, as Python would."""
     match words:
         case ["-c", code, *rest]:
             sys.argv, sys.path[0] = ["-c", *rest], ""

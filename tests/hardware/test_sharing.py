@@ -94,3 +94,19 @@ def test_a_profile_that_does_not_tell_is_refused_and_one_rank_needs_none() -> No
         of_each_rank(before, 2)
     linked = replace(before, network=Network(bandwidth=1e11, latency=1e-5))
     assert of_each_rank(linked, 2).network == linked.network
+
+
+def test_of_several_hosts_what_leaves_one_goes_at_its_ranks_share_of_the_network() -> None:
+    """Four ranks on two hosts send three parts: one to the other host, two within their own."""
+    alone = replace(machine(), network=Network(bandwidth=1e9, latency=1e-3), between=())
+    within = Between(ranks=2, bandwidth=4e9, latency=1e-4)
+    found = of_each_rank(replace(alone, between=(within,)), 4, hosts=2)
+    assert found.network is not None
+    assert 3 / found.network.bandwidth == pytest.approx(1 / 0.5e9 + 2 / 4e9)
+    assert found.network.latency == pytest.approx(1.1e-3)
+    assert found.host.memory == alone.host.memory // 2
+    one_each = of_each_rank(alone, 2, hosts=2)
+    assert one_each.network == alone.network
+    assert one_each.host == alone.host
+    with pytest.raises(ConfigError, match="does not tell how fast hosts send to each other"):
+        of_each_rank(replace(alone, network=None, between=(within,)), 4, hosts=2)

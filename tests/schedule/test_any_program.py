@@ -65,26 +65,30 @@ def below(places: tuple[Tier, ...]) -> tuple[Tier, ...]:
     return tuple("host" if tier == "device" else tier for tier in places)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "copies"), [(2, 1), (3, 1), (2, 2)])
 def test_every_schedule_of_ranks_that_share_a_program_is_safe_computes_its_step_and_ends(
-    size: int, campaign: Campaign
+    size: int, copies: int, campaign: Campaign
 ) -> None:
-    """Each has its part of every group, on disk or in memory, or all of it; what they add up is whole on each of them
-    before."""
+    """Each has its part of every group, on disk or in memory, or all of it, of one copy of the state or of two; what
+    they add up is whole on each of them before."""
     ranks = Mesh(data=size).everyone()
 
     def holds(case: AnyCase) -> None:
-        place, stage = case.settings.place, case.settings.stage
+        place, stage = case.settings.place, case.settings.stage if copies == 1 else case.settings.stage or 3
         shared = replace(place, weights=below(place.weights), state=below(place.state))
-        part, asked = ranks.part(case.program) if stage else case.program, replace(case.settings, place=shared)
+        part, asked = (
+            ranks.part(case.program) if stage else case.program,
+            replace(case.settings, place=shared, stage=stage),
+        )
         build = vertical if case.family == "vertical" else horizontal
-        schedule = build(part, asked, seat=streaming_seat(size, stage))
-        world = ranks.world(schedule)
+        seat = streaming_seat(size, stage, copies)
+        schedule = build(part, asked, seat=seat)
+        world = seat.world(schedule)
         check_world(world)
-        prove(schedule, Needs.of(part, asked, size))
+        prove(schedule, Needs.of(part, asked, size, copies))
         simulate(world, Costs(name="uneven", seconds=uneven))
 
-    proved(campaign, cases(), holds, few=60)
+    proved(campaign, cases(), holds, few=40)
 
 
 def test_weights_are_loaded_ahead_only_as_far_as_buffers_reach(campaign: Campaign) -> None:

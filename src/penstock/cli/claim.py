@@ -12,15 +12,17 @@ The folder is locked from the first moment of a start to its end. A store belong
 
 import logging
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from penstock import files
 from penstock.cli import removal
 from penstock.cli.launch import how_to_start, in_words
+from penstock.cli.reach import Reach, Stores
 from penstock.cli.run_folder import (
     Start,
     as_cut_before,
@@ -46,8 +48,6 @@ from penstock.store.successor import settle
 log = logging.getLogger("penstock")
 
 RUN_LOCK = "run.lock"
-Stores = tuple[tuple[Path, ...], ...]
-"""The directories of each rank's store, by rank."""
 _TRIES = 20
 _REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or --overwrite to replace it"
 
@@ -58,9 +58,9 @@ class Claim:
     ``step``: the step that the run goes on after; None: it begins.
     """
 
-    def __init__(self, config: TrainConfig, start: Start, ranks: int) -> None:
+    def __init__(self, config: TrainConfig, start: Start, ranks: int, reach: Reach) -> None:
         """Look, and change nothing; but a state that is being converted is put in its place. ``ranks``: that are to
-        train it.
+        train it; ``reach``: their hosts.
 
         Raises:
             ConfigError: what is there is not what ``start`` wants.
@@ -69,11 +69,12 @@ class Claim:
         self.folder = Path(config.run)
         self._ranks = ranks
         self._disks = config.budget.disk_paths
-        self._stores = config.budget.stores(ranks)
+        self._reach = reach
+        self._stores = config.budget.stores(ranks, reach.hosts)
         self._record = RunRecord.read(self.folder)
         if self._record is not None:
             self._record.require_settled(self.folder)
-            if start != "new":
+            if start != "new" and self._record.hosts == 1:  # on several nothing is converted
                 settle(config.budget.stores(self._record.ranks))
         self._began: RunRecord | None = None
         self._replaces: tuple[Replaced, ...] = ()
@@ -85,6 +86,7 @@ class Claim:
         elif start == "overwrite":
             self._replaces = self._to_replace(self._record, self._settings(config))
         else:
+            reach.require_one_folder(self.folder, self._record.owner)
             self.step = self._to_go_on(config, self._record, self._settings(config))
 
     def _settings(self, config: TrainConfig) -> TrainConfig:
@@ -108,25 +110,13 @@ class Claim:
         Raises:
             ConfigError: one has.
         """
-        ours = {one.id for one in self._replaces}
-        for path in self._disks:
-            for place in (path, *sorted(filter(is_of_rank, path.glob("*")))):
-                require_settled(place)
-                if not is_there(place / DATA):
-                    continue
-                owner = Manifest.read(place).owner
-                if owner is None or owner.id not in ours:
-                    whose = "a store of penstock.wrap" if owner is None else f"a run, which began in {owner.folder}"
-                    raise ConfigError(
-                        f"budget.disk={str(path)!r} already holds the state of {whose}: give each run a directory of "
-                        "its own"
-                    )
+        self._reach.on_each(partial(_require_no_others, self._disks, {one.id for one in self._replaces}))
 
     def _to_replace(self, record: RunRecord, before: TrainConfig) -> tuple[Replaced, ...]:
         """The state of the run that is there: where the new settings want theirs, and where it was kept so far."""
         found = list(record.pending.replaces if record.pending else ())
-        for stores in dict.fromkeys((self._stores, before.budget.stores(record.ranks))):
-            facts = facts_of_all(stores)
+        for stores in dict.fromkeys((self._stores, before.budget.stores(record.ranks, record.hosts))):
+            facts = self._reach.facts(stores)
             if facts is None:
                 continue
             if stores == self._stores or self._is_ours(facts, stores):
@@ -141,7 +131,7 @@ class Claim:
         if record.pending is None and record.ranks != self._ranks and before.budget.disk_paths:
             self._begin_with_others(record, before)
             return None
-        facts = facts_of_all(self._stores)
+        facts = self._reach.facts(self._stores)
         if facts is not None:
             self._require_ours(facts, self._stores)
         if record.pending is not None:
@@ -171,9 +161,16 @@ class Claim:
                 )
             self._replaces = (_replaced(facts, self._stores),)
             return None
-        _require_whole(facts, self._stores)
+        if not self._has_another_copy(config, facts):
+            _require_whole(facts, self._stores)
         check_same_data(as_cut_before(config), before)
         return facts.step
+
+    def _has_another_copy(self, config: TrainConfig, facts: StoreFacts) -> bool:
+        """True if of each store that is missing another one has the same part of the state."""
+        parts = config.parts(self._ranks // config.copies)
+        lost = {rank for rank, paths in enumerate(self._stores) if not set(facts.missing).isdisjoint(paths)}
+        return all(set(range(rank % parts, self._ranks, parts)) - lost for rank in lost)
 
     def _begin_with_others(self, record: RunRecord, before: TrainConfig) -> None:
         """A run that another number of ranks has begun: it begins anew, if it has no step.
@@ -182,15 +179,16 @@ class Claim:
             ConfigError: it has.
             StoreError: it has a store, and that is not where the settings say.
         """
-        stores = before.budget.stores(record.ranks)
-        facts = facts_of_all(stores)
+        stores = before.budget.stores(record.ranks, record.hosts)
+        facts = self._reach.facts(stores)
         if facts is None:
             self._require_not_missing(record, before)
         if (facts is not None and not facts.untouched) or snapshots_of(self.folder):
             raise ConfigError(
-                f"run={str(self.folder)!r} has the state of {in_words(record.ranks)}: this is {in_words(self._ranks)}. "
-                f"Go on with as many: {how_to_start(record.ranks)} resume {shlex.quote(str(self.folder))}, or cut it "
-                f"for these: penstock reshard {shlex.quote(str(self.folder))} --ranks {self._ranks}"
+                f"run={str(self.folder)!r} has the state of {in_words(record.ranks, record.hosts)}: this is "
+                f"{in_words(self._ranks, self._reach.hosts)}. Go on with as many: "
+                f"{how_to_start(record.ranks, record.hosts)} resume {shlex.quote(str(self.folder))}, or cut it for "
+                f"these: penstock reshard {shlex.quote(str(self.folder))} --ranks {self._ranks}"
             )
         if facts is not None:
             self._require_ours(facts, stores)
@@ -220,8 +218,8 @@ class Claim:
         """Raises:
         StoreError: the run has a store, and it is not where the settings say.
         """
-        there = before.budget.stores(record.ranks)
-        facts = facts_of_all(there) if there != self._stores else None
+        there = before.budget.stores(record.ranks, record.hosts)
+        facts = self._reach.facts(there) if there != self._stores else None
         if facts is not None and self._is_ours(facts, there) and not facts.untouched:
             raise StoreError(
                 f"run={str(self.folder)!r} has its state in {there[0][0]}, and budget.disk names "
@@ -263,7 +261,7 @@ class Claim:
                 found = RunRecord.read(folder)
                 if found is None or found.owner.id != owner.id or folder.samefile(self.folder):
                     continue
-                if _same(settings_of(folder).budget.stores(found.ranks), stores):
+                if _same(settings_of(folder).budget.stores(found.ranks, found.hosts), stores):
                     return folder
         return None
 
@@ -276,12 +274,16 @@ class Claim:
             ConfigError, StoreError: that cannot be done. The rest is done by whoever starts the run next.
         """
         self._require_no_others()
-        removal.check_free(self._replaces)
+        self._reach.check_free(self._replaces)
         pending = Pending(replaces=self._replaces, settings=dump(config))
-        self._record = self._began = RunRecord(owner=Owner.new(self.folder), ranks=self._ranks, pending=pending)
+        self._record = self._began = RunRecord(
+            owner=Owner.new(self.folder), ranks=self._ranks, hosts=self._reach.hosts, pending=pending
+        )
         try:
             self._record.write(self.folder)
-            removal.replace(self.folder, pending.replaces)
+            self._reach.require_one_folder(self.folder, self._record.owner)
+            self._reach.remove_stores(pending.replaces)
+            removal.remove_files(self.folder)
             write_settings_text(self.folder, pending.settings)
             self._record = self._record.begun()
             self._record.write(self.folder)
@@ -301,15 +303,16 @@ class Claim:
         if there is None or there.id != self._record.owner.id:
             raise StoreError(f"{self.folder} is another folder than it was a moment ago: leave it where it is")
         here = Owner(id=self._record.owner.id, folder=str(self.folder.resolve()))
-        now = RunRecord(owner=here, ranks=self._ranks, has_state=bool(self._stores))
+        hosts, has_state = self._reach.hosts, bool(self._stores)
+        now = RunRecord(owner=here, ranks=self._ranks, hosts=hosts, has_state=has_state)
         if now != self._record:
             now.write(self.folder)
             self._record = now
 
     @property
-    def began(self) -> bool:
-        """True if this start has begun the run."""
-        return self._began is not None
+    def began(self) -> Owner | None:
+        """The run, if this start has begun it."""
+        return None if self._began is None else self._began.owner
 
     @property
     def has_steps(self) -> bool:
@@ -317,7 +320,7 @@ class Claim:
         if self.step is not None:
             return True
         try:
-            facts = facts_of_all(self._stores)
+            facts = facts_of_all(self._reach.of_host(self._stores))  # asked as all may have failed
         except OSError:
             return True
         return (facts is not None and not facts.untouched) or bool(snapshots_of(self.folder))
@@ -325,13 +328,13 @@ class Claim:
     def take_back(self) -> None:
         """Remove what this start has made, if it has begun the run and no step of it is committed."""
         if self._began is not None:
-            removal.take_back(self.folder, self._began, self._stores)
+            removal.take_back(self.folder, self._began, self._reach.of_host(self._stores))
 
 
 @contextmanager
-def claimed(config: TrainConfig, start: Start, ranks: int = 1) -> Iterator[Claim]:
+def claimed(config: TrainConfig, start: Start, ranks: int = 1, reach: Reach | None = None) -> Iterator[Claim]:
     """The folder of a run, locked. Who leaves with an error takes back what the start has made. ``ranks``: that are to
-    train it.
+    train it; ``reach``: their hosts; None: this one.
 
     Raises:
         ConfigError: the folder cannot be used, or what is there is not what ``start`` wants.
@@ -340,13 +343,13 @@ def claimed(config: TrainConfig, start: Start, ranks: int = 1) -> Iterator[Claim
     folder = Path(config.run)
     lock, ours = _locked(folder)
     try:
-        claim = Claim(config, start, ranks)
+        claim = Claim(config, start, ranks, reach or Reach())
         try:
             yield claim
         except BaseException:
             if lock.in_place:  # else the folder has been renamed, and what is there now is not ours
                 claim.take_back()
-            ours = ours or claim.began
+            ours = ours or claim.began is not None
             raise
     finally:
         _leave(folder, lock, ours=ours)
@@ -408,10 +411,10 @@ def _first_difference(was: Any, now: Any, name: str) -> tuple[str, Any, Any]:
     return next((_first_difference(w, n, key) for key, w, n in inner if w != n), (name, was, now))
 
 
-def is_complete(config: TrainConfig, done: int, ranks: int) -> str:
-    """The message for a run that has no step left to do. ``ranks``: the number that have trained it."""
+def is_complete(config: TrainConfig, done: int, ranks: int, hosts: int = 1) -> str:
+    """The message for a run that has no step left to do. ``ranks``: the number that have trained it, on ``hosts``."""
     said = f"run={config.run!r} is complete: {done} steps are done and steps is {config.step_count}."
-    again = f" To go on, raise it: {how_to_start(ranks)} resume {shlex.quote(config.run)} --steps {2 * done}"
+    again = f" To go on, raise it: {how_to_start(ranks, hosts)} resume {shlex.quote(config.run)} --steps {2 * done}"
     kept = config.budget.disk_paths or config.budget.durability != "none"
     return said + (again if kept else "")
 
@@ -423,6 +426,24 @@ _LEFT_BEHIND = {RUN_LOCK, f"{RUN_FILE}.partial"}
 def _replaced(facts: StoreFacts, stores: Stores) -> Replaced:
     assert facts.owner is not None, "what is replaced is ours"
     return Replaced(id=facts.owner.id, disk=tuple(str(path.absolute()) for paths in stores for path in paths))
+
+
+def _require_no_others(disks: Sequence[Path], ours: set[str], host: int) -> None:
+    """Raises:
+    ConfigError: a directory has a store whose id is none of ``ours``.
+    """
+    for path in disks:
+        for place in (path, *sorted(filter(is_of_rank, path.glob("*")))):
+            require_settled(place)
+            if not is_there(place / DATA):
+                continue
+            owner = Manifest.read(place).owner
+            if owner is None or owner.id not in ours:
+                whose = "a store of penstock.wrap" if owner is None else f"a run, which began in {owner.folder}"
+                raise ConfigError(
+                    f"budget.disk={str(path)!r} already holds the state of {whose}: give each run a directory of its "
+                    "own"
+                )
 
 
 def _require_whole(facts: StoreFacts, stores: Stores) -> None:

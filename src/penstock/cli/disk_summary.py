@@ -1,5 +1,8 @@
 """A run's use of the disk, in words: the space it takes, what a kill costs, and what less durability would gain."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from penstock.config import INTERVAL, Budget, Durability, format_size, parse_duration
 from penstock.hardware.drives import in_proportion, spread
 from penstock.planner.durability import Weighed
@@ -9,31 +12,35 @@ from penstock.store.directory import is_there
 from penstock.store.manifest import DATA, Manifest
 
 
-def space(budget: Budget, ranks: int) -> str:
-    """The disk space that is taken, all of it from the start. The stores of the ``ranks`` are there by now."""
+def space(budget: Budget, ranks: int, hosts: int = 1, host: int = 0) -> str:
+    """The disk space that is taken, all of it from the start, on one ``host`` of several. The stores of its ``ranks``
+    are there by now."""
     if not budget.disk_paths:
         kept = "and no snapshots, so that the trained model cannot be exported" if budget.durability == "none" else ""
         return f"no state on disk (budget.disk){' ' if kept else ''}{kept}"
-    size = sum((path / DATA).stat().st_size for paths in budget.stores(ranks) for path in paths)
+    each = ranks // hosts
+    stores = budget.stores(ranks, hosts)[host * each :][:each]
+    size = sum((path / DATA).stat().st_size for paths in stores for path in paths)
     slots = "twice the state, in two slots" if budget.slots == 2 else "the state in one slot"
-    where = ", ".join(map(str, budget.disk_paths)) + _shares(budget, ranks)
-    return f"{format_size(size)} of disk taken in {where}: {slots}"
+    where = ", ".join(map(str, budget.disk_paths)) + _shares(stores)
+    on_each = f" on each of {hosts} hosts" if hosts > 1 else ""
+    return f"{format_size(size)} of disk taken in {where}{on_each}: {slots}"
 
 
-def _shares(budget: Budget, ranks: int) -> str:
+def _shares(stores: Sequence[Sequence[Path]]) -> str:
     """The proportion in which stores are striped over their drives; empty where that is even."""
-    found = dict.fromkeys(Manifest.read(paths[0]).weights for paths in budget.stores(ranks))
+    found = dict.fromkeys(Manifest.read(paths[0]).weights for paths in stores)
     words = [in_proportion(weights) for weights in found if weights]
     return f", striped {' and '.join(words)}" if words else ""
 
 
-def allowed_per_day(budget: Budget, ranks: int) -> float | None:
+def allowed_per_day(budget: Budget, ranks: int, hosts: int = 1) -> float | None:
     """Bytes a day that all drives of a run may be written together, striped as its stores are; None: any."""
     if budget.endurance is None:
         return None
     total = 0.0
     for rank in range(ranks):
-        own = budget.of_rank(rank, ranks)
+        own = budget.of_rank(rank, ranks, hosts)
         assert own.endurance is not None
         count, first = len(own.disk_paths), own.disk_paths[0]
         weights = Manifest.read(first).weights if is_there(first / DATA) else ()

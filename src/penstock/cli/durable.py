@@ -13,12 +13,19 @@ from penstock.schedule.ir.ops import Schedule
 
 
 def with_durability(
-    config: TrainConfig, schedule: str | Schedule, machine: Machine | None, cut: Cut, precision: Precision, ranks: int
+    config: TrainConfig,
+    schedule: str | Schedule,
+    machine: Machine | None,
+    cut: Cut,
+    precision: Precision,
+    ranks: int,
+    hosts: int = 1,
 ) -> tuple[TrainConfig, Weighed | None]:
     """The settings with a durability, and what a step takes by durability where that can be told.
 
     A schedule of the user's own says itself where state lives. ``precision``: of a run whose settings name none.
-    ``ranks``: that train it; of several every step is durable where the settings do not say otherwise.
+    ``ranks``: that train it, on so many ``hosts``; of several every step is durable where the settings do not say
+    otherwise.
     """
     budget = config.budget
     if isinstance(schedule, Schedule) or not budget.disk_paths:
@@ -28,7 +35,8 @@ def with_durability(
         if chosen.durability is None and budget.slots == 2:  # state is pinned in memory
             chosen = replace(budget, durability="interval")
         return replace(config, budget=chosen), None
-    task, weighed = task_of(config, machine, disk_free=free_here(budget.disk_paths, machine.drives), ranks=ranks), None
+    free = free_here(budget.disk_paths, machine.drives)
+    task, weighed = task_of(config, machine, disk_free=free, ranks=ranks, hosts=hosts), None
     if ranks == 1 and budget.may_keep_every_step:
         weighed = weigh(task, cut.size, config.sequences_per_step // cut.size)
     if budget.endurance is not None and ranks == 1:  # which durability the drives last with, the search finds out

@@ -1,13 +1,16 @@
 """A run's folder and the ranks that train it: the first looks at it and writes there, the others learn what counts."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from penstock.cli import removal
 from penstock.cli.claim import Claim, claimed
+from penstock.cli.reach import Reach
 from penstock.cli.run_folder import Start, steps_written
 from penstock.config import TrainConfig
 from penstock.ranks.group import Ranks
+from penstock.store.owner import Owner
 
 
 class Joint:
@@ -17,11 +20,13 @@ class Joint:
     written down what they did, so that nothing of it is needed any more.
     """
 
-    def __init__(self, ranks: Ranks, config: TrainConfig, claim: Claim | None) -> None:
+    def __init__(self, ranks: Ranks, config: TrainConfig, claim: Claim | None, reach: Reach) -> None:
         """``claim``: the first rank's."""
         self.ranks = ranks
         self.folder = Path(config.run)
         self._claim = claim
+        self._reach = reach
+        self._began: Owner | None = None
         self.step = ranks.once("step to go on from", lambda: self._first.step)
         self.is_complete = ranks.once("end of the run", lambda: _all_done(config, self._first))
 
@@ -32,7 +37,20 @@ class Joint:
 
     def begin(self, config: TrainConfig) -> None:
         """Make the folder that of a new run; what it replaces goes. See ``Claim.begin``."""
-        self.ranks.once("beginning", lambda: self._first.begin(config))
+        if self.ranks.rank:
+            self._reach.follow()
+        else:
+            with self._reach.leads():
+                self._first.begin(config)
+        self._began = self.ranks.once("beginning", lambda: self._first.began)
+
+    def take_back_here(self, config: TrainConfig) -> None:
+        """Remove what the start has made on this host's drives, if it has begun the run and no step is committed. The
+        first host's go with the folder."""
+        if self._began is None or self.ranks.host == 0 or not self.ranks.is_first_on_host:
+            return
+        stores = self._reach.of_host(config.budget.stores(self.ranks.size, self.ranks.hosts))
+        removal.take_back_elsewhere(self.folder, self._began, stores)
 
     def state_made(self) -> None:
         """All ranks have made their stores."""
@@ -58,8 +76,18 @@ def joint(ranks: Ranks, config: TrainConfig, start: Start) -> Iterator[Joint]:
         ConfigError, StoreError: as ``claimed``, on the first rank.
         RankError: on the others, then.
     """
+    reach = Reach(ranks)
     if ranks.rank:
-        yield Joint(ranks, config, None)
+        reach.follow()
+        run = Joint(ranks, config, None, reach)
+        try:
+            yield run
+        except BaseException:
+            run.take_back_here(config)
+            raise
         return
-    with claimed(config, start, ranks.size) as claim, ranks.together():
-        yield Joint(ranks, config, claim)
+    with ExitStack() as stack:
+        with reach.leads():
+            claim = stack.enter_context(claimed(config, start, ranks.size, reach))
+        stack.enter_context(ranks.together())
+        yield Joint(ranks, config, claim, reach)

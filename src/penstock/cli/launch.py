@@ -29,35 +29,42 @@ def _under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def in_words(ranks: int) -> str:
+def in_words(ranks: int, hosts: int = 1) -> str:
     """The number of ranks that train, in words for messages."""
-    return "one process" if ranks == 1 else f"{ranks} ranks"
+    return "one process" if ranks == 1 else f"{ranks} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
 
 
-def how_to_start(ranks: int) -> str:
-    """The beginning of a command line that starts so many ranks."""
-    return "penstock" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m penstock"
+def how_to_start(ranks: int, hosts: int = 1) -> str:
+    """The beginning of a command line that starts so many ranks; of several ``hosts``, on each of them."""
+    if ranks == 1:
+        return "penstock"
+    nodes = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint HOST:29400 " if hosts > 1 else ""
+    return f"torchrun {nodes}--nproc-per-node {ranks // hosts} -m penstock"
 
 
 @contextmanager
-def launched(device: str | None) -> Iterator["Ranks"]:
+def launched(device: str | None, copies: int = 1) -> Iterator["Ranks"]:
     """The ranks of this command, and this one's place among them. What fails within fails on all of them.
 
-    ``device``: as the settings have it; each rank gets one of that kind.
+    ``device``: as the settings have it; each rank gets one of that kind. ``copies``: of the state that they have.
 
     Raises:
-        ConfigError: torchrun has started them on several machines, or there are too few GPUs.
+        ConfigError: they cannot have so many copies, torchrun has not started as many on each host, or there are too
+            few GPUs.
         RankError: another rank has failed.
     """
     from penstock.engine.device import resolve_device
+    from penstock.errors import ConfigError
     from penstock.ranks.group import ALONE, join
     from penstock.ranks.start import torchrun_mesh
 
     if process_count() == 1:
+        if copies > 1:
+            raise ConfigError(f"copies={copies}: one process has one copy of the state. Start several with torchrun")
         yield ALONE
         return
     kind = resolve_device(device).type
-    ranks = join(torchrun_mesh(kind), resolve_device(device))
+    ranks = join(torchrun_mesh(kind, copies=copies), resolve_device(device))
     said = logging.StreamHandler()
     said.setFormatter(logging.Formatter(f"rank {ranks.rank}: %(message)s"))
     log.addHandler(said)

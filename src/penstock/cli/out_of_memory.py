@@ -36,8 +36,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH)
 
 
-def explain(error: BaseException, config: TrainConfig, *, ranks: int, begun: bool) -> str:
-    """The message. ``ranks``: that train. ``begun``: the run has steps to go on from."""
+def explain(error: BaseException, config: TrainConfig, *, ranks: int, hosts: int = 1, begun: bool) -> str:
+    """The message. ``ranks``: that train, on so many ``hosts``. ``begun``: the run has steps to go on from."""
     on_device = "cuda" in str(error).lower()
     keys = ["device"] if on_device else ["host"]
     if not on_device and resolve_device(config.device).type == "cpu":
@@ -46,20 +46,24 @@ def explain(error: BaseException, config: TrainConfig, *, ranks: int, begun: boo
     return (
         f"out of memory on the {'device' if on_device else 'host'}: {reason.rstrip('.')}. "
         "A budget does not count Python, torch, the model's own code or other programs. "
-        + (_go_on(config, keys, ranks) if begun else f"No step was done. {_lower(config, keys)}, or micro_batch_size")
+        + (
+            _go_on(config, keys, ranks, hosts)
+            if begun
+            else f"No step was done. {_lower(config, keys)}, or micro_batch_size"
+        )
     )
 
 
-def _go_on(config: TrainConfig, keys: Sequence[str], ranks: int) -> str:
+def _go_on(config: TrainConfig, keys: Sequence[str], ranks: int, hosts: int) -> str:
     """The step that is safe on disk, and the command that goes on from it with smaller budgets."""
     try:
-        facts = facts_of_all(config.budget.stores(ranks))
+        facts = facts_of_all(config.budget.stores(ranks, hosts)[: ranks // hosts])
     except StoreError as error:
         return f"Whether the state on disk is whole cannot be said: {error}"
     if facts is None or facts.step is None:
         return "State was in memory, and what is on disk is not one step's state: go on from a snapshot, or start over"
     sizes = " ".join(f"--budget.{key} SIZE" for key in keys)
-    again = f"{how_to_start(ranks)} resume {shlex.quote(config.run)} {sizes}"
+    again = f"{how_to_start(ranks, hosts)} resume {shlex.quote(config.run)} {sizes}"
     return f"The last commit, step {facts.step}, is intact. {_lower(config, keys)}, and go on from it: {again}"
 
 

@@ -1,8 +1,9 @@
 """All that is ever removed of a run. Nothing else in ``penstock train`` removes anything that a run has left.
 
-Two occasions: a run begins in the place of another one, or of its own beginning that came to nothing (``replace``);
-and a start fails before its first step is committed (``take_back``), so that the next try finds the place free. The
-second is an error path: it removes what this start has made itself, and where a store has a step it removes nothing.
+Two occasions: a run begins in the place of another one, or of its own beginning that came to nothing
+(``remove_stores``, ``remove_files``); and a start fails before its first step is committed (``take_back``), so that the
+next try finds the place free. The second is an error path: it removes what this start has made itself, and where a
+store has a step it removes nothing.
 """
 
 import errno
@@ -37,18 +38,23 @@ def check_free(replaced: Sequence[Replaced]) -> None:
             DirectoryLock(path).release()
 
 
-def replace(folder: Path, replaced: Sequence[Replaced]) -> None:
-    """Remove what is to be replaced: stores with their owners' ids, and the run's own files but for its settings.
-
-    Can be broken off anywhere and done again.
+def remove_stores(replaced: Sequence[Replaced]) -> None:
+    """Remove stores that are to be replaced, with their owners' ids. Can be broken off anywhere and done again.
 
     Raises:
         StoreError: a store is in use, or cannot be read or removed.
-        OSError: a file cannot be removed.
     """
     for one in replaced:
         for path in reversed([Path(path) for path in one.disk]):  # the first has the commits: it is there to the last
             _remove_part(path, one.id)
+
+
+def remove_files(folder: Path) -> None:
+    """Remove the own files of a run that is to be replaced, but for its settings. Can be done again.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
     keep = settings_path(folder)
     _remove_files(folder, [path for path in own_files(folder) if path != keep])
 
@@ -56,7 +62,7 @@ def replace(folder: Path, replaced: Sequence[Replaced]) -> None:
 def take_back(folder: Path, record: RunRecord, stores: Sequence[Sequence[Path]]) -> None:
     """Remove what the start that wrote ``record`` has made, if no step is committed or written down. Raises nothing.
 
-    ``stores``: the directories of each rank's store.
+    ``stores``: the directories of each rank's store, of those on this host.
     """
     try:
         _take_back(folder, record, stores)
@@ -75,11 +81,8 @@ def _take_back(folder: Path, record: RunRecord, stores: Sequence[Sequence[Path]]
         return
     if now.has_state:
         with_changes(now, has_state=False).write(folder)  # from here on a store that is not found is not missed
-    for paths in stores:
-        if not _deleted(paths, record.owner):
-            return
-        for path in paths:
-            _remove_if_empty(path)
+    if not take_back_stores(stores, record.owner):
+        return
     _remove_files(folder, own_files(folder))
     data = folder / "data"
     try:
@@ -90,6 +93,30 @@ def _take_back(folder: Path, record: RunRecord, stores: Sequence[Sequence[Path]]
             raise  # before the record is removed, without which nobody would know whose it is
     (folder / RUN_FILE).unlink(missing_ok=True)
     _remove_if_empty(folder)
+
+
+def take_back_elsewhere(folder: Path, owner: Owner, stores: Sequence[Sequence[Path]]) -> None:
+    """Remove the stores that a start has made on another host than the first, which has ``take_back`` do it. Raises
+    nothing."""
+    try:
+        if not has_steps(folder) and not snapshots_of(folder):
+            take_back_stores(stores, owner)
+    except OSError as error:
+        log.warning("what this start has made cannot all be removed (%s): penstock train --resume clears it", error)
+
+
+def take_back_stores(stores: Sequence[Sequence[Path]], owner: Owner) -> bool:
+    """Remove stores that a start has made; False: somebody has begun to train one of them.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    for paths in stores:
+        if not _deleted(paths, owner):
+            return False
+        for path in paths:
+            _remove_if_empty(path)
+    return True
 
 
 def _deleted(paths: Sequence[Path], owner: Owner) -> bool:

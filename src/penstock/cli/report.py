@@ -178,7 +178,7 @@ def gather(folder: Path, step: int | None, others: Sequence[Path] = ()) -> Repor
     steps = read_traces(folder)
     prediction = read_prediction(folder / "prediction.json")
     record = RunRecord.read(folder)
-    ranks = 1 if record is None else record.ranks
+    ranks, hosts = (1, 1) if record is None else (record.ranks, record.hosts)
     runs = [read_run(path) for path in (folder, *others)]
     return Report(
         name=folder.resolve().name,
@@ -187,8 +187,8 @@ def gather(folder: Path, step: int | None, others: Sequence[Path] = ()) -> Repor
         traced=len(steps),
         metrics=runs[0].metrics,
         prediction=prediction,
-        budget=_budget(config, ranks) if prediction is None else prediction.budget,
-        allowed=allowed_per_day(config.budget, ranks),
+        budget=_budget(config, ranks, hosts) if prediction is None else prediction.budget,
+        allowed=allowed_per_day(config.budget, ranks, hosts),
         others=[(_short(run.folder, folder), run.metrics) for run in runs[1:]],
         tables=tuple(_tables(runs, read_environment(folder))),
     )
@@ -214,9 +214,9 @@ def _tables(runs: Sequence[RunFigures], environment: Mapping[str, str]) -> Itera
         yield Table(caption="Machine and versions of the last start", heads=["", ""], rows=rows)
 
 
-def _budget(config: TrainConfig, ranks: int) -> dict[Tier, int]:
+def _budget(config: TrainConfig, ranks: int, hosts: int) -> dict[Tier, int]:
     """The first rank's budget of device and host memory, in bytes."""
-    given = config.budget.of_rank(0, ranks)
+    given = config.budget.of_rank(0, ranks, hosts)
     return {"device": given.device_bytes, "host": given.host_bytes}
 
 

@@ -105,6 +105,10 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
     from penstock.state.reshard import reshard
 
     folder, ranks = arguments.folder, arguments.ranks
+    if config.copies > 1:
+        raise ConfigError(
+            f"{folder} has copies={config.copies} of the state, which cannot be cut anew: go on with as many"
+        )
     if not config.budget.disk_paths:
         go_on = _without_stores(folder, config, ranks)
         raise ConfigError(f"{folder} keeps no state on disk (budget.disk): there is nothing to cut. {go_on}")
@@ -180,7 +184,7 @@ def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
     """Remove the old stores, and move the new ones where they belong. Can be broken off anywhere and done again."""
     asked = record.resharding
     assert asked is not None, "there are new stores"
-    for paths in config.budget.stores(record.ranks):
+    for paths in config.budget.stores(record.ranks, record.hosts):
         for path in paths:
             if is_there(path / DATA) and Manifest.read(path).store in asked.replaces:
                 Store.delete([path])
@@ -197,13 +201,13 @@ def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
         sync_directory(target)
         staged.rmdir()
     _clear(new)
-    for path in _flat(config.budget.stores(record.ranks)):
+    for path in _flat(config.budget.stores(record.ranks, record.hosts)):
         if is_of_rank(path) and path not in targets:
             with suppress(OSError):  # something else is in it: not ours to remove
                 path.rmdir()
     if config.strands is not None:
         write_settings(folder, replace(config, strands=asked.strands))
-    replace(record, ranks=asked.ranks, resharding=None).write(folder)
+    replace(record, ranks=asked.ranks, hosts=1, resharding=None).write(folder)
 
 
 def _clear(staged: Sequence[Sequence[Path]]) -> None:

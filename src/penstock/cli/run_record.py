@@ -42,13 +42,14 @@ class Resharding:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The record of a run. ``ranks``: how many train it; each has a store. ``has_state``: these were made, so that they
-    are missed where they are not found. ``pending``: None: the run has begun. ``resharding``: None: its stores are
-    those of ``ranks``.
+    """The record of a run. ``ranks``: how many train it, on so many ``hosts``; each has a store. ``has_state``: these
+    were made, so that they are missed where they are not found. ``pending``: None: the run has begun. ``resharding``:
+    None: its stores are those of ``ranks``.
     """
 
     owner: Owner
     ranks: int = 1
+    hosts: int = 1
     has_state: bool = False
     pending: Pending | None = None
     resharding: Resharding | None = None
@@ -62,7 +63,8 @@ class RunRecord:
         """Raises:
         StoreError: it cannot be written; what was there still is.
         """
-        body = {**self.owner.to_json(), "ranks": self.ranks, "has_state": self.has_state}
+        body = {**self.owner.to_json(), "ranks": self.ranks, "hosts": self.hosts}
+        body |= {"has_state": self.has_state}
         body |= {"pending": self.pending and asdict(self.pending)}
         body |= {"resharding": self.resharding and asdict(self.resharding)}
         write_document(folder / RUN_FILE, RUN_KIND, body)
@@ -101,6 +103,7 @@ class RunRecord:
         return RunRecord(
             owner=Owner(id=found.id, folder=found.folder),
             ranks=found.ranks,
+            hosts=found.hosts,
             has_state=found.has_state,
             pending=found.pending,
             resharding=found.resharding,
@@ -120,7 +123,10 @@ class _Written:
     has_state: bool
     pending: Pending | None
     resharding: Resharding | None
+    hosts: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= STRANDS:
             raise ValueError(f"ranks={self.ranks} is no number of ranks")
+        if self.hosts < 1 or self.ranks % self.hosts:
+            raise ValueError(f"hosts={self.hosts} is no number of hosts of {self.ranks} ranks")

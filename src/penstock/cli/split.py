@@ -91,10 +91,15 @@ def other_batch(ranks: int, size: int) -> str:
 
 
 def cut_batch(
-    config: TrainConfig, schedule: str | Schedule, machine: Machine | None, kind: DeviceKind, ranks: int = 1
+    config: TrainConfig,
+    schedule: str | Schedule,
+    machine: Machine | None,
+    kind: DeviceKind,
+    ranks: int = 1,
+    hosts: int = 1,
 ) -> Cut:
-    """The cut of a step's sequences, with as many micro-batches on each of the ``ranks``. ``machine``: to predict for;
-    ``kind``: of the device that computes.
+    """The cut of a step's sequences, with as many micro-batches on each of the ``ranks``, which are on so many
+    ``hosts``. ``machine``: to predict for; ``kind``: of the device that computes.
 
     Raises:
         ConfigError: the batch cannot be cut as a schedule of the user's own wants it, or into few enough pieces.
@@ -107,7 +112,7 @@ def cut_batch(
         return Cut(size=config.micro_batch_size, reason="as micro_batch_size says")
     if each == 1:
         return Cut(size=1, reason="there is no other way")
-    found = _largest(config, kind, ranks) if machine is None else _fastest(config, machine, ranks)
+    found = _largest(config, kind, ranks, hosts) if machine is None else _fastest(config, machine, ranks, hosts)
     smaller = tuple(size for size, _ in reversed(cuts(each)) if size < found[0])
     return Cut(size=found[0], reason=found[1], smaller=smaller)
 
@@ -128,11 +133,12 @@ def _as_scheduled(config: TrainConfig, schedule: Schedule) -> Cut:
     return Cut(size=size, reason="as many as the schedule of your own has")
 
 
-def _fastest(config: TrainConfig, machine: Machine, ranks: int) -> tuple[int, str]:
+def _fastest(config: TrainConfig, machine: Machine, ranks: int, hosts: int) -> tuple[int, str]:
     """The size with the shortest predicted step, and how many times as long others would take."""
     lasting = replace(config.budget, endurance=None)  # which durability the drives last with is asked for one cut
     config = replace(config, budget=lasting)
-    task = settled(task_of(config, machine, disk_free=free_here(config.budget.disk_paths, machine.drives), ranks=ranks))
+    free = free_here(config.budget.disk_paths, machine.drives)
+    task = settled(task_of(config, machine, disk_free=free, ranks=ranks, hosts=hosts))
     sequences = config.sequences_per_step // ranks
     found = splits(task, sequences)
     _, best = choose(task, sequences, found)
@@ -147,7 +153,7 @@ def _fastest(config: TrainConfig, machine: Machine, ranks: int) -> tuple[int, st
     return best.micro_batch_size, "predicted to be the fastest" + (f" ({', '.join(compared)})" if compared else "")
 
 
-def _largest(config: TrainConfig, kind: DeviceKind, ranks: int) -> tuple[int, str]:
+def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> tuple[int, str]:
     """The largest size that fits: without a machine's profile there is nothing else to choose by."""
     shape, sizes = shape_of(config, kind), list(reversed(cuts(config.sequences_per_step // ranks)))
     if not sizes:
@@ -158,7 +164,7 @@ def _largest(config: TrainConfig, kind: DeviceKind, ranks: int) -> tuple[int, st
     refusal: BudgetError | None = None
     for size, count in sizes:
         try:
-            fit(_request(config, shape, kind, size, count, ranks))
+            fit(_request(config, shape, kind, size, count, ranks, hosts))
         except BudgetError as error:
             refusal = error
         else:
@@ -168,21 +174,24 @@ def _largest(config: TrainConfig, kind: DeviceKind, ranks: int) -> tuple[int, st
     raise refusal
 
 
-def _request(config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int, ranks: int) -> Request:
+def _request(
+    config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int, ranks: int, hosts: int = 1
+) -> Request:
     """The request for a plan that each rank's engine will make with ``count`` micro-batches of ``size`` sequences."""
     assert not isinstance(config.schedule, Path)
-    precision = config.precision_on(kind)
+    precision, each = config.precision_on(kind), ranks // config.copies
     moments = moments_of(config.optimizer.name, config.optimizer.momentum)
     form = Format.of(precision, moments, config.optimizer.moments, config.optimizer.whole)
     profile = shape.profile(size, config.data.sequence_length, form)
     return Request(
-        program=Mesh(data=ranks).everyone().part(profile.program),
-        budget=config.budget.by_default().with_pins().of_rank(0, ranks),
+        program=Mesh(data=config.parts(each)).everyone().part(profile.program),
+        budget=config.budget.by_default().with_pins().of_rank(0, ranks, hosts),
         form=form,
         micro_batches=count,
         wait=config.needs_norm,
         **fields_of(config) | {"strands": (config.strands or ranks) // ranks},
-        ranks=ranks,
+        ranks=each,
+        copies=config.copies,
         family=config.schedule,
         inputs=count * profile.tokens * TOKEN_BYTES,
         step_temporaries=0 if kind == "cpu" else DEVICE_TEMPORARIES,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of
+from penstock.errors import ConfigError
 from penstock.hardware.drives import striped_room
 from penstock.hardware.machine import DeviceKind, Drive, Machine
 from penstock.hardware.sharing import of_each_rank
@@ -20,20 +21,23 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def task_of(config: TrainConfig, machine: Machine, *, disk_free: int, ranks: int = 1) -> Task:
+def task_of(config: TrainConfig, machine: Machine, *, disk_free: int, ranks: int = 1, hosts: int = 1) -> Task:
     """The task of a run whose schedule is a family; of several ``ranks`` what one of them is to do, as all do the same.
-    ``disk_free``: bytes on disk that may be used, by all.
+    ``disk_free``: bytes on disk that may be used, by all on one host; ``hosts``: with as many of the ranks on each.
 
     Raises:
-        ConfigError: the machine's profile lacks what the settings need, or the model is refused.
+        ConfigError: the machine's profile lacks what the settings need, or the model is refused; or the state has
+            several copies.
     """
     assert not isinstance(config.schedule, Path)
+    if config.copies > 1:
+        raise ConfigError(f"copies={config.copies}: what several copies of the state take is not predicted yet")
     if ranks > 1:
-        machine, disk_free = of_each_rank(machine, ranks), disk_free // ranks
+        machine, disk_free = of_each_rank(machine, ranks, hosts=hosts), disk_free // (ranks // hosts)
     return Task(
         shape=shape_of(config, machine.device.kind),
         machine=machine,
-        budget=config.budget.of_rank(0, ranks),
+        budget=config.budget.of_rank(0, ranks, hosts),
         ranks=ranks,
         sequence_length=config.data.sequence_length,
         optimizer=config.optimizer.name,

@@ -73,19 +73,19 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
     display = choose_display(sys.stdout)
     schedule = _schedule(config.schedule)
     optimizer = optimizer_spec(config.optimizer)
-    with launched(config.device) as ranks:
+    with launched(config.device, config.copies) as ranks:
         if start != "resume":  # a run that goes on has more to say
             check_shared(config, ranks.size)
         ranks.agree_on_each({key: repr(value) for key, value in plain(config).items()})
         with joint(ranks, config, start) as run:
             if run.is_complete:
-                display.say(is_complete(config, run.step or 0, ranks.size))
+                display.say(is_complete(config, run.step or 0, ranks.size, ranks.hosts))
                 return 0
             try:
                 return _start(config, display, run, optimizer, schedule, own_code=own_code)
             except BaseException as error:
                 if is_out_of_memory(error):
-                    said = explain(error, config, ranks=ranks.size, begun=run.has_steps)
+                    said = explain(error, config, ranks=ranks.size, hosts=ranks.hosts, begun=run.has_steps)
                     raise MemoryError(said) from error
                 raise
 
@@ -108,7 +108,7 @@ def _start(
     else:
         config = ranks.once("settings of the run before", lambda: _as_before(config, ranks.size))
         check_shared(config, ranks.size)
-        ranks.once("files of the run", lambda: _require_kept(config, run.folder, ranks.size))
+        ranks.once("files of the run", lambda: _require_kept(config, run.folder, ranks))
         in_store = bool(config.budget.disk_paths)
         model = resumed_model(model_folder(run.folder), config.model, config.data, in_store=in_store, own_code=own_code)
     if config.data.packing is True:
@@ -116,12 +116,14 @@ def _start(
     trained = _trained(model, config)
     if config.loss_tile is not None:
         plain_head(trained[0], config.loss_tile)  # now, and not when all weights are in the store
-    profile = ranks.once("machine", lambda: profile_for_plan(config, display, ranks.size))
-    machine = profile if ranks.size == 1 or (profile is not None and knows_ranks(profile)) else None
+    among = ranks.size if ranks.hosts == 1 else 1
+    profile = ranks.once("machine", lambda: profile_for_plan(config, display, among))
+    known = ranks.size == 1 or (profile is not None and knows_ranks(profile, ranks.hosts))
+    machine = profile if known and ranks.copies == 1 else None
     kind, precision = device_kind(config.device), _precision(config)  # what follows depends on what is free just now
-    cut = ranks.once("cut", lambda: cut_batch(config, schedule, machine, kind, ranks.size))
+    cut = ranks.once("cut", lambda: cut_batch(config, schedule, machine, kind, ranks.size, ranks.hosts))
     config, weighed = ranks.once(
-        "durability", partial(with_durability, config, schedule, machine, cut, precision, ranks.size)
+        "durability", partial(with_durability, config, schedule, machine, cut, precision, ranks.size, ranks.hosts)
     )
     if new:
         run.begin(config)
@@ -152,15 +154,15 @@ def _as_before(config: TrainConfig, ranks: int) -> TrainConfig:
     return config if config.strands is not None or had == ranks else replace(config, strands=had)
 
 
-def _require_kept(config: TrainConfig, folder: Path, ranks: int) -> None:
+def _require_kept(config: TrainConfig, folder: Path, ranks: Ranks) -> None:
     """Check the files that a run keeps, before it goes on and reads any: those that are there have not changed since it
     began. Only prepared data may be missing: it is made again.
 
     Raises:
         StoreError: a file has changed, or is gone that cannot be made again.
     """
-    if stores := config.budget.stores(ranks):
-        facts = facts_of_all(stores)
+    if stores := config.budget.stores(ranks.size, ranks.hosts):
+        facts = facts_of_all(stores[: ranks.size // ranks.hosts])
         record = None if facts is None else facts.record
     else:
         record = record_kept(folder)
@@ -212,7 +214,10 @@ def _train(
             elif run.step is not None:
                 raise StoreError(f"{folder}: the snapshot went away while the run was started: start it again")
         cost = cost_of_a_kill(config.budget, None)
-        display.say(space(config.budget, ranks.size) + ("" if cost is None else f"; {cost}{in_words(config, weighed)}"))
+        display.say(
+            space(config.budget, ranks.size, ranks.hosts, ranks.host)
+            + ("" if cost is None else f"; {cost}{in_words(config, weighed)}")
+        )
         config, batches, validation = _settle(config, display, engine, data, cut, ranks)
         if cost is None:
             display.say(f"As planned, {cost_of_a_kill(config.budget, engine.plan)}{in_words(config, weighed)}")
@@ -238,6 +243,7 @@ def _train(
                     parameters=parameters,
                     given=given,
                     ranks=ranks.size,
+                    hosts=ranks.hosts,
                     first=engine.step_count,
                     yardstick=measure,
                 )
@@ -246,7 +252,7 @@ def _train(
         )
         missed = report_last(stretch)
         if engine.step_count >= config.step_count:
-            display.say(is_complete(config, engine.step_count, ranks.size))
+            display.say(is_complete(config, engine.step_count, ranks.size, ranks.hosts))
             return 0
         ranks.once("settings of the run", lambda: write_settings(folder, config))
         if ranks.rank == 0:

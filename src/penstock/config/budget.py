@@ -94,23 +94,26 @@ class Budget:
             if (size := getattr(self.endurance, key, None)) is not None:
                 check_size(f"budget.endurance.{key}", size, MEMORY_LEAST)
 
-    def of_rank(self, rank: int, ranks: int) -> "Budget":
-        """The budget of one of several ranks on one machine: its share of host memory and of drives, and directories of
-        its own. Where there are at least as many directories as ranks, each has some of them, else a folder in one.
+    def of_rank(self, rank: int, ranks: int, hosts: int = 1) -> "Budget":
+        """The budget of one of several ranks: its share of its host's memory and drives, and directories of its own.
+        Where there are at least as many directories as ranks on a host, each has some of them, else a folder in one.
+        ``hosts``: that have as many neighbouring ranks each; what the budget gives, each of them has.
         """
         if ranks == 1:
             return self
-        paths, users = self.disk_paths[rank::ranks] if len(self.disk_paths) >= ranks else (), 1
-        if self.disk_paths and not paths:
-            own = rank % len(self.disk_paths)
-            paths, users = (self.disk_paths[own],), len(range(own, ranks, len(self.disk_paths)))
+        each, disks = ranks // hosts, self.disk_paths
+        place = rank % each
+        paths, users = disks[place::each] if len(disks) >= each else (), 1
+        if disks and not paths:
+            own = place % len(disks)
+            paths, users = (disks[own],), len(range(own, each, len(disks)))
         disk = [path / f"{_OF_RANK}{rank}" for path in paths] or None
         endurance = None if self.endurance is None else self.endurance.shared(users)
-        return replace(self, host=f"{self.host_bytes // ranks}B", disk=disk, endurance=endurance)
+        return replace(self, host=f"{self.host_bytes // each}B", disk=disk, endurance=endurance)
 
-    def stores(self, ranks: int) -> tuple[tuple[Path, ...], ...]:
+    def stores(self, ranks: int, hosts: int = 1) -> tuple[tuple[Path, ...], ...]:
         """The directories of each rank's store, by rank; empty without a disk."""
-        return tuple(self.of_rank(rank, ranks).disk_paths for rank in range(ranks)) if self.disk_paths else ()
+        return tuple(self.of_rank(rank, ranks, hosts).disk_paths for rank in range(ranks)) if self.disk_paths else ()
 
     @property
     def interval_steps(self) -> int | None:

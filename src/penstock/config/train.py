@@ -56,6 +56,8 @@ class TrainConfig(StepConfig):
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
     | ``replan`` | whether the plan follows the machine, and changes between two steps when drives, links or processors
     are not as measured; null: true with ``plan: auto``, but not with a schedule's file |
+    | ``copies`` | copies of the state, each shared by as many neighbouring ranks (HSDP): with as many as there are
+    hosts each host has one, and another's takes over where a host is lost. Changes no result |
     | ``device`` | a torch device; null: the accelerator if there is one, else ``cpu`` |
     | ``drive_tbw`` | terabytes (1e12 bytes) that each drive of ``budget.disk`` may be written in its life, to tell how
     long it lasts; null: as the machine's profile says, else 0.3 of its size a day over five years |
@@ -85,6 +87,7 @@ class TrainConfig(StepConfig):
     schedule: Family | Path = "vertical"
     plan: Literal["auto"] | None = "auto"
     replan: bool | None = None
+    copies: int = 1
     device: str | None = None
     drive_tbw: float | None = None
     seed: int = 0
@@ -119,6 +122,8 @@ class TrainConfig(StepConfig):
         self.check_with(self.budget)
         self._check_length()
         self._check_batch()
+        if self.copies < 1:
+            raise ConfigError(f"copies={self.copies}: must be at least 1")
         if not self.run:
             raise ConfigError("run is empty: name a folder for the run")
         if self.lora is not None and self.model.init:

@@ -36,7 +36,7 @@ from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program, Stage
@@ -101,13 +101,13 @@ class Planning:
         self._schedule = settings.schedule
         ranks, whole = resources.ranks, resources.machine
         threads = max(ranks.gather_objects("threads", resources.threads))
-        self._machine = None if whole is None else of_each_rank(whole, ranks.size, threads)
+        self._machine = None if whole is None else of_each_rank(whole, ranks.size, threads, ranks.hosts)
         """the machine as each rank sees it, corrected by what steps have shown; None: nothing is predicted"""
         follows = settings.follows_machine and self._machine is not None
         self._following = Following() if follows else None
         self.changed: str | None = None
         """the reason for a change of plan since the step before; None: it has not changed"""
-        self._crowded = 1.0 if whole is None else crowding(whole, ranks.size, threads)
+        self._crowded = 1.0 if whole is None else crowding(whole, ranks.size // ranks.hosts, threads)
         self.repeats = Repeats(expected_repeats(settings))
         self._plans: dict[bool, Ready] = {}
         self._why = ""  # the machine is another one than predicted, in words
@@ -228,7 +228,7 @@ class Planning:
         """
         ready = self._plans[True]
         plan = ready.request.plan(settings)
-        self._check(plan, ready.request.ranks)
+        self._check(plan, ready.request)
         prediction = None if ready.times is None else self._predict(plan, ready.times)
         self._before = self._before or ready
         self._plans[True] = replace(ready, plan=plan, prediction=prediction)
@@ -304,7 +304,7 @@ class Planning:
             grad_dtype=plan.settings.grad_dtype,
             narrow=plan.narrow,
         )
-        return simulate(Mesh(data=shared.ranks.size).everyone().in_step(plan.schedule), costs)
+        return simulate(streaming_seat(shared.ranks.each, copies=shared.ranks.copies).in_step(plan.schedule), costs)
 
     def close(self) -> None:
         """Give the runner's memory back; the plans stay."""
@@ -364,7 +364,8 @@ class Planning:
             train=train,
             family="horizontal" if name == "horizontal" else "vertical",
             inputs=max(inputs),
-            ranks=ranks.size,
+            ranks=ranks.each,
+            copies=ranks.copies,
             step_temporaries=0 if self._shared.device.type == "cpu" else DEVICE_TEMPORARIES,
         )
 
@@ -387,12 +388,13 @@ class Planning:
         if self._following is not None and request.train:
             self._following.search_seconds = time.perf_counter() - began
             self._following.changed()
-        self._check(plan, request.ranks)
+        self._check(plan, request)
         return plan
 
-    def _check(self, plan: Plan, ranks: int) -> None:
-        check_world(Mesh(data=ranks).everyone().world(plan.schedule))
-        prove(plan.schedule, Needs.of(plan.program, plan.settings, ranks))
+    def _check(self, plan: Plan, request: Request) -> None:
+        copies = min(request.copies, 2)  # what is right for two is for any number: all do the same
+        check_world(streaming_seat(request.ranks, plan.settings.stage, copies).world(plan.schedule))
+        prove(plan.schedule, Needs.of(plan.program, plan.settings, request.ranks, request.copies))
 
     def _best_of_all(self, request: Request, times: StageTimes | None) -> Plan:
         """The plan for all ranks, which rank 0 makes: the others wait, rather than take its cores for the same."""

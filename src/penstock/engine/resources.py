@@ -125,7 +125,7 @@ def open_resources(
     assert precision is not None, "wrap has chosen one"
     assert settings.loss_fn is not None, "and this"
     found, from_meta = find_blocks(model, settings.blocks), start.built_on_meta(model)
-    share = ranks.share(settings.parts(ranks.size))
+    share = ranks.share(settings.parts(ranks.each))
     spec = settings.optimizer
     form = Format.of(precision, spec.moment_count, spec.moments, spec.whole)
     groups, buffers = group_parameters(model, found, share.size, form), Buffers(model)
@@ -134,7 +134,7 @@ def open_resources(
     optimizer = StreamedOptimizer(spec, trained, matrices)
     strands = ranks.size if settings.strands is None else settings.strands
     description = start.describe_model(groups, buffers, precision, spec, strands)
-    description |= of_rank(ranks.rank, ranks.size, whole=share.size == 1)
+    description |= of_rank(ranks.rank, ranks.size, whole=share.size == 1, copies=ranks.copies)
     check_strands(strands, ranks.size)
     names = [[name, *parameter] for group in description["groups"] for name, *parameter in group["parameters"]]
     ranks.agree_on_each({"model": type(model).__name__, "parameters of the model": _digest(names)})

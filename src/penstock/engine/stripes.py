@@ -23,11 +23,13 @@ def weights_for(paths: Sequence[Path], machine: Machine | None, ranks: Ranks = A
     Raises:
         StoreError: a drive that nobody has measured cannot be.
     """
-    return weights_of_rank(paths, () if machine is None else machine.drives, ranks.rank, ranks.size)
+    each = ranks.size // ranks.hosts
+    return weights_of_rank(paths, () if machine is None else machine.drives, ranks.rank % each, each)
 
 
 def weights_of_rank(paths: Sequence[Path], drives: Sequence[Drive], rank: int, ranks: int) -> tuple[int, ...]:
-    """The weights of the store of one of several ranks, whose ``drives`` are those of all. Empty: striped evenly."""
+    """The weights of the store of one of several ranks on a host, whose ``drives`` are those of all. Empty: striped
+    evenly."""
     if len(paths) < 2 or len({file_system(path) for path in paths}) == 1:
         return ()  # what is on one file system is one drive, whatever was measured of it
     own = drives_of(drives, rank, ranks)

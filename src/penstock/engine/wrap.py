@@ -23,7 +23,7 @@ from penstock.engine.turns import alone
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import check_device, on_directories
-from penstock.hardware.sharing import knows_ranks
+from penstock.hardware.sharing import knows_ranks, why_unknown
 from penstock.optim.facade import rate_name
 from penstock.ranks.group import Ranks, join
 from penstock.schedule.check import check
@@ -71,11 +71,11 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
             with ranks.together():
                 check_room(device, budget, model)
                 if ranks.size > 1:
-                    _check_shared(asked)
+                    _check_shared(asked, ranks)
                     ranks.agree_on_each(_said(asked, budget, precision))
                 rate = rate_name(asked.optimizer, precision)
                 machine = _machine_of_all(asked.plan, device, budget, rate, ranks)
-                budget = budget.of_rank(ranks.rank, ranks.size)
+                budget = budget.of_rank(ranks.rank, ranks.size, ranks.hosts)
                 settings = replace(asked, budget=budget, precision=precision, loss_fn=asked.loss_fn or _model_loss)
                 return Engine(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
         except BaseException:
@@ -83,8 +83,13 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
             raise
 
 
-def _check_shared(asked: WrapArguments) -> None:
-    """Refuse what several ranks cannot do yet."""
+def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
+    """Refuse what several ranks cannot do, or not yet."""
+    if asked.stage == 0 and ranks.copies > 1:
+        raise ConfigError(
+            f"stage=0 gives each rank a copy of the state, and the mesh has {ranks.copies} copies that ranks share: "
+            "give one of the two"
+        )
     if isinstance(asked.schedule, Schedule):
         raise ConfigError(
             f"schedule={shown(asked.schedule)} is not there yet for several ranks: give 'vertical' or 'horizontal', or "
@@ -138,25 +143,24 @@ def _machine_of_all(
     plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, optimizer: str, ranks: Ranks
 ) -> Machine | None:
     """The machine that all ranks are on, as rank 0 knows it."""
-    found = _machine(plan, device, budget, optimizer, ranks.size) if ranks.rank == 0 else None
-    if ranks.size > 1 and found is not None and not knows_ranks(found):
-        log.warning(
-            "nothing is predicted: the profile of %s does not tell how fast ranks send to each other, which penstock "
-            "doctor measures",
-            found.name,
-        )
+    found = _machine(plan, device, budget, optimizer, ranks) if ranks.rank == 0 else None
+    if ranks.size > 1 and found is not None and not knows_ranks(found, ranks.hosts):
+        log.warning("nothing is predicted: %s", why_unknown(found, ranks.hosts))
+        found = None
+    if ranks.copies > 1 and found is not None:
+        log.warning("nothing is predicted: that is not there yet for several copies of the state")
         found = None
     return ranks.gather_objects("machine", found)[0]
 
 
 def _machine(
-    plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, optimizer: str, ranks: int
+    plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, optimizer: str, ranks: Ranks
 ) -> Machine | None:
     """The machine to plan for, which computes on the kind of device that the run does, on the budget's directories."""
     if plan is None:
         return None
     if plan == "auto":
-        return profile_of(budget.disk_paths, device, optimizer, ranks)
+        return profile_of(budget.disk_paths, device, optimizer, ranks.size if ranks.hosts == 1 else 1)
     check_device(plan, kind_of(device))
     return on_directories(plan, budget.disk_paths)
 

@@ -13,6 +13,10 @@ rank has an equal part. What a rank sees is therefore a machine of its own that 
 | a GPU, and its link | its own |
 | a drive | what is left of it where n ranks have their folders on it: 1 / n |
 | collectives | as they were measured between as many processes (``Between``), or as the profile says of a ``Network`` |
+| collectives of several hosts | what leaves a host (``ranks.levels``) at 1 / n of the profile's ``Network`` with n
+ranks on each, the rest as measured between processes |
+
+Ranks of several hosts share what is their own host's with those on it alone; all hosts are taken to be alike.
 
 A lane that slows another one does so as on the whole machine, where each of them is as busy: ``Machine.contention``.
 
@@ -31,20 +35,35 @@ _LINK = ("grad_bf16", "grad_fp32", "weights_bf16", "weights_fp32")
 _STEPS = ("step", "step_grad_bf16", "step_grad_rounded", "step_no_copy")
 
 
-def knows_ranks(machine: Machine) -> bool:
-    """True if a profile tells what collectives take."""
-    return bool(machine.between) or machine.network is not None
+def knows_ranks(machine: Machine, hosts: int = 1) -> bool:
+    """True if a profile tells what collectives take; of several ``hosts``, what they send each other."""
+    return machine.network is not None or (hosts == 1 and bool(machine.between))
 
 
-def of_each_rank(machine: Machine, ranks: int, threads: int | None = None) -> Machine:
+def why_unknown(machine: Machine, hosts: int = 1) -> str:
+    """The reason that nothing can be predicted with a profile that does not know ranks."""
+    if hosts == 1:
+        return (
+            f"the profile of {machine.name} does not tell how fast ranks send to each other, which penstock doctor "
+            "measures"
+        )
+    return (
+        f"the profile of {machine.name} does not tell how fast hosts send to each other: add a network (bandwidth, "
+        "latency) to it"
+    )
+
+
+def of_each_rank(machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1) -> Machine:
     """The machine as the slowest of ``ranks`` sees it; of one, as it is. ``threads``: of each; None: the cores are
-    shared out.
+    shared out. ``hosts``: such machines, with as many of the ranks on each.
 
     Raises:
         ConfigError: the profile does not tell what collectives take.
     """
     if ranks == 1:
         return machine
+    if hosts > 1:
+        return _of_each_host(machine, ranks, hosts, threads)
     if not knows_ranks(machine):
         raise ConfigError(
             f"the profile of {machine.name} does not tell how fast ranks send to each other: measure the machine anew "
@@ -70,6 +89,21 @@ def of_each_rank(machine: Machine, ranks: int, threads: int | None = None) -> Ma
         between=(),
         contention={**machine.contention, **(found.contention if isinstance(found, Between) else {})},
     )
+
+
+def _of_each_host(machine: Machine, ranks: int, hosts: int, threads: int | None) -> Machine:
+    """The machine as the slowest of the ranks of several hosts sees it. Of what a rank of R sends in a collective on
+    two levels, (H - 1) / (R - 1) leaves its host."""
+    network, each = machine.network, ranks // hosts
+    if network is None:
+        raise ConfigError(why_unknown(machine, hosts))
+    leaving = (hosts - 1) / (ranks - 1)
+    seconds, latency = leaving * each / network.bandwidth, network.latency
+    if each > 1 and machine.between:
+        within = _between(machine, each)
+        seconds, latency = seconds + (1 - leaving) / within.bandwidth, latency + within.latency
+    shared = machine if each == 1 else of_each_rank(machine, each, threads)
+    return replace(shared, network=Network(bandwidth=1 / seconds, latency=latency), between=())
 
 
 def crowding(machine: Machine, ranks: int, threads: int) -> float:

@@ -140,6 +140,13 @@ class EngineMixin(TrainerSteps):
         ranks = join(torchrun_mesh(device.type) if self.args.world_size > 1 else None, device)
         try:
             with ranks.together():
+                if ranks.hosts > 1:
+                    raise ranks.of_all(
+                        ConfigError(
+                            f"Trainer on {ranks.hosts} hosts is not there yet: start all processes on one, or train "
+                            "with penstock train or penstock.wrap"
+                        )
+                    )
                 ranks.jointly("room for the state", partial(self._make_room, ranks))
             engine = self._engine_of(ranks)
         except BaseException:

@@ -19,7 +19,6 @@ from penstock.planner.phase_memory import arrays
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
 from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, in_depth, narrow_groups
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import Seat, streaming_seat
@@ -92,8 +91,8 @@ class Request(StreamConfig):
     What is None is left to the planner, and where there is nothing to choose by (``fit``) what can speculates, nothing
     is delayed, and the ``cast`` is done on the device: fewer bytes cross and wait. ``wait``: as in ``Settings``.
     ``inputs``: bytes of all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the
-    device besides the state, where state steps there. ``ranks``: that share every group; ``program``, ``budget`` and
-    ``micro_batches`` are those of one of them.
+    device besides the state, where state steps there. ``ranks``: that share every group, for each of so many ``copies``
+    of the state; ``program``, ``budget`` and ``micro_batches`` are those of one of them.
     """
 
     program: Program
@@ -107,6 +106,7 @@ class Request(StreamConfig):
     inputs: int = 0
     step_temporaries: int = 0
     ranks: int = 1
+    copies: int = 1
 
     def build(self, settings: Settings) -> Schedule:
         build: Callable[..., Schedule] = horizontal if self.one_by_one else vertical
@@ -114,7 +114,7 @@ class Request(StreamConfig):
 
     def seat(self, settings: Settings) -> Seat:
         """The seat of each rank."""
-        return streaming_seat(self.ranks, settings.stage)
+        return streaming_seat(self.ranks, settings.stage, self.copies)
 
     def peak_bytes(self, settings: Settings, tier: Tier) -> int:
         """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
@@ -122,12 +122,12 @@ class Request(StreamConfig):
 
     def peaks(self, settings: Settings) -> tuple[int, int]:
         """``peak_bytes`` of device and host together."""
-        fixed, (device, host) = self.fixed(settings.place), _pooled(self.route, settings, self.ranks)
+        fixed, (device, host) = self.fixed(settings.place), _pooled(self.route, settings, self.ranks, self.copies)
         return device + peak_bytes((), fixed, "device"), host + peak_bytes((), fixed, "host")
 
     def world(self, schedule: Schedule) -> World:
         """The world to simulate for a schedule that all ranks have."""
-        return Mesh(data=self.ranks).everyone().in_step(schedule)
+        return streaming_seat(self.ranks, copies=self.copies).in_step(schedule)
 
     @cached_property
     def route(self) -> Route:
@@ -266,20 +266,20 @@ def _route(program: Program, micro_batches: int, *, one_by_one: bool, train: boo
 
 
 @lru_cache(maxsize=4096)
-def _pooled(route: Route, settings: Settings, ranks: int) -> tuple[int, int]:
+def _pooled(route: Route, settings: Settings, ranks: int, copies: int) -> tuple[int, int]:
     """Bytes of the pools of device and host. The advice on other machines and budgets asks for the same ones again; and
     a search for depths that fit asks for many that differ in what is staged alone."""
     depths = settings.depths
     unstaged = replace(depths, **dict.fromkeys(STAGED.values(), 1))
-    sized = provision(route, replace(settings, depths=unstaged), ranks).pools.values()
+    sized = provision(route, replace(settings, depths=unstaged), ranks, copies).pools.values()
     pools = [in_depth(pool, depths) for pool in sized]
     return peak_bytes(pools, (), "device"), peak_bytes(pools, (), "host")
 
 
 @lru_cache(maxsize=256)
-def provision(route: Route, settings: Settings, ranks: int = 1) -> Provision:
+def provision(route: Route, settings: Settings, ranks: int = 1, copies: int = 1) -> Provision:
     """The pools of a step with these settings, and what it takes of them."""
-    return Provision(route, settings, streaming_seat(ranks, settings.stage))
+    return Provision(route, settings, streaming_seat(ranks, settings.stage, copies))
 
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:
@@ -312,7 +312,11 @@ def with_keep(request: Request, settings: Settings, *, keep: bool = True) -> Set
     """The settings with weights kept until they are stepped, or without where none would be: one schedule, one way to
     say it. ``keep``: whether they are to be, if that is not said by the settings."""
     kept = replace(settings, keep=keep)
-    return kept if keep and provision(request.route, kept, request.ranks).kept else replace(settings, keep=False)
+    return (
+        kept
+        if keep and provision(request.route, kept, request.ranks, request.copies).kept
+        else replace(settings, keep=False)
+    )
 
 
 def tied_groups(program: Program) -> set[int]:

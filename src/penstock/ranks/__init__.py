@@ -1,9 +1,11 @@
 """Several processes that train one model: who they are, what moves between them, and what they have agreed on.
 
     start    the mesh of what torchrun has started
+    axes     how they share the state
     group    the processes; gathers and exchanges of tensors, and what all of them say
     waiting  calls of torch that wait for all of them
     watch    who has failed, ended, or does not answer
+    levels   collectives within hosts and between them
     order    the one order in which the gradients of all ranks are added up
     share    which elements of every param group are whose
 

@@ -15,14 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock import accelerator
 from penstock.compat.torch import store_of
 from penstock.errors import ConfigError, NonFiniteError, RankError, StoreError
+from penstock.ranks import levels
+from penstock.ranks.axes import Axes, axes_of
+from penstock.ranks.order import add_up
 from penstock.ranks.share import WHOLE, Share
 from penstock.ranks.waiting import LOOK, beside
-from penstock.ranks.watch import Place, Watch
+from penstock.ranks.watch import Place, Watch, host_count
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
-AXIS = "dp_shard"
-"""The name of the one axis of a mesh, as torchtitan has it."""
 _PATIENCE = timedelta(days=7)
 """Patience of a rank with others that prepare data, or load a model; one that is gone is noticed at once."""
 
@@ -33,6 +34,8 @@ class Ranks:
     | attribute | meaning |
     |---|---|
     | ``rank``, ``size`` | this one's number, of so many |
+    | ``hosts`` | the number of hosts that they are on; neighbours, as many on each |
+    | ``copies`` | copies of the state that they have, each of as many neighbouring ranks (``axes``) |
 
     Whatever all ranks do together, they do in the same order. A call that another rank does not come to raises
     RankError once that has failed, ended, or does not answer; afterwards nothing can be done together any more.
@@ -40,12 +43,38 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    hosts: int = 1
+    copies: int = 1
     _of_all: BaseException | None = None
 
+    @property
+    def host(self) -> int:
+        """The number of the host that this rank is on."""
+        return self.rank // (self.size // self.hosts)
+
+    @property
+    def is_first_on_host(self) -> bool:
+        return self.rank % (self.size // self.hosts) == 0
+
+    @property
+    def each(self) -> int:
+        """The number of ranks that share one copy of the state."""
+        return self.size // self.copies
+
+    @property
+    def of_copy(self) -> "Ranks":
+        """The ranks that share this one's copy of the state, for what they alone move between them."""
+        return self
+
+    @property
+    def of_part(self) -> "Ranks":
+        """The ranks that have the same part of the state as this one, of each copy one."""
+        return ALONE
+
     def share(self, parts: int) -> Share:
-        """The elements of every param group that this rank has, if the ranks have as many parts; 1: each has all."""
-        assert parts in (1, self.size)
-        return WHOLE if parts == 1 else Share(rank=self.rank, size=parts)
+        """The elements of every param group that this rank has, if there are as many parts; 1: each has all."""
+        assert parts in (1, self.each)
+        return WHOLE if parts == 1 else Share(rank=self.rank % self.each, size=parts)
 
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """Fill ``out`` [size * n] with all ranks' ``part`` [n], one after the other."""
@@ -54,6 +83,12 @@ class Ranks:
     def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
         """Send row r of ``into`` [size, n] to rank r, and fill row r of ``out`` with what that sends to this one."""
         out.copy_(into)
+
+    def exchange_and_add(self, into: torch.Tensor, out: torch.Tensor, total: torch.Tensor) -> None:
+        """Send row r of ``into`` [size, n] to rank r, and add up in ``total`` [n] what all send to this one, in the one
+        order (``order``). By way of ``out``, which is as large as ``into``; both are overwritten."""
+        self.exchange(out, into)
+        add_up(tuple(out), total)
 
     def gather_objects(self, what: str, value: T) -> list[T]:
         """The values of all ranks, by rank: small ones that pickle. ``what`` names them, the same on each rank.
@@ -187,26 +222,41 @@ class Together(Ranks):
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         """All ranks of the mesh come here."""
         global _made
-        group = mesh.get_group()
-        members = dist.get_process_group_ranks(group)
-        self.rank, self.size = members.index(dist.get_rank()), len(members)
+        axes = axes_of(mesh)
+        members = axes.members
+        self.rank, self.size, self.copies = members.index(dist.get_rank()), len(members), axes.copies
         self._pending: list[object] = []
         """objects that a broken-off collective may still write to"""
-        found: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(found, (Place.here(), _made), group=group)
+            found = _told(mesh, (Place.here(), _made))
         except RuntimeError as error:  # whoever waits for it is told at once that a rank is dead
             raise RankError(f"another rank was gone before all had joined: {error}") from error
         _made = max(made for _, made in found) + 1
-        store = store_of(f"penstock/{'-'.join(map(str, members))}/{_made}")
-        self._watch = Watch(store, self.rank, [place for place, _ in found])
+        places = [place for place, _ in found]
+        self.hosts = host_count(places)
+        self._watch = Watch(store_of(f"penstock/{'-'.join(map(str, members))}/{_made}"), self.rank, places)
         self._members, self._device = members, device
         try:
             self._control = self._join(members, "gloo", device)
             self._data = self._join(members, dist.get_default_backend_for_device(device), device)
+            self._of_copy = None if self.copies == 1 else Some(self, axes.of_copy(self.rank))
+            self._of_part = None if self.copies == 1 else Some(self, axes.of_part(self.rank))
+            each = self.size // self.hosts
+            two_levels = self.copies == 1 and self.hosts > 1 and each > 1
+            hosts = Axes(copies=self.hosts, members=members)
+            self._within = Some(self, hosts.of_copy(self.rank)) if two_levels else None
+            self._between = Some(self, hosts.of_part(self.rank)) if two_levels else None
         except BaseException as error:
             self._watch.tell(error)
             raise
+
+    @property
+    def of_copy(self) -> Ranks:
+        return self._of_copy or self
+
+    @property
+    def of_part(self) -> Ranks:
+        return self._of_part or ALONE
 
     def beside(self) -> Ranks:
         other = copy(self)
@@ -231,15 +281,32 @@ class Together(Ranks):
             raise self._watch.lost(error) from error
 
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        self._gather(out, part, self._data)
+        if self._within is None or self._between is None:
+            self.gather_in(self._data, out, part)
+        else:
+            levels.gather(self._within, self._between, out, part)
 
-    def _gather(self, out: torch.Tensor, part: torch.Tensor, group: "dist.ProcessGroup") -> None:
+    def exchange_and_add(self, into: torch.Tensor, out: torch.Tensor, total: torch.Tensor) -> None:
+        if self._within is None or self._between is None or self._within.size & (self._within.size - 1):
+            super().exchange_and_add(into, out, total)
+        else:
+            levels.exchange_and_add(self._within, self._between, into, out, total)
+
+    def group_of(self, members: Sequence[int]) -> "dist.ProcessGroup":
+        """A process group of some of the ranks, all of which come here."""
+        among = [self._members[rank] for rank in members]
+        return self._join(among, dist.get_default_backend_for_device(self._device), self._device)
+
+    def gather_in(self, group: "dist.ProcessGroup", out: torch.Tensor, part: torch.Tensor) -> None:
         by_its_new_name = getattr(dist, "all_gather_single", None)  # from torch 2.13 on
         work = (by_its_new_name or dist.all_gather_into_tensor)(out, part, group=group, async_op=True)
         self._wait(work, out, part)
 
     def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
-        work = dist.all_to_all_single(out.view(-1), into.view(-1), group=self._data, async_op=True)
+        self.exchange_in(self._data, out, into)
+
+    def exchange_in(self, group: "dist.ProcessGroup", out: torch.Tensor, into: torch.Tensor) -> None:
+        work = dist.all_to_all_single(out.view(-1), into.view(-1), group=group, async_op=True)
         self._wait(work, out, into)
 
     def gather_objects(self, what: str, value: T) -> list[T]:
@@ -259,7 +326,7 @@ class Together(Ranks):
         return [said for _, said in found]
 
     def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        self._gather(out, part, self._control)
+        self.gather_in(self._control, out, part)
 
     def lend(self, tensor: torch.Tensor, owner: int) -> None:
         source = dist.get_global_rank(self._control, owner)
@@ -297,6 +364,37 @@ class Together(Ranks):
             accelerator.of(device).current_stream(device).synchronize()
 
 
+class Some(Ranks):
+    """Some of several ranks, for what they alone move between them."""
+
+    def __init__(self, all_of_them: Together, members: Sequence[int]) -> None:
+        """``members``: by their numbers among all. All of those come here."""
+        self._all = all_of_them
+        self.rank, self.size = members.index(all_of_them.rank), len(members)
+        self._group = all_of_them.group_of(members)
+
+    def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        self._all.gather_in(self._group, out, part)
+
+    def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
+        self._all.exchange_in(self._group, out, into)
+
+    @property
+    def failure(self) -> RankError | None:
+        return self._all.failure
+
+
+def _told(mesh: DeviceMesh, value: T) -> list[T]:
+    """The values of all ranks of a mesh, by rank."""
+    found: list[Any] = [value]
+    for axis in reversed(range(mesh.ndim)):  # along the last one first: neighbours
+        group = mesh.get_group(axis)
+        gathered: list[Any] = [None] * mesh.size(axis)
+        dist.all_gather_object(gathered, found, group=group)
+        found = [one for along in gathered for one in along]
+    return found
+
+
 _made = 0
 """the number of the last ``Together`` that this process was in: the next one's is above that of all who are in it"""
 
@@ -305,14 +403,11 @@ def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
     """The ranks of a mesh, all of which come here; who has none is alone.
 
     Raises:
-        ConfigError: the mesh is of another kind than ranks that share all state.
+        ConfigError: the mesh is of another kind than ranks that share all state, or they are spread unevenly over
+            hosts.
         RankError: another rank has gone.
     """
     if mesh is None:
         return ALONE
-    if mesh.ndim != 1 or mesh.mesh_dim_names not in (None, (AXIS,)):
-        raise ConfigError(
-            f"mesh has the axes {mesh.mesh_dim_names or mesh.ndim}: give one axis, {AXIS!r}, of the ranks that share "
-            f"the state, as init_device_mesh({device.type!r}, (world_size,), mesh_dim_names=({AXIS!r},))"
-        )
+    axes_of(mesh)
     return Together(mesh, device) if mesh.size() > 1 else ALONE

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock import accelerator
 from penstock.errors import ConfigError, RankError
-from penstock.ranks.group import AXIS
+from penstock.ranks.axes import REPLICATE, SHARD
 from penstock.ranks.waiting import beside
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -20,25 +20,30 @@ _PATIENCE = timedelta(minutes=30)
 """Patience of a rank with others that load a model, or plan; one that is gone is noticed at once."""
 
 
-def torchrun_mesh(device: str | None = None) -> DeviceMesh:
+def torchrun_mesh(device: str | None = None, *, copies: int = 1) -> DeviceMesh:
     """Start ``torch.distributed`` among the processes that ``torchrun`` has started, once, and give their mesh, for
     ``wrap(mesh=...)``. ``device``: ``"cuda"`` or ``"cpu"``; None: the GPUs if there are some. Each process gets one.
+    ``copies``: of the state, each of as many neighbouring processes (HSDP): a copy on each host, say.
 
     A run that ``torchrun`` starts again finds nothing of the run before: by itself ``init_process_group`` may take the
     addresses of processes that are dead for those of the others (torch 2.13).
 
     Raises:
-        ConfigError: this process was not started by torchrun, or not all are on one machine, or there are fewer GPUs
-            than processes.
+        ConfigError: this process was not started by torchrun, or not as many as on each other host, or there are fewer
+            GPUs than processes.
     """
     missing = [name for name in _GIVEN if name not in os.environ]
     if missing:
         raise ConfigError(f"{missing[0]} is not set: start this with torchrun --nproc-per-node N")
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) != size:
+    here, hosts = int(os.environ.get("LOCAL_WORLD_SIZE", size)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    if here * hosts != size:
         raise ConfigError(
-            f"{size} processes on several machines are not there yet: start all on one (torchrun --nnodes 1)"
+            f"{size} processes on {hosts} hosts, of which {here} are on this one: start as many on each "
+            "(torchrun --nproc-per-node)"
         )
+    if copies < 1 or size % copies:
+        raise ConfigError(f"copies={copies}: {size} processes cannot have as many copies of the state, each of as many")
     kind = device or accelerator.found() or "cpu"
     if kind != "cpu":
         if kind not in accelerator.KINDS:
@@ -62,7 +67,9 @@ def torchrun_mesh(device: str | None = None) -> DeviceMesh:
             f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
         )
         _start(kind, local, attempt, rank, size)
-    return init_device_mesh(kind, (size,), mesh_dim_names=(AXIS,))
+    if copies == 1:
+        return init_device_mesh(kind, (size,), mesh_dim_names=(SHARD,))
+    return init_device_mesh(kind, (copies, size // copies), mesh_dim_names=(REPLICATE, SHARD))
 
 
 def _start(kind: str, local: int, attempt: Any, rank: int, size: int) -> None:

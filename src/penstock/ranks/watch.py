@@ -1,7 +1,9 @@
 """Finds out which of the ranks has failed, ended, or does not answer: each beats, and looks at the others.
 
 What they say lies in the key-value store that ``torch.distributed`` was started with. A rank that is killed is missed
-by its connections at once; which one it was is told by its process, if that was on this host, or by its beats.
+by its connections at once; which one it was is told by its process, if that was on this host, or by its beats. A host
+that is cut off is missed by nobody's connections for a quarter of an hour: on the others its ranks' beats are missing,
+and on itself all of that store, which it waits for no longer than it would for a beat.
 """
 
 import math
@@ -9,15 +11,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
-from penstock.errors import RankError
+from penstock.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
     from penstock.compat.torch import Store
@@ -26,6 +28,8 @@ EVERY = 0.25
 """seconds from one beat, and one look at the others, to the next"""
 SILENT = 8.0
 """seconds without a beat after which a rank counts as hung"""
+_DEAF = 8.0
+"""seconds without an answer of the store after which this rank counts as cut off"""
 _LAST = 1.0
 """seconds after which what a rank has sent before it ended has come"""
 _UNNAMED = 3.0
@@ -36,6 +40,8 @@ _UNNAMED = 3.0
 class Place:
     """The host and the process of a rank. Two hosts may have one name, and containers of one machine have processes of
     their own: those that can see each other's processes are of one ``boot`` of a machine and one ``processes``.
+    Of these ``torchrun`` may have started several as if they were hosts (network namespaces, say): they have memory and
+    drives of their own.
     """
 
     name: str
@@ -44,16 +50,40 @@ class Place:
     processes: str
     """the namespace of process ids"""
     process: int
+    node: int = 0
+    """the number that ``torchrun`` has given to the host"""
 
     @staticmethod
     def here() -> "Place":
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return Place(socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"), os.getpid())
+        node = int(os.environ.get("GROUP_RANK", 0))
+        return Place(socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"), os.getpid(), node)
 
     @property
-    def host(self) -> tuple[str, str]:
-        """Equal for those who see each other's processes."""
-        return self.boot, self.processes
+    def host(self) -> tuple[str, str, int]:
+        """Equal for those who are on one host."""
+        return self.boot, self.processes, self.node
+
+    def sees(self, other: "Place") -> bool:
+        """True if another's process is among those that are seen from here."""
+        return (self.boot, self.processes) == (other.boot, other.processes)
+
+
+def host_count(places: Sequence[Place]) -> int:
+    """The number of hosts that ranks are on.
+
+    Raises:
+        ConfigError: they are not in the order of their hosts, or not as many on each.
+    """
+    hosts = list(dict.fromkeys(place.host for place in places))
+    each, rest = divmod(len(places), len(hosts))
+    if rest or any(place.host != hosts[rank // each] for rank, place in enumerate(places)):
+        found = ", ".join(f"rank {rank}: {place.name}" for rank, place in enumerate(places))
+        raise ConfigError(
+            f"{len(places)} ranks on {len(hosts)} hosts ({found}): start as many on each, numbered host by host, as "
+            "torchrun with the same --nproc-per-node on all of them does"
+        )
+    return len(hosts)
 
 
 class Watch:
@@ -66,9 +96,12 @@ class Watch:
         self._rank = rank
         self._places = places
         self._several_hosts = len({place.host for place in places}) > 1
+        self._store_is_at = os.environ.get("MASTER_ADDR", "localhost")
         self._others = [other for other in range(len(places)) if other != rank]
         self._count = 0
         self._seen = dict.fromkeys(self._others, (b"", time.monotonic()))
+        self._answered = time.monotonic()
+        """time of the last answer of the store"""
         self._failure: RankError | None = None
         self._all_ended = False
         self._ended: dict[int, float] = {}
@@ -82,6 +115,9 @@ class Watch:
 
     @property
     def failure(self) -> RankError | None:
+        if self._failure is None and not self._over.is_set() and time.monotonic() - self._answered > _DEAF:
+            said = f"{self._where_the_store_is()} has not answered for {_DEAF:.0f} s"
+            self._set(RankError(said), tell=False)
         return self._failure
 
     @contextmanager
@@ -102,10 +138,12 @@ class Watch:
         """The error for a lost connection, which names its rank as far as that can be found out in a few seconds."""
         until = time.monotonic() + _UNNAMED
         with self._looked:
-            while self._failure is None and time.monotonic() < until and not self._over.is_set():
+            while self.failure is None and time.monotonic() < until and not self._over.is_set():
                 self._looked.wait(EVERY)
         if self._failure is None:
-            self._set(RankError(f"the connection to another rank was lost: {error}"), tell=False)
+            silent = [other for other, (_, since) in self._seen.items() if self._answered - since > _UNNAMED / 2]
+            who = self._named(silent[0]) if silent else "another rank"
+            self._set(RankError(f"the connection to {who} was lost: {error}"), tell=False)
         assert self._failure is not None
         return self._failure
 
@@ -116,25 +154,34 @@ class Watch:
         if self._over.is_set():
             return
         try:
-            self._store.set(f"ended/{self._rank}", "")
+            told = self._in_time(lambda: self._store.set(f"ended/{self._rank}", ""))
             with self._looked:
-                while self._failure is None and not self._all_ended:
+                while told and self.failure is None and not self._all_ended:
                     self._looked.wait(EVERY)
-        except (RuntimeError, dist.DistError):  # whoever had the store has ended, too
-            return
         finally:
             self._over.set()
-            self._thread.join()
+            self._thread.join(_UNNAMED)  # longer it takes only where the store does not answer any more
 
     def _set(self, failure: RankError, *, tell: bool) -> None:
         with self._looked:
             first, self._failure = self._failure is None, self._failure or failure
             self._looked.notify_all()
         if first and tell:
-            try:
-                self._store.compare_set("failed", "", str(failure))
-            except (RuntimeError, dist.DistError):  # nobody is there to be told
-                return
+            self._in_time(lambda: self._store.compare_set("failed", "", str(failure)))
+
+    def _in_time(self, say: Callable[[], object]) -> bool:
+        """Tell the store something; False: whoever has it has ended, or does not answer."""
+        said: list[None] = []
+
+        def try_to() -> None:
+            with suppress(RuntimeError, dist.DistError):
+                say()
+                said.append(None)
+
+        thread = threading.Thread(target=try_to, name="penstock-tell", daemon=True)
+        thread.start()
+        thread.join(_UNNAMED)
+        return bool(said)
 
     def _beat(self) -> None:
         self._count += 1
@@ -146,10 +193,11 @@ class Watch:
                 self._beat()
                 found = self._look()
             except (RuntimeError, dist.DistError) as error:
-                found = None if self._over.is_set() else RankError(f"the ranks' common store is gone: {error}")
+                found = None if self._over.is_set() else RankError(f"{self._where_the_store_is()} is gone: {error}")
             if found is not None:
                 self._set(found, tell=False)
                 return
+            self._answered = time.monotonic()
             with self._looked:
                 self._looked.notify_all()
 
@@ -177,13 +225,18 @@ class Watch:
                 return RankError(f"{self._named(other)} has not answered for {SILENT:.0f} s")
         return None
 
+    def _where_the_store_is(self) -> str:
+        if not self._several_hosts:
+            return "the ranks' common store"
+        return f"the host at {self._store_is_at}, which has the ranks' common store,"
+
     def _named(self, rank: int) -> str:
         return f"rank {rank}" + (f" on host {self._places[rank].name}" if self._several_hosts else "")
 
     def _is_gone(self, other: int) -> bool:
         """True if another rank's process was on this host, and is no more."""
         place = self._places[other]
-        if place.host != self._places[self._rank].host:
+        if not self._places[self._rank].sees(place):
             return False
         try:
             state = Path(f"/proc/{place.process}/stat").read_text().rpartition(")")[2].split()[0]

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.config import Budget, format_size
-from penstock.errors import BudgetError, StoreError
+from penstock.errors import BudgetError, ConfigError, StoreError
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import Format
@@ -23,9 +23,10 @@ from penstock.state.converted_stores import convert_stores
 from penstock.state.parts import layout_of
 from penstock.state.record import check_stored
 from penstock.state.slots import Slots
+from penstock.state.take_over import Found, givers, take_over
 from penstock.store import successor
 from penstock.store.directory import make_directory
-from penstock.store.facts import facts_of
+from penstock.store.facts import StoreFacts, facts_of
 from penstock.store.layout import Layout
 from penstock.store.owner import Owner, check_owner
 from penstock.store.parts import require_part
@@ -112,6 +113,10 @@ class Commits:
         with self.ranks.together():
             paths, stores = self._budget.disk_paths, self._settled()
             facts = facts_of(paths) if Store.exists(paths) else None
+            givers = self._givers(facts)
+            if givers:
+                self._take_over(givers, facts, model, io_threads)
+                return self._found(model, io_threads, stores)
             found = self.ranks.gather_objects("store", (facts is not None, facts is None or facts.untouched))
             if all(there for there, _ in found):
                 return self._found(model, io_threads, stores)
@@ -126,6 +131,39 @@ class Commits:
                 for path in paths:  # what the budget names, in which each rank has a folder
                     make_directory(path.parent)
             return self._made(layout, model, io_threads), None
+
+    def _givers(self, facts: StoreFacts | None) -> Mapping[int, int] | None:
+        """By rank that has lost its state the one that it is taken over from; nothing where that cannot be, or need
+        not. ``facts``: of this rank's store."""
+        return givers(self.ranks.gather_objects("newest commit", Found.of(facts)), self._share.size)
+
+    def _take_over(
+        self, givers: Mapping[int, int], facts: StoreFacts | None, model: dict[str, Any], io_threads: int
+    ) -> None:
+        """Give ranks that have lost their state that of others. ``facts``: of this rank's store."""
+        paths, lost = self._budget.disk_paths, self.ranks.rank in givers
+
+        def make(giver: Mapping[str, Any]) -> Store:
+            if facts is not None:  # a start has come to nothing before all was taken over
+                check_owner(facts.owner, self._owner, str(paths[0]))
+                Store.delete(paths, only=lambda facts: facts.untouched)
+            for path in paths:
+                make_directory(path.parent)
+            same = {key: giver[key] for key in ("world", "strands") if key in giver}
+            return self._made(layout_of(model, self._budget.slots), model | same, io_threads)
+
+        own = None if lost else Store.open(paths, io_threads=io_threads)
+        try:
+            if own is not None:
+                own.require_owner(self._owner)
+            told = self.ranks.gather_objects("commit to take over", None if own is None else own.commits.sequence)
+            newest = min(number for number in told if number is not None)
+            if own is not None and own.commits.sequence > newest:
+                own.take_back(newest)
+            take_over(givers, self.ranks, own, make)
+        finally:
+            if own is not None:
+                own.close()
 
     def _made(self, layout: Layout, model: dict[str, Any], io_threads: int) -> Store:
         paths = self._budget.disk_paths
@@ -159,7 +197,8 @@ class Commits:
         store = Store.open(paths, io_threads=io_threads)
         try:
             store.require_owner(self._owner)
-            require_part(store, self.ranks.rank, self.ranks.size, whole=self._share.size == 1)
+            whole, copies = self._share.size == 1, self.ranks.copies
+            require_part(store, self.ranks.rank, self.ranks.size, whole=whole, copies=copies)
             if self.ranks.size > 1:
                 model["world"] = store.model.get("world")
                 self.ranks.agree("run, whose parts their stores have", model["world"])
@@ -168,6 +207,7 @@ class Commits:
             converts = has_other_form(store.model, model, str(paths[0]))
             if converts:
                 require_like_but_for_form(store, model)
+                self._require_convertible()
             else:
                 store.require_model(model)
             newest = self.ranks.gather_objects("last commit", store.commits.sequence)
@@ -198,6 +238,17 @@ class Commits:
             Store.delete(paths, only=lambda facts: facts.untouched)
             return self._made(layout_of(model, self._budget.slots), model, io_threads), None
         return self._found(model, io_threads, self._settled())
+
+    def _require_convertible(self) -> None:
+        """Raises:
+        ConfigError: moments are to be converted on several hosts, of which none finds the stores of all; or in several
+            copies.
+        """
+        if self.ranks.hosts > 1 or self.ranks.copies > 1:
+            raise ConfigError(
+                f"optimizer.moments: {self._budget.disk_paths[0]} has another form of moments, and several hosts or "
+                "copies of the state cannot convert them: put the setting back"
+            )
 
     @property
     def written(self) -> int:

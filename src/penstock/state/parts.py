@@ -13,7 +13,7 @@ from penstock.schedule.program import GroupSpec, Whole
 from penstock.state.arrays import Part, StateArrays, parts_of
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
-from penstock.store.parts import number_of_parts
+from penstock.store.parts import number_of_parts, part_of
 from penstock.store.store import Store
 
 
@@ -46,7 +46,7 @@ def buffers_of(model: Mapping[str, Any]) -> list[tuple[str, int]]:
 def layout_of(model: Mapping[str, Any], slots: int) -> Layout:
     """The layout of the store of one rank, which ``model`` names, with ``slots`` slots of every array."""
     count = number_of_parts(model)
-    share = Share(rank=model["rank"] if count > 1 else 0, size=count)
+    share = Share(rank=part_of(model), size=count)
     form, dtype = form_of(model), DTYPES[model["precision"]]
     parts = [part for group in groups_of(model) for part in parts_of(share.part(group), form, dtype)]
     sizes = [(part.name, part.nbytes) for part in parts] + buffers_of(model)
@@ -81,7 +81,7 @@ class Parts:
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:
-        """``stores``: by rank, each as of the same commit, or new. Where each has all of it, the first is read."""
+        """``stores``: by rank, each as of the same commit, or new. Of several copies the first is read."""
         model = stores[0].model
         self.form, dtype = form_of(model), DTYPES[model["precision"]]
         self.groups = {group.index: group for group in groups_of(model)}

@@ -28,7 +28,7 @@ from penstock.state.reshard import described
 from penstock.state.values import SnapshotArrays
 from penstock.store.layout import Layout
 from penstock.store.packed import store_error
-from penstock.store.parts import OF_RANK
+from penstock.store.parts import OF_RANK, of_rank
 from penstock.store.snapshot import PartWriter, SnapshotReader, SnapshotWriter, layout_of, size_of
 from penstock.store.snapshot_parts import PART_OF, SnapshotParts, part_folder, write_ranks
 from penstock.store.snapshot_place import SnapshotPlace
@@ -59,8 +59,10 @@ def save(
     entries = [(name, page_up(part.nbytes)) for name, part in arrays.parts.items()] + buffers.sizes()
     grids = {name: part.grid for name, part in arrays.parts.items()}
 
-    left_out = OF_RANK if share.size == 1 else {"world"}  # a run's stores belong to each other, and it to any run
-    account = {**meta, "model": {key: value for key, value in meta["model"].items() if key not in left_out}}
+    model = {key: value for key, value in meta["model"].items() if key not in OF_RANK}
+    if share.size > 1:  # of several copies of the state, the first
+        model |= of_rank(share.rank, share.size, whole=False)
+    account = {**meta, "model": model}
 
     def write() -> None:
         with SnapshotWriter(path, entries, account, overwrite=overwrite, grids=grids) as writer:
@@ -72,22 +74,31 @@ def save(
         return
     layout = layout_of(entries, grids)
     with ExitStack() as undo:
-        place = ranks.jointly("place of the snapshot", lambda: _place(path, layout, undo, ranks, overwrite=overwrite))
+        place = ranks.jointly(
+            "place of the snapshot", lambda: _place(path, layout, undo, ranks, share, overwrite=overwrite)
+        )
         found = None if place is None else (place.partial, uuid.uuid4().hex)
         found = ranks.gather_objects("folder of the snapshot", found)[0]
         assert found is not None, "the first rank has made one"
         folder, name = found
-        own = part_folder(folder, ranks.rank)
+        own = part_folder(folder, share.rank)
         of_part = {**account, PART_OF: name}
-        ranks.jointly("part of the snapshot", lambda: _write_part(own, layout, of_part, arrays, buffers))
-        ranks.jointly("snapshot", lambda: None if place is None else _put(place, name, ranks.size))
+
+        def write_part() -> None:
+            if ranks.rank < share.size:
+                _write_part(own, layout, of_part, arrays, buffers)
+
+        ranks.jointly("part of the snapshot", write_part)
+        ranks.jointly("snapshot", lambda: None if place is None else _put(place, name, share.size))
 
 
-def _place(path: Path, layout: Layout, undo: ExitStack, ranks: Ranks, *, overwrite: bool) -> SnapshotPlace | None:
+def _place(
+    path: Path, layout: Layout, undo: ExitStack, ranks: Ranks, share: Share, *, overwrite: bool
+) -> SnapshotPlace | None:
     """The place of a snapshot of several ranks, whose parts are all as large; the first of them has it."""
     if ranks.rank:
         return None
-    place = SnapshotPlace(path, ranks.size * size_of(layout), overwrite=overwrite)
+    place = SnapshotPlace(path, share.size * size_of(layout), overwrite=overwrite)
     undo.callback(place.abort)
     return place
 

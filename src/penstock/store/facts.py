@@ -1,6 +1,6 @@
 """Facts about a store, without opening it: nothing is locked, made or written, and no file of data is read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,16 +72,19 @@ def facts_of(paths: Sequence[Path]) -> StoreFacts | None:
     )
 
 
-def facts_of_all(stores: Sequence[Sequence[Path]]) -> StoreFacts | None:
+def facts_of_all(
+    stores: Sequence[Sequence[Path]], look: Callable[[], Sequence[StoreFacts | None]] | None = None
+) -> StoreFacts | None:
     """Ask the stores of all ranks of a run, of which each has its part of every step. None: there is none at all.
 
-    A commit counts if all have it. Stores that are not there are ``missing``.
+    A commit counts if all have it. Stores that are not there are ``missing``. ``look``: how each is asked, where that
+    is not done here.
 
     Raises:
         StoreError: as ``facts_of``; or they are not of one run, or have no commit in common.
     """
     for _ in range(_LOOKS):
-        each = [facts_of(paths) for paths in stores]
+        each = [facts_of(paths) for paths in stores] if look is None else look()
         found = [(paths, facts) for paths, facts in zip(stores, each, strict=True) if facts is not None]
         if not found:
             return None

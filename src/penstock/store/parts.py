@@ -31,28 +31,35 @@ def opened_parts(stores: Sequence[Sequence[Path]]) -> Iterator[tuple[Store, ...]
 
 WHOLE = "whole"
 """The key that says, in the account of what a rank's store is made for, that it has all of the state."""
-OF_RANK = frozenset({"rank", "ranks", "world", WHOLE})
+COPIES = "copies"
+"""The key of the number of copies of the state, of which each is in the stores of as many neighbouring ranks."""
+OF_RANK = frozenset({"rank", "ranks", "world", WHOLE, COPIES})
 """All that this account has of ranks; that of a snapshot of one process has none of it."""
 
 
-def of_rank(rank: int, ranks: int, *, whole: bool) -> dict[str, Any]:
+def of_rank(rank: int, ranks: int, *, whole: bool, copies: int = 1) -> dict[str, Any]:
     """The rank that a store belongs to, in the account of what it is made for; of one process nothing."""
     if ranks == 1:
         return {}
-    return {"rank": rank, "ranks": ranks} | ({WHOLE: True} if whole else {})
+    return {"rank": rank, "ranks": ranks} | ({WHOLE: True} if whole else {}) | ({COPIES: copies} if copies > 1 else {})
+
+
+def part_of(model: Mapping[str, Any]) -> int:
+    """The part that a store has, of ``number_of_parts``."""
+    return int(model.get("rank", 0)) % number_of_parts(model)
 
 
 def number_of_parts(model: Mapping[str, Any]) -> int:
     """The number of parts that the state is cut into, of which a store has one; 1: it has all of it. ``model``: what it
     is made for."""
-    return 1 if model.get(WHOLE) else int(model.get("ranks", 1))
+    return 1 if model.get(WHOLE) else int(model.get("ranks", 1)) // int(model.get(COPIES, 1))
 
 
-def require_part(store: Store, rank: int, ranks: int, *, whole: bool = False) -> None:
+def require_part(store: Store, rank: int, ranks: int, *, whole: bool = False, copies: int = 1) -> None:
     """Raises:
     StoreError: the store is not this rank's, or of another number of ranks, or has not what it should have.
     """
-    _require_part(store.paths[0], store.model, rank, ranks, whole=whole)
+    _require_part(store.paths[0], store.model, rank, ranks, whole=whole, copies=copies)
 
 
 def require_one_run(parts: Sequence[tuple[Path, Mapping[str, Any]]]) -> None:
@@ -63,23 +70,25 @@ def require_one_run(parts: Sequence[tuple[Path, Mapping[str, Any]]]) -> None:
     """
     first, model = parts[0]
     for rank, (path, own) in enumerate(parts):
-        _require_part(path, own, rank, len(parts), whole=bool(model.get(WHOLE)))
+        _require_part(path, own, rank, len(parts), whole=bool(model.get(WHOLE)), copies=int(model.get(COPIES, 1)))
         if own.get("world") != model.get("world"):
             raise StoreError(f"{first} and {path} have parts of two runs: put back what was there")
 
 
-def _require_part(path: Path, model: Mapping[str, Any], rank: int, ranks: int, *, whole: bool) -> None:
-    had = model.get("rank", 0), model.get("ranks", 1), bool(model.get(WHOLE))
-    wanted = rank, ranks, whole and ranks > 1
+def _require_part(path: Path, model: Mapping[str, Any], rank: int, ranks: int, *, whole: bool, copies: int) -> None:
+    had = model.get("rank", 0), model.get("ranks", 1), bool(model.get(WHOLE)), model.get(COPIES, 1)
+    wanted = rank, ranks, whole and ranks > 1, copies
     if had != wanted:
         raise StoreError(
             f"{path} has {_described(*had)}, and what is asked for is {_described(*wanted)}: go on with as many ranks "
-            "as the run began with, with stage=0 if it had that and else without, on the same directories in the same "
-            "order"
+            "as the run began with, with stage=0 if it had that and else without, as many copies, on the same "
+            "directories in the same order"
         )
 
 
-def _described(rank: int, ranks: int, whole: bool) -> str:
+def _described(rank: int, ranks: int, whole: bool, copies: int) -> str:
     if ranks == 1:
         return "all of the state, of one process"
+    if copies > 1:
+        return f"the part of rank {rank} of {ranks}, which have {copies} copies of the state"
     return f"{'all of the state, as' if whole else 'the part of'} rank {rank} of {ranks}"

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -237,6 +237,12 @@ class CommitLog:
     def sequence(self) -> int:
         """The number of the newest record, from 0."""
         return self._newest.sequence
+
+    def count_from(self, sequence: int) -> None:
+        """Give the next record the number after this one, of a store in which nothing has been committed: it takes over
+        what others have committed under that number."""
+        assert self._newest.record is None, "nothing has been committed"
+        self._newest = replace(self._newest, sequence=sequence)
 
     def take_back(self, sequence: int) -> None:
         """Make the record before the newest one, which has this number, the newest. Opened to be read alone, the log

@@ -20,7 +20,8 @@ LINKS: tuple[Lane, ...] = ("h2d", "d2h", "read", "write")
 @dataclass(frozen=True, kw_only=True)
 class Outline:
     """Figures that are known before the first step. ``given``: the budget, in bytes, of the tiers that have one.
-    ``ranks``: the number that train together; all figures of memory and links are then one rank's.
+    ``ranks``: the number that train together, on so many ``hosts``; all figures of memory and links are then one
+    rank's.
 
     ``first``: steps that an earlier stretch of the run has already done, of the ``steps`` in all. ``yardstick``: what
     the machine can do and bear.
@@ -31,6 +32,7 @@ class Outline:
     parameters: int
     given: Mapping[Tier, int]
     ranks: int = 1
+    hosts: int = 1
     yardstick: Yardstick = field(default_factory=Yardstick)
 
     @property

@@ -33,7 +33,7 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     if stopped:
         lines.append(
             f"Stopped after step {meter.done} of {outline.steps}, as asked. That step is whole and the state intact: "
-            f"{how_to_start(outline.ranks)} resume {shlex.quote(str(folder))} goes on."
+            f"{how_to_start(outline.ranks, outline.hosts)} resume {shlex.quote(str(folder))} goes on."
         )
     last = meter.losses[-max(len(meter.losses) // 10, 1) :]  # one micro-batch is noisy: the mean of the last tenth
     loss = f"loss     {meter.losses[0]:.4f} -> {fmean(last):.4f}" + (f", mean of {len(last)}" if len(last) > 1 else "")

@@ -7,7 +7,6 @@ import torch
 
 from penstock.errors import NonFiniteError
 from penstock.ranks.group import Ranks
-from penstock.ranks.order import add_up
 from penstock.runtime.access import Access
 from penstock.runtime.actions.compute import Compute
 from penstock.schedule.ir.ops import Op
@@ -21,24 +20,25 @@ class Between:
         self._to = access
         self._compute = compute
         self._ranks = ranks
+        self._copy = ranks.of_copy
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
         return {"GW": self.gather, "SG": self.exchange, "AR": self.add_up_for_all, "AN": self.gather_norm}
 
     def gather(self, op: Op) -> None:
         """A group's weights, trainable part first, from the parts of all ranks."""
-        g, size, dtype = op.id.group, self._ranks.size, self._to.arrays.dtype
+        g, size, dtype = op.id.group, self._copy.size, self._to.arrays.dtype
         own = self._to.bound.program.groups[g]
         part, whole = self._to.view(op.reads[0], own.numel, dtype), self._to.view(op.writes[0], size * own.numel, dtype)
         cut = size * own.trainable
         for out, mine in ((whole[:cut], part[: own.trainable]), (whole[cut:], part[own.trainable :])):
             if mine.numel():
-                self._ranks.gather(out, mine)
-                self._sent(mine)
+                self._copy.gather(out, mine)
+                self._sent(mine, self._copy)
 
     def exchange(self, op: Op) -> None:
         """A chunk of this rank's part of a gradient, from all ranks' gradients; each sends every other one its part."""
-        g, size, c = op.id.group, self._ranks.size, self._to.bound.chunk(op)
+        g, size, c = op.id.group, self._copy.size, self._to.bound.chunk(op)
         if c.start == 0:
             self._tell(op)
         into, out = self._to.view(op.writes[1], 2 * size * c.numel).view(2, size, c.numel)
@@ -46,30 +46,32 @@ class Between:
             own = self._to.bound.program.groups[g].trainable
             gradient = self._to.view(op.reads[0], size * own).view(size, own)
             into.copy_(gradient[:, c.start : c.start + c.numel])
-        self._add_up(into, out, self._to.view(op.writes[0], c.numel))
+        self._add_up(into, out, self._to.view(op.writes[0], c.numel), self._copy)
 
     def add_up_for_all(self, op: Op) -> None:
-        """A chunk of the sum of all ranks' gradients: each adds up a piece of it, and all put the pieces together."""
-        size, c = self._ranks.size, self._to.bound.chunk(op)
-        if c.start == 0:
+        """A chunk of the sum of all ranks' gradients: each adds up a piece of it, and all put the pieces together. Of
+        several copies of the state the same of the ranks that have it, after each copy's own have added theirs up."""
+        ranks = self._ranks if self._ranks.copies == 1 else self._ranks.of_part
+        size, c = ranks.size, self._to.bound.chunk(op)
+        if c.start == 0 and ranks is self._ranks:
             self._tell(op)
         piece = -(-c.numel // size)
         into, out = self._to.view(op.writes[1], 2 * size * piece).view(2, size, piece)
         flat, found = into.view(-1), out.view(-1)
         if op.reads[0] != op.writes[1]:
-            flat[: c.numel].copy_(self._to.view(op.reads[0], c.numel, offset=c.start * FP32))
+            offset = c.start * FP32 if op.reads[0].chunk < 0 else 0  # of a whole group, or the chunk alone
+            flat[: c.numel].copy_(self._to.view(op.reads[0], c.numel, offset=offset))
         flat[c.numel :].zero_()
         mine = into[0]
-        self._add_up(into, out, mine)
-        self._ranks.gather(found, mine)
-        self._sent(mine)
+        self._add_up(into, out, mine, ranks)
+        ranks.gather(found, mine)
+        self._sent(mine, ranks)
         self._to.view(op.writes[0], c.numel).copy_(found[: c.numel])
 
-    def _add_up(self, into: torch.Tensor, out: torch.Tensor, total: torch.Tensor) -> None:
+    def _add_up(self, into: torch.Tensor, out: torch.Tensor, total: torch.Tensor, ranks: Ranks) -> None:
         """Send row r of ``into`` to rank r, and add up in ``total`` what all send to this one, by way of ``out``."""
-        self._ranks.exchange(out, into)
-        self._sent(into[0])
-        add_up(tuple(out), total)
+        ranks.exchange_and_add(into, out, total)
+        self._sent(into[0], ranks)
 
     def _tell(self, op: Op) -> None:
         """Tell all ranks which parameters of a group have a gradient on any of them, and whether a loss was no number
@@ -97,12 +99,12 @@ class Between:
         by_rank = [context.partials[g].reshape(share.size, -1) for g in self._to.bound.trained]
         part = torch.from_numpy(np.concatenate([parts[share.rank] for parts in by_rank])).to(self._to.arrays.device)
         found = torch.empty(share.size * part.numel(), dtype=part.dtype, device=part.device)
-        self._ranks.gather(found, part)
-        self._sent(part)
+        self._copy.gather(found, part)
+        self._sent(part, self._copy)
         all_parts, begin = found.view(share.size, -1).cpu().numpy(), 0
         for parts in by_rank:
             parts[:] = all_parts[:, begin : begin + parts.shape[1]]
             begin += parts.shape[1]
 
-    def _sent(self, part: torch.Tensor) -> None:
-        self._to.moved += part.numel() * part.itemsize * (self._ranks.size - 1)
+    def _sent(self, part: torch.Tensor, ranks: Ranks) -> None:
+        self._to.moved += part.numel() * part.itemsize * (ranks.size - 1)

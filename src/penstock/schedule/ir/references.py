@@ -62,7 +62,7 @@ HOLDS: dict[str, Holds] = {
     **dict.fromkeys(("W", "P@"), "weights"),
     "i": "chunk of weights",
     **dict.fromkeys(("G", "g", "P"), "gradient"),
-    **dict.fromkeys(("H", "h", "R", "r", "t", "c", "T", "L"), "chunk of gradient"),
+    **dict.fromkeys(("H", "h", "R", "r", "t", "c", "T", "L", "Y"), "chunk of gradient"),
     "S": "state",
     "O": "new weights",
     "M": "momentum",

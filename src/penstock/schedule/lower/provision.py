@@ -111,6 +111,15 @@ def exchanged_bytes(seat: Seat, numel: int) -> int:
     return 2 * ranks * FP32 * (numel if seat.parts > 1 else -(-numel // ranks))
 
 
+BETWEEN_COPIES = "exchange_of_copies"
+"""The pool of what ranks of different copies of the state send each other of a chunk, and of what they receive."""
+
+
+def exchanged_between_copies(seat: Seat, numel: int) -> int:
+    """As ``exchanged_bytes``, of a chunk that the ranks of all copies have the same part of."""
+    return 2 * seat.copies.size * FP32 * -(-numel // seat.copies.size)
+
+
 SUMS = "gradient_sums"
 """The pool of what one of several ranks has summed on the host of a chunk's gradient, of all ranks' parts of it."""
 
@@ -391,6 +400,9 @@ class Provision:
         if self.seat.shards.size > 1 and part:
             yield Pool(name=self.gradient_parts_pool, tier="device", size=self.s.chunk * FP32, count=2)
             yield Pool(name=EXCHANGE, tier="device", size=exchanged_bytes(self.seat, self.s.chunk), count=1)
+        if self.seat.copies.size > 1 and part:
+            size = exchanged_between_copies(self.seat, self.s.chunk)
+            yield Pool(name=BETWEEN_COPIES, tier="device", size=size, count=1)
         for g in sorted(self.route.gradient_visits.keys() - part.keys()):
             assert len(self.route.uses[g]) == 1, "a tied group cannot keep its state on the device"
             name = self.gradients_pool[g] = f"gradients.of{g}"

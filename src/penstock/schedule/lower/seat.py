@@ -14,6 +14,8 @@ backward |
 its last use | as in stage 3 |
 | streams, stage 0 | nothing | brought for each use, by each rank its own | all-reduced when all micro-batches are in
 them |
+| streams, ``copies`` | the same within a copy of the state | as in its stage | as in its stage, and what each rank then
+has is all-reduced between copies |
 
 ZeRO and ZeRO-R are arXiv 1910.02054. Groups that stream are shared as one of the last four rows says, or not at all
 (``not_streamed``): ``zero-infinity`` and stage 3 differ where several visits make a gradient. A gradient that streams
@@ -24,6 +26,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.config import ZeroStage
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import ALONE, Mesh, ProcessGroup
 from penstock.schedule.place import Placement
 
@@ -64,6 +68,7 @@ class Seat:
     | field | meaning |
     |---|---|
     | ``sharding``, ``shards`` | what each rank has only its part of, and the ranks that have the parts |
+    | ``copies`` | the ranks that have the same part, where there are several copies of the state (HSDP): one of each |
     | ``model`` | the ranks that compute the same micro-batches, and keep one copy of each stage's input (ZeRO-R) |
     | ``items`` | micro-batches that an op computes at once |
     | ``inputs`` | of the model, what the first stage takes up for a micro-batch; 0 where the inputs are there before |
@@ -75,6 +80,7 @@ class Seat:
 
     shards: ProcessGroup = ALONE
     sharding: Sharding = Sharding()
+    copies: ProcessGroup = ALONE
     model: ProcessGroup = ALONE
     items: int = 1
     inputs: int = 0
@@ -92,6 +98,27 @@ class Seat:
         """The ranks that have a part of the norm each."""
         return self.shards if self.parts > 1 else self.pipe
 
+    def world(self, schedule: Schedule) -> World:
+        """The world of these ranks alone, who all do the same: copy by copy, the ranks of each one after the other."""
+        each, copies = self.shards.size, self.copies.size
+        if copies == 1:
+            return self.shards.world(schedule)
+        ranks = [self._of_rank(schedule, *divmod(rank, each)) for rank in range(copies * each)]
+        groups = {f"{self.shards.name}{c}": tuple(range(c * each, (c + 1) * each)) for c in range(copies)}
+        groups |= {f"{self.copies.name}{place}": tuple(range(place, copies * each, each)) for place in range(each)}
+        return World(name=schedule.name, ranks=tuple(ranks), groups=groups)
+
+    def _of_rank(self, schedule: Schedule, copy: int, place: int) -> Schedule:
+        """The schedule with the groups of one rank, which on each have a name of their own."""
+        own = {self.shards.name: f"{self.shards.name}{copy}", self.copies.name: f"{self.copies.name}{place}", "": ""}
+        return replace(schedule, ops=tuple(replace(op, group=own[op.group]) for op in schedule.ops))
+
+    def in_step(self, schedule: Schedule) -> World:
+        """A world that stands for ``world`` where an op takes as long on each rank: one of them, whose collectives
+        begin when it arrives, as all others do then."""
+        world = self.shards.in_step(schedule)
+        return world if self.copies.size == 1 else replace(world, groups={**world.groups, self.copies.name: (0,)})
+
 
 ONE_RANK = Seat()
 """All of everything is this rank's."""
@@ -100,7 +127,7 @@ ONE_RANK = Seat()
 def not_streamed(seat: Seat, place: Placement) -> str:
     """The reason that a rank which streams cannot take a seat, or hold in it what is placed there; empty: it can."""
     alone = seat.shards.size == 1
-    if seat != Seat(shards=seat.shards, sharding=seat.sharding, pipe=seat.pipe):
+    if seat != Seat(shards=seat.shards, sharding=seat.sharding, copies=seat.copies, pipe=seat.pipe):
         return "a rank that streams computes a micro-batch at a time, whole, and steps within its visits"
     if seat.sharding not in ((Sharding(),) if alone else (FULLY, SUMMED, GATHERED_ONCE, REPLICATED)):
         return "groups that stream are shared as one of the stages of ZeRO shares them, and those of one rank are not"
@@ -111,12 +138,17 @@ def not_streamed(seat: Seat, place: Placement) -> str:
     return ""
 
 
-def streaming_seat(ranks: int, stage: ZeroStage = 3, *, pipe: int = 1) -> Seat:
-    """The seat of each of so many ranks that stream what they have of a program, in a stage of ZeRO; or of a pipeline
-    of ``pipe`` ranks."""
+COPIES = "copies"
+"""The name of the process group of the ranks that have the same part of different copies."""
+
+
+def streaming_seat(ranks: int, stage: ZeroStage = 3, copies: int = 1, *, pipe: int = 1) -> Seat:
+    """The seat of each of so many ranks that stream what they have of a program, in a stage of ZeRO; or of each of as
+    many for each of several ``copies`` of the state; or of a pipeline of ``pipe`` ranks."""
     if ranks == 1:
         return ONE_RANK if pipe == 1 else Seat(pipe=Mesh(stages=pipe).everyone())
     return Seat(
         shards=Mesh(data=ranks).everyone(),
+        copies=ProcessGroup(name=COPIES, members=tuple(range(copies))) if copies > 1 else ALONE,
         sharding={3: SUMMED, 2: GATHERED_ONCE, 1: GATHERED_ONCE, 0: REPLICATED}[stage],
     )

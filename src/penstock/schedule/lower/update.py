@@ -7,6 +7,7 @@ Buffers, per group ``g`` and chunk ``c``:
     L{g}.{c}u{k}   the same two with several ranks: this rank's gradient of all ranks' parts, before it is exchanged
     t{tag}         a further micro-batch's gradient on its way into H or L (horizontal only)
     g{tag}         on the device, with several ranks: what this rank has of the sum of all ranks' gradients
+    Y{tag}         on the device, with several copies of the state: the same on its way between them
     T{tag}         on the device, with several ranks: all ranks' gradients of that part, before they are added up
     R{g}.{c}       gradient read back from disk
     c{tag}         on the device, a chunk's gradient rounded to bf16 on its way into H
@@ -36,7 +37,13 @@ from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.device_steps import DeviceSteps
 from penstock.schedule.lower.emitter import Touched
 from penstock.schedule.lower.mesh import ProcessGroup
-from penstock.schedule.lower.provision import EXCHANGE, SUMS, exchanged_bytes
+from penstock.schedule.lower.provision import (
+    BETWEEN_COPIES,
+    EXCHANGE,
+    SUMS,
+    exchanged_between_copies,
+    exchanged_bytes,
+)
 from penstock.schedule.lower.route import Route, Visit
 from penstock.schedule.lower.updates_of_matrices import MatrixUpdates
 from penstock.schedule.place import FP32, NORM_BYTES, Chunk, strand_firsts, strand_sums
@@ -240,7 +247,15 @@ class Updates:
         op.writes.append(through)
         op.gives.append(through)
         ident = group_op("SG" if seat.parts > 1 else "AR", g, c.index, visit=of)
-        return part, self.b.collective(ident, seat.shards, exchanged_bytes(seat, c.numel) // 2, op, after=[after])
+        done = self.b.collective(ident, seat.shards, exchanged_bytes(seat, c.numel) // 2, op, after=[after])
+        return part, self._between_copies(g, c, part, done, of) if seat.copies.size > 1 else done
+
+    def _between_copies(self, g: int, c: Chunk, part: Buffer, after: OpId, of: VisitId) -> OpId:
+        """Emit the sum of what the ranks of each copy have added up of a chunk of theirs."""
+        through, seat = group_buffer("Y", g, c.index, visit=of), self.b.seat
+        op = Touched(takes=[(through, BETWEEN_COPIES)], reads=[part], writes=[part, through], gives=[through])
+        amount = exchanged_between_copies(seat, c.numel) // 2
+        return self.b.collective(group_op("AR", g, c.index, visit=of), seat.copies, amount, op, after=[after])
 
     def _add(self, ident: OpId, into: Buffer, what: Buffer, *, numel: int) -> None:
         """Emit the addition of a gradient in host memory to another one."""

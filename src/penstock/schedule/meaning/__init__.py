@@ -84,6 +84,8 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules, CrossingRules
         }
         if needs.shared:
             self._kinds |= {"UG": self._lift, "SG" if needs.cut else "AR": self._exchange}
+        if needs.copies > 1:
+            self._kinds["AR"] = self._between_copies
         if needs.cut:
             self._kinds |= {"GW": self._gather, "GU": self._gather_updates}
         if needs.normed_apart:

@@ -2,7 +2,7 @@
 
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.meaning.ground import Ground
-from penstock.schedule.meaning.values import NOW, Gradient, Weights, refused
+from penstock.schedule.meaning.values import NOW, Gradient, OfCopy, Weights, refused
 from penstock.schedule.place import FP32, NORM_BYTES
 from penstock.schedule.program import ALIGN
 
@@ -54,7 +54,23 @@ class BetweenRules(Ground):
         self._room(op, through, "device", 2 * ranks * piece * FP32)
         if through not in op.gives:
             raise refused(op, f"keeps {through}, which is of no use to anybody after it")
-        self._put(op, part, Gradient(g, c.index, total), "device", c.numel * FP32)
+        of_all = Gradient if self.needs.copies == 1 else OfCopy
+        self._put(op, part, of_all(g, c.index, total), "device", c.numel * FP32)
+
+    def _between_copies(self, op: Op) -> None:
+        """Add up what the ranks of each copy have, which is the sum of theirs."""
+        c, copies = self._chunk(op, trained=True), self.needs.copies
+        name = self._at(op, op.reads, "the sum of this copy")
+        self._at(op, op.writes, "the sum, and what is sent and received", count=2)
+        value, through = self._value(op, name, OfCopy), op.writes[1]
+        if op.writes[0] != name or (value.group, value.chunk) != (op.id.group, c.index):
+            raise refused(op, f"takes {name}, which is a gradient of something else")
+        piece = -(-c.numel // copies)
+        self._moves(op, 2 * piece * FP32 * (copies - 1))
+        self._room(op, through, "device", 2 * copies * piece * FP32)
+        if through not in op.gives:
+            raise refused(op, f"keeps {through}, which is of no use to anybody after it")
+        self.values[name] = Gradient(*value)
 
     def _gather_norm(self, op: Op) -> None:
         self._read_partials(op)

@@ -44,6 +44,15 @@ class AllParts(NamedTuple):
     sum: int
 
 
+class OfCopy(NamedTuple):
+    """A chunk of a gradient, added up over the ranks of one copy of the state, and not over all copies. ``sum``: as of
+    ``Gradient``."""
+
+    group: int
+    chunk: int
+    sum: int
+
+
 class State(NamedTuple):
     """A chunk's optimizer state, which lives on disk."""
 
@@ -88,8 +97,8 @@ class Kept(NamedTuple):
     parts: int
 
 
-Value = Weights | Gradient | AllParts | State | Momentum | Update | Activation | Kept
-V = TypeVar("V", Weights, Gradient, AllParts, State, Momentum, Update, Activation, Kept)
+Value = Weights | Gradient | AllParts | OfCopy | State | Momentum | Update | Activation | Kept
+V = TypeVar("V", Weights, Gradient, AllParts, OfCopy, State, Momentum, Update, Activation, Kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +116,9 @@ class Needs:
     grad_dtype: GradDtype = "fp32"
     train: bool = True
     ranks: int = 1
-    """number of ranks that do the same"""
+    """number of ranks that do the same, and share one copy of the state"""
+    copies: int = 1
+    """number of copies, whose ranks do the same"""
     parts: int = 1
     """parts of every group, of which each rank has one: ``program`` has those of one rank; 1: each has all of it"""
     strands: int = 1
@@ -129,7 +140,7 @@ class Needs:
         return self.cut or self.program.dealt is not None
 
     @staticmethod
-    def of(program: Program, settings: Settings, ranks: int = 1) -> "Needs":
+    def of(program: Program, settings: Settings, ranks: int = 1, copies: int = 1) -> "Needs":
         """The needs of a step that is built from these settings."""
         s = settings
         return Needs(
@@ -140,6 +151,7 @@ class Needs:
             grad_dtype=s.grad_dtype,
             train=s.train,
             ranks=ranks,
+            copies=copies,
             parts=parts_of(s.stage, ranks),
             strands=s.strands,
         )
@@ -180,6 +192,7 @@ SHOWN: dict[type, str] = {
     Weights: "weights",
     Gradient: "a gradient",
     AllParts: "a gradient of all ranks' parts",
+    OfCopy: "a gradient of one copy",
     State: "optimizer state",
     Momentum: "momentum",
     Update: "updates",

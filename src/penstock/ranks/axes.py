@@ -1,0 +1,62 @@
+"""The axes of a mesh: how the ranks that train together share the state.
+
+    dp_replicate  copies of the state (HSDP), each of neighbouring ranks, as those of one host are
+    dp_shard      the ranks that share one copy
+
+Names as torchtitan has them. This is the only place that reads a mesh's axes. A rank's number is that of the mesh in
+row-major order, so that the ranks of a copy are neighbours.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import ConfigError
+
+SHARD = "dp_shard"
+REPLICATE = "dp_replicate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """``copies`` of the state, each of as many ranks. ``members``: the numbers of all of them in ``torch.distributed``,
+    by rank."""
+
+    copies: int
+    members: Sequence[int]
+
+    def of_copy(self, rank: int) -> range:
+        """The ranks that share a rank's copy."""
+        each = len(self.members) // self.copies
+        first = rank - rank % each
+        return range(first, first + each)
+
+    def of_part(self, rank: int) -> range:
+        """The ranks that have the same part as a rank, of all copies."""
+        each = len(self.members) // self.copies
+        return range(rank % each, len(self.members), each)
+
+
+def axes_of(mesh: DeviceMesh) -> Axes:
+    """Raises:
+    ConfigError: the mesh is of another kind.
+    """
+    names = mesh.mesh_dim_names
+    kind = mesh.device_type
+    if mesh.ndim == 1 and names in (None, (SHARD,)):
+        return Axes(copies=1, members=mesh.mesh.flatten().tolist())
+    if names != (REPLICATE, SHARD):
+        raise ConfigError(
+            f"mesh has the axes {names or mesh.ndim}: give one axis, {SHARD!r}, of the ranks that share the state, as "
+            f"init_device_mesh({kind!r}, (world_size,), mesh_dim_names=({SHARD!r},)), or for copies of the state two, "
+            f"{REPLICATE!r} and {SHARD!r}"
+        )
+    copies, each = mesh.mesh.shape
+    if copies > 1 and (each < 2 or each & (each - 1)):
+        raise ConfigError(
+            f"mesh has {each} ranks on the axis {SHARD!r}, with {copies} copies of the state: give 2, 4, 8 or another "
+            "power of two, with which the numbers do not depend on the number of copies"
+            + (f"; or for a copy on each rank stage=0 and one axis, {SHARD!r}" if each == 1 else "")
+        )
+    return Axes(copies=copies, members=mesh.mesh.flatten().tolist())

@@ -1,0 +1,97 @@
+"""Several hosts, which are network namespaces here: one run, its state on each host's own drives."""
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.cluster import Cluster
+
+from tests import warm
+from tests.patience import PATIENCE
+from tests.ranks.launched import Launched
+from tests.runs import write_run
+
+WORDS = ("train", "../config.yaml", "--strands", "2", "--batch.sequences", "8", "--budget.disk", "drive")
+"""The budget names a directory of each host's own."""
+
+STOPPED = """
+import os, signal, sys
+from penstock.cli import main
+from penstock.engine.engine import Engine
+step = Engine.step
+def stopped(engine, *args, **given):
+    if (engine.step_count, os.environ["RANK"]) == (2, "1"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(engine, *args, **given)
+Engine.step = stopped
+sys.exit(main())
+"""
+
+
+def numbers(run: Path) -> list[Any]:
+    keys = ("step", "loss", "grad_norm", "validation_loss", "lr", "clipped")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [[line.get(key) for key in keys] for line in lines]
+
+
+def on_hosts(cluster: Cluster, folder: Path, *words: str | Path, each: int = 1, **more: str) -> Launched:
+    """A program on so many ranks of each host, in a folder of the host's own; the run's is shared."""
+    folders = [folder / f"host{host}" for host in range(cluster.hosts)]
+    for own in folders:
+        own.mkdir(exist_ok=True)
+    if not (folder / "config.yaml").exists():
+        write_run(folder, run=folder / "run")
+    of_ranks = [own for own in folders for _ in range(each)]
+    return Launched(each * cluster.hosts, words, of_ranks, cluster=cluster, **more)
+
+
+def penstock(folder: Path, *words: str | Path) -> "tuple[int, str]":
+    done = warm.run(["-m", "penstock", *words], cwd=folder, timeout=PATIENCE)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_two_hosts_with_drives_of_their_own_do_what_one_process_does(two_hosts: Cluster, tmp_path: Path) -> None:
+    """One is killed, and all go on from their last step; what reads all of the state says what is not there."""
+    (alone := tmp_path / "alone").mkdir()
+    write_run(alone, run=alone / "run")
+    (alone / "host").mkdir()
+    assert penstock(alone / "host", *WORDS)[0] == 0
+    (folder := tmp_path / "several").mkdir()
+    began = on_hosts(two_hosts, folder, "-c", STOPPED, *WORDS)
+    began.processes[1].wait(PATIENCE)
+    since = time.monotonic()
+    (code, said, errors), killed = began.outcomes()
+    assert time.monotonic() - since < 10
+    assert (code, killed[0]) == (1, -signal.SIGKILL), (errors, killed)
+    assert "of disk taken in drive on each of 2 hosts" in said
+    assert "penstock, rank 0: rank 1 on host host1 was killed" in errors
+    assert [path.name for path in (folder / "host1" / "drive").iterdir()] == ["rank-1"]
+    refused = penstock(folder / "host0", "resume", folder / "run")
+    assert refused[0] == 2
+    assert "has the state of 2 ranks on 2 hosts" in refused[1]
+    for code, _, errors in on_hosts(two_hosts, folder, "-m", "penstock", "resume", folder / "run").outcomes():
+        assert code == 0, errors
+    assert numbers(folder / "run") == numbers(alone / "run")
+    code, said = penstock(folder / "host0", "verify", folder / "run")
+    assert code
+    assert "drive/rank-1 is not here: the run trains on 2 hosts" in said
+    shutil.copytree(folder / "host1" / "drive", folder / "host0" / "drive", dirs_exist_ok=True)
+    assert "Every checksum is right." in penstock(folder / "host0", "verify", folder / "run")[1]
+
+
+def test_the_folder_of_a_run_is_shared_and_what_a_start_has_made_goes_from_all_hosts(
+    two_hosts: Cluster, tmp_path: Path
+) -> None:
+    found = on_hosts(two_hosts, tmp_path, "-m", "penstock", *WORDS, "--run", "run").outcomes()
+    said = "run='run' is another folder on host host1 than on the first: the folder of a run has to be on a file system"
+    assert [code for code, _, _ in found] == [2, 1]
+    assert all(said in errors for _, _, errors in found), found
+    small = ("--micro_batch_size", "4", "--budget.device", "300KiB")
+    for code, _, errors in on_hosts(two_hosts, tmp_path, "-m", "penstock", *WORDS, *small).outcomes():
+        assert code == 2
+        assert "budget" in errors
+    assert not (tmp_path / "run").exists()
+    assert not any((tmp_path / f"host{host}" / "drive").exists() for host in range(2))

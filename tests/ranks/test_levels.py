@@ -1,0 +1,88 @@
+"""Ranks of several hosts, as many on each: what they move crosses within hosts and between them, with the same bits."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.ranks.group import Together
+from tests.models import MODELS
+from tests.ranks.test_bits import BF16, FP32, HORIZONTAL, Numbers, Run, alone, equal, trained
+from tests.ranks.worlds import together
+from tests.training import budget, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HOSTS, EACH = 2, 2
+
+
+def on_a_host(mesh: DeviceMesh) -> None:
+    """As torchrun on two hosts says it."""
+    os.environ["GROUP_RANK"] = str(mesh.get_rank() // EACH)
+
+
+def trained_on_hosts(mesh: DeviceMesh, numbers: Numbers, run: Run, disk: Path | None) -> dict[str, Any]:
+    on_a_host(mesh)
+    return trained(mesh, numbers, run, disk)
+
+
+WAYS: dict[str, tuple[Numbers, Run]] = {
+    "on disk, bf16": (BF16, Run(disk=True, chunk=4096)),
+    "horizontal": (FP32, Run(settings=HORIZONTAL)),
+    "stage 2": (BF16, Run(settings={"stage": 2})),
+    "stage 0": (FP32, Run(settings={"stage": 0})),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_hosts_of_two_ranks_have_the_bits_of_one_rank(way: str, tmp_path: Path) -> None:
+    numbers, run = WAYS[way]
+    for found in together(HOSTS * EACH, trained_on_hosts, numbers, run, tmp_path / "store"):
+        equal(found, alone(numbers))
+
+
+def crossed(mesh: DeviceMesh) -> dict[str, int]:
+    """Bytes of a step that a rank sends those of the other host."""
+    on_a_host(mesh)
+    case, host = MODELS["llama"], mesh.get_rank() // EACH
+    found = {"gathered": 0, "exchanged": 0}
+    gather, exchange = Together.gather_in, Together.exchange_in
+
+    def elsewhere(group: "dist.ProcessGroup") -> int:
+        return sum(rank // EACH != host for rank in dist.get_process_group_ranks(group))
+
+    def gather_in(ranks: Together, group: "dist.ProcessGroup", out: torch.Tensor, part: torch.Tensor) -> None:
+        if group is not ranks._control:
+            found["gathered"] += part.numel() * part.itemsize * elsewhere(group)
+        gather(ranks, group, out, part)
+
+    def exchange_in(ranks: Together, group: "dist.ProcessGroup", out: torch.Tensor, into: torch.Tensor) -> None:
+        found["exchanged"] += into.numel() * into.itemsize * elsewhere(group) // dist.get_world_size(group)
+        exchange(ranks, group, out, into)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        wrap(case, budget(None), mesh=mesh, precision="bf16", stage=2) as engine,
+    ):
+        engine.step(case.micro_batches(1, seed=1))
+        patch.setattr(Together, "gather_in", gather_in)
+        patch.setattr(Together, "exchange_in", exchange_in)
+        engine.step(case.micro_batches(1, seed=2))
+        stages, groups = engine.plan.program.stages, [group.spec for group in engine.inside.resources.groups]
+        made = sum(groups[g].trainable for stage in stages for g in stage.gradients)
+        return found | {"made": made, "elements": sum(group.numel for group in groups)}
+
+
+def test_of_each_gradient_and_each_gather_a_host_sends_the_others_one_whole() -> None:
+    """(w + 4) N (H - 1) / H bytes in stage 2, whatever the number of its ranks; besides what they tell each other."""
+    found = together(HOSTS * EACH, crossed)
+    for host in range(HOSTS):
+        ranks = found[host * EACH : (host + 1) * EACH]
+        assert sum(one["exchanged"] for one in ranks) == ranks[0]["made"] * 4 * (HOSTS - 1) // HOSTS
+        weights = ranks[0]["elements"] * 2 * (HOSTS - 1) // HOSTS
+        assert weights <= sum(one["gathered"] for one in ranks) <= weights * 1.02
