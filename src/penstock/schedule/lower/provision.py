@@ -175,6 +175,7 @@ class Provision:
         self.s = settings
         self.seat = seat
         self._groups = route.program.groups
+        self._trained = _trained_counts(route, settings.chunk)
         self._held_counts: dict[tuple[int, int], int] = {}
         self.weights_pool: dict[int, str] = {}
         self.gradients_pool: dict[int, str] = {}
@@ -211,9 +212,18 @@ class Provision:
         """True if a group's weights are brought to the device, or put together there, for each visit."""
         return self.s.place.weights[g] != "device"
 
-    def streamed(self) -> Iterator[int]:
+    def streamed(self) -> Sequence[int]:
         """Trainable groups that step in host memory: their gradients go down."""
-        return (g for g in self.route.gradient_visits if self.s.place.state[g] != "device")
+        return self._streamed
+
+    @cached_property
+    def _streamed(self) -> tuple[int, ...]:
+        return tuple(g for g in self.route.gradient_visits if self.s.place.state[g] != "device")
+
+    @cached_property
+    def _uses(self) -> tuple[tuple[int, int], ...]:
+        """(group, use) of each gradient that goes down."""
+        return tuple((g, use) for g in self._streamed for use in range(len(self.route.uses[g])))
 
     def gradient_bytes(self, g: int) -> int:
         """Bytes of an element of a group's gradient on the host and on disk."""
@@ -264,7 +274,7 @@ class Provision:
 
     def trained_count(self, g: int) -> int:
         """Number of chunks of a group that are stepped; they come first."""
-        return trained_chunks(self._groups[g], self.s.chunk)
+        return self._trained[g]
 
     def held_count(self, g: int, use: int) -> int:
         """The number of buffers that are held for chunks of a group's gradient of its ``use``-th stage."""
@@ -339,13 +349,20 @@ class Provision:
             now -= freed
         return most
 
+    @cached_property
+    def _gradients_held(self) -> int:
+        """The most buffers that held gradients use at once, without saved activations."""
+        return self._most_held(0) if self.delayed else sum(self.held_count(g, use) for g, use in self._uses)
+
     def _share(self) -> list[Pool]:
         """The pool of saved activations and held gradients together, where that takes less than one for each.
 
         Its buffers are as large as one of either, or as a gradient, of which a saved activation then takes several.
         """
+        if not self.delayed:
+            return []
         activations, gradients = list(self._host_activations("held")), list(self._held("held"))
-        if not (self.delayed and activations and gradients):
+        if not (activations and gradients):
             return []
         apart = [*activations, *gradients]
         best, least = None, sum(pool.size * pool.count for pool in apart)
@@ -469,11 +486,7 @@ class Provision:
             yield Pool(name=name, tier="host", size=page_up(size), count=self._away)
 
     def _held(self, name: str) -> Iterator[Pool]:
-        uses = [(g, use) for g in self.streamed() for use in range(len(self.route.uses[g]))]
-        count = sum(self.held_count(g, use) for g, use in uses)
-        if self.delayed:
-            count = self._most_held(0)
-        if count:
+        if count := self._gradients_held:
             yield Pool(name=name, tier="host", size=self.s.chunk * self.widest_gradient, count=count)
 
     def _from_disk(self, g: int) -> bool:
@@ -487,8 +500,7 @@ class Provision:
     def _staging(self) -> Iterator[Pool]:
         """Host chunks on their way between disk, device and optimizer, and gradients that wait on the host."""
         place, form, route = self.s.place, self.s.form, self.route
-        streamed = list(self.streamed())
-        uses = [(g, use) for g in streamed for use in range(len(route.uses[g]))]
+        streamed, uses = self._streamed, self._uses
         on_disk = any(self._from_disk(g) for g in route.readers)
         summed, apart = [(g, use) for g, use in uses if self._summed(g, use)], self.sums_all_parts
         out = (summed and not apart) or any(self.held_count(g, use) < self.trained_count(g) for g, use in uses)
@@ -553,6 +565,12 @@ class Provision:
 
     def _staged(self, name: str, size: int) -> Pool:
         return Pool(name=name, tier="host", size=size, count=getattr(self.s.depths, STAGED[name]))
+
+
+@lru_cache(maxsize=256)
+def _trained_counts(route: Route, chunk: int) -> tuple[int, ...]:
+    """The number of chunks of each group that are stepped."""
+    return tuple(trained_chunks(group, chunk) for group in route.program.groups)
 
 
 @lru_cache(maxsize=256)
