@@ -20,9 +20,9 @@ demo: $(READY)
 	@echo 'To go on:  . $(BIN)/activate                    (puts penstock on the PATH of this shell)'
 	@echo '           penstock report runs/demo --svg      (one HTML page of the run, and a picture of a step)'
 
-# One process more than the two cores that it is meant for: a quarter of the time a test waits for a drive or another
-# process. Each takes tests from the others' lists when its own is done.
-WORKERS ?= 3
+# One process for each of the two cores that it is meant for: tests hardly wait, and each process more imports, collects and
+# makes what tests share once more. Each takes tests from the other's list when its own is done.
+WORKERS ?= 2
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 20
 

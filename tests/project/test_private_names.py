@@ -78,6 +78,10 @@ def _is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
+def _is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _name(node.func) == "super"
+
+
 def private_uses(text: str, everywhere: frozenset[str] = frozenset()) -> Iterator[tuple[int, str]]:
     """(line, what) of each private name of somebody else's that a source uses.
 
@@ -89,10 +93,9 @@ def private_uses(text: str, everywhere: frozenset[str] = frozenset()) -> Iterato
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _name(node.value) in foreign:
             yield node.lineno, f"{ast.unparse(node)} = ..."
         if isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
-            of = ast.unparse(node.value)
-            known = own | everywhere if _is_self(node.value) else own
-            if of.startswith("super(") or node.attr not in known | set(ALLOWED):
-                yield node.lineno, f"{of}.{node.attr}"
+            known = node.attr in own or node.attr in ALLOWED or (_is_self(node.value) and node.attr in everywhere)
+            if _is_super(node.value) or not known:
+                yield node.lineno, f"{ast.unparse(node.value)}.{node.attr}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ASKING:
             for value in node.args[1:2]:
                 name = str(value.value) if isinstance(value, ast.Constant) else ""
