@@ -1,5 +1,7 @@
 """A small machine, and questions to a planner about small programs on it."""
 
+from typing import Any
+
 from penstock.config import Budget, Family
 from penstock.hardware.machine import Device, Drive, Host, Machine
 from penstock.planner.fit import Request
@@ -9,6 +11,17 @@ from penstock.schedule.place import Format
 from penstock.schedule.program import Program
 from penstock.shape.model import StageTimes
 from tests.programs import Case
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "vocab_size": 1024,
+}
+"""The configuration of a small model, as Hugging Face has it."""
 
 DRIVE = Drive(path="/disk", read=2e7, write=1e7, read_both=1.5e7, write_both=0.9e7, free=1 << 40, tbw=100)
 RATES = {"adamw.fp32": 3e6, "adamw.bf16": 3e6}

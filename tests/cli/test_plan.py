@@ -19,7 +19,7 @@ from penstock.planner.ask import PlanReport, plan, report
 from penstock.planner.task import Task
 from penstock.shape.huggingface import model_shape
 from tests.machines import gpu, measured_here
-from tests.questions import DRIVE, MACHINE
+from tests.questions import DRIVE, LLAMA, MACHINE
 
 PLENTY = 8 << 30
 """Bytes on a drive, more than any plan here asks for."""
@@ -148,15 +148,7 @@ def test_json_says_the_same_as_the_function(config: Path, capsys: pytest.Capture
         assert data["memory"]["train"][tier] <= data["memory"]["budget"][tier]
     assert data["lanes"]["write"]["bytes"] == data["disk"]["written_per_step"]
     assert {"vertical", "horizontal"} == set(data["batches"][0]["tokens_per_second"])
-    model = {
-        "model_type": "llama",
-        "hidden_size": 128,
-        "intermediate_size": 352,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 256,
-        "vocab_size": 1024,
-    }
+    model = LLAMA | {"num_hidden_layers": 6}
     budget = penstock.Budget(device="10MiB", host="8MiB", disk=config.parent / "run" / "store")
     shape = model_shape(model, kind="cpu", loss_tile=1024)  # as is the default of settings
     found = penstock.plan(

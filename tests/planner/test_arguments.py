@@ -20,18 +20,9 @@ from penstock.planner import search
 from penstock.planner.task import Task
 from tests.machines import measured_here
 from tests.models import MODELS
-from tests.questions import DRIVE, MACHINE
+from tests.questions import DRIVE, LLAMA, MACHINE
 from tests.training import budget, steps_of, wrap
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "vocab_size": 1024,
-}
 SPLIT: dict[str, Any] = {"micro_batches": 2, "micro_batch_size": 2, "sequence_length": 64}
 LITTLE: dict[str, Any] = {"schedule": "vertical", "delay": 0.0}
 """Little to choose: how well the planner does is no matter here."""

@@ -10,17 +10,10 @@ from penstock.planner.search import fits
 from penstock.planner.task import Task
 from penstock.shape.huggingface import HuggingFaceModel, model_shape
 from tests.planner.test_search import MIB, task
+from tests.questions import LLAMA
 
 POSITIONS = 20 * UNIT + 100
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": POSITIONS,
-    "vocab_size": 1024,
-}
+CONFIG = LLAMA | {"num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
 
 
 def asked(device: int) -> Task:

@@ -33,7 +33,7 @@ from penstock.shape.shipped import named
 from penstock.shape.transformer import from_config
 from penstock.sim.simulate import simulate
 from tests.programs import transformer
-from tests.questions import DRIVE, MACHINE, question, searched, times_for
+from tests.questions import DRIVE, LLAMA, MACHINE, question, searched, times_for
 
 ADAM32, ADAM16 = Format.of("fp32", 2), Format.of("bf16", 2)
 MIB = 1 << 20
@@ -187,15 +187,7 @@ def task(
     *, device: int = 8 * MIB, host: int = 40 * MIB, machine: Machine = MACHINE, waits: bool = False, layers: int = 4
 ) -> Task:
     shape = from_config(
-        {
-            "model_type": "llama",
-            "hidden_size": 128,
-            "intermediate_size": 352,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 512,
-            "vocab_size": 1024,
-        },
+        LLAMA | {"num_hidden_layers": layers, "max_position_embeddings": 512},
         name="small llama",
     )
     assert shape is not None

@@ -30,15 +30,6 @@ def set_initialised(parameter: nn.Parameter, value: bool) -> None:
         parameter.__dict__["_is_hf_initialized"] = value
 
 
-def is_cache(value: object) -> bool:
-    """True if something is a key-value cache of transformers, whose class is where it is documented, not exported.
-
-    Without: blocks would write to a cache in the forward, and again in the recomputation.
-    """
-    library = sys.modules.get("transformers.cache_utils")
-    return library is not None and isinstance(value, library.Cache)
-
-
 def has_adapters(module: nn.Module) -> bool:
     """True if a layer has low-rank adapters of peft. Without: they would begin as the linear layers that they are."""
     library = sys.modules.get("peft.tuners.lora.layer")
