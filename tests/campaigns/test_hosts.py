@@ -117,11 +117,12 @@ def test_a_host_whose_drives_are_lost_takes_the_state_over(
     """Two ranks on each host, which has a copy of the state."""
     if not campaign.full:
         pytest.skip("tests/ranks/test_copies.py has it without hosts")
-    words = [*WORDS, "--copies", "2", "--strands", "4"]
+    of_four = [word if word != "2" else "4" for word in WORDS]  # strands
+    words = [*of_four, "--copies", "2"]
     (alone := tmp_path / "alone").mkdir()
     write_run(alone, run=alone / "run")
     (alone / "host").mkdir()
-    done = warm.run(["-m", "penstock", *WORDS, "--strands", "4"], cwd=alone / "host", timeout=PATIENCE)
+    done = warm.run(["-m", "penstock", *of_four], cwd=alone / "host", timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     (folder := tmp_path / "several").mkdir()
     running = on_hosts(two_hosts, folder, "-c", SLOW, *words, each=2)
@@ -164,7 +165,7 @@ def test_a_host_that_is_killed_under_torchrun_is_named_and_all_go_on(
             [two_hosts.torchrun(host, 1, sys.executable, command)],
             [tmp_path / f"log{host}"],
             cwd=folders[host],
-            env=two_hosts.environment(),
+            env=two_hosts.environment({"TMPDIR": str(tmp_path)}),
         )
         for host in range(2)
     ]

@@ -102,6 +102,8 @@ class Watch:
         self._seen = dict.fromkeys(self._others, (b"", time.monotonic()))
         self._answered = time.monotonic()
         """time of the last answer of the store"""
+        self._cut_off = False
+        """True: the store does not answer, and may never"""
         self._failure: RankError | None = None
         self._all_ended = False
         self._ended: dict[int, float] = {}
@@ -117,6 +119,7 @@ class Watch:
     def failure(self) -> RankError | None:
         if self._failure is None and not self._over.is_set() and time.monotonic() - self._answered > _DEAF:
             said = f"{self._where_the_store_is()} has not answered for {_DEAF:.0f} s"
+            self._cut_off = True
             self._set(RankError(said), tell=False)
         return self._failure
 
@@ -154,13 +157,13 @@ class Watch:
         if self._over.is_set():
             return
         try:
-            told = self._in_time(lambda: self._store.set(f"ended/{self._rank}", ""))
+            told = not self._cut_off and self._in_time(lambda: self._store.set(f"ended/{self._rank}", ""))
             with self._looked:
                 while told and self.failure is None and not self._all_ended:
                     self._looked.wait(EVERY)
         finally:
             self._over.set()
-            self._thread.join(_UNNAMED)  # longer it takes only where the store does not answer any more
+            self._thread.join(0 if self._cut_off else _UNNAMED)
 
     def _set(self, failure: RankError, *, tell: bool) -> None:
         with self._looked:
