@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from penstock.cli import main, settings
 from penstock.cli.metrics import MetricsFile
@@ -41,6 +43,25 @@ def test_a_run_goes_on_from_its_folder_wherever_that_is_now(
     resumed = settings.load(Path("moved/config.yaml"))
     assert (resumed.run, resumed.budget.disk, resumed.steps) == ("moved", "moved/store", 4)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_in_tiles_goes_on_to_the_same_bits_and_exports_the_models_own_names(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles are 3 of the 32 tokens of a sequence."""
+    monkeypatch.chdir(tmp_path)
+    for run, steps in (("whole", "3"), ("run", "2")):
+        words = ["--run", run, "--budget.disk", f"{run}/store", "--steps", steps, "--mlp_tile", "3"]
+        assert main(["train", str(config), *words]) == 0
+    assert main(["resume", "run", "--steps", "3"]) == 0
+    assert settings.load(Path("run/config.yaml")).mlp_tile == 3
+    assert _numbers(Path("run"))[-1] == _numbers(Path("whole"))[-1]
+    for run in ("whole", "run"):
+        assert main(["export", run, f"{run}-out"]) == 0
+    files = [Path(f"{run}-out/model.safetensors") for run in ("whole", "run")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    model = AutoModelForCausalLM.from_pretrained("run-out")
+    assert load_file(files[1]).keys() >= {name for name, _ in model.named_parameters()}
 
 
 def test_what_cannot_be_resumed_says_why(

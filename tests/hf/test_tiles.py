@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.cli.changed import left_whole
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import tiled_mlps
 from tests import models
 from tests.engine.test_zoo import ADAMW, ZOO, built, steps_of
 from tests.models import MODELS
+from tests.runs import settings_for
 from tests.training import assert_same, budget, relative, train
 from tests.training import steps_of as case_steps
 
@@ -191,6 +193,17 @@ def test_what_has_no_part_to_tile_is_refused() -> None:
             tiled_mlps(model, 4)
     with pytest.raises(ConfigError, match="mlp_tile=0: must be at least 1 token"):
         tiled_mlps(built(ZOO["llama"]), 0)
+
+
+def test_the_blocks_that_stay_whole_are_said(tmp_path: Path) -> None:
+    config = settings_for(tmp_path, mlp_tile=4)
+    mixed = tiled_mlps(models.qwen3_moe(num_hidden_layers=3, mlp_only_layers=[0]), 4)
+    said = left_whole(mixed, config)
+    assert said is not None
+    assert said.startswith("mlp_tile=4: blocks without a feed-forward part that can be tiled, as those with experts")
+    assert "layers.0" not in said
+    assert all(f"model.layers.{i}" in said for i in (1, 2))
+    assert left_whole(tiled_mlps(built(ZOO["llama"]), 4), config) is None
 
 
 def test_hooks_and_other_forwards_are_refused_and_nothing_is_changed() -> None:

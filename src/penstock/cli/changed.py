@@ -4,7 +4,7 @@ from torch import nn
 
 from penstock.config import TrainConfig
 from penstock.hf.lora import with_adapters
-from penstock.hf.tiles import tiled_mlps
+from penstock.hf.tiles import blocks_without_tiles, tiled_mlps
 
 
 def changed(model: nn.Module, config: TrainConfig) -> nn.Module:
@@ -17,3 +17,20 @@ def changed(model: nn.Module, config: TrainConfig) -> nn.Module:
     if config.lora is not None:
         model = with_adapters(model, config.lora)
     return model if config.mlp_tile is None else tiled_mlps(model, config.mlp_tile)
+
+
+def left_whole(model: nn.Module, config: TrainConfig) -> str | None:
+    """A line on the blocks whose feed-forward parts stay whole although the settings ask for tiles; None: there are
+    none."""
+    names = () if config.mlp_tile is None else blocks_without_tiles(model)
+    if not names:
+        return None
+    listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+    return (
+        f"mlp_tile={config.mlp_tile}: blocks without a feed-forward part that can be tiled, as those with experts, "
+        f"stay whole: {listed}"
+    )
+
+
+_LISTED = 4
+"""Blocks that are named."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from penstock.cli.changed import changed
+from penstock.cli.changed import changed, left_whole
 from penstock.cli.claim import is_complete
 from penstock.cli.disk_summary import cost_of_a_kill, space
 from penstock.cli.durable import in_words, with_durability
@@ -114,6 +114,8 @@ def _start(
     if config.data.packing is True:
         check_keeps_apart(model.model)
     trained = _trained(model, config)
+    if (words := left_whole(trained[0], config)) is not None:
+        display.say(words)
     if config.loss_tile is not None:
         plain_head(trained[0], config.loss_tile)  # now, and not when all weights are in the store
     among = ranks.size if ranks.hosts == 1 else 1
@@ -208,11 +210,7 @@ def _train(
             engine = stack.enter_context(make_engine())
         run.state_made()
         if not config.budget.disk_paths:
-            snapshot = ranks.once("snapshot to go on from", lambda: newest(folder))
-            if snapshot is not None:
-                engine.load(snapshot)
-            elif run.step is not None:
-                raise StoreError(f"{folder}: the snapshot went away while the run was started: start it again")
+            _load_newest(engine, run)
         cost = cost_of_a_kill(config.budget, None)
         display.say(
             space(config.budget, ranks.size, ranks.hosts, ranks.host)
@@ -226,7 +224,6 @@ def _train(
             twice = f", {share:.0%} of the steps run twice" if share else ""
             said = f"{format_time(engine.expected_seconds)} a step predicted{twice}"
             display.say(f"{said}, from the model's own stages as they were timed here")
-        given: dict[Tier, int] = {"device": engine.budget.device_bytes, "host": engine.budget.host_bytes}
         stretch = Stretch(
             config=config,
             folder=folder,
@@ -237,17 +234,7 @@ def _train(
             train=batches,
             validation=validation,
             first=engine.step_count,
-            meter=Meter(
-                outline=Outline(
-                    steps=config.step_count,
-                    parameters=parameters,
-                    given=given,
-                    ranks=ranks.size,
-                    hosts=ranks.hosts,
-                    first=engine.step_count,
-                    yardstick=measure,
-                )
-            ),
+            meter=Meter(outline=_outline(config, engine, parameters, ranks, measure)),
             pace=Pace(),
         )
         missed = report_last(stretch)
@@ -264,6 +251,32 @@ def _train(
     if config.budget.disk_paths or config.budget.durability != "none":
         display.say(f"export   penstock export {folder} OUT writes the model as a Hugging Face folder")
     return code
+
+
+def _load_newest(engine: Engine, run: Joint) -> None:
+    """Go on from the newest snapshot in the folder of a run that has no disk.
+
+    Raises:
+        StoreError: the run has steps, and its snapshot is gone.
+    """
+    snapshot = run.ranks.once("snapshot to go on from", lambda: newest(run.folder))
+    if snapshot is not None:
+        engine.load(snapshot)
+    elif run.step is not None:
+        raise StoreError(f"{run.folder}: the snapshot went away while the run was started: start it again")
+
+
+def _outline(config: TrainConfig, engine: Engine, parameters: int, ranks: Ranks, measure: Yardstick) -> Outline:
+    given: dict[Tier, int] = {"device": engine.budget.device_bytes, "host": engine.budget.host_bytes}
+    return Outline(
+        steps=config.step_count,
+        parameters=parameters,
+        given=given,
+        ranks=ranks.size,
+        hosts=ranks.hosts,
+        first=engine.step_count,
+        yardstick=measure,
+    )
 
 
 def _in_steps(config: TrainConfig, data: Data) -> TrainConfig:

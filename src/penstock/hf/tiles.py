@@ -6,6 +6,7 @@ that it can be run tile by tile: what it keeps is then its input, and in the bac
 backward, before the next one. Everything else about the model is as it was.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -59,6 +60,15 @@ def tiled_mlps(model: nn.Module, tile: int) -> nn.Module:
     return model
 
 
+def blocks_without_tiles(model: nn.Module) -> tuple[str, ...]:
+    """The names of the blocks of which no part runs in tiles: of a model that is tiled, mostly those with experts."""
+    return tuple(
+        block.name
+        for block in find_blocks(model)
+        if not any(isinstance(vars(part).get("forward"), _Tiled) for part in block.module.modules())
+    )
+
+
 def _parts(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The feed-forward parts within a block, each with its name in the model."""
     for name, child in module.named_children():
@@ -74,7 +84,11 @@ def _parts(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _routes(module: nn.Module) -> bool:
     """True for experts and for what chooses between them: what they tell the loss is told of all tokens at once."""
     kind = type(module).__name__.lower()
-    return isinstance(module, nn.ModuleList) or any(word in kind for word in ("expert", "router", "moe"))
+    return isinstance(module, nn.ModuleList) or _ROUTING.search(kind) is not None
+
+
+_ROUTING = re.compile(r"expert|router|moe(block|layer)?$")
+"""The end of a class's name, or what is in it, in small letters; not the model's: Qwen3MoeMLP has no experts."""
 
 
 class _Tiled:
