@@ -3,6 +3,7 @@ step goes on; and all go on from their last step, bit by bit. Hosts are network 
 """
 
 import filecmp
+import re
 import shutil
 import sys
 import time
@@ -80,7 +81,8 @@ def test_a_host_that_is_cut_off_for_good_is_named_and_all_go_on(
         found, seconds = outcomes_after(running, lambda host=host: two_hosts.cut(host))  # type: ignore[misc]
         assert seconds < SOON, (host, seconds)
         assert all(code == 1 for code, _, _ in found), found
-        assert "rank 1 on host host1 has not answered for 8 s" in found[0][2]
+        # Whoever is first ends; that it has is seen from the other host, as processes are here.
+        assert re.search(r"rank 1 on host host1 (has not answered for 8 s|was killed)", found[0][2])
         assert "the host at 10.199.0.1, which has the ranks' common store, has not answered for 8 s" in found[1][2]
         two_hosts.mend(host)
         gone_on(two_hosts, folder, alone)
