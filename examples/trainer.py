@@ -5,10 +5,12 @@
     python examples/trainer.py --model runs/small/llama --data runs/small/chat.jsonl \\
         --template examples/small/chat.jinja --run runs/trainer --out runs/small/tuned
 
-Kill it when you like: the same command goes on from the last checkpoint, to the same numbers.
+Kill it when you like: the same command goes on from the last checkpoint, to the same numbers. In two processes:
+``torchrun --nproc-per-node 2 --max-restarts 3 -- examples/trainer.py --model ...``
 """
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ import penstock.hf
 
 
 def main(model: Path, data: Path, template: Path, run: Path, out: Path, steps: int) -> penstock.hf.Trainer:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this, and may start it again
+        penstock.torchrun_mesh()
     loaded = penstock.hf.load(model)  # no weights are read: the model has no memory yet
     tokenizer = AutoTokenizer.from_pretrained(loaded.folder)
     tokenizer.chat_template = template.read_text()

@@ -1,27 +1,30 @@
 """``transformers.Trainer`` on several ranks, each a process of its own: the run of one process with as many
-micro-batches a step, to the bit, whose files one of them writes.
+micro-batches a step, to the bit, whose files one of them writes. So do TRL's ``SFTTrainer`` and a loop on Fabric, with
+the figures of the libraries' own runs.
 """
 
 import json
 from contextvars import copy_context
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import TrainingArguments
-from trl import SFTConfig
 
 from penstock.compat.accelerate import Neighbours
+from penstock.compat.trl import Books
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import SFTTrainer
+from penstock.hf.sft_trainer import check_own
 from penstock.hf.trainer import NOTES, Notes
 from penstock.hf.training_arguments import check_arguments
-from tests.library_runs import in_memory, llama, shown
+from tests.library_runs import CLOSE, check_same, on_disk, shown
 from tests.ranks.launched import Launched
-from tests.ranks.trained import HELD_OUT, trainer
+from tests.ranks.trained import HELD_OUT, on_engine, trainer, tuned
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -32,7 +35,7 @@ def test_a_run_of_two_ranks_has_the_bits_of_one_that_did_not_stop(tmp_path: Path
     """The run has dropout, shuffled data, and a checkpoint within an epoch; what goes on begins with other values."""
     (two := tmp_path / "two").mkdir()
     (code, _, errors), (other, quiet, _) = Launched(2, ["-m", "tests.ranks.trained", two], ROOT).outcomes()
-    assert (code, other, quiet) == (0, 0, ""), errors
+    assert (code, other, quiet.split()) == (0, 0, []), errors  # preparing data prints empty lines
     one = trainer(tmp_path / "one", 4)
     one.train()
     one.save_model(str(tmp_path / "one" / "out"))
@@ -45,6 +48,21 @@ def test_a_run_of_two_ranks_has_the_bits_of_one_that_did_not_stop(tmp_path: Path
     ).read_bytes()
     np.testing.assert_array_equal(np.array(found["predicted"], np.float32), one.predict(HELD_OUT).predictions)
     one.end()
+    logged = json.loads((two / "trl" / "logged.json").read_text())
+    check_same([tuple(line) for line in logged["own"]], [tuple(line) for line in logged["plain"]])
+    tokens = [[value for _, key, value in logged[who] if key.endswith("num_tokens")] for who in ("own", "plain")]
+    assert tokens[0] == tokens[1] != []
+    alone = tuned(SFTTrainer, tmp_path / "alone", 4, engine=on_disk(tmp_path / "alone" / "store", strands=2))
+    alone.save_model(str(tmp_path / "alone" / "out"))
+    alone.end()
+    assert (two / "trl" / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "alone" / "out" / "model.safetensors"
+    ).read_bytes()
+    figures = json.loads((two / "fabric" / "figures.json").read_text())
+    torch.testing.assert_close(torch.tensor(figures["own"]), torch.tensor(figures["plain"]), **CLOSE)
+    *steps, _ = on_engine(tmp_path / "loop", 1, range(4))
+    assert [norm for _, norm in figures["own"][:-1]] == [norm for _, norm in steps]
+    assert all(norm > 0.5 for _, norm in steps)
 
 
 def test_ranks_that_take_turns_have_neighbouring_batches_of_each_step() -> None:
@@ -54,7 +72,22 @@ def test_ranks_that_take_turns_have_neighbouring_batches_of_each_step() -> None:
 
     assert dealt(10, 2, 2) == [0, 2, 1, 3, 4, 6, 5, 7, 8, 9]
     assert dealt(12, 3, 2) == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
-    assert dealt(7, 2, 2) == [0, 2, 1, 3, 4, 5, 6]  # three cannot be dealt out to two
+    assert dealt(7, 2, 2) == [0, 2, 1, 3, 4, 6, 5, 0]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_each_step_has_the_batches_that_the_library_takes_in_it(drop_last: bool) -> None:
+    """Also where examples do not fill an epoch's last step, or not even its first batches."""
+    for rows, processes, each in product(range(1, 30), (2, 3, 4), (1, 2, 3)):
+        plain = BatchSampler(SequentialSampler(range(rows)), 2, drop_last)
+        of_library, of_engine = (
+            [list(BatchSamplerShard(batches, processes, process)) for process in range(processes)]
+            for batches in (plain, Neighbours(plain, processes, each))
+        )
+        assert {len(found) for found in of_engine} == {len(of_library[0])}
+        for step in range(0, len(of_library[0]), each):
+            theirs, mine = ([found[step : step + each] for found in every] for every in (of_library, of_engine))
+            assert [batch for turn in zip(*theirs, strict=True) for batch in turn] == [b for own in mine for b in own]
 
 
 @pytest.fixture
@@ -80,11 +113,38 @@ def test_a_loss_that_gathers_is_refused_before_ranks_wait_for_each_other(
     assert found.accelerator.gather(torch.zeros(1)).shape == (1,)  # anywhere else it is the library's own
 
 
-def test_trls_trainer_is_refused(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    args = SFTConfig(str(tmp_path), report_to=[], bf16=False, use_cpu=True)
+def test_what_would_depend_on_who_has_which_micro_batch_is_refused(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, average_tokens_across_devices=False)
+    check_arguments(args)
     request.getfixturevalue("second_of_two")
-    with pytest.raises(ConfigError, match="one process of 2, and TRL's losses gather figures"):
-        SFTTrainer(model=llama(), args=args, train_dataset=Dataset.from_list([]), engine=in_memory())
+    with pytest.raises(ConfigError, match="average_tokens_across_devices=False cannot be honoured by several"):
+        check_arguments(args)
+
+
+def test_processes_that_could_not_be_started_again_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    request.getfixturevalue("second_of_two")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ConfigError, match=r"call penstock\.torchrun_mesh\(\) before the TrainingArguments"):
+        check_arguments(args)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    check_arguments(args)
+
+
+def test_a_loss_that_gathers_more_than_trls_own_is_refused() -> None:
+    with pytest.raises(ModelError, match="compute_loss gathers more"):
+        check_own(Books().count(torch.zeros(2)))
+    books = Books()
+    for value in (1, 2, 3, 4, 5):
+        check_own(books.count(torch.tensor(value)))
+    with pytest.raises(ModelError, match="compute_loss gathers more"):
+        check_own(books.of_processes("train", [books.counts, books.counts]))
+    books.counts.pop()
+    check_own(books.of_processes("train", [books.counts, books.counts]))
 
 
 def test_processes_that_the_arguments_do_not_know_of_are_refused(

@@ -1,12 +1,20 @@
-"""A run of ``penstock.hf.Trainer`` as torchrun starts it: it ends after a checkpoint, goes on from that, and saves."""
+"""Runs of libraries' loops as torchrun starts them: ``penstock.hf.Trainer``, which ends after a checkpoint, goes on
+from that, and saves; TRL's ``SFTTrainer`` and a loop on Fabric, the library's own and the engine's.
+"""
 
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.hf import Trainer
-from tests.library_runs import StopAfter, arguments, examples, llama, on_disk, shown
+import torch
+import trl
+from datasets import Dataset
+from lightning_fabric import Fabric
+
+from penstock.fabric import PenstockStrategy
+from penstock.hf import SFTTrainer, Trainer
+from tests.library_runs import COMMON, StopAfter, arguments, examples, llama, on_disk, shown, tokenizer
 
 DATA, HELD_OUT = examples(16), examples(5)
 
@@ -30,6 +38,91 @@ def trainer(folder: Path, each: int, seed: int = 0, **given: Any) -> Trainer:
     )
 
 
+def talks(count: int) -> Dataset:
+    """Prompts and completions of several lengths."""
+    words = ["all", "state", "on", "disk", "planned", "the", "same", "way", "in", "any", "machine"]
+    return Dataset.from_list(
+        [
+            {"prompt": " ".join(words[i % 7 :]), "completion": " " + " ".join(words[: 2 + 5 * i % 11])}
+            for i in range(count)
+        ]
+    )
+
+
+def tuned(cls: type[trl.SFTTrainer], folder: Path, each: int, **given: Any) -> trl.SFTTrainer:
+    """After two epochs of two steps, each of four micro-batches in all, and what an epoch's evaluation leaves over."""
+    settings = {"bf16": False, "eval_strategy": "epoch", "gradient_accumulation_steps": each}
+    trainer = cls(
+        model=llama(),
+        args=trl.SFTConfig(str(folder / "run"), **COMMON | settings, per_device_eval_batch_size=2),
+        train_dataset=talks(16),
+        eval_dataset=talks(5),
+        processing_class=tokenizer(),
+        **given,
+    )
+    trainer.train()
+    return trainer
+
+
+def fine_tune(folder: Path) -> dict[str, Any]:
+    """What both log, the engine's model being saved."""
+    plain = tuned(trl.SFTTrainer, folder / "plain", 2)
+    own = tuned(SFTTrainer, folder, 2, engine=on_disk(folder / "store", strands=2))
+    own.save_model(str(folder / "out"))
+    found = {"plain": shown(plain), "own": shown(own)}
+    own.end()
+    return found
+
+
+def looped(fabric: Fabric, mine: range, first: int = 0, last: int = 3, **paths: Path) -> list[Any]:
+    """Figures of all processes of a loop as users write it, whose steps have four micro-batches, of which this process
+    takes ``mine``: (loss, norm) of each step from ``first`` on, and losses in evaluation.
+    """
+    model = llama()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    state = {"model": model, "optimizer": optimizer, "done": 0}
+    if "resume" in paths:
+        fabric.load(paths["resume"], state)
+        assert state["done"] == first
+    batches = [{key: torch.tensor([row[key]]) for key in row} for row in examples(4 * last)]
+    found: list[Any] = []
+    for step in range(first, last):
+        losses = []
+        for i in mine:
+            with fabric.no_backward_sync(model, enabled=i < mine[-1]):
+                loss = model(**batches[4 * step + i]).loss
+                fabric.backward(loss / len(mine))
+            losses.append(loss.detach())
+        norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((float(fabric.all_reduce(sum(losses) / len(mine))), float(norm)))
+    model.eval()
+    with torch.no_grad():
+        found.append(fabric.all_gather(model(**batches[mine[0]]).loss).tolist())
+    if "save" in paths:
+        fabric.save(paths["save"], state | {"done": last})
+    return found
+
+
+def on_engine(disk: Path, devices: int, mine: range, *rest: Any, **paths: Path) -> list[Any]:
+    budget = on_disk(disk).budget
+    strategy = PenstockStrategy(budget=budget, plan=None, clip_grad_norm=0.5, strands=2)
+    found = looped(Fabric(accelerator="cpu", devices=devices, strategy=strategy), mine, *rest, **paths)
+    strategy.engine.close()
+    return found
+
+
+def loop(folder: Path) -> dict[str, list[Any]]:
+    folder.mkdir(exist_ok=True)
+    plain = Fabric(accelerator="cpu", devices=2)
+    plain.launch()
+    mine = range(2 * plain.global_rank, 2 * plain.global_rank + 2)
+    begun = on_engine(folder / "first", 2, mine, 0, 2, save=folder / "saved")
+    resumed = on_engine(folder / "second", 2, mine, 2, resume=folder / "saved")
+    return {"plain": looped(plain, mine), "own": begun[:2] + resumed}
+
+
 def main(folder: Path) -> None:
     stopped = trainer(folder, 2, callbacks=[StopAfter(3)])
     stopped.train()
@@ -42,6 +135,11 @@ def main(folder: Path) -> None:
         found = {"shown": shown(resumed), "predicted": predicted.predictions.tolist()}
         (folder / "found.json").write_text(json.dumps(found))
     resumed.end()
+    logged = fine_tune(folder / "trl")
+    figures = loop(folder / "fabric")
+    if resumed.is_world_process_zero():
+        (folder / "trl" / "logged.json").write_text(json.dumps(logged))
+        (folder / "fabric" / "figures.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

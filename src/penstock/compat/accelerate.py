@@ -2,13 +2,16 @@
 their public names.
 """
 
+import atexit
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, cycle, islice
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import distributed as dist
 from torch.utils.data import BatchSampler
 
 
@@ -42,28 +45,71 @@ def before_gather(accelerator: Accelerator, check: Callable[[], None]) -> None:
     accelerator.gather = gathered
 
 
-def deal_neighbours(loader: Any, micro_batches: int) -> None:
+def keep_processes(accelerator: Accelerator) -> None:
+    """Have the end of training leave the processes' group to whatever comes after it, until they end. Without: whoever
+    starts ``torch.distributed`` anew, as the arguments of the next trainer do, may look for the group before for ever.
+    """
+
+    def end() -> None:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        atexit.unregister(_leave)
+        atexit.register(_leave)
+
+    accelerator.end_training = end
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def note_metrics(accelerator: Accelerator, note: Callable[[Any], bool]) -> None:
+    """Have ``note`` see all that is gathered for metrics. Where it returns True nothing is gathered, and the caller
+    goes on with what this process has.
+    """
+    gather = accelerator.gather_for_metrics
+
+    def gathered(data: Any, *args: Any, **kwargs: Any) -> Any:
+        return data if note(data) else gather(data, *args, **kwargs)
+
+    accelerator.gather_for_metrics = gathered
+
+
+def counted_values(accelerator: Accelerator) -> int | None:
+    """How many of the values that processes gather for metrics count, those of the first ones: accelerate takes them
+    for examples, and drops what is more than an epoch's examples in its last batches. None: all of them.
+    """
+    state = accelerator.gradient_state
+    return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+
+def deal_neighbours(loader: Any, micro_batches: int) -> bool:
     """Have each of several processes take neighbouring ``micro_batches`` of each step, where it would take every n-th
-    of n processes. Then a step's micro-batches, process by process, are in the order that one process has them in. A
-    loader that deals out in another way (pieces of batches, an iterable dataset) stays as it is.
+    of n processes. Then a step's micro-batches, process by process, are in the order that one process has them in.
+    False: the loader deals out in another way (pieces of batches, an iterable dataset), and stays as it is.
     """
     shard = getattr(loader, "batch_sampler", None)
-    if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1 and not shard.split_batches:
-        shard.batch_sampler = Neighbours(shard.batch_sampler, shard.num_processes, micro_batches)
+    if not isinstance(shard, BatchSamplerShard) or shard.num_processes == 1 or shard.split_batches:
+        return False
+    shard.batch_sampler = Neighbours(shard.batch_sampler, shard.num_processes, micro_batches)
+    return True
 
 
 class Neighbours(BatchSampler):
     """Batches in the order in which processes take them in turns, so that each has neighbours. For two with two batches
     a step, of ``0 1 2 3`` that is ``0 2 1 3``: the first takes ``0 1``.
 
-    At the end of an epoch there may be fewer; if they cannot be dealt out evenly they stay as they are.
+    At the end of an epoch all processes have as many, as accelerate would have it: what is missing is taken from the
+    epoch's beginning, or what is too much is dropped.
     """
 
     def __init__(self, batches: BatchSampler, processes: int, each: int) -> None:
         """``each``: batches of a step that a process has."""
         self.batches = batches
         self.processes, self.each = processes, each
-        self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
+        self._size: int | None = getattr(batches, "batch_size", None)  # a user's own sampler may have none
+        self.batch_size, self.drop_last = self._size, getattr(batches, "drop_last", False)  # type: ignore[assignment]
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
@@ -74,14 +120,33 @@ class Neighbours(BatchSampler):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        step: list[list[int]] = []
-        for batch in self.batches:
-            step.append(batch)
-            if len(step) == self.processes * self.each:
-                yield from self._in_turns(step)
-                step = []
-        yield from step if len(step) % self.processes else self._in_turns(step)
+        all_rows = self._rows()
+        while rows := list(islice(all_rows, self.each)):
+            for turn in range(len(rows)):
+                for process in range(self.processes):
+                    place = process * len(rows) + turn
+                    yield rows[place // self.processes][place % self.processes]
 
-    def _in_turns(self, step: list[list[int]]) -> Iterator[list[int]]:
-        each = len(step) // self.processes
-        return (step[process * each + turn] for turn in range(each) for process in range(self.processes))
+    def _rows(self) -> Iterator[list[list[int]]]:
+        """A batch for each process, again and again."""
+        first: list[list[int]] | None = None
+        row: list[list[int]] = []
+        for batch in self.batches:
+            if len(row) == self.processes:
+                yield row
+                row = []
+            row.append(batch)
+            if len(row) == self.processes and first is None:
+                first = row
+        if row and not self.drop_last:
+            yield self._filled(row, first or row)
+        elif len(row) == self.processes:
+            yield row
+
+    def _filled(self, row: list[list[int]], first: list[list[int]]) -> list[list[int]]:
+        """The last batches, with as much of the first ones as is missing, over and over if need be."""
+        if self._size is None:
+            return list(islice(chain(row, cycle(first)), self.processes))
+        spare = cycle(chain.from_iterable(first))
+        missing: list[list[int]] = [[]] * (self.processes - len(row))
+        return [[*batch, *islice(spare, self._size - len(batch))] for batch in [*row, *missing]]

@@ -1,8 +1,11 @@
 """Private names of TRL: where its ``SFTTrainer`` keeps books."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from trl.trainer.sft_trainer import SFTTrainer
 
 __all__ = ["Bookkeeping", "Books", "SFTTrainer"]
@@ -17,11 +20,38 @@ def _empty() -> Metrics:
 @dataclass(kw_only=True)
 class Books:
     """The notes that ``compute_loss`` makes beside the loss: entropy, accuracy of tokens and the like, and tokens
-    trained on.
+    trained on. ``counts``: what it has gathered from all processes to make them of, as this one has it.
     """
 
     metrics: Metrics = field(default_factory=_empty)
     tokens: int = 0
+    counts: list[float] = field(default_factory=list)
+
+    def count(self, gathered: Any) -> bool:
+        """Keep what ``compute_loss`` gathers. False: it is something that TRL's own does not gather."""
+        is_count = isinstance(gathered, torch.Tensor) and gathered.dim() == 0
+        if is_count:
+            self.counts.append(gathered.item())
+        return is_count
+
+    def of_processes(self, mode: str, counts: Sequence[Sequence[float]]) -> bool:
+        """Make the notes of one micro-batch those of several: what each of their processes has counted. False: it has
+        counted something else than TRL does.
+
+        TRL gathers the labels, the sum of their entropies, those that were predicted, in training the tokens, and the
+        balance loss of experts where a model has one. It adds them up, and takes the mean of the last.
+        """
+        training, balanced = mode == "train", "aux_loss" in self.metrics[mode]
+        if any(len(row) != 3 + training + balanced for row in counts):
+            return False
+        labels, entropy, predicted, *more = (sum(column) for column in zip(*counts, strict=True))
+        self.metrics[mode]["entropy"] = [entropy / labels if labels else 0.0]
+        self.metrics[mode]["mean_token_accuracy"] = [predicted / labels if labels else 0.0]
+        if training:
+            self.tokens = int(more[0])
+        if balanced:
+            self.metrics[mode]["aux_loss"] = [more[-1] / len(counts)]
+        return True
 
 
 class Bookkeeping:

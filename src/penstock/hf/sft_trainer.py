@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from penstock.compat.accelerate import counted_values, note_metrics
 from penstock.compat.trl import Bookkeeping, Books
 from penstock.compat.trl import SFTTrainer as PlainSFTTrainer
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ModelError
 from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.trainer import EngineMixin, Piece, current_notes
 
@@ -26,13 +27,16 @@ class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
             )
         super().__init__(*args, engine=engine, **kwargs)
 
-    def check_args(self, args: Any) -> None:
-        super().check_args(args)
-        if args.world_size > 1:
-            raise ConfigError(
-                f"this is one process of {args.world_size}, and TRL's losses gather figures from all of them within "
-                "each forward, which is not there yet: start it in one process, or use penstock.hf.Trainer"
-            )
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.world_size > 1:
+            note_metrics(self.accelerator, self._note)
+
+    def _note(self, gathered: Any) -> bool:
+        """Keep what a forward would gather; processes tell each other after the step."""
+        if self.is_in_forward():
+            check_own(self.books.count(gathered))
+        return self.is_in_forward()
 
     @property
     def books(self) -> Books:
@@ -47,6 +51,8 @@ class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
     def _after_pieces(self, pieces: list[Piece]) -> None:
         """Enter what each micro-batch has noted, in their order."""
         kept = self.books
+        if self.args.world_size > 1:
+            self._count_with_others(pieces)
         for books in (piece.notes.books for piece in pieces):
             if books is None:
                 continue
@@ -57,3 +63,23 @@ class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
                     kept.metrics[mode][name] = (
                         [kept.tokens] if name == "num_tokens" else kept.metrics[mode][name] + values
                     )
+
+    def _count_with_others(self, pieces: list[Piece]) -> None:
+        """Make the notes of a micro-batch those of all that processes have at the same time."""
+        assert self.model is not None
+        mode = "train" if self.model.training else "eval"
+        found = [None if piece.notes.books is None else piece.notes.books.counts for piece in pieces]
+        with self._ranks.together():
+            of_ranks = self._ranks.gather_objects("figures for logs", found)
+            for piece, counts in zip(pieces, self.at_a_time(of_ranks), strict=True):
+                if piece.notes.books is not None:
+                    check_own(piece.notes.books.of_processes(mode, counts[: counted_values(self.accelerator)]))
+
+
+def check_own(own: bool) -> None:
+    """Refuse what ``compute_loss`` has gathered within a forward if it is not what TRL's ``own`` does."""
+    if not own:
+        raise ModelError(
+            "compute_loss gathers more from other processes than TRL's own does, whose forwards do not run at the same "
+            "time: let it use what this process has alone"
+        )

@@ -10,17 +10,17 @@ A micro-batch goes through the engine as a mapping that also carries a ``Piece``
 
 import contextvars
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from torch import nn
 
-from penstock.compat.accelerate import before_gather, deal_neighbours, never_wrap, note_skipped
+from penstock.compat.accelerate import before_gather, deal_neighbours, keep_processes, never_wrap, note_skipped
 from penstock.compat.transformers import TrainerSteps
 from penstock.config import fields_of
 from penstock.engine import start
@@ -39,6 +39,8 @@ from penstock.ranks.start import torchrun_mesh
 from penstock.state.stats import StepStats
 from penstock.tape import trees
 from penstock.tape.guard import guard
+
+T = TypeVar("T")
 
 _PIECE = "penstock_piece"
 _FOREIGN = ("optimizers", "model_init")
@@ -93,6 +95,7 @@ class EngineMixin(TrainerSteps):
         self._engine_arguments = engine
         self._engine: Engine | None = None
         self._ranks: Ranks = ALONE  # until there is an engine, whose ranks they are
+        self._has_neighbours = False  # how the data for training are dealt out
         self._collected: list[tuple[dict[str, Any], float]] = []
         self._stats: StepStats | None = None
         self._items: Any = None  # of the micro-batch that is evaluated
@@ -114,9 +117,11 @@ class EngineMixin(TrainerSteps):
     # ---- the engine
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The library's own, which must neither wrap the model for several processes nor gather in a forward."""
+        """The library's own, which must neither wrap the model for several processes nor gather in a forward, and must
+        leave their group as it is at the end."""
         super().create_accelerator_and_postprocess()
         never_wrap(self.accelerator)
+        keep_processes(self.accelerator)
         before_gather(self.accelerator, self._check_gather)
 
     def _check_gather(self) -> None:
@@ -216,8 +221,17 @@ class EngineMixin(TrainerSteps):
     def get_train_dataloader(self) -> Any:
         """The library's own, of several processes so that a step's micro-batches are in the order of one process."""
         loader = super().get_train_dataloader()
-        deal_neighbours(loader, self.args.gradient_accumulation_steps)
+        self._has_neighbours = deal_neighbours(loader, self.args.gradient_accumulation_steps)
         return loader
+
+    def at_a_time(self, of_ranks: Sequence[Sequence[T]]) -> list[Sequence[T]]:
+        """What each rank has of each micro-batch of the step just taken, by the micro-batches that ranks have at the
+        same time when the library deals them out.
+        """
+        if not self._has_neighbours:
+            return list(zip(*of_ranks, strict=True))
+        in_order = [found for rank in of_ranks for found in rank]
+        return [in_order[i : i + len(of_ranks)] for i in range(0, len(in_order), len(of_ranks))]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The engine's optimizer, which the library's loop and learning rate schedules take for one of torch's."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.ranks.start import can_start_again
 
 KEPT = frozenset(
     {
@@ -134,6 +135,17 @@ def check_arguments(args: Any) -> None:
         raise ConfigError(
             "accelerator_config: even_batches=False cannot be honoured by several processes, which need as many "
             "micro-batches each: leave it out, or set dataloader_drop_last=True"
+        )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ConfigError(
+            "average_tokens_across_devices=False cannot be honoured by several processes: each would divide by the "
+            "labels of its own micro-batches, and the engine deals those out in another order. Leave it out"
+        )
+    if args.world_size > 1 and not can_start_again():
+        raise ConfigError(
+            "torchrun was told to start the processes again if one fails (--max-restarts), and the TrainingArguments "
+            "have started torch.distributed, which may look for those of the attempt before then: call "
+            "penstock.torchrun_mesh() before the TrainingArguments are made"
         )
     if args.load_best_model_at_end and args.save_only_model:
         raise ConfigError(

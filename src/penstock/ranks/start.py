@@ -18,6 +18,13 @@ from penstock.ranks.waiting import beside
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(minutes=30)
 """Patience of a rank with others that load a model, or plan; one that is gone is noticed at once."""
+_started = False
+
+
+def can_start_again() -> bool:
+    """True if a run that ``torchrun`` starts again (``--max-restarts``) finds nothing of the run before, or will not be
+    started again."""
+    return _started or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) == 0
 
 
 def torchrun_mesh(device: str | None = None, *, copies: int = 1) -> DeviceMesh:
@@ -67,6 +74,8 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1) -> DeviceMesh:
             f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
         )
         _start(kind, local, attempt, rank, size)
+        global _started
+        _started = True
     if copies == 1:
         return init_device_mesh(kind, (size,), mesh_dim_names=(SHARD,))
     return init_device_mesh(kind, (copies, size // copies), mesh_dim_names=(REPLICATE, SHARD))
