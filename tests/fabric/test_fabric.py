@@ -393,7 +393,7 @@ MISUSES = {
     misuse_state_dict: "the model's weights are the engine's",
     misuse_saving_the_model_alone: "the model and its optimizer together",
     misuse_loading_without_objects: "fabric.load.. needs state=",
-    misuse_two_devices: r"Fabric\(devices=1, num_nodes=1\)",
+    misuse_two_devices: "torchrun --nproc-per-node 2 SCRIPT",
     misuse_double: "precision='64-true' cannot be honoured",
 }
 

@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "state",
         "store",
     },
-    "fabric": _LOOPS,
+    "fabric": _LOOPS | {"ranks"},
     "hf": _LOOPS | {"ranks"},
     "cli": _LOOPS - {"compat", "tape"} | {"doctor", "hf", "planner", "ranks", "report", "shape", "sim"},
 }

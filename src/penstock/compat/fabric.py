@@ -1,15 +1,38 @@
 """Private names of Lightning Fabric: the steps of a strategy that it has no public names for."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from lightning_fabric import fabric
 from lightning_fabric.plugins.precision import Precision
 from lightning_fabric.strategies.single_device import SingleDeviceStrategy
+from lightning_fabric.utilities.apply_func import convert_to_tensors
+from lightning_fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
+from torch import distributed as dist
 
-__all__ = ["OneDevice", "Precision"]
+from penstock.compat.torch import tree_map_only
+
+__all__ = ["OneDevice", "Precision", "resolve_first"]
+
+
+def resolve_first(kind: type, value_of: Callable[[Any], Any]) -> None:
+    """Have values of a kind taken for what they stand for, where Fabric tells other processes of them.
+
+    A function is put in the place of Fabric's ``convert_to_tensors``. Without: it would leave them as they are, and
+    each process would go on with its own.
+    """
+
+    def converted(data: Any, device: torch.device | str | int) -> Any:
+        return convert_to_tensors(tree_map_only(kind, value_of, data), device)
+
+    vars(fabric)["convert_to_tensors"] = converted
 
 
 class OneDevice(SingleDeviceStrategy):
-    """A strategy on one device that Fabric may give several to: then ``check_devices`` says no."""
+    """A strategy on one device in each of ``world_size`` processes. Fabric may give it several: ``check_devices`` says
+    no, or which process this is.
+    """
 
     num_nodes = 1
     _num_nodes = 1
@@ -22,6 +45,33 @@ class OneDevice(SingleDeviceStrategy):
     def check_devices(self) -> None:
         """To be overridden. Raises: whatever is to be said about devices that cannot be used."""
         raise NotImplementedError
+
+    # ---- several processes, each of which deals with the others as under Fabric's own strategies
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        return None if self.world_size == 1 else {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op) if self.world_size > 1 else tensor
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        return _all_gather_ddp_if_available(tensor, group, sync_grads) if self.world_size > 1 else tensor
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.world_size == 1:
+            return obj
+        found = [obj]
+        dist.broadcast_object_list(found, src)
+        return found[0]
 
     def _configure_launcher(self) -> None:
         """Called once Fabric has set the devices, and before any process is started.

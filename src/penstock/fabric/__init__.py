@@ -5,7 +5,7 @@
 
 Importing the package itself imports neither torch nor Lightning. May import: ``errors``, ``files``, ``documents``,
 ``compat``, ``config``, ``schedule``, ``hardware``, ``loss``, ``tape``, ``store``, ``optim``, ``data``, ``state``,
-``engine``.
+``ranks``, ``engine``.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,29 +1,34 @@
 """The strategy: Fabric's ``setup``, ``backward``, ``clip_gradients``, ``step``, ``save`` and ``load`` on one engine."""
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.compat.fabric import OneDevice
+from penstock.compat.fabric import OneDevice, resolve_first
 from penstock.compat.fabric import Precision as Plugin
 from penstock.compat.torch import note_step
 from penstock.config import Precision, fields_of
 from penstock.config.meanings import takes
 from penstock.config.step import check_clip
-from penstock.engine.arguments import LoopArguments, check_seed
+from penstock.engine.arguments import LoopArguments, WrapArguments, check_seed
 from penstock.engine.device import resolve_device
 from penstock.engine.engine import Engine
-from penstock.engine.wrap import wrap
+from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError, NonFiniteError, StoreError
 from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, inputs_of, run, spend
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
 from penstock.optim.precision import precision_of_weights
+from penstock.ranks.group import ALONE, Ranks, join
+from penstock.ranks.start import torchrun_mesh
 from penstock.tape import trees
 from penstock.tape.guard import guard
 
@@ -36,6 +41,7 @@ _PRECISIONS: Mapping[str, Precision | None] = {
 }
 _ROOT = "penstock_deferred"
 _SNAPSHOT, _REST = "penstock.snapshot", "state.pt"
+resolve_first(Deferred, Deferred.resolve)
 _TOGETHER = "fabric.setup(model, optimizer): the engine needs the model and its optimizer together"
 
 
@@ -67,6 +73,9 @@ class PenstockStrategy(OneDevice):
     In training ``model(...)`` returns a ``Deferred`` (see there), and ``optimizer.step()`` runs every micro-batch whose
     loss was given to ``fabric.backward`` since the last step. Under ``torch.no_grad()`` and ``model.eval()`` the model
     runs at once and returns its outputs.
+
+    ``torchrun --nproc-per-node N`` starts N processes, with ``Fabric(devices=N)``: each runs its own micro-batches, and
+    gradients are the mean of all, as under Fabric's own strategies.
     """
 
     @takes(StrategyArguments)
@@ -75,6 +84,8 @@ class PenstockStrategy(OneDevice):
         self._clip = asked.clip_grad_norm
         self._compute: Precision | None = None
         self._devices: list[torch.device] = []
+        self._mesh: DeviceMesh | None = None
+        self._ranks: Ranks = ALONE  # until there is an engine, whose ranks they are
         self._engine: Engine | None = None
         self._given: torch.optim.Optimizer | None = None
         self._collected: list[Deferred] = []
@@ -114,11 +125,26 @@ class PenstockStrategy(OneDevice):
 
     @property
     def root_device(self) -> torch.device:
-        return self._devices[0] if self._devices else torch.device("cpu")
+        return self._devices[self.local_rank] if self._devices else torch.device("cpu")
 
     def check_devices(self) -> None:
-        if len(self._devices) > 1 or self.host_count > 1:
-            raise ConfigError("the engine trains in one process on one device: Fabric(devices=1, num_nodes=1)")
+        """Refuse more devices, or fewer, than ``torchrun`` has started processes; or take this process's place among
+        them."""
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        hosts = max(self.host_count, int(os.environ.get("GROUP_WORLD_SIZE", 1)) if by_torchrun else 1)
+        if hosts > 1:
+            raise ConfigError(f"Fabric on {hosts} hosts is not there yet: start all processes on one, and num_nodes=1")
+        started = int(os.environ["WORLD_SIZE"]) if by_torchrun else 1
+        if len(self._devices) != started:
+            raise ConfigError(
+                f"Fabric(devices={len(self._devices)}) in a run of {started} process(es): the engine trains on one "
+                f"device in each. Start it with torchrun --nproc-per-node {len(self._devices)} SCRIPT, or give devices="
+                f"{started}"
+            )
+        if started > 1:
+            self._mesh = torchrun_mesh(self._devices[0].type)
+            self.global_rank, self.world_size = self._mesh.get_rank(), started
+            self.local_rank = int(os.environ["LOCAL_RANK"])
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """For ``fabric.init_module``: with ``empty_init`` on the meta device, where a model takes no memory."""
@@ -140,14 +166,21 @@ class PenstockStrategy(OneDevice):
         (given,) = optimizers
         names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         spec = spec_of_optimizer(given, names)
-        engine = wrap(
-            module,
+        device = resolve_device(self.root_device)
+        asked = WrapArguments(
             optimizer=spec,
             precision=self._compute or precision_of_weights(module),
-            device=resolve_device(self.root_device),
+            device=device,
             loss_fn=_loss_of_root,
             **fields_of(self._asked, StrategyArguments),
         )
+        ranks = join(self._mesh, device)
+        try:
+            engine = wrap_among(ranks, module, asked)
+        except BaseException:
+            ranks.close()
+            raise
+        self._ranks = ranks
         # A learning rate schedule made before holds the given optimizer: what it writes there must count.
         engine.optimizer.param_groups = given.param_groups
         guard(module, "use fabric.save and fabric.load, or strategy.engine")
@@ -229,7 +262,8 @@ class PenstockStrategy(OneDevice):
         for root in roots:
             check_unchanged(root)
         micro_batches = [recorded.inputs | {_ROOT: recorded} for recorded in map(_Recorded, roots)]
-        stats = self.engine.step(micro_batches, loss_weights=[1.0] * len(roots))
+        # the mean of all processes, as Fabric's own strategies have it
+        stats = self.engine.step(micro_batches, loss_weights=[1.0 / self.world_size] * len(roots))
         assert self._given is not None
         note_step(self._given)  # its learning rate schedule looks there
         for root in roots:
@@ -251,14 +285,19 @@ class PenstockStrategy(OneDevice):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002 - Lightning's name
     ) -> None:
-        """Write a folder: a snapshot of the engine for the model and the optimizer, and the rest of ``state``."""
+        """Write a folder: a snapshot of the engine for the model and the optimizer, and the rest of ``state``, which of
+        several processes is the first's."""
         if filter or storage_options is not None:
             raise ConfigError("fabric.save(filter=..., storage_options=...) cannot be honoured: a snapshot is whole")
         folder, rest = Path(path), self._rest_of(state)
         folder.mkdir(parents=True, exist_ok=True)
         self.engine.save(folder / _SNAPSHOT, overwrite=True)
         kept = self.plain(rest)
-        self.checkpoint_io.save_checkpoint({"step": self.engine.step_count, "state": kept}, folder / _REST)
+        whole = {"step": self.engine.step_count, "state": kept}
+        with self._ranks.together():
+            self._ranks.once(
+                "the rest of a checkpoint", partial(self.checkpoint_io.save_checkpoint, whole, folder / _REST)
+            )
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
