@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.planner.longest import UNIT, Longest, longest
+from penstock.planner.longest import SHORTEST, Longest, longest
 from penstock.planner.search import fits
 from penstock.planner.task import Task
 from penstock.shape.huggingface import HuggingFaceModel, model_shape
 from tests.planner.test_search import MIB, task
 from tests.questions import LLAMA
 
-POSITIONS = 20 * UNIT + 100
+POSITIONS = 5220
 CONFIG = LLAMA | {"num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
 
 
@@ -30,16 +30,22 @@ def test_what_is_longer_does_not_fit(device: int) -> None:
     found = longest(of)
     assert found is not None
     assert not found.all
-    assert UNIT <= found.tokens < POSITIONS
+    assert SHORTEST <= found.tokens < POSITIONS
     assert with_length(of, found.tokens)
-    assert not with_length(of, found.tokens + UNIT)
+    assert not with_length(of, found.tokens + 1)
 
 
 def test_where_memory_is_plenty_the_models_positions_are_all() -> None:
     of = asked(1 << 30)
-    assert longest(of) == Longest(tokens=20 * UNIT, all=True)
+    assert longest(of) == Longest(tokens=POSITIONS, all=True)
     with pytest.raises(ConfigError, match="takes at most"):
-        with_length(of, 21 * UNIT)
+        with_length(of, POSITIONS + 1)
+
+
+@pytest.mark.parametrize("positions", [7, 300])
+def test_a_model_of_few_positions_is_told_all_of_them(positions: int) -> None:
+    of = replace(asked(1 << 30), shape=model_shape({**CONFIG, "max_position_embeddings": positions}, kind="cpu"))
+    assert longest(of) == Longest(tokens=positions, all=True)
 
 
 def test_too_little_for_any_is_said() -> None:

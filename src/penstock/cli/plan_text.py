@@ -13,7 +13,7 @@ from penstock.planner.ask import PlanReport
 from penstock.planner.batches import Point
 from penstock.planner.durability import kill_seconds
 from penstock.planner.forecast import Forecast
-from penstock.planner.longest import UNIT, Longest
+from penstock.planner.longest import SHORTEST, Longest
 from penstock.planner.update_mode import steps_early
 from penstock.planner.whole_run import WholeRun
 from penstock.report.sentence import format_time, share_of_life
@@ -65,8 +65,8 @@ def describe(report: PlanReport, *, wide: bool) -> str:
 def describe_longest(found: Longest | None) -> str:
     """A line on the longest sequences that fit."""
     if found is None:
-        return f"longest     not even sequences of {UNIT} tokens fit, or the model takes fewer"
-    why = f"the model does not take {UNIT} more" if found.all else "in micro-batches of one sequence"
+        return f"longest     not even sequences of {SHORTEST} tokens fit"
+    why = "and the model takes no more" if found.all else "in micro-batches of one sequence"
     return f"longest     sequences of {found.tokens:,} tokens fit, {why}"
 
 
