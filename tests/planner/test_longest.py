@@ -58,7 +58,6 @@ def test_tiles_make_room_for_longer_ones() -> None:
     whole = asked(12 * MIB)
     assert isinstance(whole.shape, HuggingFaceModel)
     tiled = replace(whole, shape=replace(whole.shape, change=lambda model: tiled_mlps(model, 128)))
-    first, second = longest(whole), longest(tiled)
+    first = longest(whole)
     assert first is not None
-    assert second is not None
-    assert second.tokens >= 1.5 * first.tokens
+    assert with_length(tiled, first.tokens * 3 // 2)

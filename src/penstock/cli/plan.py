@@ -42,7 +42,7 @@ class FileArguments(Words):
     | ``ranks`` N | plan for N processes on the machine that share the model's state, for a file's settings |
     | ``disk_free`` | disk space that may be used, if not what the profile says |
     | ``tbw`` | terabytes that each drive is rated for, if not what the profile says |
-    | ``longest`` | also look for the longest sequences that fit, which may take half a minute more |
+    | ``longest`` | also look for the longest sequences that fit, which may take a minute more |
     | ``epoch_tokens`` N | tokens in the training data (100M, 1.5B), for a file that gives epochs: how long these take,
     and what share of the drives' life |
     | ``json`` | print everything as JSON |
