@@ -3,7 +3,8 @@
 A block's backward needs what its forward kept, and of a transformer's block about half of that is of its feed-forward
 part: three or four tensors that are several times as wide as the hidden state. Each token goes through it alone, so
 that it can be run tile by tile: what it keeps is then its input, and in the backward each tile runs once more, and
-backward, before the next one. Everything else about the model is as it was.
+backward, before the next one. So it is with norms that go over to fp32, whose backward makes seven such tensors of all
+tokens. Everything else about the model is as it was.
 """
 
 import re
@@ -20,12 +21,14 @@ from penstock.tape import trees
 from penstock.tape.blocks import find_blocks
 from penstock.tape.likeness import alike, sample
 
+_ATTENTION = ("attn", "attention")
 _NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "ff", "densereludense")
 """Names that models give to the feed-forward part of a block, in small letters."""
 
 
 def tiled_mlps(model: nn.Module, tile: int) -> nn.Module:
-    """The same model, whose blocks run their feed-forward parts on ``tile`` tokens of a micro-batch at a time.
+    """The same model, whose blocks run their feed-forward parts on ``tile`` tokens of a micro-batch at a time, and so
+    its norms that are computed in fp32 step by step (RMSNorm of transformers' models), but for those within attention.
 
     For parts that take hidden states, [..., tokens, h], as their only tensor, give back one of that shape, and treat
     each token alone, which is tried when they first run. Equal to the whole part but for rounding: its products have
@@ -47,6 +50,7 @@ def tiled_mlps(model: nn.Module, tile: int) -> nn.Module:
             f"{', '.join(_NAMES)}) without experts, so none can be run in tiles: set mlp_tile to null (in Python: "
             "leave tiled_mlps out)"
         )
+    found += _norms(model)
     for name, part in found:
         own = vars(part).get("forward")
         if (own is not None and not isinstance(own, _Tiled)) or any(map(has_backward_hooks, part.modules())):
@@ -61,11 +65,11 @@ def tiled_mlps(model: nn.Module, tile: int) -> nn.Module:
 
 
 def blocks_without_tiles(model: nn.Module) -> tuple[str, ...]:
-    """The names of the blocks of which no part runs in tiles: of a model that is tiled, mostly those with experts."""
+    """The names of the blocks without feed-forward parts in tiles: of a tiled model, mostly those with experts."""
     return tuple(
         block.name
         for block in find_blocks(model)
-        if not any(isinstance(vars(part).get("forward"), _Tiled) for part in block.module.modules())
+        if not any(isinstance(vars(p).get("forward"), _Tiled) for _, p in _parts(block.name, block.module))
     )
 
 
@@ -79,6 +83,15 @@ def _parts(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield path, child
         else:
             yield from _parts(path, child)
+
+
+def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The norms of a model's own code that make fp32 copies of all tokens of the hidden states. Those of queries and
+    keys go with their heads."""
+    for name, module in model.named_modules():
+        within = any(word in name.rpartition(".")[0].lower() for word in _ATTENTION)
+        if not within and "rmsnorm" in type(module).__name__.lower() and not isinstance(module, nn.RMSNorm):
+            yield name, module
 
 
 def _routes(module: nn.Module) -> bool:
