@@ -3,20 +3,24 @@
 from torch import nn
 
 from penstock.config import TrainConfig
+from penstock.hf.heads import split_attention
 from penstock.hf.lora import with_adapters
 from penstock.hf.tiles import blocks_without_tiles, tiled_mlps
 
 
 def changed(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """The module to train: with adapters, and feed-forward parts in tiles, where the settings ask for them.
+    """The module to train: with adapters, feed-forward parts in tiles and attention in pieces, where the settings ask
+    for them.
 
     Raises:
-        ConfigError: as ``with_adapters``.
-        ModelError: as ``tiled_mlps``.
+        ConfigError: as ``with_adapters`` and ``split_attention``.
+        ModelError: as ``tiled_mlps`` and ``split_attention``.
     """
     if config.lora is not None:
         model = with_adapters(model, config.lora)
-    return model if config.mlp_tile is None else tiled_mlps(model, config.mlp_tile)
+    if config.mlp_tile is not None:
+        model = tiled_mlps(model, config.mlp_tile)
+    return model if config.attention_heads is None else split_attention(model, config.attention_heads)
 
 
 def left_whole(model: nn.Module, config: TrainConfig) -> str | None:

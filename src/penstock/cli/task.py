@@ -73,8 +73,8 @@ def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
 
 
 def _change(config: TrainConfig) -> Change | None:
-    """The change to a model once it is built: adapters, or feed-forward parts in tiles. None: it stays as it is."""
-    if config.lora is None and config.mlp_tile is None:
+    """The change to a model once it is built: adapters, or blocks that compute in pieces. None: it stays as it is."""
+    if config.lora is None and config.mlp_tile is None and config.attention_heads is None:
         return None
 
     def change(model: "nn.Module") -> "nn.Module":

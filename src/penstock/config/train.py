@@ -50,8 +50,10 @@ class TrainConfig(StepConfig):
     | ``lora`` | section: train low-rank adapters instead of the model; may be left out |
     | ``compile`` | blocks are compiled by ``torch.compile``, once for all that are alike; changes rounding |
     | ``loss_tile`` | tokens whose logits are in memory at a time, in the loss and its gradient; null: all |
-    | ``mlp_tile`` | tokens of a micro-batch that go through a block's feed-forward part at a time, which is then
-    computed once more in the backward: memory for longer sequences; null: all |
+    | ``mlp_tile`` | tokens of a micro-batch that go through a block's feed-forward part at a time, and through norms,
+    which are then computed once more in the backward: memory for longer sequences; null: all |
+    | ``attention_heads`` | query heads of a block's attention that are computed at a time, and then once more in the
+    backward: memory for longer sequences; null: all |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
     | ``replan`` | whether the plan follows the machine, and changes between two steps when drives, links or processors
@@ -84,6 +86,7 @@ class TrainConfig(StepConfig):
     compile: bool = False
     loss_tile: int | None = 1024
     mlp_tile: int | None = None
+    attention_heads: int | None = None
     schedule: Family | Path = "vertical"
     plan: Literal["auto"] | None = "auto"
     replan: bool | None = None
@@ -133,12 +136,7 @@ class TrainConfig(StepConfig):
             )
         if self.loss_tile is not None and self.loss_tile < 1:
             raise ConfigError(f"loss_tile={self.loss_tile}: must be at least 1 token, or null for whole logits")
-        if self.mlp_tile is not None and self.mlp_tile < 1:
-            raise ConfigError(f"mlp_tile={self.mlp_tile}: must be at least 1 token, or null for whole parts")
-        if self.mlp_tile is not None and self.compile:
-            raise ConfigError(
-                "mlp_tile and compile: what is compiled computes a block's feed-forward part as a whole. Leave one out"
-            )
+        self._check_pieces()
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}: must not be negative")
         if self.drive_tbw is not None and not self.budget.disk_paths:
@@ -166,6 +164,14 @@ class TrainConfig(StepConfig):
             raise ConfigError(f"steps={self.steps}: must be at least 1")
         if self.epochs is not None and self.epochs <= 0:
             raise ConfigError(f"epochs={self.epochs}: must be more than 0")
+
+    def _check_pieces(self) -> None:
+        """Refuse pieces of nothing, and pieces of what is compiled as a whole."""
+        for key, unit, whole in (("mlp_tile", "token", "parts"), ("attention_heads", "head", "attention")):
+            if (count := getattr(self, key)) is not None and count < 1:
+                raise ConfigError(f"{key}={count}: must be at least 1 {unit}, or null for whole {whole}")
+            if count is not None and self.compile:
+                raise ConfigError(f"{key} and compile: what is compiled computes a block as a whole. Leave one out")
 
     def _check_batch(self) -> None:
         """The batch is a whole number of sequences, and of micro-batches if their size is given."""

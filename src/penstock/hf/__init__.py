@@ -8,6 +8,7 @@
     training_arguments  what becomes of each of the Trainer's arguments
     engine_arguments    what a Trainer has to be told about the engine
     tiles               the feed-forward parts of a model's blocks, some tokens at a time
+    heads               their attention, some heads at a time
 
 Importing the package itself imports neither torch nor transformers. May import: ``errors``, ``files``, ``documents``,
 ``compat``, ``config``, ``schedule``, ``hardware``, ``loss``, ``tape``, ``store``, ``optim``, ``data``, ``state``,
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.hf.checkpoint import last_checkpoint
     from penstock.hf.engine_arguments import EngineArguments
+    from penstock.hf.heads import split_attention
     from penstock.hf.models.exporting import export
     from penstock.hf.models.loading import Loaded, load
     from penstock.hf.sft_trainer import SFTTrainer
@@ -35,6 +37,7 @@ _WHERE = {
     "export": "penstock.hf.models.exporting",
     "last_checkpoint": "penstock.hf.checkpoint",
     "load": "penstock.hf.models.loading",
+    "split_attention": "penstock.hf.heads",
     "tiled_loss": "penstock.loss.tiled",
     "tiled_mlps": "penstock.hf.tiles",
 }
@@ -48,6 +51,7 @@ __all__ = [
     "export",
     "last_checkpoint",
     "load",
+    "split_attention",
     "tiled_loss",
     "tiled_mlps",
 ]
