@@ -29,9 +29,9 @@ class RankFailedError(AssertionError):
 
 
 class World:
-    """Ranks that run ``what(mesh, ...)``. ``processes`` are there to be killed."""
+    """Ranks that run ``what(mesh, ...)``, whose mesh has one ``axis``. ``processes`` are there to be killed."""
 
-    def __init__(self, size: int, what: Callable[..., Any], *args: Any, **given: Any) -> None:
+    def __init__(self, size: int, what: Callable[..., Any], *args: Any, axis: str = "dp_shard", **given: Any) -> None:
         self.size = size
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # that of torchrun's agent
         self._store = store
@@ -40,7 +40,7 @@ class World:
         context = server()
         for rank in range(size):
             mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, size, store.port, theirs, what, args, given))
+            process = context.Process(target=_rank, args=(rank, size, axis, store.port, theirs, what, args, given))
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -77,14 +77,25 @@ def together(size: int, what: Callable[Concatenate[DeviceMesh, P], R], *args: P.
     Raises:
         RankFailedError: what the first rank has raised, of those that did not fail for another's sake.
     """
-    found = World(size, what, *args, **given).outcomes()
+    return _settled(World(size, what, *args, **given))
+
+
+def pipeline(size: int, what: Callable[..., R], *args: Any, **given: Any) -> list[R]:
+    """``together``, of the ranks of a pipeline."""
+    return _settled(World(size, what, *args, axis="pp", **given))
+
+
+def _settled(world: World) -> list[Any]:
+    found = world.outcomes()
     failed = sorted((f for f in found if isinstance(f, RankFailedError)), key=lambda f: f.kind == "RankError")
     if failed:
         raise failed[0]
     return found
 
 
-def _rank(rank: int, size: int, port: int, end: Connection, what: Callable[..., Any], args: Any, given: Any) -> None:
+def _rank(
+    rank: int, size: int, axis: str, port: int, end: Connection, what: Callable[..., Any], args: Any, given: Any
+) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, is_master=False)
     try:
@@ -92,7 +103,7 @@ def _rank(rank: int, size: int, port: int, end: Connection, what: Callable[..., 
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
             )
-            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
+            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
             store.add("joined", 1)
         except RuntimeError as error:  # torch's own: another rank was killed
             raise RankError(str(error)) from error

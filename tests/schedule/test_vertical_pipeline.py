@@ -1,5 +1,6 @@
 """A pipeline of ranks that stream: what crosses is the formula, each rank is proved, all are safe together."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -15,6 +16,8 @@ from penstock.schedule.lower.dealt import dealt_out, program_of_rank, sent_bytes
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.offload import settings
 from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.seat import streaming_seat
+from penstock.schedule.lower.visits import vertical
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.program import ALIGN, Program
 from penstock.sim.costs import Costs
@@ -31,9 +34,9 @@ def request(ranks: int, micro_batches: int, **options: object) -> Request:
     )
 
 
-def programs(ranks: int, shared: int = 0) -> list[Program]:
+def programs(ranks: int, besides: Sequence[int] = ()) -> list[Program]:
     of_stages = stages_dealt(PROGRAM, ranks)
-    return [program_of_rank(PROGRAM, of_stages, rank, ranks, shared=shared) for rank in range(ranks)]
+    return [program_of_rank(PROGRAM, of_stages, rank, ranks, besides=besides) for rank in range(ranks)]
 
 
 def sent(schedule: Schedule) -> int:
@@ -117,14 +120,27 @@ def test_ranks_overlap() -> None:
     assert four < one / 4 + 16 * 4
 
 
-def test_what_all_calls_share_comes_once_to_each_other_rank() -> None:
-    shared = 7 * ALIGN
-    for plain, program in zip(programs(4), programs(4, shared), strict=True):
-        sends_it_on = program.dealt is not None and program.dealt.rank < 3
-        assert sent_bytes(program, 1) == sent_bytes(plain, 1) + shared * sends_it_on
-        first = program.dealt is not None and program.dealt.rank > 0
+@pytest.mark.parametrize(("ranks", "activations"), [(2, "device"), (3, "host"), (4, "disk")])
+def test_what_calls_are_handed_besides_comes_once_from_the_first_rank(ranks: int, activations: str) -> None:
+    """Masks of two kinds, say: of the first block that a rank has, and of a later one."""
+    of_stages = stages_dealt(PROGRAM, ranks)
+    besides = [0] * len(PROGRAM.stages)
+    for rank in range(1, ranks):
+        besides[of_stages.index(rank)] = 7 * ALIGN
+    besides[len(besides) - 1 - of_stages[::-1].index(ranks - 1)] = 3 * ALIGN
+    asked = request(ranks, 3, activations=activations)
+    streaming = FAMILIES[asked.family].streaming
+    assert streaming is not None
+    s, seat, schedules = settings(asked, streaming), streaming_seat(1, pipe=ranks), []
+    for program, plain in zip(programs(ranks, besides), programs(ranks), strict=True):
+        assert program.dealt is not None
+        schedules.append(vertical(program, s, (), "besides", seat))
+        prove(schedules[-1], Needs.of(program, s))
+        more = 3 * sum(besides) * (program.dealt.rank == 0)
+        assert sent(schedules[-1]) == sent_bytes(program, 3) == sent_bytes(plain, 3) + more
         kept = [sum(stage.kept for stage in p.stages) for p in (program, plain)]
-        assert kept[0] - kept[1] == shared * first, "where it is, it stays until the step's end"
+        assert kept[0] - kept[1] == sum(n for k, n in enumerate(besides) if program.has(k)), "until the step's end"
+    check_world(World(name="besides", ranks=tuple(schedules), groups={"all": tuple(range(ranks))}))
 
 
 def broken(world: World, rank: int, change: "dict[str, Op | None]") -> World:

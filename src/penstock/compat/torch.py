@@ -3,7 +3,7 @@
 Each function says what the name stands for, and (*Without*) what Penstock could not do if torch took it away.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -335,3 +335,39 @@ class RecompiledError(Exception):
 
 class NotCompiledError(Exception):
     """torch cannot compile some code; the text is torch's."""
+
+
+class _Placeholder(torch.Tensor):
+    """A tensor without numbers: what may be asked of it is its shape and the like."""
+
+    penstock_refuse: Callable[[], None]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for value in tree_iter((args, kwargs or {})):
+            if isinstance(value, cls):
+                value.penstock_refuse()
+        raise AssertionError(f"{func} was handed no placeholder")
+
+
+def placeholder(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+    refuse: Callable[[], None],
+) -> torch.Tensor:
+    """A tensor that can be handed on, and asked for its shape and the like. ``refuse`` is called by any other use, and
+    raises an error.
+
+    Without: a rank of a pipeline would have to know which of the model's lines compute with what another rank has.
+    """
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        _Placeholder, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+    made.penstock_refuse = refuse
+    assert isinstance(made, torch.Tensor)
+    return made

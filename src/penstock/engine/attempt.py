@@ -123,6 +123,13 @@ class Attempt:
         changed = sorted({name for names in said for name in names})
         if not changed:
             return
+        if ranks.are_pipeline:
+            raise ranks.of_all(
+                ModelError(
+                    f"the forward changes {changed[0]!r}, and of a pipeline each rank would have its own. Let it be "
+                    "(module.eval()), or train with ranks that share all state (dp_shard)"
+                )
+            )
         if resources.sync_buffers is None:
             raise ranks.of_all(
                 ModelError(
@@ -160,7 +167,7 @@ class Attempt:
     def _search(self) -> Event:
         search = self._again(Mode.SEARCH)
         self.runner.run(search, self.micro_batches, self.loss_weights)
-        first = self.resources.ranks.rank * len(self.micro_batches)
+        first = self.resources.ranks.sharing.rank * len(self.micro_batches)
         mine = None if search.found is None else replace(search.found, micro_batch=first + search.found.micro_batch)
         found = [
             one for one in self.resources.ranks.gather_objects("gradient that is not finite", mine) if one is not None
@@ -196,7 +203,7 @@ class Attempt:
 
     def _report(self) -> None:
         """Set the step's trace, samples and statistics, all but those of its commit."""
-        context, runner, ranks = self.context, self.runner, self.resources.ranks
+        context, runner, ranks = self.context, self.runner, self.resources.ranks.sharing
         assert context.norm is not None
         self.trace, self.samples = runner.trace(context.step, self.origin), runner.samples(self.origin)
         totals = runner.totals() if self._spent is None else runner.totals() + self._spent

@@ -157,8 +157,8 @@ class Engine:
         given = self._given("step", micro_batches, loss_weights)
         runner = self._planning.runner_for(micro_batches, train=True)
         flops = self._planning.flops_of(micro_batches)  # now: a loss may write into a micro-batch
-        flops = math.fsum(self._ranks.gather_objects("FLOP", flops))
-        weights = given or self._planning.labels.weights(micro_batches, self._ranks)
+        flops = math.fsum(self._ranks.sharing.gather_objects("FLOP", flops))
+        weights = given or self._planning.labels.weights(micro_batches, self._ranks.sharing)
         self._durability.check_written()
         scratch = runner.scratch_written
         attempt = Attempt(
@@ -230,7 +230,17 @@ class Engine:
         assert attempt.stats is not None
         context = attempt.context
         self._planning.observe(over=not attempt.skipped and context.clip_factor() < 1.0)
-        self._progress.count(attempt.stats, context.update.missed_after(self._resources.groups), position)
+        self._progress.count(attempt.stats, self._missed_after(context.update), position)
+
+    def _missed_after(self, update: Update) -> dict[str, int]:
+        """``missed`` once an update is counted. In a pipeline each rank knows it of its own parameters."""
+        held = self._resources.held
+        missed = update.missed_after(held)
+        if not self._ranks.are_pipeline:
+            return missed
+        own = {s.name for group in held for s in group.slices}
+        said = self._ranks.gather_objects("parameters without a gradient", {n: missed[n] for n in own & missed.keys()})
+        return {name: count for by_rank in said for name, count in by_rank.items()}
 
     @in_turn
     def evaluate(
@@ -254,7 +264,7 @@ class Engine:
         self.model.eval()
         try:
             runner = self._planning.runner_for(micro_batches, train=False)
-            weights = given or self._planning.labels.weights(micro_batches, self._ranks)
+            weights = given or self._planning.labels.weights(micro_batches, self._ranks.sharing)
             context = StepContext(step=self.step_count, update=Update(count=1, hypers=()))
             losses = runner.run(
                 context, batch.all_to_device(micro_batches, self.device, self._resources.dtype), weights
@@ -269,7 +279,7 @@ class Engine:
             for module, training in modes.items():
                 module.training = training
             self._resources.buffers.put_back(buffers)
-        return batch.mean_loss(weights, losses, self._ranks)
+        return batch.mean_loss(weights, losses, self._ranks.sharing)
 
     @property
     def plan(self) -> Plan:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ import torch
 from penstock.config import Tier, fields_of
 from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
+from penstock.engine.dealt import dealt_program
 from penstock.engine.following import Following, Searched, Step, better, change_in_words
 from penstock.engine.labels import LabelCount
-from penstock.engine.probed import Probed, join, join_facts, model_flops, slowest_of, within
+from penstock.engine.probed import HandedOn, Probed, join, join_facts, model_flops, slowest_of, within
 from penstock.engine.repeats import Repeats
 from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
@@ -36,6 +37,8 @@ from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement, Settings
@@ -62,9 +65,13 @@ class Ready:
     request: Request
     times: StageTimes | None
     """measured times of stages, from which steps are predicted; None: nothing is predicted"""
+    handed: Mapping[batch.Shapes, HandedOn]
+    """by shape, what calls of blocks are handed"""
 
     def covers(self, wanted: Sequence[batch.Shapes]) -> bool:
         """True if these micro-batches need no more than the plan has."""
+        if self.plan.program.dealt is not None and not self.handed.keys() >= set(wanted):
+            return False  # other ranks have to know of each shape what calls are handed
         return len(wanted) == self.plan.settings.micro_batches and all(
             any(batch.covers(planned, shape) for planned in self.shapes) for shape in wanted
         )
@@ -137,23 +144,30 @@ class Planning:
         self._before = None
         ranks.agree("number of micro-batches", len(micro_batches))
         self.close()
-        largest = {s: mb for s, mb in zip(shapes, micro_batches, strict=True) if not within(s, shapes)}
+        largest = self._to_probe(dict(zip(shapes, micro_batches, strict=True)))
         self._probe_all({s: mb for s, mb in largest.items() if (train, s) not in self._probed}, train=train)
         probed = [self._probed[train, shape] for shape in largest]
         facts = join_facts([p.facts for p in probed])
         stages = self._join_ranks(probed)
         if train and not any(stage.gradients for stage in stages):
             raise ModelError(NOTHING_TRAINS)
-        request = self._request(stages, micro_batches, train=train)
+        calls = {shape: self._probed[train, shape].handed for shape in largest}
+        request = self._request(self._program(stages, facts, calls), micro_batches, train=train)
         times = self._times([p.times for p in probed])
         plan = self._fit(request, times)
-        if ranks.size > 1:
+        if ranks.sharing.size > 1:
             ranks.agree("schedule", hashlib.sha256(str(plan.schedule).encode()).hexdigest()[:16])
         if train:
             self._is_placed(plan.settings.place)
         prediction = None if times is None else self._predict(plan, times)
         self._plans[train] = Ready(
-            plan=plan, facts=facts, shapes=tuple(largest), prediction=prediction, request=request, times=times
+            plan=plan,
+            facts=facts,
+            shapes=tuple(largest),
+            prediction=prediction,
+            request=request,
+            times=times,
+            handed=calls,
         )
         return self._use(self._plans[train])
 
@@ -324,7 +338,7 @@ class Planning:
                 torch.accelerator.empty_cache()
             if self._shared.device.type != "cpu" and "device" in ready.plan.settings.place.state:
                 warn_of_other_bits(self._shared.device, self._shared.rate)
-            self.runner = Runner(ready.plan, ready.facts, self._shared)
+            self.runner = Runner(ready.plan, ready.facts, self._shared, ready.handed)
         return self.runner
 
     @cached_property
@@ -343,13 +357,26 @@ class Planning:
         known = [tuple(replace(unknown, offload=places) for places in offloads) for _, offloads in others]
         return join([stages for stages, _ in others], known)
 
-    def _request(self, stages: Sequence[Stage], micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
+    def _to_probe(self, found: Mapping[batch.Shapes, Mapping[str, Any]]) -> dict[batch.Shapes, Mapping[str, Any]]:
+        """A micro-batch of each shape that the others are within; in a pipeline of each shape there is."""
+        if self._shared.ranks.are_pipeline:
+            return dict(found)
+        return {shape: mb for shape, mb in found.items() if not within(shape, list(found))}
+
+    def _program(
+        self, stages: Sequence[Stage], facts: Sequence[StageFacts], calls: Mapping[batch.Shapes, HandedOn]
+    ) -> Program:
+        """The program that this rank has its part of."""
+        shared = self._shared
+        if not shared.ranks.are_pipeline:
+            groups = tuple(shared.share.part(g.spec) for g in shared.groups)
+            return Program(groups=groups, stages=tuple(stages))
+        whole = Program(groups=tuple(g.spec for g in shared.groups), stages=tuple(stages))
+        return dealt_program(whole, facts, list(calls.values()), shared.dealt, shared.share, shared.ranks.size)
+
+    def _request(self, program: Program, micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
-        ranks = self._shared.ranks
-        program = Program(
-            groups=tuple(self._shared.share.part(g.spec) for g in self._shared.groups), stages=tuple(stages)
-        )
-        asked = self._asked
+        ranks, asked = self._shared.ranks.sharing, self._asked
         inputs = ranks.gather_objects("inputs", len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches))
         speculate, own = asked.steps_early(asked.budget), train and isinstance(self._schedule, Schedule)
         if speculate is None and not own and self._shared.machine is None and self.repeats.planned > _OFTEN:
@@ -384,7 +411,10 @@ class Planning:
         if isinstance(self._schedule, Schedule) and request.train:
             return own_plan(request, self._schedule, self.placed)
         began = time.perf_counter()
-        plan = self._best(request, times) if request.ranks == 1 else self._best_of_all(request, times)
+        if self._shared.ranks.are_pipeline:
+            plan = self._shared.ranks.jointly("plan", partial(self._best, request, times))
+        else:
+            plan = self._best(request, times) if request.ranks == 1 else self._best_of_all(request, times)
         if self._following is not None and request.train:
             self._following.search_seconds = time.perf_counter() - began
             self._following.changed()
@@ -392,6 +422,14 @@ class Planning:
         return plan
 
     def _check(self, plan: Plan, request: Request) -> None:
+        ranks = self._shared.ranks
+        if ranks.are_pipeline:
+            everyone = Mesh(stages=ranks.size).everyone()
+            schedules = ranks.gather_objects("schedules", plan.schedule)
+            groups = {everyone.name: everyone.members}
+            check_world(World(name=plan.schedule.name, ranks=tuple(schedules), groups=groups))
+            prove(plan.schedule, Needs.of(plan.program, plan.settings))
+            return
         copies = min(request.copies, 2)  # what is right for two is for any number: all do the same
         check_world(streaming_seat(request.ranks, plan.settings.stage, copies).world(plan.schedule))
         prove(plan.schedule, Needs.of(plan.program, plan.settings, request.ranks, request.copies))
@@ -440,6 +478,15 @@ class Planning:
     def _probe_all(self, largest: Mapping[batch.Shapes, Mapping[str, Any]], *, train: bool) -> None:
         """Probe what has not been probed yet. Of several ranks one after the other does, with weights from all."""
         shared = self._shared
+        if shared.ranks.are_pipeline:  # nobody lends anybody weights: all probe at once
+            weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share, shared.ranks.rank)
+            try:
+                for shape, mb in largest.items():
+                    self._probed[train, shape] = self._probe(mb, weights, train=train)
+            finally:
+                weights.close()
+            self.labels.agree(shared.ranks)
+            return
         for turn in range(shared.ranks.size):
             weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share, turn)
             try:
@@ -479,4 +526,5 @@ class Planning:
             times=times,
             flops=model_flops(stages, shared.tape.flops),
             tokens=batch.tokens(micro_batch),
+            handed=HandedOn(calls=shared.tape.handed, shared=shared.tape.shared),
         )

@@ -8,6 +8,7 @@ from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.shape.model import StageTimes
 from penstock.tape import trees
+from penstock.tape.handed import Handed, Kind
 from penstock.tape.suspended import Facts, StageFacts
 
 _SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak")
@@ -65,6 +66,14 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandedOn:
+    """What the call of each stage is handed, and the tensors that calls share, of one shape of micro-batch."""
+
+    calls: tuple[Handed | None, ...]
+    shared: tuple[Kind, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Probed:
     """Results of the probe for one shape of micro-batch. ``times``: only where there is a machine to predict for.
     ``flops``: of the model, forward and backward, without what is computed again; ``tokens``: of the micro-batch.
@@ -75,6 +84,7 @@ class Probed:
     times: StageTimes | None
     flops: float
     tokens: int
+    handed: HandedOn
 
 
 def model_flops(stages: Sequence[Stage], flops: Sequence[tuple[int, int]]) -> float:

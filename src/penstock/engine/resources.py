@@ -23,8 +23,10 @@ from penstock.optim.precision import DTYPES, LossScale
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import Share
 from penstock.runtime.streams import DeviceStreams, HostStreams, streams_for
+from penstock.schedule.lower.dealt import dealt_out
 from penstock.schedule.matrices import Piece, pieces
 from penstock.schedule.place import Format
+from penstock.schedule.program import ELEMENTWISE, EXACT
 from penstock.state import numa
 from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
@@ -33,7 +35,7 @@ from penstock.state.shared import SharedArrays
 from penstock.state.values import Arrays, Values
 from penstock.store.owner import Owner
 from penstock.store.parts import of_rank
-from penstock.tape.blocks import find_blocks
+from penstock.tape.blocks import Block, find_blocks
 from penstock.tape.groups import ParamGroup, ParamSlice, group_parameters
 from penstock.tape.guard import guard
 from penstock.tape.tape import Tape
@@ -64,6 +66,8 @@ class EngineResources:
     """the ranks that train the model together"""
     share: Share
     """this rank's part of every group, which its arrays hold"""
+    dealt: tuple[int, ...]
+    """in a pipeline, the rank that has each block"""
     sync_buffers: SyncBuffers | None
     strands: int
     """strands of all ranks together"""
@@ -91,9 +95,14 @@ class EngineResources:
     @property
     def whole_arrays(self) -> Arrays:
         """All of every array; several ranks read the same ranges at the same time."""
-        if self.share.size == 1:
+        if self.share.is_whole:
             return self.arrays
         return SharedArrays(self.arrays, [g.spec for g in self.groups], self.ranks, self.share)
+
+    @property
+    def held(self) -> list[ParamGroup]:
+        """The groups that this rank has some of."""
+        return [group for group in self.groups if self.share.holds(group.spec.index)]
 
     def values(self, arrays: Arrays | None = None) -> Values:
         """Every parameter and persistent buffer, of whole arrays. ``arrays``: how these are read."""
@@ -125,17 +134,19 @@ def open_resources(
     assert precision is not None, "wrap has chosen one"
     assert settings.loss_fn is not None, "and this"
     found, from_meta = find_blocks(model, settings.blocks), start.built_on_meta(model)
-    share = ranks.share(settings.parts(ranks.each))
     spec = settings.optimizer
     form = Format.of(precision, spec.moment_count, spec.moments, spec.whole)
-    groups, buffers = group_parameters(model, found, share.size, form), Buffers(model)
+    parts = settings.parts(ranks.sharing.each)
+    groups, buffers = group_parameters(model, found, parts, form), Buffers(model)
+    dealt = _dealt(groups, found, ranks.size) if ranks.are_pipeline else ()
+    share = ranks.share(parts, _holders(groups, found, dealt))
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     matrices = {id(s.parameter) for g in groups if g.spec.whole for s in g.slices if s.trainable}
     optimizer = StreamedOptimizer(spec, trained, matrices)
-    strands = ranks.size if settings.strands is None else settings.strands
+    strands = ranks.sharing.size if settings.strands is None else settings.strands
     description = start.describe_model(groups, buffers, precision, spec, strands)
-    description |= of_rank(ranks.rank, ranks.size, whole=share.size == 1, copies=ranks.copies)
-    check_strands(strands, ranks.size)
+    description |= of_rank(ranks.rank, ranks.size, whole=share.is_whole, copies=ranks.copies, holders=share.holders)
+    check_strands(strands, ranks.sharing.size)
     names = [[name, *parameter] for group in description["groups"] for name, *parameter in group["parameters"]]
     ranks.agree_on_each({"model": type(model).__name__, "parameters of the model": _digest(names)})
     commits = Commits(
@@ -156,7 +167,7 @@ def open_resources(
     with ExitStack() as undo:
         undo.callback(commits.close)
         guard(model, blocks=[block.module for block in found])  # now: whatever fails from here on, it has no values
-        check_strands(description.get("strands", 1), ranks.size)
+        check_strands(description.get("strands", 1), ranks.sharing.size)
         progress = Progress(
             seed=settings.seed,
             trained=[name for name, _ in trained],
@@ -176,7 +187,7 @@ def open_resources(
                 seed=settings.seed,
                 weights=weights,
                 share=share,
-                digest=ranks.size > 1,
+                digest=ranks.sharing.size > 1,
             )
             ranks.agree("values of the model, before its first step", values)
             ranks.agree("buffers of the model, before its first step", buffers.digest())
@@ -204,6 +215,7 @@ def open_resources(
             matrices=_matrices(groups, form),
             ranks=ranks,
             share=share,
+            dealt=dealt,
             sync_buffers=settings.sync_buffers,
             strands=description.get("strands", 1),
             device=device,
@@ -217,6 +229,25 @@ def open_resources(
         )
         undo.pop_all()
         return resources
+
+
+def _dealt(groups: Sequence[ParamGroup], blocks: Sequence[Block], ranks: int) -> tuple[int, ...]:
+    """The rank of a pipeline that has each block; raises as ``dealt_out``."""
+    of_block = _block_of_group(groups, blocks)
+    in_blocks = sum(g.spec.numel for g, block in zip(groups, of_block, strict=True) if block is not None)
+    ends = sum(g.spec.numel for g in groups) - in_blocks
+    return dealt_out(len(blocks), ranks, ends * len(blocks) / max(in_blocks, 1))
+
+
+def _holders(groups: Sequence[ParamGroup], blocks: Sequence[Block], dealt: Sequence[int]) -> list[int]:
+    """The rank of a pipeline that has each group: that of its block, and of what is in no block the first."""
+    return [0 if b is None else dealt[b] for b in _block_of_group(groups, blocks)] if dealt else []
+
+
+def _block_of_group(groups: Sequence[ParamGroup], blocks: Sequence[Block]) -> list[int | None]:
+    """The block that each group's parameters are of; None: they are in no block, or in several."""
+    number = {f"blocks.{block.name}": n for n, block in enumerate(blocks)}
+    return [number.get(g.spec.name.removesuffix(EXACT).removesuffix(ELEMENTWISE)) for g in groups]
 
 
 def _resume(groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, progress: Progress, path: Path) -> None:

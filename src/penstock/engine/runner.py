@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.engine import batch
+from penstock.engine.probed import HandedOn
 from penstock.engine.resources import EngineResources
 from penstock.engine.trace import MemorySample, TraceEvent
-from penstock.errors import StoreError
+from penstock.errors import NonFiniteError, StoreError
 from penstock.planner.fit import Plan
 from penstock.runtime.actions import Actions
 from penstock.runtime.bound import Bound
@@ -28,6 +30,7 @@ from penstock.state.arrays import Late
 from penstock.state.numa import binding_for
 from penstock.store.layout import Layout
 from penstock.store.store import Store
+from penstock.tape.elsewhere import Elsewhere
 from penstock.tape.suspended import StageFacts
 
 
@@ -48,8 +51,16 @@ class Totals:
 class Runner:
     """Runs steps of one plan. Holds all memory that the plan's pools need until it is closed."""
 
-    def __init__(self, plan: Plan, facts: tuple[StageFacts, ...], shared: EngineResources) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        facts: tuple[StageFacts, ...],
+        shared: EngineResources,
+        handed: Mapping[batch.Shapes, HandedOn] | None = None,
+    ) -> None:
+        """``handed``: in a pipeline, by shape of micro-batch, what calls are handed and what they share."""
         self.plan = plan
+        self._handed = handed or {}
         self.runs = 0
         """steps and evaluations that came to their end"""
         self._facts = facts
@@ -140,6 +151,7 @@ class Runner:
         context.partials = self._partials if train else {}
         self.actions.access.context = context
         tape.facts = self._facts
+        tape.elsewhere = self._elsewhere(micro_batches)
         tape.begin(
             context.step,
             micro_batches,
@@ -147,19 +159,44 @@ class Runner:
             stages=self.plan.program.stages,
             scale=context.loss_scale,
             train=train,
-            first=self._ranks.rank * len(micro_batches),
+            first=self._ranks.sharing.rank * len(micro_batches),
         )
         try:
             self._executor.run()
-            losses = [float(loss) for loss in torch.stack(tape.losses()).tolist()]
+            losses = self._losses(context)
             tape.finish()
             self.runs += 1
         except BaseException:
             tape.abort()
             self.actions.release()
             raise
+        finally:
+            tape.elsewhere = None  # not before all lanes have come to rest
         if train and context.verdict is None:
             self.actions.norm.judge()
+        return losses
+
+    def _elsewhere(self, micro_batches: Sequence[Mapping[str, Any]]) -> Elsewhere | None:
+        """In a pipeline, what is between this rank's stages and those of others."""
+        dealt = self.plan.program.dealt
+        if dealt is None:
+            return None
+        found = [self._handed[batch.shapes(mb)] for mb in micro_batches]
+        return Elsewhere(self._shared.tape, dealt, [one.calls for one in found], [one.shared for one in found])
+
+    def _losses(self, context: StepContext) -> list[float]:
+        """The losses of all micro-batches of this rank; those of a pipeline are its first rank's, and so is a loss that
+        is no number."""
+        tape, ranks = self._shared.tape, self._ranks
+        if not ranks.are_pipeline:
+            return [float(loss) for loss in torch.stack(tape.losses()).tolist()]
+        said: tuple[list[float], str | None] = [], None
+        if not ranks.rank:
+            failed = None if context.failure is None else str(context.failure)
+            said = torch.stack(tape.losses()).tolist(), failed
+        losses, failure = ranks.gather_objects("losses", said)[0]
+        if failure is not None and ranks.rank:
+            context.failure = NonFiniteError(f"rank 0: {failure}")
         return losses
 
     def _close_pools(self) -> None:

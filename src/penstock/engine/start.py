@@ -85,6 +85,9 @@ def fill(
     """
     values = xxhash.xxh3_64()
     for group in groups:
+        if not share.holds(group.spec.index):
+            group.detach(arrays.dtype, arrays.device)
+            continue
         slab = HostSlab(group.spec.numel * FP32)
         flat = slab.bytes[: group.spec.numel * FP32].view(torch.float32)
         if from_meta:

@@ -90,6 +90,18 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
             f"stage=0 gives each rank a copy of the state, and the mesh has {ranks.copies} copies that ranks share: "
             "give one of the two"
         )
+    if ranks.are_pipeline:
+        for name, value, refused in (
+            ("schedule", asked.schedule, asked.schedule == "horizontal"),
+            ("stage", asked.stage, asked.stage is not None),
+            ("sync_buffers", asked.sync_buffers, asked.sync_buffers is not None),
+        ):
+            if refused:
+                raise ConfigError(
+                    f"{name}={value!r} is not for the ranks of a pipeline (mesh axis pp), each of which has all of its "
+                    "own blocks and goes through them vertically: leave it out, or give ranks that share all state "
+                    "(dp_shard)"
+                )
     if isinstance(asked.schedule, Schedule):
         raise ConfigError(
             f"schedule={shown(asked.schedule)} is not there yet for several ranks: give 'vertical' or 'horizontal', or "
@@ -143,6 +155,12 @@ def _machine_of_all(
     plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, optimizer: str, ranks: Ranks
 ) -> Machine | None:
     """The machine that all ranks are on, as rank 0 knows it."""
+    if ranks.are_pipeline:
+        if ranks.rank == 0 and plan is not None:
+            log.info(
+                "nothing is predicted for the ranks of a pipeline: each places its state by an order of preference"
+            )
+        return None
     found = _machine(plan, device, budget, optimizer, ranks) if ranks.rank == 0 else None
     if ranks.size > 1 and found is not None and not knows_ranks(found, ranks.hosts):
         log.warning("nothing is predicted: %s", why_unknown(found, ranks.hosts))

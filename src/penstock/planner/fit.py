@@ -114,7 +114,7 @@ class Request(StreamConfig):
 
     def seat(self, settings: Settings) -> Seat:
         """The seat of each rank."""
-        return streaming_seat(self.ranks, settings.stage, self.copies)
+        return _seat(self.route, settings, self.ranks, self.copies)
 
     def peak_bytes(self, settings: Settings, tier: Tier) -> int:
         """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
@@ -221,7 +221,7 @@ class Request(StreamConfig):
         budget has room for: they need not leave, and come back at once.
         """
         last, depths = len(self.program.stages) - 3, settings.depths
-        away = settings.train and settings.place.activations != "device"
+        away = settings.train and settings.place.activations != "device" and self.program.has(last + 1)
         leaving = self.route.stay(depths.weights).leaving(last, depths.inputs) if away else 0
         if not leaving:
             return settings
@@ -279,7 +279,12 @@ def _pooled(route: Route, settings: Settings, ranks: int, copies: int) -> tuple[
 @lru_cache(maxsize=256)
 def provision(route: Route, settings: Settings, ranks: int = 1, copies: int = 1) -> Provision:
     """The pools of a step with these settings, and what it takes of them."""
-    return Provision(route, settings, streaming_seat(ranks, settings.stage, copies))
+    return Provision(route, settings, _seat(route, settings, ranks, copies))
+
+
+def _seat(route: Route, settings: Settings, ranks: int, copies: int) -> Seat:
+    dealt = route.program.dealt
+    return streaming_seat(ranks, settings.stage, copies, pipe=1 if dealt is None else dealt.ranks)
 
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:

@@ -2,6 +2,7 @@
 
     dp_replicate  copies of the state (HSDP), each of neighbouring ranks, as those of one host are
     dp_shard      the ranks that share one copy
+    pp            the ranks of a pipeline, each of which has blocks of its own; by itself so far
 
 Names as torchtitan has them. This is the only place that reads a mesh's axes. A rank's number is that of the mesh in
 row-major order, so that the ranks of a copy are neighbours.
@@ -16,15 +17,17 @@ from penstock.errors import ConfigError
 
 SHARD = "dp_shard"
 REPLICATE = "dp_replicate"
+PIPELINE = "pp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """``copies`` of the state, each of as many ranks. ``members``: the numbers of all of them in ``torch.distributed``,
-    by rank."""
+    """``copies`` of the state, each of as many ranks; or a ``pipeline``. ``members``: the numbers of all of them in
+    ``torch.distributed``, by rank."""
 
     copies: int
     members: Sequence[int]
+    pipeline: bool = False
 
     def of_copy(self, rank: int) -> range:
         """The ranks that share a rank's copy."""
@@ -46,11 +49,13 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     kind = mesh.device_type
     if mesh.ndim == 1 and names in (None, (SHARD,)):
         return Axes(copies=1, members=mesh.mesh.flatten().tolist())
+    if mesh.ndim == 1 and names == (PIPELINE,):
+        return Axes(copies=1, members=mesh.mesh.flatten().tolist(), pipeline=True)
     if names != (REPLICATE, SHARD):
         raise ConfigError(
             f"mesh has the axes {names or mesh.ndim}: give one axis, {SHARD!r}, of the ranks that share the state, as "
             f"init_device_mesh({kind!r}, (world_size,), mesh_dim_names=({SHARD!r},)), or for copies of the state two, "
-            f"{REPLICATE!r} and {SHARD!r}"
+            f"{REPLICATE!r} and {SHARD!r}; or {PIPELINE!r} alone, of the ranks of a pipeline"
         )
     copies, each = mesh.mesh.shape
     if copies > 1 and (each < 2 or each & (each - 1)):

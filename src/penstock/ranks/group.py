@@ -16,7 +16,7 @@ from penstock import accelerator
 from penstock.compat.torch import store_of
 from penstock.errors import ConfigError, NonFiniteError, RankError, StoreError
 from penstock.ranks import levels
-from penstock.ranks.axes import Axes, axes_of
+from penstock.ranks.axes import PIPELINE, SHARD, Axes, axes_of
 from penstock.ranks.order import add_up
 from penstock.ranks.share import WHOLE, Share
 from penstock.ranks.waiting import LOOK, beside
@@ -34,6 +34,7 @@ class Ranks:
     | attribute | meaning |
     |---|---|
     | ``rank``, ``size`` | this one's number, of so many |
+    | ``are_pipeline`` | they are a pipeline: each has stages of its own, and all go through the same micro-batches |
     | ``hosts`` | the number of hosts that they are on; neighbours, as many on each |
     | ``copies`` | copies of the state that they have, each of as many neighbouring ranks (``axes``) |
 
@@ -43,9 +44,15 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    are_pipeline: bool = False
     hosts: int = 1
     copies: int = 1
     _of_all: BaseException | None = None
+
+    @property
+    def sharing(self) -> "Ranks":
+        """The ranks that share the micro-batches of a step; of a pipeline each rank has all of them."""
+        return ALONE if self.are_pipeline else self
 
     @property
     def host(self) -> int:
@@ -71,10 +78,21 @@ class Ranks:
         """The ranks that have the same part of the state as this one, of each copy one."""
         return ALONE
 
-    def share(self, parts: int) -> Share:
-        """The elements of every param group that this rank has, if there are as many parts; 1: each has all."""
+    def share(self, parts: int, holders: Sequence[int] = ()) -> Share:
+        """The elements of every param group that this rank has, if there are as many parts; 1: each has all.
+        ``holders``: of a pipeline, the rank that has each group."""
         assert parts in (1, self.each)
+        if self.are_pipeline:
+            return Share(rank=self.rank, holders=tuple(holders))
         return WHOLE if parts == 1 else Share(rank=self.rank % self.each, size=parts)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        """Send a tensor, which is contiguous, to another rank of a pipeline; returns when that has it."""
+        raise AssertionError("who is alone has nobody to send to")
+
+    def receive(self, into: torch.Tensor, peer: int) -> None:
+        """Fill a tensor, which is contiguous, with the next one that another rank of a pipeline sends."""
+        raise AssertionError("who is alone has nobody to receive from")
 
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """Fill ``out`` [size * n] with all ranks' ``part`` [n], one after the other."""
@@ -225,6 +243,7 @@ class Together(Ranks):
         axes = axes_of(mesh)
         members = axes.members
         self.rank, self.size, self.copies = members.index(dist.get_rank()), len(members), axes.copies
+        self.are_pipeline = axes.pipeline
         self._pending: list[object] = []
         """objects that a broken-off collective may still write to"""
         try:
@@ -239,6 +258,7 @@ class Together(Ranks):
         try:
             self._control = self._join(members, "gloo", device)
             self._data = self._join(members, dist.get_default_backend_for_device(device), device)
+            self._crossing = self._join(members, "gloo", device) if self.are_pipeline else None
             self._of_copy = None if self.copies == 1 else Some(self, axes.of_copy(self.rank))
             self._of_part = None if self.copies == 1 else Some(self, axes.of_part(self.rank))
             each = self.size // self.hosts
@@ -308,6 +328,24 @@ class Together(Ranks):
     def exchange_in(self, group: "dist.ProcessGroup", out: torch.Tensor, into: torch.Tensor) -> None:
         work = dist.all_to_all_single(out.view(-1), into.view(-1), group=group, async_op=True)
         self._wait(work, out, into)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self._cross(dist.isend, tensor, peer)
+
+    def receive(self, into: torch.Tensor, peer: int) -> None:
+        self._cross(dist.irecv, into, peer)
+
+    def _cross(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
+        """Send or receive. gloo gives nothing up: who waits looks whether all others are there."""
+        work = call(tensor, self._members[peer], group=self._crossing)
+        try:
+            with self._watch.waits():
+                beside(work.wait, self.check)
+        except RankError:
+            self._pending.append((work, tensor))  # the backend still has its address
+            raise
+        except RuntimeError as error:
+            raise self._watch.lost(error) from error
 
     def gather_objects(self, what: str, value: T) -> list[T]:
         text = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
@@ -410,4 +448,9 @@ def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
     if mesh is None:
         return ALONE
     axes_of(mesh)
+    if axes_of(mesh).pipeline and mesh.size() > 1 and device.type != "cpu":
+        raise ConfigError(
+            f"mesh has the axis {PIPELINE!r}, and this process computes on {device}: pipelines are there for processes "
+            f"without GPUs so far. Give {SHARD!r}, for ranks that share the state"
+        )
     return Together(mesh, device) if mesh.size() > 1 else ALONE

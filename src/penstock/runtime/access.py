@@ -96,5 +96,5 @@ class Access:
 
     def partials(self, g: int, start: int, numel: int) -> NDArray[np.float64]:
         """The sums of squares of a range of this rank's part of a group's gradient, one for each ``ALIGN`` elements."""
-        start += self.bound.share.rank * self.bound.program.groups[g].trainable
+        start += self.bound.first(g)
         return self.context.partials[g][start // ALIGN : (start + numel) // ALIGN]

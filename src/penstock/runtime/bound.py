@@ -63,6 +63,10 @@ class Bound:
         """Elements of a group of which a rank has ``numel``."""
         return self.share.size * numel
 
+    def first(self, g: int) -> int:
+        """The first of this rank's trained elements of a group."""
+        return 0 if self.share.holders is not None else self.share.rank * self.program.groups[g].trainable
+
     def chunk(self, op: Op) -> Chunk:
         """The elements that an op is about."""
         chunk = self._cuts[op.id.group][op.id.chunk]

@@ -2,7 +2,7 @@
 buffers are free.
 
     caller's thread      compute   (the model's suspended forwards are bound to it)
-    a thread each        h2d, d2h, cpu, net
+    a thread each        h2d, d2h, cpu, net, send, recv
     ``io_workers`` each  read, write: several ops in flight, so that a drive never waits for the next request
 
 A thread that waits for its lane's turn sleeps at a gate of its own, and is woken by whoever makes the turn come. Ops
@@ -62,7 +62,8 @@ class Executor:
         self._left = 0  # ops that are not published
         self._closed = False
         self._error: BaseException | None = None
-        workers: dict[Lane, int] = {"h2d": 1, "d2h": 1, "cpu": 1, "net": 1, "read": io_workers, "write": io_workers}
+        workers: dict[Lane, int] = dict.fromkeys(("h2d", "d2h", "cpu", "net", "send", "recv"), 1)
+        workers |= {"read": io_workers, "write": io_workers}
         self._threads: list[threading.Thread] = []
         try:
             for lane, number in ((lane, i) for lane, count in workers.items() for i in range(count)):

@@ -108,15 +108,15 @@ class Dealt:
     |---|---|
     | ``rank``, ``ranks`` | this one, of so many |
     | ``of_stages`` | the rank that has each stage; rank 0 has the model's own code |
-    | ``shared`` | bytes for one micro-batch of what the prologue makes for all calls besides their input (masks,
-    position embeddings): each other rank gets it once, with the input of its first stage |
+    | ``besides`` | by stage, bytes for one micro-batch of what rank 0 sends to the stage's rank besides the stage's
+    input, as that has not had it before: masks, position embeddings |
     | ``partials`` | the most partial sums of squares of gradients that any rank has |
     """
 
     rank: int
     ranks: int
     of_stages: tuple[int, ...]
-    shared: int
+    besides: tuple[int, ...]
     partials: int
 
     def has(self, stage: int) -> bool:
@@ -127,10 +127,10 @@ class Dealt:
         """True if what a stage puts out goes to another rank than the one that has it."""
         return stage + 1 < len(self.of_stages) and self.of_stages[stage] != self.of_stages[stage + 1]
 
-    def shared_behind(self, stage: int) -> int:
-        """Bytes of what is shared that go with the output of a stage: where the next one is its rank's first."""
-        reader = self.of_stages[stage + 1]
-        return self.shared if reader and self.of_stages.index(reader) == stage + 1 else 0
+    def elsewhere(self, stage: int) -> tuple[int, ...]:
+        """The stages behind one of this rank's that other ranks have, up to its next one."""
+        own = (k for k in range(stage + 1, len(self.of_stages)) if self.has(k))
+        return tuple(range(stage + 1, next(own, len(self.of_stages))))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -75,7 +75,9 @@ class Part:
 
 
 def parts_of(group: GroupSpec, form: Format, dtype: torch.dtype) -> tuple[Part, ...]:
-    """A group's arrays, weights first."""
+    """A group's arrays, weights first; none of a group without elements, which another rank has."""
+    if not group.numel:
+        return ()
     g = group.index
     parts = [Part(name=f"weights.{g}", group=g, numel=group.numel, trainable=group.trainable, dtype=dtype)]
     if group.trainable:
@@ -475,7 +477,7 @@ class StateArrays:
         will be, if there is one; then make the copies of weights that it asks for."""
         wanted: dict[str, Tier] = {}
         copied: dict[int, Tier] = {}
-        for group in self.groups:
+        for group in (group for group in self.groups if group.numel):
             first, *state = parts_of(group, self.form, self.dtype)
             wanted[first.name] = place.home(group)
             if place.copied(group):

@@ -197,7 +197,7 @@ class Commits:
         store = Store.open(paths, io_threads=io_threads)
         try:
             store.require_owner(self._owner)
-            whole, copies = self._share.size == 1, self.ranks.copies
+            whole, copies = self._share.is_whole, self.ranks.copies
             require_part(store, self.ranks.rank, self.ranks.size, whole=whole, copies=copies)
             if self.ranks.size > 1:
                 model["world"] = store.model.get("world")
@@ -205,6 +205,11 @@ class Commits:
             if self._any_strands and "strands" in store.model:
                 model["strands"] = store.model["strands"]
             converts = has_other_form(store.model, model, str(paths[0]))
+            if converts and self.ranks.are_pipeline:
+                raise StoreError(
+                    f"{paths[0]} has moments in another form, and those of a pipeline are not converted yet: go on "
+                    "with optimizer.moments as the run began"
+                )
             if converts:
                 require_like_but_for_form(store, model)
                 self._require_convertible()

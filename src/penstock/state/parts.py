@@ -13,7 +13,7 @@ from penstock.schedule.program import GroupSpec, Whole
 from penstock.state.arrays import Part, StateArrays, parts_of
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
-from penstock.store.parts import number_of_parts, part_of
+from penstock.store.parts import HOLDERS, number_of_parts
 from penstock.store.store import Store
 
 
@@ -45,12 +45,20 @@ def buffers_of(model: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 def layout_of(model: Mapping[str, Any], slots: int) -> Layout:
     """The layout of the store of one rank, which ``model`` names, with ``slots`` slots of every array."""
-    count = number_of_parts(model)
-    share = Share(rank=part_of(model), size=count)
+    share = share_of(model)
     form, dtype = form_of(model), DTYPES[model["precision"]]
     parts = [part for group in groups_of(model) for part in parts_of(share.part(group), form, dtype)]
     sizes = [(part.name, part.nbytes) for part in parts] + buffers_of(model)
     return Layout.build([(*size, slots) for size in sizes], {part.name: part.grid for part in parts})
+
+
+def share_of(model: Mapping[str, Any], rank: int | None = None) -> Share:
+    """The share of one rank, which ``model`` names, or of another ``rank`` of the same run."""
+    count, holders = number_of_parts(model), model.get(HOLDERS)
+    own = model.get("rank", 0) if rank is None else rank
+    if holders is not None:
+        return Share(rank=own, holders=tuple(holders))
+    return Share(rank=own if count > 1 else 0, size=count)
 
 
 class Elements(NamedTuple):
@@ -85,9 +93,20 @@ class Parts:
         model = stores[0].model
         self.form, dtype = form_of(model), DTYPES[model["precision"]]
         self.groups = {group.index: group for group in groups_of(model)}
-        self.share = Share(size=number_of_parts(model))
-        own, cpu = [self.share.part(group) for group in self.groups.values()], torch.device("cpu")
-        self.arrays = [StateArrays(own, self.form, dtype, cpu, s, Slots.of(s), host_bytes=0) for s in stores]
+        self.share, cpu = share_of(model), torch.device("cpu")
+        self._whole = {part.name: part for g in self.groups.values() for part in parts_of(g, self.form, dtype)}
+        self.arrays = [
+            StateArrays(
+                [share_of(store.model).part(group) for group in self.groups.values()],
+                self.form,
+                dtype,
+                cpu,
+                store,
+                Slots.of(store),
+                host_bytes=0,
+            )
+            for store in stores
+        ]
 
     @property
     def parts(self) -> Mapping[str, Part]:
@@ -96,7 +115,7 @@ class Parts:
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``."""
-        part = self.arrays[0].parts[names[0]]
+        part = self._whole[names[0]]
         group, per = self.groups[part.group], part.per
         for piece in self.share.pieces(group, offset, flat.numel() * per):
             self.arrays[piece.rank].fetch(

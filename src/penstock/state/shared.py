@@ -8,7 +8,7 @@ from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
-from penstock.state.arrays import StateArrays
+from penstock.state.arrays import StateArrays, parts_of
 from penstock.state.values import Arrays
 
 
@@ -19,6 +19,7 @@ class SharedArrays:
     def __init__(self, arrays: StateArrays, groups: Sequence[GroupSpec], ranks: Ranks, share: Share) -> None:
         """``arrays``: of this rank's ``share`` of the ``groups``."""
         self._arrays = arrays
+        self._parts = {part.name: part for g in groups for part in parts_of(g, arrays.form, arrays.dtype)}
         self._groups = {g.index: g for g in groups}
         self._ranks = ranks
         self._share = share
@@ -29,7 +30,7 @@ class SharedArrays:
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``."""
-        part = self._arrays.parts[names[0]]
+        part = self._parts[names[0]]
         group, per = self._groups[part.group], part.per
         with self._ranks.together():
             for piece in self._share.pieces(group, offset, flat.numel() * per):

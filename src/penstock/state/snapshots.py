@@ -22,13 +22,13 @@ from penstock.state.arrays import StateArrays, numpy_bytes, parts_of
 from penstock.state.buffers import Buffers
 from penstock.state.convert import Conversion, has_other_form, in_words, renumbered, without_form
 from penstock.state.memory import BOUNCE, HostSlab
-from penstock.state.parts import form_of, found_in, groups_of
+from penstock.state.parts import form_of, found_in, groups_of, share_of
 from penstock.state.record import check_kept
 from penstock.state.reshard import described
 from penstock.state.values import SnapshotArrays
 from penstock.store.layout import Layout
 from penstock.store.packed import store_error
-from penstock.store.parts import OF_RANK, of_rank
+from penstock.store.parts import HOLDERS, OF_RANK, of_rank
 from penstock.store.snapshot import PartWriter, SnapshotReader, SnapshotWriter, layout_of, size_of
 from penstock.store.snapshot_parts import PART_OF, SnapshotParts, part_folder, write_ranks
 from penstock.store.snapshot_place import SnapshotPlace
@@ -62,6 +62,8 @@ def save(
     model = {key: value for key, value in meta["model"].items() if key not in OF_RANK}
     if share.size > 1:  # of several copies of the state, the first
         model |= of_rank(share.rank, share.size, whole=False)
+    elif share.holders is not None:
+        model |= of_rank(ranks.rank, ranks.size, whole=False, holders=share.holders)
     account = {**meta, "model": model}
 
     def write() -> None:
@@ -69,14 +71,14 @@ def save(
             _fill(writer, arrays, buffers)
             writer.finish()
 
-    if share.size == 1:
+    if share.is_whole:
         ranks.jointly("snapshot", write if ranks.rank == 0 else lambda: None)
         return
     layout = layout_of(entries, grids)
+    parts = share.size if share.holders is None else ranks.size
     with ExitStack() as undo:
-        place = ranks.jointly(
-            "place of the snapshot", lambda: _place(path, layout, undo, ranks, share, overwrite=overwrite)
-        )
+        size = sum(ranks.gather_objects("size of the snapshot", size_of(layout))) // ranks.copies
+        place = ranks.jointly("place of the snapshot", lambda: _place(path, size, undo, ranks, overwrite=overwrite))
         found = None if place is None else (place.partial, uuid.uuid4().hex)
         found = ranks.gather_objects("folder of the snapshot", found)[0]
         assert found is not None, "the first rank has made one"
@@ -85,20 +87,18 @@ def save(
         of_part = {**account, PART_OF: name}
 
         def write_part() -> None:
-            if ranks.rank < share.size:
+            if ranks.rank < parts:
                 _write_part(own, layout, of_part, arrays, buffers)
 
         ranks.jointly("part of the snapshot", write_part)
-        ranks.jointly("snapshot", lambda: None if place is None else _put(place, name, share.size))
+        ranks.jointly("snapshot", lambda: None if place is None else _put(place, name, parts))
 
 
-def _place(
-    path: Path, layout: Layout, undo: ExitStack, ranks: Ranks, share: Share, *, overwrite: bool
-) -> SnapshotPlace | None:
-    """The place of a snapshot of several ranks, whose parts are all as large; the first of them has it."""
+def _place(path: Path, size: int, undo: ExitStack, ranks: Ranks, *, overwrite: bool) -> SnapshotPlace | None:
+    """The place of a snapshot of several ranks, of so many bytes in all; the first of them has it."""
     if ranks.rank:
         return None
-    place = SnapshotPlace(path, share.size * size_of(layout), overwrite=overwrite)
+    place = SnapshotPlace(path, size, overwrite=overwrite)
     undo.callback(place.abort)
     return place
 
@@ -167,10 +167,11 @@ def opened(path: Path, description: Mapping[str, Any], ranks: Ranks = ALONE, sha
 
 def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Share, stack: ExitStack) -> Saved:
     parts = SnapshotParts.of(path)
-    if parts.ranks == share.size:
+    if parts.ranks == (share.size if share.holders is None else ranks.size):
         own = stack.enter_context(parts.open(share.rank))
         check_kept(own.meta, str(path))
-        if not has_other_form(own.meta["model"], description, str(path)):
+        as_here = own.meta["model"].get(HOLDERS) == description.get(HOLDERS)
+        if as_here and not has_other_form(own.meta["model"], description, str(path)):
             _require_like(own.meta["model"], description, path, ranks.size)
             own.verify()
             return own
@@ -178,10 +179,15 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
     check_kept(readers[0].meta, str(path))
     model = readers[0].meta["model"]
     converts = has_other_form(model, description, str(path))
+    if converts and share.holders is not None:
+        raise StoreError(
+            f"{path}: the snapshot has moments in another form, and for a pipeline they are not converted yet: load it "
+            "with optimizer.moments as it was saved"
+        )
     if converts:
         _require_like(without_form(model), without_form(description), path, ranks.size)
     else:
-        made_for = described(model, share.size, model.get("strands", 1))[share.rank]
+        made_for = described(model, share.size, model.get("strands", 1))[_number(share)]
         _require_like(made_for, description, path, ranks.size)
     for reader in readers[ranks.rank :: ranks.size]:  # all of them have been read by some rank when all have done this
         reader.verify()
@@ -214,6 +220,11 @@ def _require_like(saved: Mapping[str, Any], description: Mapping[str, Any], path
         )
 
 
+def _number(share: Share) -> int:
+    """The number of a rank's part among those of all groups; of a pipeline, where groups are whole, there is one."""
+    return 0 if share.holders is not None else share.rank
+
+
 class _CutAnew:
     """A snapshot of another number of ranks, as one of these has it."""
 
@@ -221,12 +232,12 @@ class _CutAnew:
         """``readers``: of its parts, by rank. ``share``: what is to be read."""
         self.meta = readers[0].meta
         self._readers = readers
-        self._rank = share.rank
-        self._had = Share(size=len(readers))
+        self._rank = _number(share)
         model = self.meta["model"]
+        self._had = share_of(model, 0)
         form, dtype = form_of(model), DTYPES[model["precision"]]
         self._groups = {group.index: group for group in groups_of(model)}
-        self._own = [share.part(group) for group in groups_of(described(model, share.size, 1)[share.rank])]
+        self._own = [share.part(group) for group in groups_of(described(model, share.size, 1)[self._rank])]
         self._parts = {part.name: part for group in self._own for part in parts_of(group, form, dtype)}
 
     def read(self, name: str, offset: int, buffer: NDArray[uint8]) -> None:

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 import torch
 
 from penstock.optim.precision import DTYPES
-from penstock.ranks.share import Share
 from penstock.schedule.place import Format, page_up
 from penstock.state.arrays import fetch, numpy_bytes, parts_of, values_of
 from penstock.state.buffers import Transfer
 from penstock.state.memory import HostSlab
-from penstock.state.parts import Parts, form_of, groups_of
+from penstock.state.parts import Parts, form_of, groups_of, share_of
 from penstock.state.record import check_kept
 from penstock.state.slots import whole_commit
 from penstock.store.parts import opened_parts
@@ -137,9 +136,10 @@ class SnapshotArrays:
         """``readers``: by rank."""
         self.form, dtype = form_of(model), DTYPES[model["precision"]]
         self._readers = readers
-        self._share = Share(size=len(readers))
+        self._share = share_of(model, 0)
         self._groups = {group.index: group for group in groups_of(model)}
-        own = [self._share.part(group) for group in self._groups.values()]
+        pipeline = self._share.holders is not None
+        own = [group if pipeline else self._share.part(group) for group in self._groups.values()]
         self.parts = {part.name: part for group in own for part in parts_of(group, self.form, dtype)}
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:

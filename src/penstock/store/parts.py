@@ -33,14 +33,21 @@ WHOLE = "whole"
 """The key that says, in the account of what a rank's store is made for, that it has all of the state."""
 COPIES = "copies"
 """The key of the number of copies of the state, of which each is in the stores of as many neighbouring ranks."""
-OF_RANK = frozenset({"rank", "ranks", "world", WHOLE, COPIES})
+HOLDERS = "holders"
+"""The key that says, of a pipeline, which rank has each group."""
+OF_RANK = frozenset({"rank", "ranks", "world", WHOLE, COPIES, HOLDERS})
 """All that this account has of ranks; that of a snapshot of one process has none of it."""
 
 
-def of_rank(rank: int, ranks: int, *, whole: bool, copies: int = 1) -> dict[str, Any]:
-    """The rank that a store belongs to, in the account of what it is made for; of one process nothing."""
+def of_rank(
+    rank: int, ranks: int, *, whole: bool, copies: int = 1, holders: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """The rank that a store belongs to, in the account of what it is made for; of one process nothing. ``holders``: of
+    a pipeline, the rank that has each group."""
     if ranks == 1:
         return {}
+    if holders is not None:
+        return {"rank": rank, "ranks": ranks, HOLDERS: list(holders)}
     return {"rank": rank, "ranks": ranks} | ({WHOLE: True} if whole else {}) | ({COPIES: copies} if copies > 1 else {})
 
 

@@ -63,6 +63,14 @@ def leaf_of(tensor: torch.Tensor) -> Leaf | None:
     return node.leaf if is_free else None
 
 
+def begun(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    """A tensor with which a graph begins, whose gradient comes to a leaf."""
+    with torch.enable_grad():
+        cut: Any = _Cut.apply
+        new: torch.Tensor = cut(torch.empty(0, device=tensor.device, requires_grad=True), tensor, leaf)
+    return new
+
+
 class Cuts:
     """Cuts each output of one block call, once. An input that is handed through keeps its identity.
 
@@ -88,9 +96,7 @@ class Cuts:
         leaf = Leaf()
         new = tensor.detach()
         if _can_have_gradient(tensor) and self._wants_gradient(tensor):
-            with torch.enable_grad():
-                cut: Any = _Cut.apply
-                new = cut(torch.empty(0, device=tensor.device, requires_grad=True), tensor, leaf)
+            new = begun(tensor, leaf)
         self.leaves.append(leaf)
         self.outputs.append(new)
         return new

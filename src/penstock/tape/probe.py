@@ -5,6 +5,7 @@ more memory than a stage does. Sizes are measured, not modelled: every tensor th
 storage is freed. What an op uses inside itself (a library's workspace) is not seen.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.tape import graph, trees
 from penstock.tape.asked import Asked
+from penstock.tape.handed import Calls, Handed
 from penstock.tape.losses import Losses
 from penstock.tape.segments import Kept, Seen, Segment, Stages, Usage, see
 from penstock.tape.smuggled import Smuggled
@@ -65,10 +67,15 @@ class Probe:
         self._sources: dict[
             int, int
         ] = {}  # identity of a parameter with a hook -> the segment that its gradient is from
+        self.handed: tuple[Handed | None, ...] = ()
+        """What the call of each stage is handed, after ``run``."""
         self.flops: tuple[tuple[int, int], ...] = ()
         """FLOP of each stage's forward and backward, after ``run``."""
         self.waits = Waits()
         """The waits of the forward for the device."""
+        self.seen = Calls()
+        """The calls of the forward."""
+        self._made: weakref.ref[torch.Tensor] | None = None  # what the latest call has put out, if it was one tensor
         self._forward_done = False  # what comes then is computed again, and waits again
         self.losses = Losses()
         """Losses of torch that the model's own code has called."""
@@ -93,6 +100,7 @@ class Probe:
             if train:
                 self._run_backward(suspended)
             self.flops = found.flops()
+            self.handed = tuple(self.seen.calls.get(members[0]) for members in found.members)
             return found.stages(), found.facts()
         finally:
             tape.finish()
@@ -261,6 +269,7 @@ class Probe:
     def _run_call(self, suspended: SuspendedForward, arrival: Arrival) -> None:
         site = arrival.site
         segment = self._start(site)
+        self._see_call(suspended, arrival)
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = _buffers(site.module), _attributes(site)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
@@ -268,11 +277,23 @@ class Probe:
             self._tape.run_call(suspended, self._watch.segment, Facts())
         self._smuggled.end([*suspended.outputs, *suspended.beside])
         suspended.beside = []
+        returned, suspended.returned = suspended.returned, None
+        self.seen.returned(self._watch.segment, returned, suspended.outputs)
+        self._made = weakref.ref(suspended.outputs[0]) if len(suspended.outputs) == 1 else None
+        del returned
         changed = [b for b in before if b.has_changed()]
         segment.changed = tuple((b.module, b.name) for b in changed)
         suspended.see_buffers(self._watch.segment, tuple((b.module, b.name, b.value.clone()) for b in changed))
         segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
         segment.kept_attributes = self._kept(site, attributes, {id(seen.birth) for seen in segment.outputs})
+
+    def _see_call(self, suspended: SuspendedForward, arrival: Arrival) -> None:
+        """Note what a call is handed."""
+        births = {id(t): self._watch.birth(t) for t in arrival.tensors.values()}
+        born = {key: -1 if birth is None else birth.segment for key, birth in births.items()}
+        before = None if self._made is None else self._made()
+        place, name = self._watch.segment, arrival.site.name
+        self.seen.see(place, name, arrival.inputs, suspended.modes, before=before, born=born)
 
     def _kept(self, site: Site, before: Attributes, outputs: set[int]) -> list[Kept]:
         """The tensors that the call just run has left on the block's modules and does not return."""

@@ -94,9 +94,10 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A suspended block call: the block and the distinct tensors among its arguments, by their places."""
+    """A suspended block call: the block, its (args, kwargs), and the distinct tensors among these, by their places."""
 
     site: Site
+    inputs: Any
     tensors: dict[trees.Place, torch.Tensor]
 
 
@@ -127,6 +128,10 @@ class SuspendedForward:
         self.loss: torch.Tensor | None = None
         self.facts = Facts()
         self.samples: dict[int, list[torch.Tensor]] | None = None  # of each call's outputs, in a probe
+        self.answer: Callable[[], Any] | None = (
+            None  # what the call it is suspended at returns, which is made elsewhere
+        )
+        self.returned: Any = None  # by the latest call, in a probe
         self.beside: list[torch.Tensor] = []  # in a probe, beside ``outputs`` and an arrival's tensors
         self.starts: dict[int, int] = {}  # stage -> number of the first autograd node of its segment code
         self.calls: dict[int, Call] = {}
@@ -140,6 +145,12 @@ class SuspendedForward:
         self._carrier: Any = greenlet(lambda: self._run(model, loss_fn, micro_batch))
         self._carrier.penstock_forward = self  # a block's boundary finds it there
         self._carrier.gr_context = contextvars.copy_context()
+
+    @property
+    def modes(self) -> Modes:
+        """torch's switches where it is suspended."""
+        assert self._modes is not None, "it has not begun, or has ended"
+        return self._modes
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -181,14 +192,21 @@ class SuspendedForward:
         """A block call inside the greenlet: suspended, then run and cut, then suspended again."""
         refuse_stacked(site.name, self._stacks)
         args, kwargs = without_caches(site.name, site.forward, args, kwargs)
-        self.arrival = Arrival(site=site, tensors=trees.places((args, kwargs)))
+        self.arrival = Arrival(site=site, inputs=(args, kwargs), tensors=trees.places((args, kwargs)))
         if any(t.is_nested for t in self.arrival.tensors.values()):
             raise ModelError(f"block {site.name!r} is handed a nested tensor: pad it, or nest it within the block")
         self._look_beside((args, kwargs))
         self._suspend("call")
+        args, kwargs = self.arrival.inputs
         self.arrival = None
-        output = self._run_and_cut(site, args, kwargs) if self.train else self._run_only(site, args, kwargs)
-        del args, kwargs
+        answer, self.answer = self.answer, None
+        if answer is not None:
+            output = answer()
+        else:
+            output = self._run_and_cut(site, args, kwargs) if self.train else self._run_only(site, args, kwargs)
+        if self.samples is not None:
+            self.returned = output
+        del args, kwargs, answer
         self._suspend("cut")
         self.outputs = []
         return output
@@ -353,7 +371,7 @@ class SuspendedForward:
         for source, leaf_input in fresh.values():
             gradient, leaf_input.grad = leaf_input.grad, None
             if gradient is not None:
-                self._route(source, gradient)
+                self.route(source, gradient)
 
     def see_buffers(self, stage: int, buffers: tuple[Buffer, ...]) -> None:
         """In a probe: keep what the buffers that a call has changed held before it, for its recomputation."""
@@ -379,7 +397,8 @@ class SuspendedForward:
         with self._as_it_was(call, buffers):
             call.context.copy().run(_run_only_again, call, trees.replace(call.inputs, other))
 
-    def _route(self, source: torch.Tensor, gradient: torch.Tensor) -> None:
+    def route(self, source: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A gradient goes to what has made a tensor: a call, or the model's own code."""
         leaf = leaf_of(source)
         if leaf is not None:
             leaf.add(gradient)

@@ -26,8 +26,10 @@ from penstock.schedule.program import Stage
 from penstock.tape import graph, rng, trees
 from penstock.tape.blocks import Block
 from penstock.tape.compiled import compiled_forwards
+from penstock.tape.elsewhere import Elsewhere
 from penstock.tape.groups import ParamGroup
 from penstock.tape.guard import set_at_work
+from penstock.tape.handed import Handed, Kind
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.losses import Compared
 from penstock.tape.parameters import GradientHooks, refuse_changed
@@ -104,6 +106,12 @@ class Tape:
         """FLOP of each stage's forward and backward, of the latest probe."""
         self.compared: tuple[tuple[Compared, ...], float | None] = ((), None)
         """Losses of torch that the latest probe's code has called, and the value of the model's own."""
+        self.handed: tuple[Handed | None, ...] = ()
+        """What the call of each stage was handed in the latest probe; None of the model's own code."""
+        self.shared: tuple[Kind, ...] = ()
+        """The tensors that calls shared there."""
+        self.elsewhere: Elsewhere | None = None
+        """In a step of a rank of a pipeline: what is between its stages and those of others."""
         self.waits: tuple[Wait, ...] = ()
         """The waits for the device of the forward of the latest probe's micro-batch."""
         self._loss_fn = loss_fn
@@ -156,6 +164,7 @@ class Tape:
         assert not self.suspended, "a step is open"
         probe = Probe(self, micro_batch, load, unload)
         stages, self.facts = probe.run(train)
+        self.handed, self.shared = probe.handed, tuple(probe.seen.shared)
         self.flops, self.compared = probe.flops, (tuple(probe.losses.seen), probe.loss)
         self.waits = tuple(probe.waits.found)
         return stages
@@ -197,11 +206,16 @@ class Tape:
         self._next = [0] * len(micro_batches)
         self.suspended = [
             SuspendedForward(
-                model=self.model, loss_fn=self._loss_fn, micro_batch=mb, index=i, train=train, device=self.device
+                model=self.model, loss_fn=self._code(i), micro_batch=mb, index=i, train=train, device=self.device
             )
             for i, mb in enumerate(micro_batches)
         ]
         set_at_work(self.model, True)
+
+    def _code(self, index: int) -> LossFn:
+        """What the forward of a micro-batch runs."""
+        runs_model = self.elsewhere is None or self.elsewhere.has(0)
+        return self._loss_fn if runs_model or self.elsewhere is None else self.elsewhere.code(index)
 
     def forward(self, stage: int, mb: int) -> None:
         """Run one stage of one micro-batch; the epilogue's backward too, when training.
@@ -209,9 +223,15 @@ class Tape:
         Raises:
             ModelError: the micro-batch takes another way through the model than the probe did.
         """
-        assert self._next[mb] == stage, f"stage {stage} of micro-batch {mb} is not next"
+        between = range(self._next[mb], stage)
+        assert self._next[mb] <= stage, f"stage {stage} of micro-batch {mb} is not next"
+        assert all(self.elsewhere is not None and not self.elsewhere.has(k) for k in between), "nor those before it"
         try:
+            if self.elsewhere is not None:
+                self.elsewhere.before(self.suspended[mb], stage)
             self._forward(stage, self.suspended[mb])
+            if self.elsewhere is not None:
+                self.elsewhere.behind(self.suspended[mb], stage)
         except BaseException:
             self.abort()
             raise
@@ -223,9 +243,13 @@ class Tape:
         assert stage < len(self._stages) - 1
         suspended = self.suspended[mb]
         try:
+            if self.elsewhere is not None:
+                self.elsewhere.before_backward(suspended, stage)
             self.backward_code(suspended, stage)
             if self.facts[stage].site is not None:
                 self.backward_call(suspended, stage)
+            if self.elsewhere is not None:
+                self.elsewhere.behind_backward(suspended, stage)
         except BaseException:
             self.abort()
             raise
@@ -301,17 +325,22 @@ class Tape:
             with self._packing(stage):
                 event = self.run_code(suspended, stage)
         else:
-            self._expect_call(suspended, stage, facts.site)
+            self.expect_call(suspended, stage, facts.site)
             self.run_call(suspended, stage, facts.call)
             event = "cut"
-            if self.facts[stage + 1].site is not None:
+            if self.facts[stage + 1].site is not None and (self.elsewhere is None or self.elsewhere.goes_on):
                 event = suspended.resume(stage)
-        self._check_event(suspended, stage, event)
+        if self.elsewhere is None or self.elsewhere.goes_on:
+            self._check_event(suspended, stage, event)
         self._note_saved_activation(suspended, stage)
         if stage == last:
             self._losses[suspended.index] = self.run_loss(suspended, self._weights[suspended.index])
         if not self._train or stage == last:
             self._drop_inputs(stage, suspended.index)
+
+    def note_input(self, stage: int, mb: int, tensor: torch.Tensor) -> None:
+        """The saved activation of a stage that another rank has is what it has sent."""
+        self._saved_activations[stage, mb] = [Movable.of(tensor)]
 
     def _packing(self, stage: int) -> AbstractContextManager[None]:
         reads = self._stages[stage].forward_reads
@@ -334,6 +363,11 @@ class Tape:
     def run_code(self, suspended: SuspendedForward, stage: int) -> Event:
         """Let the model's own code run, as a stage of its own."""
         rng.seed(self._seed, self._step, self._first + suspended.index, stage, rng.FORWARD, self.device)
+        suspended.starts[stage] = next_number()
+        return suspended.resume(stage)
+
+    def resume(self, suspended: SuspendedForward, stage: int) -> Event:
+        """Let the model's own code go on from a call that was made elsewhere."""
         suspended.starts[stage] = next_number()
         return suspended.resume(stage)
 
@@ -408,7 +442,8 @@ class Tape:
 
     # -- the same way for every micro-batch -----------------------------------------------------------------------
 
-    def _expect_call(self, suspended: SuspendedForward, stage: int, site: Site) -> None:
+    def expect_call(self, suspended: SuspendedForward, stage: int, site: Site) -> None:
+        """Raise ModelError where a forward is not suspended at the call of a block."""
         arrival = suspended.arrival
         if arrival is None or arrival.site is not site:
             came = "ends" if arrival is None else f"calls block {arrival.site.name!r}"
@@ -428,7 +463,7 @@ class Tape:
         if stage + 1 < len(self._stages) and event != "cut":
             following = self.facts[stage + 1].site
             if following is not None:
-                self._expect_call(suspended, stage + 1, following)
+                self.expect_call(suspended, stage + 1, following)
 
 
 @dataclass

@@ -118,7 +118,7 @@ def _walk(
             yield from _walk(item, (*place, index), wanted, seen, within=within)
     elif (is_mutable_container(value) or is_record(value)) and id(value) not in seen:
         seen.add(id(value))
-        for key, item in _entries(value):
+        for key, item in entries(value):
             yield from _walk(item, (*place, key), wanted, seen, within=within)
 
 
@@ -134,7 +134,7 @@ def _map(value: Any, fn: Replace, memo: dict[int, Any], keep: bool) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     new = memo[id(value)] = copy.copy(value)
-    for key, item in _entries(value):
+    for key, item in entries(value):
         _store(new, key, _map(item, fn, memo, keep))
     return new
 
@@ -143,7 +143,7 @@ def _map_record(value: Any, fn: Replace, memo: dict[int, Any], keep: bool) -> An
     if id(value) in memo:
         return memo[id(value)]
     memo[id(value)] = value
-    items = [(name, item, _map(item, fn, memo, keep)) for name, item in _entries(value)]
+    items = [(name, item, _map(item, fn, memo, keep)) for name, item in entries(value)]
     if any(new is not old for _, old, new in items):  # a record without tensors (a config) is nobody's business
         memo[id(value)] = copy.copy(value)
         for name, _, new in items:
@@ -161,15 +161,16 @@ def _settle(value: Any, before: Any, fn: Replace, seen: set[int]) -> Any:
     if not (is_mutable_container(value) or is_record(value)) or id(value) in seen:
         return value
     seen.add(id(value))
-    old_entries = dict(_entries(before)) if type(before) is type(value) else {}
-    for key, item in list(_entries(value)):
+    old_entries = dict(entries(before)) if type(before) is type(value) else {}
+    for key, item in list(entries(value)):
         new = _settle(item, old_entries.get(key, _MISSING), fn, seen)
         if new is not item:
             _store(value, key, new)
     return value
 
 
-def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
+def entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The items of a list, a mapping or a dataclass, with their indices, keys or names."""
     if isinstance(value, list):
         return iter(enumerate(value))
     if is_mutable_container(value):

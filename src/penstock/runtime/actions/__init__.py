@@ -11,6 +11,7 @@ from penstock.ranks.group import Ranks
 from penstock.runtime.access import Access
 from penstock.runtime.actions.between import Between
 from penstock.runtime.actions.compute import Compute
+from penstock.runtime.actions.crossing import Crossing
 from penstock.runtime.actions.gradients import Gradients
 from penstock.runtime.actions.matrices import MatrixUpdates
 from penstock.runtime.actions.norm import Norm
@@ -69,6 +70,7 @@ class Actions:
             MatrixUpdates(self.access, self.norm, stepping, ranks.of_copy).kinds(),
             SavedActivations(self.access, tape, streams).kinds(),
             Between(self.access, self._compute, ranks).kinds(),
+            Crossing(self.access, tape, ranks).kinds(),
         )
         for table in tables:
             assert self.kinds.keys().isdisjoint(table)

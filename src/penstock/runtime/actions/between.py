@@ -1,6 +1,6 @@
 """The actions that ranks do together: weights put together, gradients added up, and what all need to know of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -96,6 +96,9 @@ class Between:
     def gather_norm(self, op: Op) -> None:
         """The sums of squares of all ranks' parts of the gradients."""
         context, share = self._to.context, self._to.bound.share
+        if share.holders is not None:
+            self._gather_norm_of_groups(share.holders)
+            return
         by_rank = [context.partials[g].reshape(share.size, -1) for g in self._to.bound.trained]
         part = torch.from_numpy(np.concatenate([parts[share.rank] for parts in by_rank])).to(self._to.arrays.device)
         found = torch.empty(share.size * part.numel(), dtype=part.dtype, device=part.device)
@@ -105,6 +108,24 @@ class Between:
         for parts in by_rank:
             parts[:] = all_parts[:, begin : begin + parts.shape[1]]
             begin += parts.shape[1]
+
+    def _gather_norm_of_groups(self, holders: Sequence[int]) -> None:
+        """The sums of squares of all ranks' groups, in a pipeline. Each sends as many as the rank that has most."""
+        partials, size, dealt = self._to.context.partials, self._ranks.size, self._to.bound.program.dealt
+        assert dealt is not None
+        of_rank = [[partials[g] for g in sorted(partials) if holders[g] == rank] for rank in range(size)]
+        part = torch.zeros(dealt.partials, dtype=torch.float64)
+        own = of_rank[self._ranks.rank]
+        filled = sum(sums.size for sums in own)
+        part[:filled] = torch.from_numpy(np.concatenate([*own, np.zeros(0)]))
+        found = torch.empty(size * part.numel(), dtype=part.dtype)
+        self._ranks.gather(found, part)
+        self._sent(part, self._ranks)
+        for row, groups in zip(found.view(size, -1).numpy(), of_rank, strict=True):
+            begin = 0
+            for sums in groups:
+                sums[:] = row[begin : begin + sums.size]
+                begin += sums.size
 
     def _sent(self, part: torch.Tensor, ranks: Ranks) -> None:
         self._to.moved += part.numel() * part.itemsize * (ranks.size - 1)

@@ -104,7 +104,7 @@ class MatrixUpdates:
 
     def down(self, op: Op) -> None:
         """A chunk of this rank's part of the updates to the host."""
-        c, share = self._to.bound.chunk(op), self._to.bound.share
-        first = share.rank * self._to.bound.program.groups[op.id.group].trainable + c.start
+        c = self._to.bound.chunk(op)
+        first = self._to.bound.first(op.id.group) + c.start
         source = self._to.view(op.reads[0], c.numel, _UPDATE, first * BF16)
         self._to.copy(self._to.view(op.writes[0], c.numel, _UPDATE), source)

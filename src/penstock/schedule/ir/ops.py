@@ -29,6 +29,7 @@ of the group's updates made orthogonal there; a chunk of that down, for ``OP5.1`
 | ``GC3m0`` | net | all-gather of a saved activation of stage 3 that is kept in parts (ZeRO-R) |
 | ``SA3m0`` ``RA3m0`` | send, recv | the activation that stage 3 puts out, to the peer, from the peer |
 | ``SD3m0`` ``RD3m0`` | send, recv | the gradient with respect to it |
+| ``SX3m0`` ``RX3m0`` | send, recv | what stage 3 is handed besides its input, and its rank has not had before |
 
 A collective has a ``group`` of ranks, each of which has an op of the same id; a ``send`` has the ``recv`` of the same
 activation or gradient on its ``peer``. ``items`` is the number of micro-batches that one op computes at once.

@@ -30,11 +30,11 @@ LANE_OF: dict[str, Lane] = {
     **dict.fromkeys(("DG", "DC", "DU"), "d2h"),
     **dict.fromkeys(("AG", "NG", "MU", "OP", "NORM"), "cpu"),
     **dict.fromkeys(("GW", "GN", "AR", "SG", "GC", "GU", "AN"), "net"),
-    **dict.fromkeys(("SA", "SD"), "send"),
-    **dict.fromkeys(("RA", "RD"), "recv"),
+    **dict.fromkeys(("SA", "SD", "SX"), "send"),
+    **dict.fromkeys(("RA", "RD", "RX"), "recv"),
 }
 """Kinds of ops: what each does is in ``ops``."""
-OF_STAGES = frozenset(("F", "B", "E", "I", "W", "DC", "WC", "RC", "UC", "GC", "SA", "RA", "SD", "RD"))
+OF_STAGES = frozenset(("F", "B", "E", "I", "W", "DC", "WC", "RC", "UC", "GC", "SA", "RA", "SD", "RD", "SX", "RX"))
 ALONE = frozenset(("NORM", "AN", "CM"))
 """Kinds of ops that there is one of."""
 
@@ -180,7 +180,7 @@ def single_op(kind: str) -> OpId:
     return OpId(kind, kind, -1, -1, -1, -1, None, 0)
 
 
-_ANSWERS = {"SA": "RA", "SD": "RD", "RA": "SA", "RD": "SD"}
+_ANSWERS = {"SA": "RA", "SD": "RD", "SX": "RX", "RA": "SA", "RD": "SD", "RX": "SX"}
 
 
 def answer_to(ident: OpId) -> str:

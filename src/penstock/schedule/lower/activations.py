@@ -11,8 +11,8 @@
 The last block's outputs are used by the epilogue at once and never leave; nor do those of its inputs that have room.
 
 Where stages are spread over ranks, outputs and gradients are received from the rank that has the stage before, or
-after, and sent on to the next one; with the first of them comes what all calls share (``Dealt.shared``). Whoever reads
-first what has come, from another rank or tier, waits for it.
+after, and sent on to the next one; what else a stage is handed (``Dealt.besides``) comes from rank 0, and stays until
+the step's end. Whoever reads first what has come, from another rank or tier, waits for it.
 """
 
 from collections.abc import Sequence
@@ -43,6 +43,8 @@ class Activations:
         """buffer that may be sent to another rank -> the op that fills it; None: nothing is sent"""
         if any(isinstance(step, Message) for step in builder.route.walk):
             self._puts_out = {}
+        self._besides: dict[tuple[int, int], OpId] = {}
+        """(stage, micro-batch) -> the op that brings what the stage is handed besides its input"""
         streams = RECEIVED in pools
         self._into = {
             "RA": RECEIVED if streams else "received_activations",
@@ -84,9 +86,10 @@ class Activations:
                 self._puts_out[stage_buffer("A", k, m)] = ident
             elif k and kind != "W":
                 self._puts_out[stage_buffer("D", k - 1, m)] = ident
+        besides = [self._besides.pop((k, m))] if (k, m) in self._besides else []
         if not self._came:
-            return []
-        return [self._came.pop(name) for name in (taken, stage_buffer("D", k, m)) if name in self._came]
+            return besides
+        return besides + [self._came.pop(name) for name in (taken, stage_buffer("D", k, m)) if name in self._came]
 
     def _input(self, visit: Visit, m: int) -> Buffer:
         """The buffer in which a visit finds what the stage before it has put out."""
@@ -174,18 +177,29 @@ class Activations:
     def cross(self, message: Message) -> None:
         """Emit what passes between this rank and another one."""
         ident, peer, items = message.ident, message.peer, self.b.seat.items
+        if ident.kind in ("SX", "RX"):
+            self._cross_besides(ident, peer)
+            return
         outputs, own = ident.kind in ("RA", "SA"), self.stages[ident.stage]
         size = (own.activation if outputs else own.gradient) * items
         name = stage_buffer("A" if outputs else "D", ident.stage, ident.micro_batch)
         names = [name] if size else []
-        dealt = self.b.program.dealt
-        nbytes = size + (dealt.shared_behind(ident.stage) if dealt is not None and outputs else 0)
         if ident.lane == "recv":
             takes = [(name, self._into[ident.kind])] if size else []
-            self._came[name] = self.b.emit(ident, takes=takes, writes=names, nbytes=nbytes, items=items, peer=peer)
+            self._came[name] = self.b.emit(ident, takes=takes, writes=names, nbytes=size, items=items, peer=peer)
             return
         after = self._came.pop(name, None)  # where this rank has nothing of the stage
         if after is None:
             assert self._puts_out is not None
             after = self._puts_out.pop(name)
-        self.b.emit(ident, after=[after], reads=names, gives=names, nbytes=nbytes, items=items, peer=peer)
+        self.b.emit(ident, after=[after], reads=names, gives=names, nbytes=size, items=items, peer=peer)
+
+    def _cross_besides(self, ident: OpId, peer: int) -> None:
+        """Emit what passes besides the input of a stage. It lies in memory that is counted with what is kept."""
+        dealt, k, m = self.b.program.dealt, ident.stage, ident.micro_batch
+        assert dealt is not None
+        if ident.kind == "RX":
+            self._besides[k, m] = self.b.emit(ident, nbytes=dealt.besides[k], peer=peer)
+            return
+        own = max(stage for stage in range(k) if dealt.has(stage))
+        self.b.emit(ident, after=[stage_op("F", own, m)], nbytes=dealt.besides[k], peer=peer)

@@ -61,21 +61,41 @@ def stages_dealt(program: Program, ranks: int) -> tuple[int, ...]:
     return tuple(next(dealt) if stage.kind == "call" else 0 for stage in program.stages)
 
 
-def program_of_rank(program: Program, of_stages: Sequence[int], rank: int, ranks: int, *, shared: int = 0) -> Program:
+def program_of_rank(
+    program: Program,
+    of_stages: Sequence[int],
+    rank: int,
+    ranks: int,
+    *,
+    besides: Sequence[int] = (),
+    holders: Sequence[int] | None = None,
+) -> Program:
     """A program as one rank of a pipeline has it: stages of others take and read nothing, groups of others are empty.
-    ``of_stages``, ``shared``: as of ``Dealt``.
+    ``of_stages``, ``besides``: as of ``Dealt``. ``holders``: the rank that has each group; None: that of its stages.
 
     Raises:
         ConfigError: two ranks would need one group.
     """
-    holders = holders_of(program, of_stages)
+    used = users_of(program, of_stages)
+    holders = [used.get(g.index, 0) for g in program.groups] if holders is None else holders
+    for g, user in used.items():
+        if holders[g] != user:
+            raise ConfigError(
+                f"parameters {program.groups[g].name!r} are rank {holders[g]}'s, and rank {user} of the pipeline has a "
+                f"block that uses them: {_NOT_CROSSING}"
+            )
     sums = [sum(g.trainable for g in program.groups if holders[g.index] == r) // ALIGN for r in range(ranks)]
-    dealt = Dealt(rank=rank, ranks=ranks, of_stages=tuple(of_stages), shared=shared, partials=max(sums))
-    first = dealt.of_stages.index(rank) if rank else -1
+    dealt = Dealt(
+        rank=rank,
+        ranks=ranks,
+        of_stages=tuple(of_stages),
+        besides=tuple(besides) or (0,) * len(program.stages),
+        partials=max(sums),
+    )
 
     def own(stage: Stage) -> Stage:
         if dealt.has(stage.index):
-            return replace(stage, kept=stage.kept + shared) if stage.index == first else stage
+            return replace(stage, kept=stage.kept + dealt.besides[stage.index])
         return replace(
             stage, forward_reads=(), backward_reads=(), gradients=(), kept=0, forward_peak=0, backward_peak=0
         )
@@ -89,8 +109,8 @@ def emptied(group: GroupSpec) -> GroupSpec:
     return replace(group, trainable=0, frozen=0)
 
 
-def holders_of(program: Program, of_stages: Sequence[int]) -> list[int]:
-    """The rank that has each group: that of the stages that use it; rank 0 has what none does.
+def users_of(program: Program, of_stages: Sequence[int]) -> dict[int, int]:
+    """The rank of the stages that use each group, for all groups that are used.
 
     Raises:
         ConfigError: two ranks would need one group.
@@ -102,10 +122,13 @@ def holders_of(program: Program, of_stages: Sequence[int]) -> list[int]:
             if of_stages[before.index] != of_stages[stage.index]:
                 raise ConfigError(
                     f"parameters {program.groups[g].name!r} are used by {before.name!r} and by {stage.name!r}, which "
-                    f"ranks {of_stages[before.index]} and {of_stages[stage.index]} of the pipeline have: in a pipeline "
-                    "parameters do not cross. Train with ranks that share all state (dp_shard)"
+                    f"ranks {of_stages[before.index]} and {of_stages[stage.index]} of the pipeline have: "
+                    f"{_NOT_CROSSING}"
                 )
-    return [of_stages[found[g.index].index] if g.index in found else 0 for g in program.groups]
+    return {g: of_stages[stage.index] for g, stage in found.items()}
+
+
+_NOT_CROSSING = "in a pipeline parameters do not cross. Train with ranks that share all state (dp_shard)"
 
 
 def sent_bytes(program: Program, micro_batches: int) -> int:
@@ -115,5 +138,6 @@ def sent_bytes(program: Program, micro_batches: int) -> int:
     total = 0
     for k, stage in enumerate(program.stages[:-1]):
         if dealt.crosses(k):
-            total += dealt.has(k) * (stage.activation + dealt.shared_behind(k)) + dealt.has(k + 1) * stage.gradient
+            total += dealt.has(k) * stage.activation + dealt.has(k + 1) * stage.gradient
+    total += (dealt.rank == 0) * sum(dealt.besides)
     return micro_batches * total

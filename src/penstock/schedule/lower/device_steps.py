@@ -26,9 +26,9 @@ class DeviceSteps:
         if self.cut.reduce == "scatter-early":
             self._reduce(g)
 
-    def step(self, g: int, after: list[OpId]) -> None:
+    def step(self, g: int, after: list[OpId]) -> OpId:
         """Emit a group's step, with what comes before it where gradients are combined at the end, and the gather of
-        what is new where each rank steps a part of weights that all have whole."""
+        what is new where each rank steps a part of weights that all have whole. Returns the step's id."""
         if self.cut.reduce in ("all", "scatter-late"):
             self._reduce(g)
         stepped = [group_buffer("P", g)] if self._scatters else self._gradients(g)
@@ -37,6 +37,7 @@ class DeviceSteps:
         if self._scatters and not self.cut.weights:
             amount = self.b.provision.whole_weights(g)
             self.b.collective(group_op("GN", g), self.b.seat.shards, amount, Touched(), after=[done])
+        return done
 
     def _gradients(self, g: int) -> list[Buffer]:
         """The buffers that the visits that this rank computes have added a group's gradient to."""

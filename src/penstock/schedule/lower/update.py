@@ -61,7 +61,7 @@ class Updates:
         self._begun: list[tuple[int, list[OpId]]] = []
         """groups of matrices whose updates are on their way to the device, with what their steps wait for besides"""
         self._normed: list[OpId] = []
-        self._stepped: list[OpId] = []  # the steps on the host that are this step's own
+        self._stepped: list[OpId] = []  # the steps that are this step's own
         self._norm: OpId | None = None  # op after which the global norm is known
         self._waited_for = any(self.s.waits(g) for g in self.b.route.gradient_visits)
         self._late = sum(map(len, self.b.provision.delayed.values()))  # delayed chunks to come
@@ -110,7 +110,7 @@ class Updates:
                     if self._waited_for:
                         self._normed.append(self.b.emit(group_op("ND", g), reads=[group_buffer("G", g)]))
                 if stepped:
-                    self.device.step(g, first)
+                    self._stepped.append(self.device.step(g, first))
                 continue
             later = self._complete_use(g, index)
             for c in self.b.trained_chunks(g):  # chunk by chunk: what waits on disk must not hold up what is stepped
@@ -303,7 +303,7 @@ class Updates:
                 continue
             first = self._before_step(g)
             if self.s.place.state[g] == "device":
-                self.device.step(g, first)
+                self._stepped.append(self.device.step(g, first))
                 continue
             for c in self.b.trained_chunks(g):
                 if c.index not in self._delayed(g):

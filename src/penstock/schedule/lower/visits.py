@@ -12,7 +12,8 @@ micro-batches, and between visits receives and sends what passes between its sta
 each micro-batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.ops import Schedule
@@ -44,6 +45,7 @@ def _among(program: Program, stay: Visit, *, train: bool) -> Iterator[Visit | Me
         return
 
     def messages(kind: str, stage: int, peer: int) -> Iterator[Message]:
+        """``peer``: a stage of the other rank."""
         return (Message(stage_op(kind, stage, m), dealt.of_stages[peer]) for m in stay.micro_batches)
 
     back = train and k > 0 and dealt.crosses(k - 1) and program.stages[k - 1].gradient > 0
@@ -54,13 +56,24 @@ def _among(program: Program, stay: Visit, *, train: bool) -> Iterator[Visit | Me
         if back:
             yield from messages("SD", k - 1, k - 1)
         return
-    if k and dealt.crosses(k - 1):
-        yield from messages("RA", k - 1, k - 1)
+    ways = [messages("RX", k, 0)] if dealt.rank and dealt.besides[k] else []
+    ways += [messages("RA", k - 1, k - 1)] if k and dealt.crosses(k - 1) else []
+    yield from _in_turn(ways)
     yield stay
     if stay.kind == "E" and back:
         yield from messages("SD", k - 1, k - 1)
+    further = [other for other in dealt.elsewhere(k) if dealt.rank == 0 and dealt.besides[other]]
     if dealt.crosses(k):
-        yield from messages("SA", k, k + 1)
+        ways = [messages("SX", other, other) for other in further if other == k + 1]
+        yield from _in_turn([*ways, messages("SA", k, k + 1)])
+    for other in further:
+        if other > k + 1:
+            yield from messages("SX", other, other)
+
+
+def _in_turn(ways: Sequence[Iterable[Message]]) -> Iterator[Message]:
+    """Messages of several kinds, micro-batch by micro-batch: none waits for what comes after another micro-batch's."""
+    return chain.from_iterable(zip(*ways, strict=True))
 
 
 def horizontal_route(program: Program, micro_batches: int) -> Route:

@@ -92,6 +92,7 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules, CrossingRules
             self._kinds |= {"AN": self._gather_norm}
         if needs.program.dealt is not None:
             self._kinds |= dict.fromkeys(("SA", "RA", "SD", "RD"), self._cross)
+            self._kinds |= dict.fromkeys(("SX", "RX"), self._cross_besides)
 
     def run(self, op: Op) -> None:
         what = self._kinds.get(op.id.kind)

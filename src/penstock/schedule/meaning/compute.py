@@ -35,12 +35,29 @@ class ComputeRules(Ground):
         added = stage.gradients if self.needs.train and kind in "BE" else ()
         self._check_no_more(op, {g for g in read if self.place.weights[g] != "device"}, added)
         self._check_activations(op, stage)
+        if kind == "F":
+            self._check_besides(op)
         for g in added:
             self._sum_on_device(op, g, taken)
         if kind == "B":
             self.backward[m] = self._next(k, back=True)
         else:
             self.forward[m] = self._next(k)
+
+    def _check_besides(self, op: Op) -> None:
+        """What a stage is handed besides its input has come; the code of the model goes on up to its next own stage."""
+        k, m, dealt = op.id.stage, op.id.micro_batch, self.needs.program.dealt
+        if dealt is None:
+            return
+        if dealt.rank and dealt.besides[k]:
+            self.accesses.read(op, "besides", k, m)
+            if (k, m) not in self.besides:
+                raise refused(
+                    op, f"needs what stage {k} is handed besides its input, which no op RX{k}m{m} has brought"
+                )
+        for other in () if dealt.rank else dealt.elsewhere(k):
+            self.accesses.write(op, "besides", other, m)
+            self.besides.add((other, m))
 
     def _check_turn(self, op: Op) -> None:
         """A stage's forwards go through micro-batches in order: what a model counts as it runs depends on that."""

@@ -71,6 +71,8 @@ class Ground:
         """(stage, micro-batch) -> the buffer that its saved activation is in while it is on the device"""
         self.crossed: set[str] = set()
         """ops that have sent or received"""
+        self.besides: set[tuple[int, int]] = set()
+        """(stage, micro-batch) of which what the stage is handed besides its input is there"""
         self.forward = [self._next(-1)] * schedule.micro_batches
         """micro-batch -> the stage of this rank whose forward is next"""
         self.turns = [0] * len(self.stages)

@@ -1,0 +1,68 @@
+"""A program dealt out to the ranks of a pipeline: what blocks are handed is refused where it cannot be sent."""
+
+from collections.abc import Sequence
+
+from penstock.engine.probed import HandedOn
+from penstock.errors import ModelError
+from penstock.ranks.share import Share
+from penstock.schedule.lower.dealt import program_of_rank
+from penstock.schedule.program import Program
+from penstock.tape.elsewhere import besides
+from penstock.tape.handed import refusal
+from penstock.tape.suspended import StageFacts
+
+
+def dealt_program(
+    program: Program,
+    facts: Sequence[StageFacts],
+    handed: Sequence[HandedOn],
+    dealt: Sequence[int],
+    share: Share,
+    ranks: int,
+) -> Program:
+    """The program of the rank of a pipeline whose ``share`` it is. ``handed``: of each shape of micro-batch; ``dealt``:
+    the rank of each block.
+
+    Raises:
+        ModelError: what a block is handed, or puts out, cannot be sent.
+        ConfigError: two ranks would need the same parameters.
+    """
+    assert share.holders is not None
+    of_stages = [0 if fact.site is None else dealt[fact.site.index] for fact in facts]
+    for of_shape in handed:
+        _refuse(of_shape, facts, of_stages)
+    sizes = [0] * len(program.stages)
+    for of_shape in handed:
+        for k, numbers in besides(of_shape.calls, of_stages).items():
+            sizes[k] = max(sizes[k], sum(of_shape.shared[n].nbytes for n in numbers))
+    return program_of_rank(program, of_stages, share.rank, ranks, besides=sizes, holders=share.holders)
+
+
+def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[int]) -> None:
+    """Raise ModelError where a pipeline cannot send what a block is handed, or puts out."""
+    for k, call in enumerate(handed.calls):
+        if call is None:
+            continue
+        site, before = facts[k].site, of_stages[k - 1]
+        assert site is not None
+        if of_stages[k] or before:
+            follows = before != 0
+            why = refusal(call, direct=follows) if of_stages[k] else follows and refusal(call, direct=True)
+            if why:
+                raise ModelError(why)
+            if facts[k - 1].offload != (call.of_input,):
+                raise ModelError(
+                    f"block {call.block!r}: what it is handed is read by others than it, or is no tensor of its own: "
+                    "a pipeline sends it away. Train with ranks that share all state (dp_shard)"
+                )
+        if of_stages[k] and facts[k].call.buffers:
+            raise ModelError(
+                f"block {call.block!r} changes its buffer {facts[k].call.buffers[0][1]!r}, and of a pipeline each rank "
+                "would have its own. Train with ranks that share all state (dp_shard)"
+            )
+    last = handed.calls[-2]
+    if last is not None and of_stages[-2] and len(facts[-2].offload) != 1:
+        raise ModelError(
+            f"block {last.block!r}: what it puts out is no tensor of its own: a pipeline sends it away. Train with "
+            "ranks that share all state (dp_shard)"
+        )

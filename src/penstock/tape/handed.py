@@ -1,0 +1,236 @@
+"""What block calls are handed, as a probe saw it: what another rank of a pipeline has to know to make the same call.
+
+Of each call the *input* is the one tensor that the stage before puts out for it alone. Everything else that it is
+handed is either a tensor without a gradient that was there before the first block (masks, position embeddings), which
+is sent once, or a plain value, which is known from the probe. All else is refused, by name.
+"""
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from penstock.compat.torch import storage_key
+from penstock.tape import trees
+from penstock.tape.modes import Modes
+
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+_ADVICE = "a pipeline cannot send that. Train with ranks that share all state (dp_shard)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """The kind of a tensor: what it takes to make one like it around the same numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Kind":
+        return cls(
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+            dtype=tensor.dtype,
+            requires_grad=tensor.requires_grad,
+        )
+
+    @property
+    def span(self) -> int:
+        """Elements of memory from the first one to the last."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        return self.span * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handed:
+    """One call of a block.
+
+    | field | meaning |
+    |---|---|
+    | ``inputs`` | its (args, kwargs), with tensors on the meta device in the place of its own |
+    | ``places`` | of those by identity: 0 for the input, and 1 + n for the n-th tensor that calls share (``shares``) |
+    | ``of_input`` | the place of the input |
+    | ``output`` | what it returns, in the same way |
+    | ``modes`` | torch's switches as it is called |
+    | ``why`` | the reason that another rank cannot make it; empty: there is none |
+    | ``why_direct`` | the reason that its input is not just what the call before has put out; empty: there is none |
+    """
+
+    block: str
+    of_input: trees.Place
+    inputs: Any
+    places: dict[int, int]
+    output: Any
+    modes: Modes
+    input: Kind | None
+    result: Kind | None
+    why: str
+    why_direct: str
+    shares: tuple[int, ...]
+
+
+@dataclass(kw_only=True)
+class Calls:
+    """All calls of one micro-batch. ``shared``: the tensors that they share, in order of first sight."""
+
+    calls: dict[int, Handed] = field(default_factory=dict)
+    shared: list[Kind] = field(default_factory=list)
+    _keys: dict[Any, int] = field(default_factory=dict)
+
+    def see(
+        self,
+        segment: int,
+        block: str,
+        inputs: Any,
+        modes: Modes,
+        *,
+        before: torch.Tensor | None,
+        born: Mapping[int, int],
+    ) -> None:
+        """Note a call that is about to be made. ``before``: what the call before has put out, if that was one tensor;
+        ``born``: by identity of a tensor, the segment that has made it, and -1 where that was before the forward."""
+        found = trees.places(inputs)
+        fresh = [(p, t) for p, t in found.items() if t.is_floating_point() and born[id(t)] >= max(segment - 2, 0)]
+        of_input, own = next((pair for pair in fresh if pair[1].requires_grad), fresh[0] if fresh else ((), None))
+        why = "" if own is not None else "it is handed no tensor that the code before it has made"
+        places: dict[int, int] = {}
+        made: dict[int, torch.Tensor] = {}
+        shares: list[int] = []
+        for place, tensor in found.items():
+            meta = made[id(tensor)] = torch.empty(0, device="meta", dtype=tensor.dtype)
+            if tensor is own:
+                places[id(meta)] = 0
+                continue
+            name = _name(place)
+            if tensor.requires_grad:
+                why = why or f"its argument {name} needs a gradient, and is not what the call before has put out"
+            elif tensor.layout != torch.strided or tensor.is_nested:
+                why = why or f"its argument {name} is a sparse or nested tensor"
+            elif born[id(tensor)] > 0:
+                why = why or f"its argument {name} is computed between blocks"
+            number = self._number(tensor)
+            shares.append(number)
+            places[id(meta)] = 1 + number
+        why = why or _strange(inputs)
+        direct = "" if own is not None and own is before else "the model's code computes with it before"
+        self.calls[segment] = Handed(
+            block=block,
+            of_input=of_input,
+            inputs=trees.replace(inputs, lambda tensor: made[id(tensor)]),
+            places=places,
+            output=None,
+            modes=modes,
+            input=None if own is None else Kind.of(own),
+            result=None,
+            why=why,
+            why_direct=direct,
+            shares=tuple(shares),
+        )
+
+    def returned(self, segment: int, output: Any, made: Sequence[torch.Tensor]) -> None:
+        """Note what a call has returned, whose outputs ``made`` are."""
+        call = self.calls[segment]
+        if len(made) != 1 or [id(t) for t in trees.tensors(output)] != [id(made[0])]:
+            why = call.why or f"it returns {len(made)} tensors, or hands on what it was handed, and one is sent"
+            self.calls[segment] = replace(call, why=why)
+            return
+        empty = torch.empty(0, device="meta", dtype=made[0].dtype)
+        shown = trees.replace(output, lambda tensor: empty)
+        self.calls[segment] = replace(call, output=shown, result=Kind.of(made[0]), why=call.why or _strange(output))
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        key = (
+            storage_key(tensor) if trees.has_storage(tensor) else id(tensor),
+            tensor.storage_offset(),
+            Kind.of(tensor),
+        )
+        if key not in self._keys:
+            self._keys[key] = len(self.shared)
+            self.shared.append(Kind.of(tensor))
+        return self._keys[key]
+
+
+def refusal(call: Handed, *, direct: bool) -> str:
+    """The reason that a call cannot be made by another rank; empty: it can. ``direct``: the call before is another
+    rank's as well, or its own."""
+    why = call.why or (direct and call.why_direct)
+    return f"block {call.block!r}: {why}: {_ADVICE}" if why else ""
+
+
+def fill(call: Handed, own: torch.Tensor, shared: dict[int, torch.Tensor]) -> Any:
+    """(args, kwargs) of a call around its input and what calls share."""
+
+    def at(meta: torch.Tensor) -> torch.Tensor:
+        place = call.places[id(meta)]
+        return shared[place - 1] if place else own
+
+    return trees.replace(call.inputs, at)
+
+
+def difference(call: Handed, inputs: Any, modes: Modes, shared: dict[int, torch.Tensor]) -> str:
+    """What is other than the probe saw it; empty: nothing is. ``shared`` is filled with what calls share."""
+    if modes != call.modes:
+        return "it is called in other modes of torch (autocast, gradients)"
+    return next(_differences(call, call.inputs, inputs, (), shared), "")
+
+
+def _differences(
+    call: Handed, known: Any, value: Any, place: trees.Place, shared: dict[int, torch.Tensor]
+) -> Iterator[str]:
+    if isinstance(known, torch.Tensor) or isinstance(value, torch.Tensor):
+        number = call.places[id(known)] if isinstance(known, torch.Tensor) else -1
+        if number < 0 or not isinstance(value, torch.Tensor):
+            yield f"its argument {_name(place)} is a tensor for one micro-batch and none for another"
+        elif number and shared.setdefault(number - 1, value) is not value and not _same(shared[number - 1], value):
+            yield f"its argument {_name(place)} is another tensor than the one that an earlier block was handed"
+        return
+    if type(known) is not type(value):
+        yield f"its argument {_name(place)} is of another type"
+    elif isinstance(known, tuple | list):
+        if len(known) != len(value):
+            yield f"its argument {_name(place)} is longer or shorter"
+            return
+        for index, (a, b) in enumerate(zip(known, value, strict=True)):
+            yield from _differences(call, a, b, (*place, index), shared)
+    elif trees.is_mutable_container(known) or trees.is_record(known):
+        a, b = dict(trees.entries(known)), dict(trees.entries(value))
+        if list(a) != list(b):
+            yield f"its argument {_name(place)} has other entries"
+            return
+        for key in a:
+            yield from _differences(call, a[key], b[key], (*place, key), shared)
+    elif known is not value and known != value:
+        yield f"its argument {_name(place)} is {value!r}, and was {known!r}"
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors are the same memory."""
+    return one.data_ptr() == other.data_ptr() and Kind.of(one) == Kind.of(other)
+
+
+def _strange(value: Any, place: trees.Place = ()) -> str:
+    """The first argument that is neither a tensor nor a plain value; empty: there is none."""
+    if isinstance(value, (torch.Tensor, *_PLAIN)):
+        return ""
+    if isinstance(value, tuple | list):
+        inner: Iterator[tuple[Any, Any]] = iter(enumerate(value))
+    elif trees.is_mutable_container(value) or trees.is_record(value):
+        inner = trees.entries(value)
+    else:
+        return f"its argument {_name(place)} is an object of class {type(value).__name__}"
+    return next((why for key, item in inner if (why := _strange(item, (*place, key)))), "")
+
+
+def _name(place: trees.Place) -> str:
+    """The name of an argument: places begin with 0 for positional ones, and 1 for those with a name."""
+    kind, *rest = place or (0,)
+    return repr(".".join(map(str, rest))) if kind == 1 else f"number {'.'.join(map(str, rest)) or '?'}"

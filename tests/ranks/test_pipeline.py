@@ -1,0 +1,245 @@
+"""A pipeline is one rank: whatever the number of its ranks, the same losses, norms and state, bit by bit; what crosses
+is what the schedule says; what cannot be sent is refused by name."""
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import penstock
+from penstock.schedule.lower.dealt import sent_bytes
+from tests.conftest import Campaign
+from tests.models import MODELS
+from tests.ranks.test_bits import equal, results
+from tests.ranks.worlds import RankFailedError, World, pipeline
+from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (12, 8, 10, 12, 9)
+STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What decides about a run's numbers."""
+
+    model: str
+    precision: str = "fp32"
+    clip: float | None = 0.5
+    lengths: tuple[int, ...] = LENGTHS
+
+    def settings(self) -> dict[str, Any]:
+        return {"precision": self.precision, "clip_grad_norm": self.clip}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A way to train that changes no bit."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    disk: bool = False
+    budget: Mapping[str, Any] = field(default_factory=dict)
+
+
+def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | None, steps: int = STEPS) -> Any:
+    """What a run has found and left; then, of a rank of a pipeline, the bytes that it has sent in its last step, those
+    that the schedule says, and those of the formula."""
+    where = budget(disk if run.disk else None, **run.budget)
+    case = MODELS[numbers.model]
+    with wrap(case, where, mesh=mesh, **numbers.settings(), **run.settings) as engine:
+        found = results(engine, run_steps(engine, steps_of(case, steps, lengths=numbers.lengths)))
+        found["evaluated"] = engine.evaluate(steps_of(case, 1, first=50, lengths=numbers.lengths)[0])
+        if mesh is None:
+            return found
+        engine.step(steps_of(case, 1, first=60, lengths=(12, 12, 12))[0])
+        moved = sum(event.bytes for event in engine.trace if event.lane == "send")
+        formula = sent_bytes(engine.plan.program, 3)
+        return found, (moved, engine.plan.schedule.bytes_per_lane()["send"], formula)
+
+
+@cache
+def alone(numbers: Numbers) -> dict[str, Any]:
+    found: dict[str, Any] = trained(None, numbers, Run(), None)
+    return found
+
+
+GPT2 = Numbers(model="gpt2")
+BF16 = Numbers(model="gpt2", precision="bf16")
+WAYS: dict[str, tuple[Numbers, Run]] = {
+    "in memory": (GPT2, Run()),
+    "on disk, early, bf16": (BF16, Run(disk=True, settings={"speculate": True})),
+    "on disk, after the norm": (BF16, Run(disk=True, settings={"speculate": False})),
+    "all on disk": (
+        GPT2,
+        Run(disk=True, settings={"speculate": False}, budget={"gradients": "disk", "activations": "disk"}),
+    ),
+    "delayed": (GPT2, Run(disk=True, settings={"delay": 0.5})),
+    "fp16": (Numbers(model="gpt2", precision="fp16"), Run()),
+    "no limit": (Numbers(model="gpt2", precision="bf16", clip=None), Run(disk=True)),
+    "one op at a time": (GPT2, Run(settings={"overlap": False})),
+    "llama": (Numbers(model="llama"), Run(disk=True)),
+    "llama, sdpa": (Numbers(model="llama_sdpa", precision="bf16"), Run()),
+    "two kinds of masks": (Numbers(model="gemma3"), Run(disk=True)),
+    "masked": (Numbers(model="bert"), Run()),
+    "images": (Numbers(model="vit"), Run(disk=True)),
+}
+IN_SHORT = (("on disk, early, bf16", 2), ("delayed", 3), ("two kinds of masks", 2), ("in memory", 4))
+
+
+def compare(way: str, size: int, disk: Path) -> None:
+    numbers, run = WAYS[way]
+    for found, (moved, said, formula) in pipeline(size, trained, numbers, run, disk):
+        equal(found, alone(numbers))
+        assert moved == said == formula
+
+
+@pytest.mark.parametrize(("way", "size"), IN_SHORT)
+def test_a_pipeline_has_the_bits_of_one_rank(way: str, size: int, tmp_path: Path) -> None:
+    compare(way, size, tmp_path / "store")
+
+
+def test_a_pipeline_of_any_size_has_the_bits_of_one_rank(campaign: Campaign, tmp_path: Path) -> None:
+    if not campaign.full:
+        pytest.skip("a campaign takes all ways and ranks: --campaign")
+    for number, (way, size) in enumerate((way, size) for way in WAYS for size in (2, 3, 4)):
+        compare(way, size, tmp_path / str(number))
+
+
+# ---- what fails, and what is kept
+
+
+CASE = MODELS["llama"]
+
+
+def steps(mesh: DeviceMesh | None, disk: Path, count: int) -> tuple[int, list[float]]:
+    """The step that a run on a store began after, and its losses."""
+    with wrap(CASE, budget(disk), mesh=mesh) as engine:
+        begun = engine.step_count
+        return begun, run_steps(engine, steps_of(CASE, count, first=begun + 1, lengths=LENGTHS)).losses
+
+
+def to_be_killed(mesh: DeviceMesh, disk: Path) -> None:
+    """Rank 1 in its third step, in the forward of its block."""
+    with wrap(CASE, budget(disk), mesh=mesh, **AT_ONCE) as engine:
+        first, second, third = steps_of(CASE, 3, lengths=LENGTHS)
+        engine.step(first)
+        engine.step(second)
+        if mesh.get_rank() == 1:
+            of_rank = engine.inside.resources.dealt.index(1)
+            block = engine.model.model.layers[of_rank]
+            block.mlp.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        engine.step(third)
+
+
+def test_a_pipeline_whose_rank_is_killed_goes_on_from_its_last_commit(tmp_path: Path) -> None:
+    whole = steps(None, tmp_path / "alone", 4)[1]
+    world = World(2, to_be_killed, tmp_path / "store", axis="pp")
+    first, second = world.outcomes()
+    assert isinstance(first, RankFailedError)
+    assert (first.kind, first.said, second) == ("RankError", "rank 1 was killed", None)
+    assert pipeline(2, steps, tmp_path / "store", 2) == [(2, whole[2:])] * 2
+
+
+def kept(mesh: DeviceMesh | None, snapshot: Path, *, saves: bool) -> Any:
+    """A run that saves after two steps, or goes on from there; what it has in the end."""
+    with wrap(CASE, budget(None), mesh=mesh) as engine:
+        first, rest = steps_of(CASE, 3, lengths=LENGTHS)[:2], steps_of(CASE, 3, lengths=LENGTHS)[2:]
+        if saves:
+            run_steps(engine, first)
+            engine.save(snapshot)
+        else:
+            engine.load(snapshot)
+        return results(engine, run_steps(engine, rest))
+
+
+def test_a_snapshot_of_a_pipeline_is_one_of_any_ranks(tmp_path: Path) -> None:
+    wanted = kept(None, tmp_path / "one", saves=True)
+    for found in pipeline(2, kept, tmp_path / "several", saves=True):
+        equal(found, wanted)
+    equal(kept(None, tmp_path / "several", saves=False), wanted)
+    for source in ("one", "several"):
+        equal(pipeline(2, kept, tmp_path / source, saves=False)[1], wanted)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Model(nn.Module):
+    """``computes``: the model's own code computes with what a block puts out; ``fails``: the loss is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.computes = self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if self.computes:
+                x = x * 2
+        return x.square().mean() * (float("nan") if self.fails else 1.0)
+
+
+def misused(mesh: DeviceMesh, how: str) -> Any:
+    torch.manual_seed(0)
+    model, inputs = Model(), [{"x": torch.ones(2, 16)}] * 2
+    settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(b["x"]), "clip_grad_norm": None}
+    with penstock.wrap(model, budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
+        if how == "computes at once":
+            model.computes = True
+        engine.step(inputs)
+        before = dict(engine.master_parameters())
+        setattr(model, how, True)
+        try:
+            engine.step(inputs)
+        except penstock.errors.NonFiniteError as error:
+            model.fails = False
+            after = dict(engine.master_parameters())
+            return str(error), all(torch.equal(value, after[name]) for name, value in before.items()), engine.step_count
+        return None
+
+
+@pytest.mark.parametrize("how", ["computes", "computes at once"])
+def test_code_that_computes_between_blocks_of_other_ranks_is_refused_and_gives_no_other_numbers(how: str) -> None:
+    with pytest.raises(RankFailedError, match=r"the model's (own )?code computes with") as error:
+        pipeline(3, misused, how)
+    assert error.value.kind == "ModelError"
+
+
+def test_a_loss_that_is_no_number_is_one_for_all_ranks_and_nothing_is_updated() -> None:
+    for said, unchanged, count in pipeline(2, misused, "fails"):
+        assert "the loss is nan" in said
+        assert (unchanged, count) == (True, 1)
+
+
+def refused(mesh: DeviceMesh, model: str, **settings: Any) -> None:
+    with wrap(MODELS[model], budget(None), mesh=mesh, **settings) as engine:
+        engine.step(steps_of(MODELS[model], 1)[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("t5", {}, "its argument .* needs a gradient, and is not what the call before has put out"),
+        ("mixtral", {}, "it returns 2 tensors, or hands on what it was handed, and one is sent"),
+        ("gpt2", {"schedule": "horizontal"}, "schedule='horizontal' is not for the ranks of a pipeline"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused_by_name(model: str, settings: Any, message: str) -> None:
+    with pytest.raises(RankFailedError, match=message):
+        pipeline(2, refused, model, **settings)
