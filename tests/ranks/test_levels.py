@@ -57,7 +57,7 @@ def crossed(mesh: DeviceMesh) -> dict[str, int]:
         return sum(rank // EACH != host for rank in dist.get_process_group_ranks(group))
 
     def gather_in(ranks: Together, group: "dist.ProcessGroup", out: torch.Tensor, part: torch.Tensor) -> None:
-        if group is not ranks._control:
+        if group is not ranks.control:
             found["gathered"] += part.numel() * part.itemsize * elsewhere(group)
         gather(ranks, group, out, part)
 

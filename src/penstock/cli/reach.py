@@ -1,4 +1,4 @@
-"""What the first rank has done on other hosts: their drives are within reach of their own ranks alone.
+"""Work that the first rank has done on other hosts: their drives are within reach of their own ranks alone.
 
 The folder of a run is one, on a file system that all hosts share. The stores of a host's ranks are on its own drives:
 the first rank of each host looks at them, and removes them, when the first of all asks for it.

@@ -77,7 +77,7 @@ def note_metrics(accelerator: Accelerator, note: Callable[[Any], bool]) -> None:
 
 
 def counted_values(accelerator: Accelerator) -> int | None:
-    """How many of the values that processes gather for metrics count, those of the first ones: accelerate takes them
+    """The number of values that count of those that processes gather for metrics, the first ones: accelerate takes them
     for examples, and drops what is more than an epoch's examples in its last batches. None: all of them.
     """
     state = accelerator.gradient_state

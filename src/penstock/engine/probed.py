@@ -67,7 +67,7 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
 
 @dataclass(frozen=True, kw_only=True)
 class HandedOn:
-    """What the call of each stage is handed, and the tensors that calls share, of one shape of micro-batch."""
+    """The arguments of each stage's call, and the tensors that calls share, of one shape of micro-batch."""
 
     calls: tuple[Handed | None, ...]
     shared: tuple[Kind, ...]

@@ -225,7 +225,7 @@ class EngineMixin(TrainerSteps):
         return loader
 
     def at_a_time(self, of_ranks: Sequence[Sequence[T]]) -> list[Sequence[T]]:
-        """What each rank has of each micro-batch of the step just taken, by the micro-batches that ranks have at the
+        """All that ranks have of each micro-batch of the step just taken, by the micro-batches that ranks have at the
         same time when the library deals them out.
         """
         if not self._has_neighbours:

@@ -256,7 +256,8 @@ class Together(Ranks):
         self._watch = Watch(store_of(f"penstock/{'-'.join(map(str, members))}/{_made}"), self.rank, places)
         self._members, self._device = members, device
         try:
-            self._control = self._join(members, "gloo", device)
+            self.control = self._join(members, "gloo", device)
+            """the process group of what ranks tell each other"""
             self._data = self._join(members, dist.get_default_backend_for_device(device), device)
             self._crossing = self._join(members, "gloo", device) if self.are_pipeline else None
             self._of_copy = None if self.copies == 1 else Some(self, axes.of_copy(self.rank))
@@ -280,7 +281,7 @@ class Together(Ranks):
 
     def beside(self) -> Ranks:
         other = copy(self)
-        other._control = self._join(self._members, "gloo", self._device)
+        other.control = self._join(self._members, "gloo", self._device)
         return other
 
     def _join(self, members: Sequence[int], backend: str, device: torch.device) -> "dist.ProcessGroup":
@@ -364,11 +365,11 @@ class Together(Ranks):
         return [said for _, said in found]
 
     def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        self.gather_in(self._control, out, part)
+        self.gather_in(self.control, out, part)
 
     def lend(self, tensor: torch.Tensor, owner: int) -> None:
-        source = dist.get_global_rank(self._control, owner)
-        self._wait(dist.broadcast(tensor, source, group=self._control, async_op=True), tensor)
+        source = dist.get_global_rank(self.control, owner)
+        self._wait(dist.broadcast(tensor, source, group=self.control, async_op=True), tensor)
 
     @property
     def failure(self) -> RankError | None:

@@ -24,7 +24,7 @@ log = logging.getLogger("penstock")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a rank has found where its store is to be. ``sequence``: the number of its newest commit; -1: no store."""
+    """A rank's finding where its store is to be. ``sequence``: the number of its newest commit; -1: no store."""
 
     sequence: int
     untouched: bool

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from penstock.tape.tape import Tape
 
 Way = Literal["output", "gradient", "besides"]
-"""What crosses: the output of a stage, the gradient with respect to it, what a stage is handed besides its input."""
+"""A part that crosses: a stage's output, the gradient with respect to it, what it is handed besides its input."""
 Calls = Sequence[Handed | None]
-"""What the call of each stage is handed, of one micro-batch."""
+"""The arguments of each stage's call, of one micro-batch."""
 
 
 def besides(calls: Calls, of_stages: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -79,11 +79,11 @@ class Elsewhere:
     # ---- what crosses
 
     def take(self, way: Way, stage: int, mb: int) -> torch.Tensor | None:
-        """What is to be sent; None: no gradient has come."""
+        """The tensor that is to be sent; None: no gradient has come."""
         return self._out.pop((way, stage, mb))
 
     def put(self, way: Way, stage: int, mb: int, tensor: torch.Tensor | None) -> None:
-        """What was received."""
+        """Keep what was received until the stage runs."""
         self._in[way, stage, mb] = tensor
 
     def kind(self, stage: int, mb: int) -> Kind:
@@ -103,13 +103,13 @@ class Elsewhere:
         return self._shared[mb]
 
     def drop(self, stage: int, mb: int) -> None:
-        """What a stage put out has been sent."""
+        """The output of a stage has been sent."""
         self._tape.drop(stage, mb)
 
     # ---- forward
 
     def code(self, mb: int) -> LossFn:
-        """What a rank without the model's own code runs in its place: its calls, one after the other."""
+        """The code that a rank without the model's own runs in its place: its calls, one after the other."""
 
         def calls(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
             own = [k for k, call in enumerate(self._calls[mb]) if call is not None and self.has(k)]
@@ -219,12 +219,12 @@ class Elsewhere:
         return placeholder(kind.shape, kind.stride, kind.dtype, self._tape.device, kind.requires_grad, refuse)
 
     def _answer(self, stage: int, mb: int, tensor: torch.Tensor) -> Callable[[], Any]:
-        """What makes a call of another rank's return what it returned in the probe, around a tensor."""
+        """A function that makes a call of another rank's return what it returned in the probe, around a tensor."""
         output = self._call(stage, mb).output
         return lambda: trees.replace(output, lambda _: tensor)
 
     def _begun(self, stage: int, mb: int) -> torch.Tensor:
-        """What was received, with which a graph begins if its gradient is wanted."""
+        """The tensor that was received, with which a graph begins if its gradient is wanted."""
         tensor = self._in.pop(("output", stage, mb))
         assert tensor is not None
         if not self.kind(stage, mb).requires_grad:

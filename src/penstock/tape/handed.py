@@ -1,4 +1,4 @@
-"""What block calls are handed, as a probe saw it: what another rank of a pipeline has to know to make the same call.
+"""Arguments of block calls, as a probe saw them: all that another rank of a pipeline has to know to make the same call.
 
 Of each call the *input* is the one tensor that the stage before puts out for it alone. Everything else that it is
 handed is either a tensor without a gradient that was there before the first block (masks, position embeddings), which
@@ -177,7 +177,7 @@ def fill(call: Handed, own: torch.Tensor, shared: dict[int, torch.Tensor]) -> An
 
 
 def difference(call: Handed, inputs: Any, modes: Modes, shared: dict[int, torch.Tensor]) -> str:
-    """What is other than the probe saw it; empty: nothing is. ``shared`` is filled with what calls share."""
+    """The first difference from what the probe saw; empty: none. ``shared`` is filled with what calls share."""
     if modes != call.modes:
         return "it is called in other modes of torch (autocast, gradients)"
     return next(_differences(call, call.inputs, inputs, (), shared), "")

@@ -68,7 +68,7 @@ class Probe:
             int, int
         ] = {}  # identity of a parameter with a hook -> the segment that its gradient is from
         self.handed: tuple[Handed | None, ...] = ()
-        """What the call of each stage is handed, after ``run``."""
+        """The arguments of each stage's call, after ``run``."""
         self.flops: tuple[tuple[int, int], ...] = ()
         """FLOP of each stage's forward and backward, after ``run``."""
         self.waits = Waits()

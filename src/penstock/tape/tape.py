@@ -107,7 +107,7 @@ class Tape:
         self.compared: tuple[tuple[Compared, ...], float | None] = ((), None)
         """Losses of torch that the latest probe's code has called, and the value of the model's own."""
         self.handed: tuple[Handed | None, ...] = ()
-        """What the call of each stage was handed in the latest probe; None of the model's own code."""
+        """The arguments of each stage's call in the latest probe; None of the model's own code."""
         self.shared: tuple[Kind, ...] = ()
         """The tensors that calls shared there."""
         self.elsewhere: Elsewhere | None = None
@@ -213,7 +213,7 @@ class Tape:
         set_at_work(self.model, True)
 
     def _code(self, index: int) -> LossFn:
-        """What the forward of a micro-batch runs."""
+        """The code that the forward of a micro-batch runs."""
         runs_model = self.elsewhere is None or self.elsewhere.has(0)
         return self._loss_fn if runs_model or self.elsewhere is None else self.elsewhere.code(index)
 

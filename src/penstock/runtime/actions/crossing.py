@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline send each other: outputs of stages, gradients with respect to them, masks and the like.
+"""Messages between the ranks of a pipeline: outputs of stages, gradients with respect to them, masks and the like.
 
 Before a tensor goes a *head* of some numbers, by which whoever receives it makes memory of the same strides, so that
 kernels sum in the order in which they would have. That of a gradient also says whether one has come at all, and whether

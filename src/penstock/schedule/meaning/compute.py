@@ -45,7 +45,8 @@ class ComputeRules(Ground):
             self.forward[m] = self._next(k)
 
     def _check_besides(self, op: Op) -> None:
-        """What a stage is handed besides its input has come; the code of the model goes on up to its next own stage."""
+        """Refuse a stage before all that it is handed besides its input has come; the model's code goes on up to its
+        next own stage."""
         k, m, dealt = op.id.stage, op.id.micro_batch, self.needs.program.dealt
         if dealt is None:
             return

@@ -1,4 +1,4 @@
-"""What passes between the ranks of a pipeline: outputs of stages, and gradients with respect to them."""
+"""Rules of messages between the ranks of a pipeline: outputs of stages, and gradients with respect to them."""
 
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.meaning.ground import Ground
@@ -36,7 +36,7 @@ class CrossingRules(Ground):
             del self.activations[k, m]
 
     def _cross_besides(self, op: Op) -> None:
-        """What a stage is handed besides its input: by the model's own code, once that has come there."""
+        """A stage is handed arguments besides its input: by the model's own code, once that has come there."""
         k, m, dealt = op.id.stage, op.id.micro_batch, self.needs.program.dealt
         assert dealt is not None
         sends = op.id.lane == "send"
