@@ -15,7 +15,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning_fa
 
 DOCUMENTED = {
     *LIBRARIES,
-    *("torch.nn", "torch.nn.functional", "torch.overrides", "torch.autograd.graph"),
+    *("torch.nn", "torch.nn.functional", "torch.overrides", "torch.autograd.graph", "torch.func"),
     *("torch.optim.lr_scheduler", "torch.utils.checkpoint", "torch.utils.tensorboard"),
     *("torch.distributed", "torch.distributed.device_mesh"),
 }
