@@ -175,7 +175,6 @@ class Provision:
         self.s = settings
         self.seat = seat
         self._groups = route.program.groups
-        self._trained = _trained_counts(route, settings.chunk)
         self._held_counts: dict[tuple[int, int], int] = {}
         self.weights_pool: dict[int, str] = {}
         self.gradients_pool: dict[int, str] = {}
@@ -271,6 +270,11 @@ class Provision:
     @cached_property
     def _most_sums(self) -> int:
         return most_sums(self.s.micro_batches, self.s.strands, staged=True)
+
+    @cached_property
+    def _trained(self) -> tuple[int, ...]:
+        """``_trained_counts``, which only groups that stream have: layers are not cut into chunks."""
+        return _trained_counts(self.route, self.s.chunk)
 
     def trained_count(self, g: int) -> int:
         """Number of chunks of a group that are stepped; they come first."""
