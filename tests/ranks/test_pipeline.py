@@ -2,6 +2,7 @@
 is what the schedule says; what cannot be sent is refused by name."""
 
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -147,6 +148,29 @@ def test_a_pipeline_whose_rank_is_killed_goes_on_from_its_last_commit(tmp_path: 
     assert isinstance(first, RankFailedError)
     assert (first.kind, first.said, second) == ("RankError", "rank 1 was killed", None)
     assert pipeline(2, steps, tmp_path / "store", 2) == [(2, whole[2:])] * 2
+
+
+def test_a_lost_store_of_a_pipeline_is_never_made_of_another_ranks(tmp_path: Path) -> None:
+    pipeline(2, steps, tmp_path / "store", 1)
+    shutil.rmtree(tmp_path / "store" / "rank-1")
+    with pytest.raises(RankFailedError, match="holds no store, and other ranks have theirs"):
+        pipeline(2, steps, tmp_path / "store", 1)
+    assert not (tmp_path / "store" / "rank-1").exists()
+
+
+def repeated(mesh: DeviceMesh | None, disk: Path) -> Any:
+    """Blocks that are not trained: the other rank has nothing that could step early, or again."""
+    model = CASE.model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers" not in name)
+    with wrap(CASE, budget(disk), mesh=mesh, model=model, clip_grad_norm=0.5) as engine:
+        return results(engine, run_steps(engine, steps_of(CASE, 2, lengths=LENGTHS)))
+
+
+def test_all_ranks_run_a_step_again_or_none_does(tmp_path: Path) -> None:
+    wanted = repeated(None, tmp_path / "alone")
+    for found in pipeline(2, repeated, tmp_path / "several"):
+        equal(found, wanted)
 
 
 def kept(mesh: DeviceMesh | None, snapshot: Path, *, saves: bool) -> Any:

@@ -35,6 +35,7 @@ from penstock.planner.question import Question
 from penstock.planner.search import best
 from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
+from penstock.schedule.check.late import late_chunks
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
@@ -412,13 +413,55 @@ class Planning:
             return own_plan(request, self._schedule, self.placed)
         began = time.perf_counter()
         if self._shared.ranks.are_pipeline:
-            plan = self._shared.ranks.jointly("plan", partial(self._best, request, times))
+            plan = self._of_pipeline(request, times)
         else:
             plan = self._best(request, times) if request.ranks == 1 else self._best_of_all(request, times)
         if self._following is not None and request.train:
             self._following.search_seconds = time.perf_counter() - began
             self._following.changed()
         self._check(plan, request)
+        return plan
+
+    def _of_pipeline(self, request: Request, times: StageTimes | None) -> Plan:
+        """This rank's plan. Ranks plan for themselves, and go the same ways where all take part: a step that is run
+        again, one that is complete in the next one, a commit.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        ranks = self._shared.ranks
+        plan = ranks.jointly("plan", partial(self._best, request, times))
+        if not request.train:
+            return plan
+        early = ranks.gather_objects("steps before the norm is known", plan.schedule.speculative)
+        if any(early) and not all(early):
+            if self._asked.speculate:
+                raise ranks.of_all(
+                    ConfigError(
+                        f"speculate=True, and rank {early.index(False)} of the pipeline has nothing on disk that can "
+                        "step early: leave speculate out"
+                    )
+                )
+            plan = ranks.jointly("plan", partial(self._best, replace(request, speculate=False), times))
+        place, trained = plan.settings.place, [g for g in plan.program.groups if g.trainable]
+        on_disk = all(place.state[g.index] == place.home(g) == "disk" for g in trained)
+        found = ranks.gather_objects("ways of the plan", (bool(late_chunks(plan.schedule)), on_disk))
+        if len({late for late, _ in found}) > 1:
+            raise ranks.of_all(
+                ConfigError(
+                    f"delay={plan.settings.delay:g}, and of the ranks of this pipeline some have nothing that can be "
+                    "delayed: give delay=0"
+                )
+            )
+        promises = self._asked.budget.durability is None or not self._asked.needs_norm
+        if len({below for _, below in found}) > 1 and promises:
+            raise ranks.of_all(
+                ConfigError(
+                    f"all state of rank {[below for _, below in found].index(True)} of the pipeline would live on disk "
+                    "or not change, and of others some in memory, and no step could be committed or taken back by all "
+                    "of them: give budget.state='disk' or budget.state='host', or train other parameters"
+                )
+            )
         return plan
 
     def _check(self, plan: Plan, request: Request) -> None:

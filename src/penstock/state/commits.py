@@ -135,7 +135,8 @@ class Commits:
     def _givers(self, facts: StoreFacts | None) -> Mapping[int, int] | None:
         """By rank that has lost its state the one that it is taken over from; nothing where that cannot be, or need
         not. ``facts``: of this rank's store."""
-        return givers(self.ranks.gather_objects("newest commit", Found.of(facts)), self._share.size)
+        parts = self.ranks.size if self.ranks.are_pipeline else self._share.size  # there, nobody has another's blocks
+        return givers(self.ranks.gather_objects("newest commit", Found.of(facts)), parts)
 
     def _take_over(
         self, givers: Mapping[int, int], facts: StoreFacts | None, model: dict[str, Any], io_threads: int
