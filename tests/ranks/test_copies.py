@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import penstock
 from penstock.errors import ConfigError
 from tests.ranks.test_bits import BF16, FP32, HORIZONTAL, Numbers, Run, alone, equal, trained
 from tests.ranks.test_failures import CASE, LENGTHS, steps
@@ -102,6 +103,33 @@ def test_ranks_that_have_lost_their_state_take_it_over_from_another_copy(stage: 
         shutil.rmtree(disk / f"rank-{rank}")
     lost = World(size, steps_in_copies, disk, 1, stage).outcomes()
     assert any("holds no store, and other ranks have theirs" in found.said for found in lost), lost
+
+
+def steps_as_asked(mesh: DeviceMesh, disk: Path, count: int, stage: int, moments: str) -> tuple[int, list[float]]:
+    optimizer = penstock.AdamW(lr=1e-3, moments=moments)
+    with wrap(CASE, budget(disk), mesh=mesh, stage=stage, optimizer=optimizer) as engine:
+        begun = engine.step_count
+        return begun, run_steps(engine, steps_of(CASE, count, first=begun + 1, lengths=LENGTHS)).losses
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ((0, "fp32"), (0, "int8"), "has another form of moments, and another rank has lost its state"),
+        ((3, "fp32"), (0, "fp32"), "has the part of rank 0 of 2, and what is asked for is all of the state"),
+    ],
+)
+def test_what_would_be_taken_over_into_another_form_is_refused_on_all_ranks_and_nothing_is_made(
+    before: tuple[int, str], after: tuple[int, str], said: str, tmp_path: Path
+) -> None:
+    disk = tmp_path / "store"
+    together(2, steps_as_asked, disk, 2, *before)
+    shutil.rmtree(disk / "rank-1")
+    for found in World(2, steps_as_asked, disk, 1, *after).outcomes():
+        assert said in found.said, found
+    assert not (disk / "rank-1").exists()
+    if before[0] == 0:
+        assert {begun for begun, _ in together(2, steps_as_asked, disk, 1, *before)} == {2}
 
 
 @cache

@@ -155,8 +155,7 @@ class Commits:
 
         own = None if lost else Store.open(paths, io_threads=io_threads)
         try:
-            if own is not None:
-                own.require_owner(self._owner)
+            self._require_fits(own, model)
             told = self.ranks.gather_objects("commit to take over", None if own is None else own.commits.sequence)
             newest = min(number for number in told if number is not None)
             if own is not None and own.commits.sequence > newest:
@@ -165,6 +164,44 @@ class Commits:
         finally:
             if own is not None:
                 own.close()
+
+    def _require_fits(self, own: Store | None, model: dict[str, Any]) -> None:
+        """Check that what stores have is what the lost ones are to be made for, before any is made or taken back. All
+        ranks come here. ``own``: this rank's store; None: it is lost.
+
+        Raises:
+            ConfigError, StoreError: on all ranks: it is not.
+        """
+
+        def look() -> None:
+            if own is None:
+                return
+            own.require_owner(self._owner)
+            self._require_part(own)
+            if has_other_form(own.model, model, str(own.paths[0])):
+                raise ConfigError(
+                    f"optimizer.moments: {own.paths[0]} has another form of moments, and another rank has lost its "
+                    "state, which it can take over as it is: put the setting back"
+                )
+            kept = ("world", "strands") if self._any_strands else ("world",)
+            own.require_model(model | {key: own.model[key] for key in kept if key in own.model})
+
+        self.ranks.jointly("state to take over", look)
+        worlds = self.ranks.gather_objects("run to take over", None if own is None else own.model.get("world"))
+        by_rank = {rank: world for rank, world in enumerate(worlds) if world is not None}
+        first = min(by_rank, default=0)
+        for rank, world in by_rank.items():
+            if world != by_rank[first]:
+                raise self.ranks.of_all(
+                    StoreError(f"the stores of rank {first} and rank {rank} are of two runs: put back what was there")
+                )
+
+    def _require_part(self, store: Store) -> None:
+        """Raises:
+        StoreError: a store is not this rank's, or of another number of ranks or copies.
+        """
+        whole, copies = self._share.is_whole, self.ranks.copies
+        require_part(store, self.ranks.rank, self.ranks.size, whole=whole, copies=copies)
 
     def _made(self, layout: Layout, model: dict[str, Any], io_threads: int) -> Store:
         paths = self._budget.disk_paths
@@ -198,8 +235,7 @@ class Commits:
         store = Store.open(paths, io_threads=io_threads)
         try:
             store.require_owner(self._owner)
-            whole, copies = self._share.is_whole, self.ranks.copies
-            require_part(store, self.ranks.rank, self.ranks.size, whole=whole, copies=copies)
+            self._require_part(store)
             if self.ranks.size > 1:
                 model["world"] = store.model.get("world")
                 self.ranks.agree("run, whose parts their stores have", model["world"])
