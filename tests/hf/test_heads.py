@@ -182,6 +182,20 @@ def test_heads_that_depend_on_each_other_are_refused_when_they_first_run(monkeyp
                 model(**steps_of(ZOO["llama"])[0][0])
 
 
+def test_scores_that_are_large_are_not_taken_for_heads_that_depend_on_each_other() -> None:
+    """Scores have a standard deviation of 100, and a softmax is as sensitive to their rounding."""
+    torch.manual_seed(0)
+    model = models.llama(
+        hidden_size=1024, num_attention_heads=16, num_key_value_heads=16, num_hidden_layers=2, intermediate_size=32
+    )
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj"):
+            model.get_submodule(f"model.layers.0.self_attn.{name}").weight.normal_(std=10 / 32)
+    tokens = torch.randint(2, 50, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        split_attention(model, 1)(input_ids=tokens)
+
+
 def test_parts_that_would_be_cut_wrongly_are_refused() -> None:
     hooked, within, replaced = (built(ZOO["llama"]) for _ in range(3))
     attention_of(hooked).register_full_backward_hook(lambda module, inputs, outputs: None)

@@ -20,11 +20,12 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
         return part.to(torch.float64, copy=True)  # the tensor may be changed in place
 
 
-def alike(before: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """True if a tensor is, but for rounding, the one that ``before`` is a sample of, or if that cannot be told."""
+def alike(before: torch.Tensor, tensor: torch.Tensor, *, within: float = 0.0) -> bool:
+    """True if a tensor is, but for rounding, the one that ``before`` is a sample of, or if that cannot be told.
+    ``within``: the share of its norm by which rounding may make it differ, where that is more."""
     if not tensor.is_floating_point() or tensor.is_meta or not trees.has_storage(tensor):
         return True
     after = sample(tensor)
     with torch.no_grad(), unwatched():
-        largest = _ROUNDING * torch.finfo(tensor.dtype).eps * before.norm()
+        largest = max(_ROUNDING * torch.finfo(tensor.dtype).eps, within) * before.norm()
         return not bool(before.isfinite().all()) or bool((after - before).norm() <= largest)
