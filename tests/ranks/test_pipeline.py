@@ -256,11 +256,23 @@ def refused(mesh: DeviceMesh, model: str, **settings: Any) -> None:
         engine.step(steps_of(MODELS[model], 1)[0])
 
 
+def with_batches_of_their_own(mesh: DeviceMesh) -> None:
+    with wrap(MODELS["llama"], budget(None), mesh=mesh) as engine:
+        engine.step(steps_of(MODELS["llama"], 1, first=1 + mesh.get_rank())[0])
+
+
+def test_ranks_of_a_pipeline_that_are_given_other_micro_batches_are_refused() -> None:
+    """Nothing of them would be trained on, but on the first."""
+    with pytest.raises(RankFailedError, match="all ranks need the same micro-batches, which ranks of a pipe"):
+        pipeline(2, with_batches_of_their_own)
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
         ("t5", {}, "its argument .* needs a gradient, and is not what the call before has put out"),
         ("mixtral", {}, "it returns 2 tensors, or hands on what it was handed, and one is sent"),
+        ("gpt2", {"replan": True, "plan": "auto"}, "replan=True needs a prediction"),
         ("gpt2", {"schedule": "horizontal"}, "schedule='horizontal' is not for the ranks of a pipeline"),
     ],
 )

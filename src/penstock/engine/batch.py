@@ -1,6 +1,7 @@
 """Micro-batches: checked, measured, and moved to the device."""
 
 import functools
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -108,6 +109,21 @@ def shapes(micro_batch: MicroBatch) -> Shapes:
 
 def _hides(place: trees.Place, value: torch.Tensor) -> tuple[int, ...]:
     return (int(not bool(value.all())),) if str(place[-1]).endswith("attention_mask") and not value.is_meta else ()
+
+
+def digest(micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None) -> str:
+    """A text that is the same for equal micro-batches with equal weights: down to the values of their tensors, but for
+    those that are no one piece of memory."""
+    found = hashlib.blake2b(digest_size=8)
+    for micro_batch in micro_batches:
+        for place, tensor in sorted(_tensors(micro_batch).items(), key=lambda item: repr(item[0])):
+            found.update(repr((place, tensor.dtype, tuple(tensor.shape))).encode())
+            if trees.has_storage(tensor) and not tensor.is_meta:
+                found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        others = {name: value for name, value in micro_batch.items() if isinstance(value, str | int | float | bool)}
+        found.update(repr(sorted(others.items())).encode())
+    found.update(repr(weights).encode())
+    return found.hexdigest()
 
 
 def covers(planned: Shapes, wanted: Shapes) -> bool:

@@ -201,10 +201,12 @@ class Engine:
         self, call: str, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float] | None
     ) -> list[float] | None:
         """``batch.given_weights``, where all ranks make the same ``call`` in the same step, with the same settings
-        of the optimizer, and either all give weights or none does."""
+        of the optimizer, and either all give weights or none does; of a pipeline, all the same micro-batches."""
         given = batch.given_weights(micro_batches, loss_weights)
         if self._ranks.size > 1:
             settings = {"call": call, "step": self.step_count, "use of loss_weights": given is not None}
+            if self._ranks.are_pipeline:
+                settings["micro-batches, which ranks of a pipeline share"] = batch.digest(micro_batches, given)
             self._ranks.agree_on_each(settings | {"settings of the optimizer": repr(self.optimizer.hypers())})
         return given
 

@@ -102,6 +102,10 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
                     "own blocks and goes through them vertically: leave it out, or give ranks that share all state "
                     "(dp_shard)"
                 )
+        if asked.replan:
+            raise ConfigError(
+                "replan=True needs a prediction, and nothing is predicted of a pipeline's steps yet: leave it out"
+            )
     if isinstance(asked.schedule, Schedule):
         raise ConfigError(
             f"schedule={shown(asked.schedule)} is not there yet for several ranks: give 'vertical' or 'horizontal', or "
