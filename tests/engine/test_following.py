@@ -110,7 +110,7 @@ def test_a_search_that_costs_more_than_it_promises_is_not_made(tmp_path: Path, m
     monkeypatch.setattr(following, "search", None)
     with wrap(CASE, budget(tmp_path / "store", **TIGHT), plan=known, clip_grad_norm=None) as engine:
         plan, before = engine.prepare(STEPS[0]), engine.prediction
-        drive.pace = SLOW
+        drive.pace = 4 * SLOW  # so that the drive bounds the step however slowly the machine computes
         run_steps(engine, STEPS[:5])
         assert engine.plan is plan
         assert before is not None
