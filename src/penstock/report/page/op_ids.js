@@ -1,7 +1,7 @@
 // An op's id taken apart, and said in a sentence: the ids of penstock.schedule.ir.ops.
 
 const OP_ID =
-  /^(?:([FBEIW]|[DWRUG]C|[SR][AD])(\d+)m(\d+)|([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?|(NORM|AN|CM))$/;
+  /^(?:([FBEIW]|[DWRUG]C|[SR][ADX])(\d+)m(\d+)|([A-Z]{2})(\d+)(?:\.(\d+))?(?:@(\w+))?|(NORM|AN|CM))$/;
 const parsedIds = new Map();
 
 function parseOpId(id) {
@@ -68,6 +68,8 @@ const SENTENCES = {
   RA: "receive the activation of {stage}",
   SD: "send the gradient of {stage}'s activation",
   RD: "receive the gradient of {stage}'s activation",
+  SX: "send what {stage} is handed besides its input",
+  RX: "receive what {stage} is handed besides its input",
 };
 const VISIT = /^([A-Z])(\d+)(?:m(\d+))?$/;
 const PASSES = { F: "forward", B: "backward", E: "last stage", I: "backward", W: "backward" };
