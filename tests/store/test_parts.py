@@ -53,7 +53,7 @@ def test_the_newest_commit_that_all_have_counts(tmp_path: Path, steps: Sequence[
 
 def test_a_rank_that_is_two_commits_ahead_is_refused(tmp_path: Path) -> None:
     paths = stores(tmp_path / "store", (3, 1))
-    with pytest.raises(StoreError, match="no commit in common"):
+    with pytest.raises(StoreError, match=r"no commit in common: .*rank-1 is at commit \d, and others are at \d\."):
         facts_of_all(paths)
     with pytest.raises(StoreError, match="is not the one before"), opened_parts(paths):
         pass

@@ -26,10 +26,10 @@ from penstock.state.slots import Slots
 from penstock.state.take_over import Found, givers, take_over
 from penstock.store import successor
 from penstock.store.directory import make_directory
-from penstock.store.facts import StoreFacts, facts_of
+from penstock.store.facts import StoreFacts, facts_of, left_behind
 from penstock.store.layout import Layout
 from penstock.store.owner import Owner, check_owner
-from penstock.store.parts import require_part
+from penstock.store.parts import Place
 from penstock.store.store import Store
 from penstock.store.successor import Stores
 
@@ -198,10 +198,11 @@ class Commits:
 
     def _require_part(self, store: Store) -> None:
         """Raises:
-        StoreError: a store is not this rank's, or of another number of ranks or copies.
+        StoreError: a store is not this rank's, or of another number of ranks or copies, or kind of ranks.
         """
-        whole, copies = self._share.is_whole, self.ranks.copies
-        require_part(store, self.ranks.rank, self.ranks.size, whole=whole, copies=copies)
+        ranks, whole = self.ranks, self._share.is_whole and self.ranks.size > 1
+        place = Place(rank=ranks.rank, ranks=ranks.size, whole=whole, copies=ranks.copies, pipeline=ranks.are_pipeline)
+        place.require(store.paths[0], store.model)
 
     def _made(self, layout: Layout, model: dict[str, Any], io_threads: int) -> Store:
         paths = self._budget.disk_paths
@@ -252,7 +253,10 @@ class Commits:
                 self._require_convertible()
             else:
                 store.require_model(model)
-            newest = self.ranks.gather_objects("last commit", store.commits.sequence)
+            last = self.ranks.gather_objects("last commit", (paths[0], store.commits.sequence))
+            newest = [number for _, number in last]
+            if max(newest) > min(newest) + 1:
+                raise self.ranks.of_all(StoreError(left_behind(last, max(newest))))
             if store.commits.sequence > min(newest):
                 store.take_back(min(newest))
             record = store.last_commit()

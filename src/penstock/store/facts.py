@@ -97,14 +97,25 @@ def facts_of_all(
         if other.owner != facts.owner:
             raise StoreError(f"{first[0]} and {paths[0]} have parts of two runs: put back what was there")
     if not numbers:
-        raise StoreError(
-            f"{first[0]} and the stores of the other ranks have no commit in common: put back what was there"
-        )
+        newest = max(max(one.records) for _, one in found)
+        raise StoreError(left_behind([(paths[0], max(one.records)) for paths, one in found], newest))
     return StoreFacts(
         owner=facts.owner,
         records={number: facts.records[number] for number in numbers},
         missing=(*(path for _, one in found for path in one.missing), *absent),
         passing=facts.passing,
+    )
+
+
+def left_behind(stores: Sequence[tuple[Path, int]], newest: int) -> str:
+    """The message where stores of a run have no commit in common. ``stores``: a directory of each, and the number of
+    its last commit; ``newest``: the highest of all."""
+    behind = [(path, number) for path, number in stores if number < newest - 1] or list(stores)
+    named = " and ".join(f"{path} is at commit {number}" for path, number in behind[:3])
+    return (
+        f"the stores of all ranks have no commit in common: {named}, and others are at {newest}. Put back what was "
+        "there; or if it is what a host has left whose place another one has taken since, and other ranks have the "
+        "same part of the state (copies, or stage 0), remove it: it is taken over from them"
     )
 
 

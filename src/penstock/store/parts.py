@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,52 @@ def number_of_parts(model: Mapping[str, Any]) -> int:
     return 1 if model.get(WHOLE) else int(model.get("ranks", 1)) // int(model.get(COPIES, 1))
 
 
-def require_part(store: Store, rank: int, ranks: int, *, whole: bool = False, copies: int = 1) -> None:
-    """Raises:
-    StoreError: the store is not this rank's, or of another number of ranks, or has not what it should have.
-    """
-    _require_part(store.paths[0], store.model, rank, ranks, whole=whole, copies=copies)
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A rank's place among those that have the state: what a store says that it is of, or what is asked for."""
+
+    rank: int
+    ranks: int
+    whole: bool = False
+    copies: int = 1
+    pipeline: bool = False
+
+    @staticmethod
+    def of(model: Mapping[str, Any]) -> "Place":
+        """``model``: what a store is made for."""
+        return Place(
+            rank=model.get("rank", 0),
+            ranks=model.get("ranks", 1),
+            whole=bool(model.get(WHOLE)),
+            copies=model.get(COPIES, 1),
+            pipeline=HOLDERS in model,
+        )
+
+    def __str__(self) -> str:
+        if self.ranks == 1:
+            return "all of the state, of one process"
+        if self.pipeline:
+            return f"the blocks of rank {self.rank} of a pipeline of {self.ranks}"
+        if self.copies > 1:
+            return f"the part of rank {self.rank} of {self.ranks}, which have {self.copies} copies of the state"
+        return f"{'all of the state, as' if self.whole else 'the part of'} rank {self.rank} of {self.ranks}"
+
+    def require(self, path: Path, model: Mapping[str, Any]) -> None:
+        """Raises:
+        StoreError: the store in ``path``, which is made for ``model``, is of another place.
+        """
+        had = Place.of(model)
+        if had == self:
+            return
+        said = f"{path} has {had}, and what is asked for is {self}"
+        if had.pipeline != self.pipeline and had.ranks > 1:
+            go_on = f"as a pipeline of {had.ranks}" if had.pipeline else "with ranks that share all state"
+            cut = f"penstock reshard RUN --ranks {self.ranks}" + (" --pipeline" if self.pipeline else "")
+            raise StoreError(f"{said}: go on {go_on}, or cut it anew ({cut}; in Python Engine.save, and Engine.load)")
+        raise StoreError(
+            f"{said}: go on with as many ranks as the run began with, with stage=0 if it had that and else without, as "
+            "many copies, on the same directories in the same order"
+        )
 
 
 def require_one_run(parts: Sequence[tuple[Path, Mapping[str, Any]]]) -> None:
@@ -76,26 +118,8 @@ def require_one_run(parts: Sequence[tuple[Path, Mapping[str, Any]]]) -> None:
         StoreError: one is not that rank's, or of another run than the others.
     """
     first, model = parts[0]
+    wanted = Place.of(model)
     for rank, (path, own) in enumerate(parts):
-        _require_part(path, own, rank, len(parts), whole=bool(model.get(WHOLE)), copies=int(model.get(COPIES, 1)))
+        replace(wanted, rank=rank, ranks=len(parts)).require(path, own)
         if own.get("world") != model.get("world"):
             raise StoreError(f"{first} and {path} have parts of two runs: put back what was there")
-
-
-def _require_part(path: Path, model: Mapping[str, Any], rank: int, ranks: int, *, whole: bool, copies: int) -> None:
-    had = model.get("rank", 0), model.get("ranks", 1), bool(model.get(WHOLE)), model.get(COPIES, 1)
-    wanted = rank, ranks, whole and ranks > 1, copies
-    if had != wanted:
-        raise StoreError(
-            f"{path} has {_described(*had)}, and what is asked for is {_described(*wanted)}: go on with as many ranks "
-            "as the run began with, with stage=0 if it had that and else without, as many copies, on the same "
-            "directories in the same order"
-        )
-
-
-def _described(rank: int, ranks: int, whole: bool, copies: int) -> str:
-    if ranks == 1:
-        return "all of the state, of one process"
-    if copies > 1:
-        return f"the part of rank {rank} of {ranks}, which have {copies} copies of the state"
-    return f"{'all of the state, as' if whole else 'the part of'} rank {rank} of {ranks}"
