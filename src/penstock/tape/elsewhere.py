@@ -22,7 +22,7 @@ from penstock.errors import ModelError
 from penstock.schedule.program import Dealt
 from penstock.tape import trees
 from penstock.tape.cut import Leaf, begun
-from penstock.tape.handed import Handed, Kind, difference, fill
+from penstock.tape.handed import Handed, Kind, Sharing, difference, fill
 from penstock.tape.suspended import LossFn, SuspendedForward
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Elsewhere:
         self._calls = calls
         self._kinds = shared
         self._besides = [besides(of_one, dealt.of_stages) for of_one in calls]
-        self._shared: list[dict[int, torch.Tensor]] = [{} for _ in calls]
+        self._shared = [Sharing() for _ in calls]
         self._out: dict[tuple[Way, int, int], torch.Tensor | None] = {}
         self._in: dict[tuple[Way, int, int], torch.Tensor | None] = {}
         self._sources: dict[tuple[int, int], torch.Tensor] = {}
@@ -98,9 +98,23 @@ class Elsewhere:
         """(number, kind) of what is sent for a stage besides its input."""
         return [(number, self._kinds[mb][number]) for number in self._besides[mb].get(stage, ())]
 
-    def shared(self, mb: int) -> dict[int, torch.Tensor]:
-        """The tensors that calls share, as far as they are there."""
-        return self._shared[mb]
+    def share(self, mb: int, number: int, tensor: torch.Tensor) -> None:
+        """One of the tensors that calls share has come."""
+        self._shared[mb].add(number, tensor)
+
+    def shared(self, mb: int, number: int) -> torch.Tensor:
+        """One of the tensors that calls share."""
+        return self._shared[mb].tensors[number]
+
+    def require_as_they_were(self, mb: int, who: str) -> None:
+        """Raises:
+        ModelError: ``who`` has written to one of the tensors that calls share.
+        """
+        if self._shared[mb].written():
+            raise ModelError(
+                f"micro-batch {mb}: {who} writes in place to a tensor that blocks of several ranks of the pipeline are "
+                "handed, and each rank has its own: let it make a new one"
+            )
 
     def drop(self, stage: int, mb: int) -> None:
         """The output of a stage has been sent."""
@@ -124,6 +138,7 @@ class Elsewhere:
                 args, kwargs = fill(call, made, self._shared[mb])
                 made = None  # nothing here holds what a block was handed while another micro-batch runs
                 made = trees.tensors(site.module.forward(*args, **kwargs))[0]
+                self.require_as_they_were(mb, f"block {site.name!r}")
                 del args, kwargs
             raise AssertionError("a rank of a pipeline that has no code of the model has no loss")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from penstock.compat.torch import storage_key
+from penstock.compat.torch import storage_key, version
 from penstock.tape import trees
 from penstock.tape.modes import Modes
 
@@ -85,6 +85,7 @@ class Calls:
     calls: dict[int, Handed] = field(default_factory=dict)
     shared: list[Kind] = field(default_factory=list)
     _keys: dict[Any, int] = field(default_factory=dict)
+    _versions: list[int] = field(default_factory=list)
 
     def see(
         self,
@@ -118,6 +119,8 @@ class Calls:
             elif born[id(tensor)] > 0:
                 why = why or f"its argument {name} is computed between blocks"
             number = self._number(tensor)
+            if version(tensor) != self._versions[number]:
+                why = why or f"its argument {name} was written to in place since an earlier block was handed it"
             shares.append(number)
             places[id(meta)] = 1 + number
         why = why or _strange(inputs)
@@ -156,7 +159,30 @@ class Calls:
         if key not in self._keys:
             self._keys[key] = len(self.shared)
             self.shared.append(Kind.of(tensor))
+            self._versions.append(version(tensor))
         return self._keys[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """The tensors of one micro-batch that calls share, as far as they are there, by number, each as it was then: sent
+    to others, it may not be written to in place."""
+
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    _versions: dict[int, int] = field(default_factory=dict)
+
+    def add(self, number: int, tensor: torch.Tensor) -> None:
+        """One that is there from now on."""
+        self._versions[number] = version(tensor)
+        self.tensors[number] = tensor
+
+    def is_as_it_was(self, number: int) -> bool:
+        """True if one that is there was not written to since."""
+        return version(self.tensors[number]) == self._versions[number]
+
+    def written(self) -> list[int]:
+        """The numbers of those that were written to."""
+        return [number for number in list(self.tensors) if not self.is_as_it_was(number)]
 
 
 def refusal(call: Handed, *, direct: bool) -> str:
@@ -166,32 +192,34 @@ def refusal(call: Handed, *, direct: bool) -> str:
     return f"block {call.block!r}: {why}: {_ADVICE}" if why else ""
 
 
-def fill(call: Handed, own: torch.Tensor, shared: dict[int, torch.Tensor]) -> Any:
+def fill(call: Handed, own: torch.Tensor, shared: Sharing) -> Any:
     """(args, kwargs) of a call around its input and what calls share."""
 
     def at(meta: torch.Tensor) -> torch.Tensor:
         place = call.places[id(meta)]
-        return shared[place - 1] if place else own
+        return shared.tensors[place - 1] if place else own
 
     return trees.replace(call.inputs, at)
 
 
-def difference(call: Handed, inputs: Any, modes: Modes, shared: dict[int, torch.Tensor]) -> str:
+def difference(call: Handed, inputs: Any, modes: Modes, shared: Sharing) -> str:
     """The first difference from what the probe saw; empty: none. ``shared`` is filled with what calls share."""
     if modes != call.modes:
         return "it is called in other modes of torch (autocast, gradients)"
     return next(_differences(call, call.inputs, inputs, (), shared), "")
 
 
-def _differences(
-    call: Handed, known: Any, value: Any, place: trees.Place, shared: dict[int, torch.Tensor]
-) -> Iterator[str]:
+def _differences(call: Handed, known: Any, value: Any, place: trees.Place, shared: Sharing) -> Iterator[str]:
     if isinstance(known, torch.Tensor) or isinstance(value, torch.Tensor):
         number = call.places[id(known)] if isinstance(known, torch.Tensor) else -1
         if number < 0 or not isinstance(value, torch.Tensor):
             yield f"its argument {_name(place)} is a tensor for one micro-batch and none for another"
-        elif number and shared.setdefault(number - 1, value) is not value and not _same(shared[number - 1], value):
+        elif number and number - 1 not in shared.tensors:
+            shared.add(number - 1, value)
+        elif number and not _same(shared.tensors[number - 1], value):
             yield f"its argument {_name(place)} is another tensor than the one that an earlier block was handed"
+        elif number and not shared.is_as_it_was(number - 1):
+            yield f"its argument {_name(place)} was written to in place since an earlier block was handed it"
         return
     if type(known) is not type(value):
         yield f"its argument {_name(place)} is of another type"

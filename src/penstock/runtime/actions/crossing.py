@@ -56,16 +56,16 @@ class Crossing:
 
     def send_besides(self, op: Op) -> None:
         k, m = op.id.stage, op.id.micro_batch
-        shared = self._elsewhere.shared(m)
         for number, _ in self._elsewhere.kinds_besides(k, m):
-            self._send(shared[number], op.peer)
+            self._send(self._elsewhere.shared(m, number), op.peer)
+        self._elsewhere.require_as_they_were(m, "the model's own code")  # which runs on while this is sent
 
     def receive_besides(self, op: Op) -> None:
         k, m = op.id.stage, op.id.micro_batch
         for number, kind in self._elsewhere.kinds_besides(k, m):
             received = self._receive(op, kind.dtype)
             assert received is not None
-            self._elsewhere.shared(m)[number] = received
+            self._elsewhere.share(m, number, received)
 
     def _send(self, tensor: torch.Tensor | None, peer: int) -> None:
         failed = self._to.context.failure is not None
