@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from bench.cluster import Cluster
 
 from tests import warm
@@ -53,14 +54,23 @@ def penstock(folder: Path, *words: str | Path) -> "tuple[int, str]":
     return done.returncode, done.stdout + done.stderr
 
 
-def test_two_hosts_with_drives_of_their_own_do_what_one_process_does(two_hosts: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "refusal"),
+    [
+        ((), "has the state of 2 ranks on 2 hosts"),
+        pytest.param(("--pipeline", "2"), "pipeline=2: a pipeline is of all", marks=pytest.mark.campaign),
+    ],
+)
+def test_two_hosts_with_drives_of_their_own_do_what_one_process_does(
+    more: tuple[str, ...], refusal: str, two_hosts: Cluster, tmp_path: Path
+) -> None:
     """One is killed, and all go on from their last step; what reads all of the state says what is not there."""
     (alone := tmp_path / "alone").mkdir()
     write_run(alone, run=alone / "run")
     (alone / "host").mkdir()
     assert penstock(alone / "host", *WORDS)[0] == 0
     (folder := tmp_path / "several").mkdir()
-    began = on_hosts(two_hosts, folder, "-c", STOPPED, *WORDS)
+    began = on_hosts(two_hosts, folder, "-c", STOPPED, *WORDS, *more)
     began.processes[1].wait(PATIENCE)
     since = time.monotonic()
     (code, said, errors), killed = began.outcomes()
@@ -71,7 +81,7 @@ def test_two_hosts_with_drives_of_their_own_do_what_one_process_does(two_hosts: 
     assert [path.name for path in (folder / "host1" / "drive").iterdir()] == ["rank-1"]
     refused = penstock(folder / "host0", "resume", folder / "run")
     assert refused[0] == 2
-    assert "has the state of 2 ranks on 2 hosts" in refused[1]
+    assert refusal in refused[1]
     for code, _, errors in on_hosts(two_hosts, folder, "-m", "penstock", "resume", folder / "run").outcomes():
         assert code == 0, errors
     assert numbers(folder / "run") == numbers(alone / "run")

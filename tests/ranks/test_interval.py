@@ -13,7 +13,7 @@ from penstock.engine.due import Due
 from penstock.errors import RankError, StoreError
 from penstock.store.store import Store
 from tests.models import MODELS
-from tests.ranks.worlds import RankFailedError, World, together
+from tests.ranks.worlds import RankFailedError, World, pipeline, together
 from tests.training import budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,7 +29,8 @@ def opened(mesh: DeviceMesh | None, disk: Path) -> penstock.Engine:
 
 
 def trained(engine: penstock.Engine, mesh: DeviceMesh | None, last: int) -> LOSSES:
-    rank, share = (0, 4) if mesh is None else (mesh.get_rank(), 2)
+    alone = mesh is None or mesh.mesh_dim_names == ("pp",)  # ranks of a pipeline have all micro-batches
+    rank, share = (0, 4) if alone else (mesh.get_rank(), 2)
     steps = steps_of(CASE, last, lengths=(12, 8, 10, 12))[engine.step_count :]
     return [engine.step(micro_batches[rank * share : (rank + 1) * share]).loss for micro_batches in steps]
 
@@ -66,13 +67,15 @@ def failed_and_gone_on(mesh: DeviceMesh, disk: Path) -> tuple[str, tuple[int, LO
         return f"{caught.type.__name__}: {caught.value}", (begun, losses), (again, trained(engine, mesh, STEPS))
 
 
-def test_all_ranks_commit_what_is_in_memory_or_none_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["dp_shard", "pp"])
+def test_all_ranks_commit_what_is_in_memory_or_none_does(axis: str, tmp_path: Path) -> None:
     with opened(None, tmp_path / "alone") as engine:
         wanted = trained(engine, None, STEPS)
-    first, second = World(2, killed, tmp_path / "store").outcomes()
+    first, second = World(2, killed, tmp_path / "store", axis=axis).outcomes()
     assert isinstance(first, RankFailedError)
     assert (first.said, second) == ("rank 1 was killed", None)
-    (theirs, *found), (mine, *other) = together(2, failed_and_gone_on, tmp_path / "store")
+    among = pipeline if axis == "pp" else together
+    (theirs, *found), (mine, *other) = among(2, failed_and_gone_on, tmp_path / "store")
     assert mine == "StoreError: the drive is gone"
     assert theirs == "RankError: rank 1 has failed: StoreError: the drive is gone"
     assert found == other == [(4, wanted[4:6]), (4, wanted[4:])]

@@ -20,7 +20,7 @@ from penstock.schedule.lower.dealt import sent_bytes
 from tests.conftest import Campaign
 from tests.models import MODELS
 from tests.ranks.test_bits import equal, results
-from tests.ranks.worlds import RankFailedError, World, pipeline
+from tests.ranks.worlds import RankFailedError, World, pipeline, together
 from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -158,6 +158,22 @@ def test_a_lost_store_of_a_pipeline_is_never_made_of_another_ranks(tmp_path: Pat
     assert not (tmp_path / "store" / "rank-1").exists()
 
 
+SHARED, DEALT = "the part of rank . of 2", "the blocks of rank . of a pipeline of 2"
+
+
+@pytest.mark.parametrize(
+    ("begins", "goes_on", "said"),
+    [
+        (together, pipeline, f"has {SHARED}, and what is asked for is {DEALT}: go on with ranks that share all state"),
+        (pipeline, together, f"has {DEALT}, and what is asked for is {SHARED}: go on as a pipeline of 2, or cut it"),
+    ],
+)
+def test_a_store_of_ranks_of_another_kind_is_called_that(begins: Any, goes_on: Any, said: str, tmp_path: Path) -> None:
+    begins(2, steps, tmp_path / "store", 1)
+    with pytest.raises(RankFailedError, match=said):
+        goes_on(2, steps, tmp_path / "store", 1)
+
+
 def repeated(mesh: DeviceMesh | None, disk: Path) -> Any:
     """Blocks that are not trained: the other rank has nothing that could step early, or again."""
     model = CASE.model()
@@ -251,6 +267,65 @@ def test_a_loss_that_is_no_number_is_one_for_all_ranks_and_nothing_is_updated() 
         assert (unchanged, count) == (True, 1)
 
 
+def alternating(mesh: DeviceMesh | None) -> Any:
+    """Steps of two lengths in turn: losses, and the number of plans from the third step on."""
+    plans, losses = [], []
+    with wrap(MODELS["gpt2"], budget(None), mesh=mesh) as engine:
+        for step in range(6):
+            lengths = ((12, 12), (8, 8))[step % 2]
+            losses.append(engine.step(steps_of(MODELS["gpt2"], 1, first=1 + step, lengths=lengths)[0]).loss)
+            plans.append(engine.plan)
+    return losses, len({id(plan) for plan in plans[1:]})
+
+
+def test_steps_of_alternating_lengths_have_one_plan() -> None:
+    losses, _ = alternating(None)
+    for found, plans in pipeline(2, alternating):
+        assert (found, plans) == (losses, 1)
+
+
+class Written(Model):
+    """Its own code writes in place to a tensor that blocks of several ranks are handed: if ``at`` all, and in which
+    mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Added() for _ in range(4))
+        self.at: bool | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = torch.zeros_like(x)
+        for block in self.blocks:
+            x = block(x, bias)
+            if self.at == self.training:
+                bias.add_(1)
+        return x.square().mean()
+
+
+class Added(Block):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) + bias
+
+
+def writing(mesh: DeviceMesh, *, later: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = Written(), [{"x": torch.ones(2, 16)}] * 2
+    settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(b["x"])}
+    with penstock.wrap(model, budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
+        if later:
+            engine.evaluate(inputs)
+        model.at = False
+        engine.evaluate(inputs)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_tensor_that_several_ranks_are_handed_and_that_is_written_to_is_refused(later: bool) -> None:
+    """As the probe sees it, or in a later pass."""
+    with pytest.raises(RankFailedError, match="in place") as error:
+        pipeline(3, writing, later=later)
+    assert error.value.kind == "ModelError"
+
+
 def refused(mesh: DeviceMesh, model: str, **settings: Any) -> None:
     with wrap(MODELS[model], budget(None), mesh=mesh, **settings) as engine:
         engine.step(steps_of(MODELS[model], 1)[0])
@@ -272,7 +347,7 @@ def test_ranks_of_a_pipeline_that_are_given_other_micro_batches_are_refused() ->
     [
         ("t5", {}, "its argument .* needs a gradient, and is not what the call before has put out"),
         ("mixtral", {}, "it returns 2 tensors, or hands on what it was handed, and one is sent"),
-        ("gpt2", {"replan": True, "plan": "auto"}, "replan=True needs a prediction"),
+        ("gpt2", {"replan": True, "plan": "auto"}, "replan=True is not for the ranks of a pipeline"),
         ("gpt2", {"schedule": "horizontal"}, "schedule='horizontal' is not for the ranks of a pipeline"),
     ],
 )

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.hardware.machine import Between, Machine
 from tests.models import MODELS
 from tests.questions import DRIVE, MACHINE
-from tests.ranks.worlds import together
+from tests.ranks.worlds import pipeline, together
 from tests.training import budget, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,3 +56,23 @@ def test_a_profile_that_does_not_tell_is_said_once_and_nothing_is_predicted(tmp_
     one, other = together(2, planned, tmp_path, replace(machine(tmp_path), between=()))
     assert one["time"] is other["time"] is None
     assert sum("nothing is predicted" in line for line in one["said"] + other["said"]) == 1
+
+
+def predicted(mesh: DeviceMesh, folder: Path) -> Any:
+    with wrap(CASE, budget(folder), mesh=mesh, clip_grad_norm=1.0, plan=machine(folder)) as engine:
+        engine.step(CASE.micro_batches(4))
+        stats, own, found = engine.step(CASE.micro_batches(4)), engine.plan.schedule, engine.prediction
+        assert found is not None
+        mine = found.world.ranks[mesh.get_rank()]
+        moved = {lane: (stats.bytes_moved[lane], mine.bytes_per_lane()[lane]) for lane in ("send", "h2d", "d2h", "net")}
+        return str(mine) == str(own), moved, found.time, found.lower_bound, engine.plan.settings.delay
+
+
+def test_what_is_predicted_of_a_pipeline_is_the_very_world_that_runs(tmp_path: Path) -> None:
+    """Each rank's own schedule, in one world, and the same on all."""
+    found = pipeline(2, predicted, tmp_path)
+    for is_own, moved, time, bound, _ in found:
+        assert is_own
+        assert all(done == said > 0 for done, said in moved.values())
+        assert time > bound > 0
+    assert len({(time, delay) for _, _, time, _, delay in found}) == 1

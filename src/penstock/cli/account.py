@@ -39,8 +39,8 @@ class NoAccount:
         """Entries of the next step's commit beside the place in the data: each by its key."""
         return {KEPT_KEY: self._kept}
 
-    def stepped(self, stats: StepStats) -> None:
-        """A step is done."""
+    def stepped(self, stats: StepStats, state: int, on_disk: int) -> None:
+        """A step is done. ``state``, ``on_disk``: bytes of all ranks' state, and those of it that are at home there."""
 
     def wrote(self, stats: StepStats, data: Step, held_out: float | None) -> None:
         """A step is in the metrics, with the evaluation that follows it (``held_out``: its mean loss), if one does."""
@@ -79,10 +79,10 @@ class Account(NoAccount):
     def beside(self) -> dict[str, Any]:
         return super().beside() | {METRICS_KEY: self._metrics.unflushed}
 
-    def stepped(self, stats: StepStats) -> None:
+    def stepped(self, stats: StepStats, state: int, on_disk: int) -> None:
         stretch = self._stretch
         self._held = _held_up(stretch.engine)
-        stretch.meter.planned(stretch.engine.plan)
+        stretch.meter.planned(stretch.engine.plan, state, on_disk)
         self._foretell(stats.step)
         if slow := stretch.pace.check(stats, self._known):
             log.warning(slow)

@@ -128,8 +128,9 @@ class Claim:
 
     def _to_go_on(self, config: TrainConfig, record: RunRecord, before: TrainConfig) -> int | None:
         """The step to go on after; None: the run begins, with what its earlier beginning left to be replaced."""
-        if record.pending is None and record.ranks != self._ranks and before.budget.disk_paths:
-            self._begin_with_others(record, before)
+        others = record.ranks != self._ranks or (before.pipeline > 1) != (config.pipeline > 1)
+        if record.pending is None and others and before.budget.disk_paths:
+            self._begin_with_others(config, record, before)
             return None
         facts = self._reach.facts(self._stores)
         if facts is not None:
@@ -172,8 +173,8 @@ class Claim:
         lost = {rank for rank, paths in enumerate(self._stores) if not set(facts.missing).isdisjoint(paths)}
         return all(set(range(rank % parts, self._ranks, parts)) - lost for rank in lost)
 
-    def _begin_with_others(self, record: RunRecord, before: TrainConfig) -> None:
-        """A run that another number of ranks has begun: it begins anew, if it has no step.
+    def _begin_with_others(self, config: TrainConfig, record: RunRecord, before: TrainConfig) -> None:
+        """A run that another number of ranks has begun, or ranks of another kind: it begins anew, if it has no step.
 
         Raises:
             ConfigError: it has.
@@ -184,15 +185,23 @@ class Claim:
         if facts is None:
             self._require_not_missing(record, before)
         if (facts is not None and not facts.untouched) or snapshots_of(self.folder):
-            raise ConfigError(
-                f"run={str(self.folder)!r} has the state of {in_words(record.ranks, record.hosts)}: this is "
-                f"{in_words(self._ranks, self._reach.hosts)}. Go on with as many: "
-                f"{how_to_start(record.ranks, record.hosts)} resume {shlex.quote(str(self.folder))}, or cut it for "
-                f"these: penstock reshard {shlex.quote(str(self.folder))} --ranks {self._ranks}"
-            )
+            raise ConfigError(self._of_others(config, record, before))
         if facts is not None:
             self._require_ours(facts, stores)
             self._replaces = (_replaced(facts, stores),)
+
+    def _of_others(self, config: TrainConfig, record: RunRecord, before: TrainConfig) -> str:
+        """The message for a run whose state other ranks have than those that are to go on with it."""
+        run, (had, hosts), ranks = shlex.quote(str(self.folder)), (record.ranks, record.hosts), self._ranks
+        as_it_began = f"{how_to_start(had, hosts)} resume {run}"
+        if before.pipeline != config.pipeline:
+            as_it_began += f" --pipeline {before.pipeline}"
+        said = (
+            f"run={str(self.folder)!r} has the state of {in_words(had, hosts, before.pipeline)}: this is "
+            f"{in_words(ranks, self._reach.hosts, config.pipeline)}. Go on as it began: {as_it_began}"
+        )
+        pipeline = " --pipeline" if config.pipeline > 1 else ""
+        return f"{said}, or cut it for these: penstock reshard {run} --ranks {ranks}{pipeline}"
 
     def _require_no_snapshot(self) -> None:
         """A run that begins removes what is there, and a store takes over no snapshot.

@@ -30,7 +30,7 @@ def with_durability(
     budget = config.budget
     if isinstance(schedule, Schedule) or not budget.disk_paths:
         return config, None
-    if machine is None:
+    if machine is None or config.pipeline > 1:
         chosen = budget.by_default()
         if chosen.durability is None and budget.slots == 2:  # state is pinned in memory
             chosen = replace(budget, durability="interval")

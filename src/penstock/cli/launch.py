@@ -29,9 +29,11 @@ def _under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def in_words(ranks: int, hosts: int = 1) -> str:
-    """The number of ranks that train, in words for messages."""
-    return "one process" if ranks == 1 else f"{ranks} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
+def in_words(ranks: int, hosts: int = 1, pipeline: int = 1) -> str:
+    """The number of ranks that train, in words for messages; of a ``pipeline``, if that is above 1."""
+    if ranks == 1:
+        return "one process"
+    return ("a pipeline of " if pipeline > 1 else "") + f"{ranks} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
 
 
 def how_to_start(ranks: int, hosts: int = 1) -> str:
@@ -43,14 +45,15 @@ def how_to_start(ranks: int, hosts: int = 1) -> str:
 
 
 @contextmanager
-def launched(device: str | None, copies: int = 1) -> Iterator["Ranks"]:
+def launched(device: str | None, copies: int = 1, pipeline: int = 1) -> Iterator["Ranks"]:
     """The ranks of this command, and this one's place among them. What fails within fails on all of them.
 
     ``device``: as the settings have it; each rank gets one of that kind. ``copies``: of the state that they have.
+    ``pipeline``: the number of ranks of the pipeline that they are; 1: they share all state.
 
     Raises:
-        ConfigError: they cannot have so many copies, torchrun has not started as many on each host, or there are too
-            few GPUs.
+        ConfigError: they cannot have so many copies, or be such a pipeline; torchrun has not started as many on each
+            host, or there are too few GPUs.
         RankError: another rank has failed.
     """
     from penstock.engine.device import resolve_device
@@ -58,13 +61,24 @@ def launched(device: str | None, copies: int = 1) -> Iterator["Ranks"]:
     from penstock.ranks.group import ALONE, join
     from penstock.ranks.start import torchrun_mesh
 
+    if pipeline not in (1, process_count()):
+        raise ConfigError(
+            f"pipeline={pipeline}: a pipeline is of all processes, and this is {in_words(process_count())}. Start as "
+            f"many ({how_to_start(pipeline)} ...), or give --pipeline {process_count()}"
+        )
     if process_count() == 1:
         if copies > 1:
             raise ConfigError(f"copies={copies}: one process has one copy of the state. Start several with torchrun")
         yield ALONE
         return
     kind = resolve_device(device).type
-    ranks = join(torchrun_mesh(kind, copies=copies), resolve_device(device))
+    if pipeline > 1 and kind != "cpu":
+        raise ConfigError(
+            f"pipeline={pipeline} on {kind}: pipelines are there for processes without GPUs so far. Give --pipeline 1, "
+            "with which ranks share all state, or --device cpu"
+        )
+    mesh = torchrun_mesh(kind, copies=copies, pp=pipeline if pipeline > 1 else None)
+    ranks = join(mesh, resolve_device(device))
     said = logging.StreamHandler()
     said.setFormatter(logging.Formatter(f"rank {ranks.rank}: %(message)s"))
     log.addHandler(said)

@@ -65,15 +65,16 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
         steps = stack.enter_context(closing(stretch.train.steps(engine.position)))
         for index, data in zip(range(first, config.step_count), steps, strict=False):
             stats = engine.step(data.micro_batches, position={**data.position, **account.beside()})
-            stats = replace(
-                stats, bytes_written=sum(stretch.ranks.gather_objects("bytes written", stats.bytes_written))
-            )
+            plan = engine.plan
+            told = (stats.bytes_written, plan.state_bytes, plan.disk_bytes)
+            written, state, on_disk = map(sum, zip(*stretch.ranks.gather_objects("bytes", told), strict=True))
+            stats = replace(stats, bytes_written=written)
             _check_labels(stats)
             stop.interrupt.leave_lost_terminal()
             scheduler.step()
             if trace is not None:
                 trace.step(engine.trace, engine.counters)
-            account.stepped(stats)
+            account.stepped(stats, state, on_disk)
             held_out = None if stop.asked() else _evaluate(stretch, index + 1)
             account.wrote(stats, data, held_out)
             if snapshots is not None:

@@ -1,6 +1,7 @@
 """``penstock plan``: what a run will do on a machine, before anything is bought, loaded or waited for."""
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,20 +11,18 @@ from typing import ClassVar, get_args
 from penstock.cli.launch import MOST_RANKS
 from penstock.cli.settings import load
 from penstock.cli.split import dealt, other_batch
-from penstock.cli.task import free_here, shipped_shape, task_of
+from penstock.cli.task import free_here, shape_of, shipped_shape, task_of
 from penstock.cli.words import Words, help_of, read_words, split_words
-from penstock.config import Durability, TrainConfig, fields_of, parse_size
+from penstock.config import Durability, TrainConfig, fields_of, format_size, parse_size
 from penstock.config.counts import parse_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
 from penstock.documents.typed import hints_of
-from penstock.errors import ConfigError
+from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import check_device, machine_named, on_directories
 from penstock.planner.arguments import PlanSettings, check_drives
 from penstock.planner.ask import PlanReport, measured, plan, rated, report
-from penstock.planner.forecast import Forecast
 from penstock.planner.task import free_bytes, own_budget
-from penstock.planner.whole_run import steps_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,8 @@ class FileArguments(Words):
     | ``machine`` NAME|FILE | a machine that ships with penstock, or a profile; without it, this machine, as penstock
     doctor has measured it |
     | ``batch`` | sequences in a step; cut into micro-batches as is best |
-    | ``ranks`` N | plan for N processes on the machine that share the model's state, for a file's settings |
+    | ``ranks`` N | plan for N processes on the machine that share the model's state, for a file's settings; those of a
+    file with ``pipeline`` are as many as that says |
     | ``disk_free`` | disk space that may be used, if not what the profile says |
     | ``tbw`` | terabytes that each drive is rated for, if not what the profile says |
     | ``longest`` | also look for the longest sequences that fit, which may take a minute more |
@@ -136,7 +136,14 @@ def run(arguments: Arguments) -> int:
     Raises:
         ConfigError, BudgetError, ModelError: see ``penstock.plan``.
     """
-    found = _of_model(arguments) if isinstance(arguments, ModelArguments) else _of_config(arguments)
+    if isinstance(arguments, FileArguments):
+        config = load(arguments.config, arguments.settings)
+        if config.pipeline > 1:
+            _of_pipeline(arguments, config)
+            return 0
+        found = _of_config(arguments, config)
+    else:
+        found = _of_model(arguments)
     longest = found.longest if arguments.longest else None
     if arguments.json:
         more = {"longest": None if longest is None else asdict(longest)} if arguments.longest else {}
@@ -161,21 +168,57 @@ def _of_model(arguments: ModelArguments) -> PlanReport:
     )
 
 
-def _of_config(arguments: FileArguments) -> PlanReport:
-    config = load(arguments.config, arguments.settings)
+def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
+    """Print what to expect of a pipeline's step.
+
+    Raises:
+        ConfigError, BudgetError: as ``penstock.plan``; or an option says nothing of a pipeline.
+    """
+    from penstock.cli.pipeline import expected, fastest
+    from penstock.cli.pipeline_text import as_json, describe
+
+    if arguments.ranks not in (1, config.pipeline):
+        raise ConfigError(f"--ranks {arguments.ranks}, and the file says pipeline: {config.pipeline}: leave one out")
+    for name, given in (("longest", arguments.longest), ("tbw", arguments.tbw is not None)):
+        if given:
+            raise ConfigError(f"--{name} is not there yet for a pipeline ({config.pipeline} ranks): leave it out")
+    check_drives(arguments.disk_free, None, config.budget)
+    machine = _machine(config, arguments.machine)
+    if arguments.batch is None and config.micro_batch_size is not None:
+        found = expected(config, shape_of(config, machine.device.kind), machine, *config.split)
+    else:
+        found = fastest(config, machine, arguments.batch or config.sequences_per_step)[0]
+    need = sum(found.disk_bytes)
+    if need and need > (free := _free(arguments, config, machine)):
+        raise BudgetError(f"budget.disk: the stores take {format_size(need)}, and {format_size(free)} are free")
+    steps = config.steps
+    if arguments.epoch_tokens is not None or steps is None:
+        steps = _steps(config, arguments.epoch_tokens, found.tokens)
+    print(
+        json.dumps(as_json(found, config, machine, steps), indent=2)
+        if arguments.json
+        else describe(found, config, machine, steps),
+        end="\n" if arguments.json else "",
+    )
+
+
+def _free(arguments: FileArguments, config: TrainConfig, machine: Machine) -> int:
+    """Bytes on disk that may be used."""
+    if arguments.disk_free is not None:
+        return int(parse_size(arguments.disk_free))
+    return free_here(config.budget.disk_paths, machine.drives) if arguments.machine is None else free_bytes(machine)
+
+
+def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
     if isinstance(config.schedule, Path):
         raise ConfigError(
             f"schedule={str(config.schedule)!r} is a schedule of your own, which penstock simulate shows in time; "
             "penstock plan chooses one: give --schedule vertical or horizontal"
         )
-    paths = config.budget.disk_paths
     machine = _machine(config, arguments.machine)
     tbw = arguments.tbw
     check_drives(arguments.disk_free, tbw, config.budget)
-    if arguments.disk_free is not None:
-        free = parse_size(arguments.disk_free)
-    else:
-        free = free_here(paths, machine.drives) if arguments.machine is None else free_bytes(machine)
+    free = _free(arguments, config, machine)
     if tbw is None:
         tbw = config.drive_tbw
     if tbw is not None:
@@ -189,7 +232,7 @@ def _of_config(arguments: FileArguments) -> PlanReport:
     else:
         sequences = dealt(batch or config.sequences_per_step, "sequences", ranks, other_batch(ranks, 1))
         found = report(task, batch=sequences)
-    found = replace(found, steps=_steps(config, arguments.epoch_tokens, found.forecast))
+    found = replace(found, steps=_steps(config, arguments.epoch_tokens, found.forecast.tokens))
     if found.steps is None:
         note = "the time of the epochs depends on the data: give --epoch-tokens N, the tokens in one"
         found = replace(found, notes=(*found.notes, note))
@@ -204,15 +247,16 @@ def _of_config(arguments: FileArguments) -> PlanReport:
     return found
 
 
-def _steps(config: TrainConfig, epoch_tokens: str | float | None, f: Forecast) -> int | None:
-    """Steps of the whole run; None: that depends on how much data there are, which nobody has said."""
+def _steps(config: TrainConfig, epoch_tokens: str | float | None, tokens: int) -> int | None:
+    """Steps of the whole run, each of so many tokens; None: that depends on how much data there are, which nobody has
+    said."""
     if config.epochs is None:
         if epoch_tokens is not None:
             raise ConfigError(f"epoch_tokens has no effect where the file gives steps ({config.steps}): leave it out")
         return config.steps
     if epoch_tokens is None:
         return None
-    return steps_for(f, round(config.epochs * parse_count("epoch_tokens", epoch_tokens)))
+    return math.ceil(round(config.epochs * parse_count("epoch_tokens", epoch_tokens)) / tokens)
 
 
 def _machine(config: TrainConfig, asked: str | None) -> Machine:

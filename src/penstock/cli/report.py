@@ -228,7 +228,7 @@ def _description(config: TrainConfig, ranks: int) -> str:
         f"{config.schedule} schedule",
         cut,
         config.precision or "",
-        f"rank 0 of {ranks}" if ranks > 1 else "",
+        f"rank 0 of {'a pipeline of ' if config.pipeline > 1 else ''}{ranks}" if ranks > 1 else "",
     ]
     return ", ".join(part for part in parts if part)
 

@@ -43,6 +43,7 @@ class Arguments(Words):
     | option | meaning |
     |---|---|
     | ``ranks`` | how many are to train it from now on; 1: one process |
+    | ``pipeline`` | blocks are dealt out to them (``pipeline`` of the settings); without, they share all state |
     | ``strands`` | how the gradients of a step are summed from now on (docs/numerics.md), where the ranks cannot share
     the strands that the run has; changes its numbers from the next step on |
 
@@ -56,9 +57,12 @@ class Arguments(Words):
 
     folder: Path
     ranks: int
+    pipeline: bool = False
     strands: int | None = None
 
     def __post_init__(self) -> None:
+        if self.pipeline and self.ranks == 1:
+            raise ConfigError("--pipeline with --ranks 1: one process is no pipeline. Leave one out")
         for key, value in (("ranks", self.ranks), ("strands", self.strands)):
             if value is not None and not 1 <= value <= STRANDS:
                 raise ConfigError(f"--{key} {value}: must be from 1 to {STRANDS:,}")
@@ -86,16 +90,18 @@ def run(arguments: Arguments) -> int:
 def _run(arguments: Arguments, config: TrainConfig, record: RunRecord) -> int:
     folder, ranks, under_way = arguments.folder, arguments.ranks, record.resharding
     if under_way is not None and under_way.replaces:
-        if ranks != under_way.ranks or arguments.strands not in (None, under_way.strands):
+        asked = ranks, arguments.pipeline
+        if asked != (under_way.ranks, under_way.pipeline) or arguments.strands not in (None, under_way.strands):
             record.require_settled(folder)
         _put_in_place(folder, config, record)
     else:
         if under_way is not None:
             record = _taken_back(folder, config, record)
         if not _write(arguments, config, record):
-            print(f"{folder} is one of {in_words(ranks)}: it is left as it was")
+            print(f"{folder} is one of {in_words(ranks, pipeline=config.pipeline)}: it is left as it was")
             return 0
-    print(f"{folder} goes on with {in_words(ranks)}: {how_to_start(ranks)} resume {shlex.quote(str(folder))}")
+    who = in_words(ranks, pipeline=ranks if arguments.pipeline else 1)
+    print(f"{folder} goes on with {who}: {how_to_start(ranks)} resume {shlex.quote(str(folder))}")
     return 0
 
 
@@ -115,14 +121,15 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
     old, _ = require_own_stores(folder, config.budget)
     manifests = [Manifest.read(path) for paths in old for path in paths]
     had = int(manifests[0].model.get("strands", 1))
-    if (ranks, arguments.strands or had) == (record.ranks, had):
+    if (ranks, arguments.strands or had, arguments.pipeline) == (record.ranks, had, config.pipeline > 1):
         return False
     strands, ids = _strands(arguments, config, had), {found.store for found in manifests}
     targets = config.budget.stores(ranks)
     for path in _flat(targets):
         if is_there(path / DATA) and Manifest.read(path).store not in ids:
             raise ConfigError(f"{path} holds the state of another run, and is where this one's would go: move it away")
-    record = replace(record, resharding=Resharding(ranks=ranks, strands=strands, replaces=()))
+    asked = Resharding(ranks=ranks, strands=strands, replaces=(), pipeline=arguments.pipeline)
+    record = replace(record, resharding=asked)
     record.write(folder)
     new = _staged(config, ranks, record)
     try:
@@ -130,12 +137,20 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
             make_directory(path.parent)
         with progress("written") as bar:
             weights = [weights_of_rank(paths, (), rank, ranks) for rank, paths in enumerate(new)]
-            whole = config.parts(ranks) == 1
-            reshard(old, new, names=targets, strands=strands, weights=weights, whole=whole, show=bar.show)
+            reshard(
+                old,
+                new,
+                names=targets,
+                strands=strands,
+                weights=weights,
+                whole=config.parts(ranks) == 1 and not arguments.pipeline,
+                pipeline=arguments.pipeline,
+                show=bar.show,
+            )
     except BaseException:
         _taken_back(folder, config, record)
         raise
-    record = replace(record, resharding=Resharding(ranks=ranks, strands=strands, replaces=tuple(sorted(ids))))
+    record = replace(record, resharding=replace(asked, replaces=tuple(sorted(ids))))
     record.write(folder)
     _put_in_place(folder, config, record)
     return True
@@ -161,7 +176,7 @@ def _strands(arguments: Arguments, config: TrainConfig, had: int) -> int:
     Raises:
         ConfigError: the ranks cannot share them, or they cannot be dealt a step's micro-batches.
     """
-    strands, ranks = arguments.strands or had, arguments.ranks
+    strands, ranks = arguments.strands or had, 1 if arguments.pipeline else arguments.ranks
     try:
         check_strands(strands, ranks)
     except ConfigError as error:
@@ -205,8 +220,10 @@ def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
         if is_of_rank(path) and path not in targets:
             with suppress(OSError):  # something else is in it: not ours to remove
                 path.rmdir()
-    if config.strands is not None:
-        write_settings(folder, replace(config, strands=asked.strands))
+    strands = None if config.strands is None else asked.strands
+    settled = replace(config, strands=strands, pipeline=asked.ranks if asked.pipeline else 1)
+    if settled != config:
+        write_settings(folder, settled)
     replace(record, ranks=asked.ranks, hosts=1, resharding=None).write(folder)
 
 

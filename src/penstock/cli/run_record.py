@@ -32,12 +32,18 @@ class Pending:
 
 @dataclass(frozen=True, kw_only=True)
 class Resharding:
-    """A reshard under way, to so many ``ranks`` and ``strands``. ``replaces``: the ids of the stores that go, as the
-    new ones are whole; empty: they are not yet."""
+    """A reshard under way, to so many ``ranks`` and ``strands``; ``pipeline``: the ranks are one. ``replaces``: the ids
+    of the stores that go, as the new ones are whole; empty: they are not yet."""
 
     ranks: int
     strands: int
     replaces: tuple[str, ...]
+    pipeline: bool = False
+
+    @property
+    def options(self) -> str:
+        """The options of the command that does it."""
+        return f"--ranks {self.ranks}" + (" --pipeline" if self.pipeline else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +81,10 @@ class RunRecord:
         """
         if self.resharding is None:
             return
-        again = f"penstock reshard {shlex.quote(str(folder))} --ranks"
-        undo = "" if self.resharding.replaces else f", or leave it as it was: {again} {self.ranks}"
+        again = f"penstock reshard {shlex.quote(str(folder))}"
+        undo = "" if self.resharding.replaces else f", or leave it as it was: {again} --ranks {self.ranks}"
         raise StoreError(
-            f"{folder}: penstock reshard was interrupted. Finish it: {again} {self.resharding.ranks}{undo}"
+            f"{folder}: penstock reshard was interrupted. Finish it: {again} {self.resharding.options}{undo}"
         )
 
     @staticmethod

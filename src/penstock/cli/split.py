@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.cli.launch import how_to_start, in_words
+from penstock.cli.pipeline import fastest, form_of, in_comparison, requests_of
 from penstock.cli.task import free_here, shape_of, task_of
 from penstock.config import TrainConfig, fields_of
 from penstock.config.step import check_strands, sharing
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.batches import choose, cuts, splits
+from penstock.planner.dealt import Asked, plans_of
 from penstock.planner.durability import settled
 from penstock.planner.fit import Request, fit
-from penstock.planner.task import DEVICE_TEMPORARIES, TOKEN_BYTES, moments_of
+from penstock.planner.task import DEVICE_TEMPORARIES, TOKEN_BYTES
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.mesh import Mesh
-from penstock.schedule.place import Format
 from penstock.shape.model import ModelShape
 
 
@@ -44,6 +45,7 @@ def check_shared(config: TrainConfig, ranks: int) -> None:
     """Raises:
     ConfigError: several ranks cannot train such a run, or not with such a batch.
     """
+    ranks = config.sharing(ranks)
     if config.strands is not None:
         check_strands(config.strands, ranks)
     if ranks == 1:
@@ -58,7 +60,7 @@ def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
     Raises:
         ConfigError: they are not; says which ones are.
     """
-    count = config.sequences_per_step // (config.micro_batch_size or 1)
+    ranks, count = config.sharing(ranks), config.sequences_per_step // (config.micro_batch_size or 1)
     able = [number for number in sharing(strands) if not count % number]
     if ranks in able:
         return
@@ -105,7 +107,7 @@ def cut_batch(
         ConfigError: the batch cannot be cut as a schedule of the user's own wants it, or into few enough pieces.
         BudgetError: it does not fit, however it is cut.
     """
-    each = config.sequences_per_step // ranks
+    each = config.sequences_per_step // config.sharing(ranks)
     if isinstance(schedule, Schedule):
         return _as_scheduled(config, schedule)
     if config.micro_batch_size is not None:
@@ -135,6 +137,9 @@ def _as_scheduled(config: TrainConfig, schedule: Schedule) -> Cut:
 
 def _fastest(config: TrainConfig, machine: Machine, ranks: int, hosts: int) -> tuple[int, str]:
     """The size with the shortest predicted step, and how many times as long others would take."""
+    if config.pipeline > 1:
+        in_order = fastest(config, machine, config.sequences_per_step, hosts)
+        return in_order[0].size, in_comparison(in_order)
     lasting = replace(config.budget, endurance=None)  # which durability the drives last with is asked for one cut
     config = replace(config, budget=lasting)
     free = free_here(config.budget.disk_paths, machine.drives)
@@ -155,7 +160,8 @@ def _fastest(config: TrainConfig, machine: Machine, ranks: int, hosts: int) -> t
 
 def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> tuple[int, str]:
     """The largest size that fits: without a machine's profile there is nothing else to choose by."""
-    shape, sizes = shape_of(config, kind), list(reversed(cuts(config.sequences_per_step // ranks)))
+    each = config.sequences_per_step // config.sharing(ranks)
+    shape, sizes = shape_of(config, kind), list(reversed(cuts(each)))
     if not sizes:
         raise ConfigError(
             f"batch: {config.sequences_per_step} sequences cannot be cut into few enough equal micro-batches: choose a "
@@ -164,7 +170,10 @@ def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> t
     refusal: BudgetError | None = None
     for size, count in sizes:
         try:
-            fit(_request(config, shape, kind, size, count, ranks, hosts))
+            if config.pipeline > 1:
+                plans_of([Asked(request=r) for r in requests_of(config, shape, kind, size, count, hosts)], None)
+            else:
+                fit(_request(config, shape, kind, size, count, ranks, hosts))
         except BudgetError as error:
             refusal = error
         else:
@@ -179,9 +188,7 @@ def _request(
 ) -> Request:
     """The request for a plan that each rank's engine will make with ``count`` micro-batches of ``size`` sequences."""
     assert not isinstance(config.schedule, Path)
-    precision, each = config.precision_on(kind), ranks // config.copies
-    moments = moments_of(config.optimizer.name, config.optimizer.momentum)
-    form = Format.of(precision, moments, config.optimizer.moments, config.optimizer.whole)
+    form, each = form_of(config, kind), ranks // config.copies
     profile = shape.profile(size, config.data.sequence_length, form)
     return Request(
         program=Mesh(data=config.parts(each)).everyone().part(profile.program),

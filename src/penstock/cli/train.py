@@ -73,7 +73,7 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
     display = choose_display(sys.stdout)
     schedule = _schedule(config.schedule)
     optimizer = optimizer_spec(config.optimizer)
-    with launched(config.device, config.copies) as ranks:
+    with launched(config.device, config.copies, config.pipeline) as ranks:
         if start != "resume":  # a run that goes on has more to say
             check_shared(config, ranks.size)
         ranks.agree_on_each({key: repr(value) for key, value in plain(config).items()})
@@ -153,7 +153,7 @@ def _as_before(config: TrainConfig, ranks: int) -> TrainConfig:
     if had is None:
         return config
     check_goes_on(config, had, ranks)
-    return config if config.strands is not None or had == ranks else replace(config, strands=had)
+    return config if config.strands is not None or had == config.sharing(ranks) else replace(config, strands=had)
 
 
 def _require_kept(config: TrainConfig, folder: Path, ranks: Ranks) -> None:
@@ -433,8 +433,8 @@ def _batches(config: TrainConfig, data: Data, ranks: Ranks) -> tuple[Batches, He
         "sequences_per_step": config.sequences_per_step,
         "micro_batch_size": config.split[0],
         "fingerprint": data.identity.fingerprint,
-        "rank": ranks.rank,
-        "ranks": ranks.size,
+        "rank": ranks.sharing.rank,
+        "ranks": ranks.sharing.size,
     }
     held_out = None if data.validation is None else HeldOut(stream=data.validation, **how)
     return Batches(stream=data.train, **how), held_out

@@ -150,6 +150,28 @@ def sharing(strands: int) -> tuple[int, ...]:
     return tuple(strands >> n for n in reversed(range(strands.bit_length())) if not strands % (1 << n))
 
 
+def check_pipeline(settings: StreamConfig, budget: Budget, schedule: object, replan: bool | None, asked: str) -> None:
+    """Look at what several ranks may be asked for, and those of a pipeline may not. ``asked``: the words that ask for
+    the pipeline.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    limited = "whose plans do not weigh yet what drives bear" if budget.endurance is not None else ""
+    for name, value, why in (
+        ("schedule", schedule, "as each goes through its own blocks vertically" if schedule == "horizontal" else ""),
+        ("stage", settings.stage, "each of which has all of its own blocks" if settings.stage is not None else ""),
+        ("sync_buffers", settings.sync_buffers, "whose blocks change no buffers" if settings.sync_buffers else ""),
+        ("replan", replan, "which keep the plans that they have made" if replan else ""),
+        ("budget.endurance", budget.endurance, limited),
+    ):
+        if why:
+            raise ConfigError(
+                f"{name}={value!r} is not for the ranks of a pipeline ({asked}), {why}: leave it out, or let ranks "
+                "share all state (without a pipeline)"
+            )
+
+
 def check_strands(strands: int, ranks: int) -> None:
     """Raises:
     ConfigError: so many ranks cannot share the strands, each with whole branches of their sum.

@@ -11,7 +11,7 @@ from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig
-from penstock.config.step import Family, StepConfig
+from penstock.config.step import Family, StepConfig, check_pipeline
 from penstock.config.trackers import TrackerName
 from penstock.errors import ConfigError
 
@@ -60,6 +60,9 @@ class TrainConfig(StepConfig):
     are not as measured; null: true with ``plan: auto``, but not with a schedule's file |
     | ``copies`` | copies of the state, each shared by as many neighbouring ranks (HSDP): with as many as there are
     hosts each host has one, and another's takes over where a host is lost. Changes no result |
+    | ``pipeline`` | ranks of a pipeline, which are all that train: each has some of the blocks whole, with their state
+    on its own drives, and activations alone cross between ranks, as suits a slow network; 1: ranks share all state.
+    Changes no result |
     | ``device`` | a torch device; null: the accelerator if there is one, else ``cpu`` |
     | ``drive_tbw`` | terabytes (1e12 bytes) that each drive of ``budget.disk`` may be written in its life, to tell how
     long it lasts; null: as the machine's profile says, else 0.3 of its size a day over five years |
@@ -91,6 +94,7 @@ class TrainConfig(StepConfig):
     plan: Literal["auto"] | None = "auto"
     replan: bool | None = None
     copies: int = 1
+    pipeline: int = 1
     device: str | None = None
     drive_tbw: float | None = None
     seed: int = 0
@@ -113,6 +117,11 @@ class TrainConfig(StepConfig):
         assert self.micro_batch_size is not None, "a run has settled on a size before it begins"
         return self.micro_batch_size, self.sequences_per_step // self.micro_batch_size
 
+    def sharing(self, ranks: int) -> int:
+        """The number of ranks that share the micro-batches of a step, of so many that train: those of a pipeline have
+        all of them."""
+        return 1 if self.pipeline > 1 else ranks
+
     @property
     def step_count(self) -> int:
         """Steps of the whole run, of one that knows how long an epoch is."""
@@ -125,8 +134,11 @@ class TrainConfig(StepConfig):
         self.check_with(self.budget)
         self._check_length()
         self._check_batch()
-        if self.copies < 1:
-            raise ConfigError(f"copies={self.copies}: must be at least 1")
+        for key in ("copies", "pipeline"):
+            if (count := getattr(self, key)) < 1:
+                raise ConfigError(f"{key}={count}: must be at least 1")
+        if self.pipeline > 1:
+            self._check_pipeline()
         if not self.run:
             raise ConfigError("run is empty: name a folder for the run")
         if self.lora is not None and self.model.init:
@@ -151,6 +163,19 @@ class TrainConfig(StepConfig):
             raise ConfigError(f"trace_steps={self.trace_steps}: must not be negative")
         if self.steps is not None:
             self.lr_schedule.phases(self.steps)
+
+    def _check_pipeline(self) -> None:
+        """Raises:
+        ConfigError: a setting is not for the ranks of a pipeline.
+        """
+        asked = f"pipeline={self.pipeline}"
+        if self.copies > 1:
+            raise ConfigError(f"{asked} with copies={self.copies}: a pipeline has one copy of the state. Leave one out")
+        if isinstance(self.schedule, Path):
+            raise ConfigError(
+                f"{asked} with a schedule of your own ({self.schedule}), which is one rank's: leave one out"
+            )
+        check_pipeline(self, self.budget, self.schedule, self.replan, asked)
 
     def _check_length(self) -> None:
         if (self.steps is None) == (self.epochs is None):

@@ -41,10 +41,10 @@ class LoopArguments(StreamConfig):
     (``PENSTOCK_MEASURE=never`` in the environment: it is not). With a profile, placement, chunk size and depths are
     those that are predicted to be fastest, and ``Engine.prediction`` tells what was predicted. None, or where nothing
     can be measured: state is placed by an order of preference, and nothing is predicted. Of several ranks, rank 0's
-    counts. Changes no result |
+    counts; those of a pipeline place state by that order in any case. Changes no result |
     | ``replan`` | whether the plan follows the machine: when steps show that its drives, links or processors are not as
     the profile says, the plan is made again for what they are, and changed between two steps. Changes no result; None:
-    where there is a profile, and no schedule of your own |
+    where there is a profile, no schedule of your own and no pipeline |
     | ``blocks`` | the submodules to run one by one; None: found |
     | ``compile`` | whether blocks are compiled by ``torch.compile``, all of a class at once; a text names its backend.
     Each shape of micro-batch is compiled for itself, so give few. Changes results (compiled code rounds differently),

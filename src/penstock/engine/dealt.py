@@ -1,12 +1,19 @@
-"""A program dealt out to the ranks of a pipeline: what blocks are handed is refused where it cannot be sent."""
+"""A program dealt out to the ranks of a pipeline: what blocks are handed is refused where it cannot be sent; and the
+plans of all of them, which the first makes."""
 
 from collections.abc import Sequence
 
 from penstock.engine.probed import HandedOn
-from penstock.errors import ModelError
+from penstock.errors import BudgetError, ConfigError, ModelError
+from penstock.planner.dealt import Asked, Pace, plans_of
+from penstock.planner.fit import Plan, Request
+from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
 from penstock.schedule.lower.dealt import program_of_rank
-from penstock.schedule.program import Program
+from penstock.schedule.place import Placement, Settings
+from penstock.schedule.program import Dealt, Program
+from penstock.shape.model import StageTimes
+from penstock.sim.result import Simulation
 from penstock.tape.elsewhere import besides
 from penstock.tape.handed import refusal
 from penstock.tape.suspended import StageFacts
@@ -66,3 +73,42 @@ def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[i
             f"block {last.block!r}: what it puts out is no tensor of its own: a pipeline sends it away. Train with "
             "ranks that share all state (dp_shard)"
         )
+
+
+def plan_among(ranks: Ranks, request: Request, keep: Placement | None, pace: Pace | None) -> Plan:
+    """This rank's plan of a pipeline. The first makes all: the others wait, rather than take its cores for the same.
+
+    Raises:
+        BudgetError, ConfigError: on all ranks: see ``plans_of``.
+    """
+    asked = ranks.gather_objects("requests", Asked(request=request, keep=keep))
+    found: tuple[Settings, ...] | BudgetError | ConfigError | None = None
+    if ranks.rank == 0:
+        try:
+            found = tuple(plan.settings for plan in plans_of(asked, pace))
+        except (BudgetError, ConfigError) as error:
+            found = type(error)(str(error))
+    found = ranks.gather_objects("settings of the plans", found)[0]
+    if not isinstance(found, tuple):
+        assert found is not None
+        raise ranks.of_all(found)
+    return request.plan(found[ranks.rank])
+
+
+def times_of_all(ranks: Ranks, own: StageTimes | None, dealt: Dealt) -> StageTimes | None:
+    """The times of all stages, each as the rank that has it has measured it; None: nothing was measured."""
+    by_rank = [times for times in ranks.gather_objects("stage times", own) if times is not None]
+    if len(by_rank) < ranks.size:
+        return None
+    of_stages = list(enumerate(dealt.of_stages))
+    return StageTimes(
+        forward=tuple(by_rank[rank].forward[k] for k, rank in of_stages),
+        backward=tuple(by_rank[rank].backward[k] for k, rank in of_stages),
+        orthogonal=min((times.orthogonal for times in by_rank if times.orthogonal is not None), default=None),
+    )
+
+
+def predicted_of_all(ranks: Ranks, plan: Plan, pace: Pace) -> Simulation:
+    """The simulation of the very steps that all ranks of a pipeline run, each by its plan."""
+    plans = ranks.gather_objects("plans", plan)
+    return ranks.once("prediction", lambda: pace.predicted(plans))

@@ -299,7 +299,8 @@ class Engine:
         """The prediction for the plan of the last step or evaluation, op by op; None without a machine profile.
 
         It is for micro-batches that are all as large as the largest: saved activations of shorter ones are smaller. Of
-        several ranks it is of one, the slowest by all that is known; the others do the same at the same time.
+        several ranks it is of one, the slowest by all that is known; the others do the same at the same time. Of a
+        pipeline it is of all ranks, by rank.
 
         Raises:
             ConfigError: there was none yet.

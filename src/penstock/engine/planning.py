@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from penstock.config import Tier, fields_of
 from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
-from penstock.engine.dealt import dealt_program
+from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, times_of_all
 from penstock.engine.following import Following, Searched, Step, better, change_in_words
 from penstock.engine.labels import LabelCount
 from penstock.engine.probed import HandedOn, Probed, join, join_facts, model_flops, slowest_of, within
@@ -24,10 +24,11 @@ from penstock.engine.timing import orthogonal_rate, time_stages
 from penstock.engine.visiting import VisitingWeights
 from penstock.errors import BudgetError, ConfigError, ModelError, StoreError
 from penstock.hardware.drives import together
-from penstock.hardware.sharing import crowding, of_each_rank
+from penstock.hardware.sharing import crowding, of_each_rank, of_pipeline
 from penstock.optim.agreement import KINDS, other_bits
 from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.planner.costs import contention, machine_costs
+from penstock.planner.dealt import Pace, world_of
 from penstock.planner.fit import Plan, Request, fit, off_device
 from penstock.planner.following import corrected, corrected_times, what_is_off
 from penstock.planner.own_schedule import own_plan
@@ -35,11 +36,8 @@ from penstock.planner.question import Question
 from penstock.planner.search import best
 from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
-from penstock.schedule.check.late import late_chunks
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement, Settings
@@ -109,9 +107,10 @@ class Planning:
         self._schedule = settings.schedule
         ranks, whole = resources.ranks, resources.machine
         threads = max(ranks.gather_objects("threads", resources.threads))
-        self._machine = None if whole is None else of_each_rank(whole, ranks.size, threads, ranks.hosts)
+        seen = of_pipeline if ranks.are_pipeline else of_each_rank
+        self._machine = None if whole is None else seen(whole, ranks.size, threads, ranks.hosts)
         """the machine as each rank sees it, corrected by what steps have shown; None: nothing is predicted"""
-        follows = settings.follows_machine and self._machine is not None
+        follows = settings.follows_machine and self._machine is not None and not ranks.are_pipeline
         self._following = Following() if follows else None
         self.changed: str | None = None
         """the reason for a change of plan since the step before; None: it has not changed"""
@@ -147,30 +146,50 @@ class Planning:
         self.close()
         largest = self._to_probe(dict(zip(shapes, micro_batches, strict=True)))
         self._probe_all({s: mb for s, mb in largest.items() if (train, s) not in self._probed}, train=train)
-        probed = [self._probed[train, shape] for shape in largest]
-        facts = join_facts([p.facts for p in probed])
-        stages = self._join_ranks(probed)
+        probed = {shape: self._probed[train, shape] for shape in largest}
+        nbytes, count = max(map(batch.nbytes, micro_batches)), len(micro_batches)
+        every = self._beside(probed, train=train)
+        try:
+            self._plans[train] = self._ready(every, count, nbytes, train=train)
+        except (BudgetError, ModelError):
+            if len(every) == len(probed):
+                raise
+            self._plans[train] = self._ready(probed, count, nbytes, train=train)
+        return self._use(self._plans[train])
+
+    def _beside(self, probed: Mapping[batch.Shapes, Probed], *, train: bool) -> dict[batch.Shapes, Probed]:
+        """The shapes that a plan is made for. In a pipeline, whose ranks have to know of each what calls are handed,
+        also those that were probed before, so that steps whose shapes alternate have one plan."""
+        if not self._shared.ranks.are_pipeline:
+            return dict(probed)
+        return {shape: found for (of_steps, shape), found in self._probed.items() if of_steps == train} | dict(probed)
+
+    def _ready(self, probed: Mapping[batch.Shapes, Probed], count: int, nbytes: int, *, train: bool) -> Ready:
+        """The plan for ``count`` micro-batches of such shapes, of at most ``nbytes`` each."""
+        ranks, every = self._shared.ranks, list(probed.values())
+        facts = join_facts([p.facts for p in every])
+        stages = self._join_ranks(every)
         if train and not any(stage.gradients for stage in stages):
             raise ModelError(NOTHING_TRAINS)
-        calls = {shape: self._probed[train, shape].handed for shape in largest}
-        request = self._request(self._program(stages, facts, calls), micro_batches, train=train)
-        times = self._times([p.times for p in probed])
+        calls = {shape: p.handed for shape, p in probed.items()}
+        largest = max(nbytes, *(p.nbytes for p in every))
+        request = self._request(self._program(stages, facts, calls), count, largest, train=train)
+        times = self._times([p.times for p in every], request.program)
         plan = self._fit(request, times)
         if ranks.sharing.size > 1:
             ranks.agree("schedule", hashlib.sha256(str(plan.schedule).encode()).hexdigest()[:16])
         if train:
             self._is_placed(plan.settings.place)
         prediction = None if times is None else self._predict(plan, times)
-        self._plans[train] = Ready(
+        return Ready(
             plan=plan,
             facts=facts,
-            shapes=tuple(largest),
+            shapes=tuple(probed),
             prediction=prediction,
             request=request,
             times=times,
             handed=calls,
         )
-        return self._use(self._plans[train])
 
     def look(self, runner: Runner) -> None:
         """A step is done that counts: see what its lanes did. The first of a runner warms up, and shows nothing."""
@@ -309,6 +328,8 @@ class Planning:
     def _predict(self, plan: Plan, times: StageTimes) -> Simulation:
         shared = self._shared
         assert self._machine is not None
+        if shared.ranks.are_pipeline:
+            return predicted_of_all(shared.ranks, plan, self._pace(times))
         costs = machine_costs(
             self._machine,
             plan.program,
@@ -375,18 +396,18 @@ class Planning:
         whole = Program(groups=tuple(g.spec for g in shared.groups), stages=tuple(stages))
         return dealt_program(whole, facts, list(calls.values()), shared.dealt, shared.share, shared.ranks.size)
 
-    def _request(self, program: Program, micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Request:
+    def _request(self, program: Program, count: int, nbytes: int, *, train: bool) -> Request:
         name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
         ranks, asked = self._shared.ranks.sharing, self._asked
-        inputs = ranks.gather_objects("inputs", len(micro_batches) * max(batch.nbytes(mb) for mb in micro_batches))
+        inputs = ranks.gather_objects("inputs", count * nbytes)
         speculate, own = asked.steps_early(asked.budget), train and isinstance(self._schedule, Schedule)
-        if speculate is None and not own and self._shared.machine is None and self.repeats.planned > _OFTEN:
+        if speculate is None and not own and self._machine is None and self.repeats.planned > _OFTEN:
             speculate = False  # there is no profile to tell what a step and what waiting costs
         return Request(
             program=program,
             budget=asked.budget,
             form=self._shared.arrays.form,
-            micro_batches=len(micro_batches),
+            micro_batches=count,
             wait=asked.needs_norm,
             **fields_of(asked) | {"speculate": speculate, "strands": self._shared.strands // ranks.size},
             train=train,
@@ -397,10 +418,14 @@ class Planning:
             step_temporaries=0 if self._shared.device.type == "cpu" else DEVICE_TEMPORARIES,
         )
 
-    def _times(self, own: Sequence[StageTimes | None]) -> StageTimes | None:
-        """Times of the stages on the slowest rank, while all compute: each was measured while the others waited."""
-        slowest = slowest_of(self._shared.ranks.gather_objects("stage times", slowest_of(own)))
-        if slowest is None or self._shared.ranks.size == 1:
+    def _times(self, own: Sequence[StageTimes | None], program: Program) -> StageTimes | None:
+        """Times of the stages on the slowest rank, while all compute: each was measured while the others waited. In a
+        pipeline those of each stage on its own rank, which were measured while the others computed."""
+        ranks = self._shared.ranks
+        if program.dealt is not None:
+            return times_of_all(ranks, slowest_of(own), program.dealt)
+        slowest = slowest_of(ranks.gather_objects("stage times", slowest_of(own)))
+        if slowest is None or ranks.size == 1:
             return slowest
         return StageTimes(
             forward=tuple(self._crowded * seconds for seconds in slowest.forward),
@@ -413,7 +438,8 @@ class Planning:
             return own_plan(request, self._schedule, self.placed)
         began = time.perf_counter()
         if self._shared.ranks.are_pipeline:
-            plan = self._of_pipeline(request, times)
+            pace = None if times is None or self._machine is None else self._pace(times)
+            plan = plan_among(self._shared.ranks, request, self._kept(request), pace)
         else:
             plan = self._best(request, times) if request.ranks == 1 else self._best_of_all(request, times)
         if self._following is not None and request.train:
@@ -422,55 +448,22 @@ class Planning:
         self._check(plan, request)
         return plan
 
-    def _of_pipeline(self, request: Request, times: StageTimes | None) -> Plan:
-        """This rank's plan. Ranks plan for themselves, and go the same ways where all take part: a step that is run
-        again, one that is complete in the next one, a commit.
-
-        Raises:
-            ConfigError: they cannot.
-        """
-        ranks = self._shared.ranks
-        plan = ranks.jointly("plan", partial(self._best, request, times))
-        if not request.train:
-            return plan
-        early = ranks.gather_objects("steps before the norm is known", plan.schedule.speculative)
-        if any(early) and not all(early):
-            if self._asked.speculate:
-                raise ranks.of_all(
-                    ConfigError(
-                        f"speculate=True, and rank {early.index(False)} of the pipeline has nothing on disk that can "
-                        "step early: leave speculate out"
-                    )
-                )
-            plan = ranks.jointly("plan", partial(self._best, replace(request, speculate=False), times))
-        place, trained = plan.settings.place, [g for g in plan.program.groups if g.trainable]
-        on_disk = all(place.state[g.index] == place.home(g) == "disk" for g in trained)
-        found = ranks.gather_objects("ways of the plan", (bool(late_chunks(plan.schedule)), on_disk))
-        if len({late for late, _ in found}) > 1:
-            raise ranks.of_all(
-                ConfigError(
-                    f"delay={plan.settings.delay:g}, and of the ranks of this pipeline some have nothing that can be "
-                    "delayed: give delay=0"
-                )
-            )
-        promises = self._asked.budget.durability is None or not self._asked.needs_norm
-        if len({below for _, below in found}) > 1 and promises:
-            raise ranks.of_all(
-                ConfigError(
-                    f"all state of rank {[below for _, below in found].index(True)} of the pipeline would live on disk "
-                    "or not change, and of others some in memory, and no step could be committed or taken back by all "
-                    "of them: give budget.state='disk' or budget.state='host', or train other parameters"
-                )
-            )
-        return plan
+    def _pace(self, times: StageTimes) -> Pace:
+        """The basis of a prediction of a pipeline."""
+        shared, machine = self._shared, self._machine
+        assert machine is not None
+        return Pace(
+            machine=machine,
+            times=times,
+            optimizer=shared.rate,
+            io_threads=shared.io_threads,
+            repeats=self.repeats.planned,
+        )
 
     def _check(self, plan: Plan, request: Request) -> None:
         ranks = self._shared.ranks
         if ranks.are_pipeline:
-            everyone = Mesh(stages=ranks.size).everyone()
-            schedules = ranks.gather_objects("schedules", plan.schedule)
-            groups = {everyone.name: everyone.members}
-            check_world(World(name=plan.schedule.name, ranks=tuple(schedules), groups=groups))
+            check_world(world_of(ranks.gather_objects("schedules", plan.schedule)))
             prove(plan.schedule, Needs.of(plan.program, plan.settings))
             return
         copies = min(request.copies, 2)  # what is right for two is for any number: all do the same
@@ -491,8 +484,8 @@ class Planning:
             raise self._shared.ranks.of_all(found)
         return request.plan(found)
 
-    def _best(self, request: Request, times: StageTimes | None) -> Plan:
-        """The plan for a request; what is resident stays where it is if it can."""
+    def _kept(self, request: Request) -> Placement | None:
+        """The placement of weights and state that a plan for a request had better keep; None: nothing is placed yet."""
         keep = self.placed
         on_disk = self._shared.arrays.store is not None
         if (
@@ -501,8 +494,11 @@ class Planning:
             disk: Tier = "disk"
             home = (disk,) * len(request.program.groups)
             keep = Placement(weights=home, state=home, gradients="host", activations="device")
-        if keep is not None:
-            keep = off_device(keep, request.program)
+        return None if keep is None else off_device(keep, request.program)
+
+    def _best(self, request: Request, times: StageTimes | None) -> Plan:
+        """The plan for a request; what is resident stays where it is if it can."""
+        keep = self._kept(request)
         try:
             return self._plan(request, times, keep)
         except BudgetError:
@@ -547,7 +543,7 @@ class Planning:
         """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them
         when there is a machine to predict for.
         """
-        shared = self._shared
+        shared, nbytes = self._shared, batch.nbytes(micro_batch)
         micro_batch = self.labels.to_probe(micro_batch)
         inputs = batch.to_device(micro_batch, shared.device, shared.arrays.dtype)
         before = trees.to_collect_in(inputs)
@@ -561,6 +557,8 @@ class Planning:
         facts, times = shared.tape.facts, None
         if train and shared.machine is not None:
             program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
+            if shared.ranks.are_pipeline:
+                shared.ranks.gather_objects("beginning of the times", None)  # from here on all compute at once
             times = time_stages(shared.tape, program, facts, inputs, weights.load, weights.unload)
             times = replace(times, orthogonal=self._orthogonal)
         return Probed(
@@ -569,5 +567,6 @@ class Planning:
             times=times,
             flops=model_flops(stages, shared.tape.flops),
             tokens=batch.tokens(micro_batch),
+            nbytes=nbytes,
             handed=HandedOn(calls=shared.tape.handed, shared=shared.tape.shared),
         )

@@ -76,7 +76,8 @@ class HandedOn:
 @dataclass(frozen=True, kw_only=True)
 class Probed:
     """Results of the probe for one shape of micro-batch. ``times``: only where there is a machine to predict for.
-    ``flops``: of the model, forward and backward, without what is computed again; ``tokens``: of the micro-batch.
+    ``flops``: of the model, forward and backward, without what is computed again; ``tokens``, ``nbytes``: of the
+    micro-batch.
     """
 
     stages: tuple[Stage, ...]
@@ -84,6 +85,7 @@ class Probed:
     times: StageTimes | None
     flops: float
     tokens: int
+    nbytes: int
     handed: HandedOn
 
 

@@ -23,10 +23,9 @@ from penstock.optim.precision import DTYPES, LossScale
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import Share
 from penstock.runtime.streams import DeviceStreams, HostStreams, streams_for
-from penstock.schedule.lower.dealt import dealt_out
+from penstock.schedule.lower.dealt import holders_of
 from penstock.schedule.matrices import Piece, pieces
 from penstock.schedule.place import Format
-from penstock.schedule.program import ELEMENTWISE, EXACT
 from penstock.state import numa
 from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
@@ -35,7 +34,7 @@ from penstock.state.shared import SharedArrays
 from penstock.state.values import Arrays, Values
 from penstock.store.owner import Owner
 from penstock.store.parts import of_rank
-from penstock.tape.blocks import Block, find_blocks
+from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, ParamSlice, group_parameters
 from penstock.tape.guard import guard
 from penstock.tape.tape import Tape
@@ -138,8 +137,10 @@ def open_resources(
     form = Format.of(precision, spec.moment_count, spec.moments, spec.whole)
     parts = settings.parts(ranks.sharing.each)
     groups, buffers = group_parameters(model, found, parts, form), Buffers(model)
-    dealt = _dealt(groups, found, ranks.size) if ranks.are_pipeline else ()
-    share = ranks.share(parts, _holders(groups, found, dealt))
+    dealt, holders = list[int](), list[int]()
+    if ranks.are_pipeline:
+        dealt, holders = holders_of([g.spec for g in groups], [block.name for block in found], ranks.size)
+    share = ranks.share(parts, holders)
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     matrices = {id(s.parameter) for g in groups if g.spec.whole for s in g.slices if s.trainable}
     optimizer = StreamedOptimizer(spec, trained, matrices)
@@ -215,7 +216,7 @@ def open_resources(
             matrices=_matrices(groups, form),
             ranks=ranks,
             share=share,
-            dealt=dealt,
+            dealt=tuple(dealt),
             sync_buffers=settings.sync_buffers,
             strands=description.get("strands", 1),
             device=device,
@@ -229,25 +230,6 @@ def open_resources(
         )
         undo.pop_all()
         return resources
-
-
-def _dealt(groups: Sequence[ParamGroup], blocks: Sequence[Block], ranks: int) -> tuple[int, ...]:
-    """The rank of a pipeline that has each block; raises as ``dealt_out``."""
-    of_block = _block_of_group(groups, blocks)
-    in_blocks = sum(g.spec.numel for g, block in zip(groups, of_block, strict=True) if block is not None)
-    ends = sum(g.spec.numel for g in groups) - in_blocks
-    return dealt_out(len(blocks), ranks, ends * len(blocks) / max(in_blocks, 1))
-
-
-def _holders(groups: Sequence[ParamGroup], blocks: Sequence[Block], dealt: Sequence[int]) -> list[int]:
-    """The rank of a pipeline that has each group: that of its block, and of what is in no block the first."""
-    return [0 if b is None else dealt[b] for b in _block_of_group(groups, blocks)] if dealt else []
-
-
-def _block_of_group(groups: Sequence[ParamGroup], blocks: Sequence[Block]) -> list[int | None]:
-    """The block that each group's parameters are of; None: they are in no block, or in several."""
-    number = {f"blocks.{block.name}": n for n, block in enumerate(blocks)}
-    return [number.get(g.spec.name.removesuffix(EXACT).removesuffix(ELEMENTWISE)) for g in groups]
 
 
 def _resume(groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, progress: Progress, path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.config import Budget, Precision
 from penstock.config.meanings import model_and
+from penstock.config.step import check_pipeline
 from penstock.documents.typed import hints_of, shown
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments, check_model
@@ -25,6 +26,7 @@ from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import check_device, on_directories
 from penstock.hardware.sharing import knows_ranks, why_unknown
 from penstock.optim.facade import rate_name
+from penstock.ranks.axes import PIPELINE
 from penstock.ranks.group import Ranks, join
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
@@ -91,21 +93,7 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
             "give one of the two"
         )
     if ranks.are_pipeline:
-        for name, value, refused in (
-            ("schedule", asked.schedule, asked.schedule == "horizontal"),
-            ("stage", asked.stage, asked.stage is not None),
-            ("sync_buffers", asked.sync_buffers, asked.sync_buffers is not None),
-        ):
-            if refused:
-                raise ConfigError(
-                    f"{name}={value!r} is not for the ranks of a pipeline (mesh axis pp), each of which has all of its "
-                    "own blocks and goes through them vertically: leave it out, or give ranks that share all state "
-                    "(dp_shard)"
-                )
-        if asked.replan:
-            raise ConfigError(
-                "replan=True needs a prediction, and nothing is predicted of a pipeline's steps yet: leave it out"
-            )
+        check_pipeline(asked, asked.budget, asked.schedule, asked.replan, f"the mesh's axis {PIPELINE!r}")
     if isinstance(asked.schedule, Schedule):
         raise ConfigError(
             f"schedule={shown(asked.schedule)} is not there yet for several ranks: give 'vertical' or 'horizontal', or "
@@ -159,12 +147,6 @@ def _machine_of_all(
     plan: Machine | Literal["auto"] | None, device: torch.device, budget: Budget, optimizer: str, ranks: Ranks
 ) -> Machine | None:
     """The machine that all ranks are on, as rank 0 knows it."""
-    if ranks.are_pipeline:
-        if ranks.rank == 0 and plan is not None:
-            log.info(
-                "nothing is predicted for the ranks of a pipeline: each places its state by an order of preference"
-            )
-        return None
     found = _machine(plan, device, budget, optimizer, ranks) if ranks.rank == 0 else None
     if ranks.size > 1 and found is not None and not knows_ranks(found, ranks.hosts):
         log.warning("nothing is predicted: %s", why_unknown(found, ranks.hosts))

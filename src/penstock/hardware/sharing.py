@@ -106,6 +106,16 @@ def _of_each_host(machine: Machine, ranks: int, hosts: int, threads: int | None)
     return replace(shared, network=Network(bandwidth=1 / seconds, latency=latency), between=())
 
 
+def of_pipeline(machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1) -> Machine:
+    """The machine as each rank of a pipeline sees it: as ``of_each_rank``, but what is sent from one host to another
+    goes from one rank to one, and has the link between hosts to itself."""
+    seen = of_each_rank(machine, ranks, threads, hosts)
+    if hosts == 1:
+        return seen
+    assert machine.network is not None
+    return replace(seen, network=machine.network)
+
+
 def crowding(machine: Machine, ranks: int, threads: int) -> float:
     """Factor by which a rank computes slower beside the others, with ``threads`` each, than one that was measured
     alone."""

@@ -24,6 +24,13 @@ def moments_of(optimizer: OptimizerName, momentum: float | bool | None) -> int:
     return _MOMENTS[optimizer] + (optimizer == "sgd" and bool(momentum))
 
 
+def rate_name_of(optimizer: OptimizerName, moments: int, precision: Precision) -> str:
+    """Key of a machine's optimizer rates; Nesterov's momentum takes as long as the other, and what Muon does on the
+    host as long for each byte as AdamW."""
+    kind = "momentum" if optimizer == "sgd" and moments else optimizer
+    return f"{'adamw' if kind == 'muon' else kind}.{precision}"
+
+
 DEVICE_TEMPORARIES = 32 << 20
 """Bytes that an optimizer step on an accelerator needs besides its arguments (``optim.fallback`` has the same)."""
 
@@ -88,11 +95,8 @@ class Task(StepConfig):
 
     @property
     def rate_name(self) -> str:
-        """Key of the machine's optimizer rates; Nesterov's momentum takes as long as the other, and what Muon does on
-        the host as long for each byte as AdamW."""
-        kind = "momentum" if self.optimizer == "sgd" and self.moments else self.optimizer
-        kind = "adamw" if kind == "muon" else kind
-        return f"{kind}.{self.precision}"
+        """As ``rate_name_of``."""
+        return rate_name_of(self.optimizer, self.moments, self.precision)
 
     @property
     def name_of_bits(self) -> str:

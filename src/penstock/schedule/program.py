@@ -24,6 +24,9 @@ LARGE_END = 1 << 18
 """Elements (1 MiB in fp32) of a module's own parameters from which on it is an end group by itself."""
 
 
+OF_BLOCK = "blocks."
+"""The beginning of the names of groups whose parameters are of one block; its name follows."""
+
 EXACT = ".exact"
 """The ending of the name of a group of small parameters that are cut off another group, whose name comes before it."""
 

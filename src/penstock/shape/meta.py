@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind
 from penstock.schedule.place import FP32, Format
-from penstock.schedule.program import ELEMENTWISE, EXACT, GroupSpec, Program, Stage
+from penstock.schedule.program import ELEMENTWISE, EXACT, OF_BLOCK, GroupSpec, Program, Stage
 from penstock.shape.model import ModelProfile
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _lengthen(short: "DryRun", names: tuple[str, ...]) -> tuple[tuple[GroupSpec,
 
     def renamed(group: GroupSpec, by: int, name: str) -> GroupSpec:
         kind = next(end for end in _KINDS if group.name.endswith(end))
-        return replace(group, index=group.index + each * by, name=f"blocks.{name}{kind}")
+        return replace(group, index=group.index + each * by, name=f"{OF_BLOCK}{name}{kind}")
 
     def stage_of(stage: Stage, by: int, name: str) -> Stage:
         return replace(

@@ -23,6 +23,7 @@ from penstock.schedule.program import (
     ELEMENTWISE,
     EXACT,
     LARGE_END,
+    OF_BLOCK,
     GroupSpec,
     Program,
     Stage,
@@ -111,7 +112,7 @@ class Transformer:
         named = [(_home(end), _kinds(end.sizes, form)) for end in self.ends if _large(end)]
         named += [("ends.small", _kinds(small, form))] if small else []
         block = _kinds_of_block(self.block, form)
-        named += [(f"blocks.{self.path}.{i}", block) for i in range(self.layers)]
+        named += [(f"{OF_BLOCK}{self.path}.{i}", block) for i in range(self.layers)]
         cut = [(name, kind) for name, kinds in named for kind in kinds]
         return tuple(replace(kind, index=i, name=name + kind.name) for i, (name, kind) in enumerate(cut))
 

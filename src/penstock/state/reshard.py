@@ -11,11 +11,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from penstock.schedule.lower.dealt import holders_of, names_of_blocks
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.program import VIEW_ALIGN, round_up
 from penstock.state.arrays import numpy_bytes
 from penstock.state.memory import BOUNCE, HostSlab
-from penstock.state.parts import Parts, buffers_of, found_in, layout_of
+from penstock.state.parts import Parts, buffers_of, found_in, groups_of, layout_of
 from penstock.state.slots import Slots, whole_commit
 from penstock.store.parts import OF_RANK, of_rank, opened_parts
 from penstock.store.store import Store
@@ -29,24 +30,26 @@ def reshard(
     strands: int,
     weights: Sequence[Sequence[int]] | None = None,
     whole: bool = False,
+    pipeline: bool = False,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write what the last commit of a run names into new stores, for as many ranks as these are.
 
     ``old``, ``new``: the directories of each rank's store, by rank; the new ones have none yet. ``names``: what these
     will be called. ``strands``: that the new ones say. ``weights``: by which each of them is striped over its
-    directories; None: evenly. ``whole``: each has all of the state, and not a part of it. ``show``: told the bytes that
-    are written, of so many in all. Needs 16 MiB of memory.
+    directories; None: evenly. ``whole``: each has all of the state, and not a part of it; ``pipeline``: each has the
+    blocks that are dealt out to it. ``show``: told the bytes that are written, of so many in all. Needs 16 MiB of
+    memory.
 
     Raises:
-        ConfigError: nothing has been committed.
+        ConfigError: nothing has been committed; or there are too few blocks for such a pipeline.
         StoreError: a store is in use, damaged, or was stopped within a step; or a drive is full or fails.
     """
     with opened_parts(old) as opened, ExitStack() as stack:
         record, *_ = [whole_commit(store, store.paths[0]) for store in opened]
         slots = max(extent.slots for extent in opened[0].layout.extents)
         made = []
-        models = described(opened[0].model, len(new), strands, whole=whole)
+        models = described(opened[0].model, len(new), strands, whole=whole, pipeline=pipeline)
         for paths, called, model, own in zip(new, names, models, weights or ((),) * len(new), strict=True):
             layout = layout_of(model, slots)
             made.append(Store.create(paths, layout, model=model, owner=opened[0].owner, names=called, weights=own))
@@ -69,10 +72,12 @@ def commit_first(store: Store, record: Mapping[str, Any], slots: Slots) -> None:
         store.commit({**record, "slots": slots.record()})
 
 
-def described(model: Mapping[str, Any], ranks: int, strands: int, *, whole: bool = False) -> list[dict[str, Any]]:
+def described(
+    model: Mapping[str, Any], ranks: int, strands: int, *, whole: bool = False, pipeline: bool = False
+) -> list[dict[str, Any]]:
     """Descriptions of the state that the stores of so many ranks are made for, by rank. ``model``: the one that a store
-    of another number of ranks is made for. ``whole``: each has all of the state."""
-    padded = Mesh(data=1 if whole else ranks).everyone().padded
+    of another number of ranks is made for. ``whole``, ``pipeline``: as of ``reshard``."""
+    padded = Mesh(data=1 if whole or pipeline else ranks).everyone().padded
     groups = []
     for group in model["groups"]:
         before, ends = group["trainable"], {True: 0, False: group["trainable"]}
@@ -88,8 +93,11 @@ def described(model: Mapping[str, Any], ranks: int, strands: int, *, whole: bool
     made = {**kept, "groups": groups} | ({"strands": strands} if strands > 1 else {})
     if ranks == 1:
         return [made]
-    world = uuid.uuid4().hex
-    return [{**made, **of_rank(rank, ranks, whole=whole), "world": world} for rank in range(ranks)]
+    world, holders = uuid.uuid4().hex, None
+    if pipeline:
+        specs = groups_of(made)
+        holders = holders_of(specs, names_of_blocks(specs), ranks)[1]
+    return [{**made, **of_rank(rank, ranks, whole=whole, holders=holders), "world": world} for rank in range(ranks)]
 
 
 def _arrays(source: Parts, target: Parts, rank: int) -> Iterator[int]:

@@ -22,6 +22,7 @@ from penstock.schedule.program import (
     ELEMENTWISE,
     EXACT,
     LARGE_END,
+    OF_BLOCK,
     VIEW_ALIGN,
     GroupSpec,
     Whole,
@@ -147,7 +148,7 @@ def group_parameters(
     large = {m: ps for m, ps in in_module.items() if sum(p.numel() for _, p in ps) >= LARGE_END}
     small = [pair for m, ps in in_module.items() if m not in large for pair in ps]
     named = [(f"ends.{m}", ps) for m, ps in large.items()] + [("ends.small", small)]
-    named += [(f"blocks.{blocks[b].name}", ps) for b, ps in in_block.items()]
+    named += [(f"{OF_BLOCK}{blocks[b].name}", ps) for b, ps in in_block.items()]
     cut = [
         (name, kind, ps)
         for i, (name, all_of) in enumerate(named)

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.compat.torch import buffers_of, unwatched, version, without_functions
 from penstock.errors import ModelError
-from penstock.schedule.program import Stage
+from penstock.schedule.program import OF_BLOCK, Stage
 from penstock.tape import graph, trees
 from penstock.tape.asked import Asked
 from penstock.tape.handed import Calls, Handed
@@ -56,7 +56,7 @@ class Probe:
         self._packer = graph.WeightPacker()
         self._group_of = {id(s.parameter): g.spec.index for g in tape.groups for s in g.slices}
         by_name = {g.spec.name: g.spec.index for g in tape.groups}
-        self._own_group = [by_name.get(f"blocks.{site.name}") for site in tape.sites]
+        self._own_group = [by_name.get(f"{OF_BLOCK}{site.name}") for site in tape.sites]
         self._calling: Site | None = None  # the block that runs, forward or again
         self._before: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # what a call has written to, as it was
         self._watch = Watch(self._group_of, self._touch, self._note_write, self._on_op)

@@ -58,10 +58,9 @@ class Meter:
     """Collects steps. Rates are over the last ten, peaks and sums over the stretch since the run was begun or resumed,
     but for what counts in the whole run: ``written``, ``clipped``, ``skipped``, ``repeated``.
 
-    ``state_bytes`` and ``disk_bytes`` are the plan's: all of the state, and what of it (of all ranks) is kept on disk.
-    ``predicted``
-    is its step time and ``bottleneck`` what was predicted to bound it, if it was planned for a machine. All are known
-    once the first step has been planned, ``planned_peak`` of memory with them.
+    ``state_bytes`` and ``disk_bytes`` are those of the plans of all ranks: all of the state, and what of it is kept on
+    disk. ``predicted`` is a step's time and ``bottleneck`` what was predicted to bound it, if it was planned for a
+    machine. All are known once the first step has been planned, ``planned_peak`` of memory with them.
     """
 
     outline: Outline
@@ -107,9 +106,9 @@ class Meter:
                 repeats=line.get("repeats") or 0,
             )
 
-    def planned(self, plan: Plan) -> None:
-        """Take in the training plan's sizes."""
-        self.state_bytes, self.disk_bytes = plan.state_bytes, self.outline.ranks * plan.disk_bytes
+    def planned(self, plan: Plan, state: int, on_disk: int) -> None:
+        """Take in the sizes of the training plan, and of the state of all ranks."""
+        self.state_bytes, self.disk_bytes = state, on_disk
         self.planned_peak = {"device": plan.device_bytes, "host": plan.host_bytes}
 
     def forecast(self, seconds: float, bottleneck: str) -> None:

@@ -32,7 +32,7 @@ class Pace:
 
 
 def _words(stats: StepStats, prediction: Simulation) -> str:
-    planned, moved = prediction.busy(0), prediction.bytes_per_lane()
+    planned, moved = prediction.busy(0), prediction.world.ranks[0].bytes_per_lane()
     lane: Lane = max(planned, key=lambda lane: stats.lane_seconds.get(lane, 0.0) - planned[lane])
     head = (
         f"step {stats.step} took {format_time(stats.seconds)}, {stats.seconds / prediction.time:.3g}x the "

@@ -45,9 +45,9 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     lines.append(f"speed    {_speed(meter)}")
     ranks = "" if outline.ranks == 1 else f" to {outline.ranks} ranks; what follows is of the first"
     lines.append(
-        f"state    {format_size(outline.ranks * meter.state_bytes)}: weights, gradients and optimizer state of "
-        f"{outline.parameters / 1e6:.1f}M parameters, {meter.state_bytes / outline.given_bytes:.1f}x the memory "
-        f"given{ranks}"
+        f"state    {format_size(meter.state_bytes)}: weights, gradients and optimizer state of "
+        f"{outline.parameters / 1e6:.1f}M parameters, "
+        f"{meter.state_bytes / outline.ranks / outline.given_bytes:.1f}x the memory given{ranks}"
     )
     lines.append(
         f"memory   {format_size(outline.given_bytes)} given, {format_size(meter.peak_bytes)} taken at the peak: "

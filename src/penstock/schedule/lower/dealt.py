@@ -24,7 +24,7 @@ from itertools import cycle, islice
 from math import ceil
 
 from penstock.errors import ConfigError
-from penstock.schedule.program import ALIGN, Dealt, GroupSpec, Program, Stage
+from penstock.schedule.program import ALIGN, ELEMENTWISE, EXACT, OF_BLOCK, Dealt, GroupSpec, Program, Stage
 
 
 def dealt_out(blocks: int, ranks: int, ends: float) -> tuple[int, ...]:
@@ -48,6 +48,38 @@ def dealt_out(blocks: int, ranks: int, ends: float) -> tuple[int, ...]:
         left = blocks - first - turn * (ranks - 1)
         dealt += islice(others, min(ranks - 1, left))
     return tuple(dealt)
+
+
+def blocks_of(groups: Sequence[GroupSpec], blocks: Sequence[str]) -> list[int | None]:
+    """The number of the block that each group's parameters are of, by the groups' names; None: they are in no block, or
+    in several. ``blocks``: their names."""
+    number = {name: n for n, name in enumerate(blocks)}
+    return [number.get(_block_in(group.name) or "") for group in groups]
+
+
+def names_of_blocks(groups: Sequence[GroupSpec]) -> list[str]:
+    """The names of the blocks that have groups of their own, in the order of these."""
+    return list(dict.fromkeys(name for group in groups if (name := _block_in(group.name)) is not None))
+
+
+def _block_in(name: str) -> str | None:
+    """The block whose group has a name."""
+    of_block = name.removesuffix(EXACT).removesuffix(ELEMENTWISE)
+    return of_block.removeprefix(OF_BLOCK) if of_block.startswith(OF_BLOCK) else None
+
+
+def holders_of(groups: Sequence[GroupSpec], blocks: Sequence[str], ranks: int) -> tuple[list[int], list[int]]:
+    """(the rank of each block, the rank that has each group): that of its block, and of what is in no block the first.
+    ``blocks``: their names.
+
+    Raises:
+        ConfigError: as ``dealt_out``.
+    """
+    of_block = blocks_of(groups, blocks)
+    in_blocks = sum(g.numel for g, block in zip(groups, of_block, strict=True) if block is not None)
+    ends = sum(g.numel for g in groups) - in_blocks
+    dealt = dealt_out(len(blocks), ranks, ends * len(blocks) / max(in_blocks, 1))
+    return list(dealt), [0 if block is None else dealt[block] for block in of_block]
 
 
 def stages_dealt(program: Program, ranks: int) -> tuple[int, ...]:

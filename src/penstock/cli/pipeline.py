@@ -1,0 +1,160 @@
+"""A run of a pipeline before it runs: what each rank will ask for, by the settings and the model's shape, the cut of
+its batch, and what to expect of a step.
+
+What rank 0 sends besides activations (masks, position embeddings) is known only once the model is there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.cli.task import shape_of
+from penstock.config import TrainConfig, fields_of
+from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.machine import DeviceKind, Machine
+from penstock.hardware.sharing import of_pipeline
+from penstock.planner.batches import cuts
+from penstock.planner.dealt import Asked, Pace, plans_of, programs_of
+from penstock.planner.fit import Plan, Request
+from penstock.planner.task import DEVICE_TEMPORARIES, MOST_OPS, TOKEN_BYTES, moments_of, rate_name_of
+from penstock.planner.update_mode import expected_repeats, steps_early
+from penstock.schedule.place import Format
+from penstock.shape.model import ModelProfile, ModelShape, stage_times
+from penstock.sim.result import Simulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """A step of a pipeline, its batch cut into ``count`` micro-batches of ``size`` sequences. ``plans``: by rank;
+    ``seconds``: of a step on average, as some are run twice."""
+
+    size: int
+    count: int
+    profile: ModelProfile
+    requests: tuple[Request, ...]
+    plans: tuple[Plan, ...]
+    simulation: Simulation
+    repeats: float
+
+    @property
+    def seconds(self) -> float:
+        return self.simulation.time * (1 + self.repeats)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.count * self.profile.tokens
+
+    @property
+    def disk_bytes(self) -> tuple[int, ...]:
+        """Bytes that each rank's store and scratch space take."""
+        both = zip(self.requests, self.plans, strict=True)
+        return tuple(request.space_bytes(plan.settings) for request, plan in both)
+
+
+def requests_of(
+    config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int, hosts: int = 1
+) -> list[Request]:
+    """The requests of all ranks of a run's pipeline, by rank."""
+    assert not isinstance(config.schedule, Path)
+    form, ranks = form_of(config, kind), config.pipeline
+    profile = shape.profile(size, config.data.sequence_length, form)
+    budget = config.budget.by_default().with_pins()
+    return [
+        Request(
+            program=program,
+            budget=budget.of_rank(rank, ranks, hosts),
+            form=form,
+            micro_batches=count,
+            wait=config.needs_norm,
+            **fields_of(config) | {"strands": config.strands or 1},
+            family=config.schedule,
+            inputs=count * profile.tokens * TOKEN_BYTES,
+            step_temporaries=0 if kind == "cpu" else DEVICE_TEMPORARIES,
+        )
+        for rank, program in enumerate(programs_of(profile.program, ranks))
+    ]
+
+
+def form_of(config: TrainConfig, kind: DeviceKind) -> Format:
+    """The format of a run's state."""
+    moments = moments_of(config.optimizer.name, config.optimizer.momentum)
+    return Format.of(config.precision_on(kind), moments, config.optimizer.moments, config.optimizer.whole)
+
+
+def expected(
+    config: TrainConfig, shape: ModelShape, machine: Machine, size: int, count: int, hosts: int = 1
+) -> Expected:
+    """A step of so many micro-batches of so many sequences on a machine, or on ``hosts`` that are such machines.
+
+    Raises:
+        BudgetError: it does not fit on a rank; says on which.
+        ConfigError: the profile lacks what the settings need, or the model's blocks cannot be dealt out.
+    """
+    kind = machine.device.kind
+    precision = config.precision_on(kind)
+    profile = shape.profile(size, config.data.sequence_length, form_of(config, kind))
+    moments = moments_of(config.optimizer.name, config.optimizer.momentum)
+    pace = Pace(
+        machine=of_pipeline(machine, config.pipeline, hosts=hosts),
+        times=stage_times(profile, machine, precision),
+        optimizer=rate_name_of(config.optimizer.name, moments, precision),
+        repeats=expected_repeats(config),
+    )
+    requests = tuple(requests_of(config, shape, kind, size, count, hosts))
+    plans = plans_of([Asked(request=request) for request in requests], pace)
+    early = any(steps_early(plan.program, plan.settings) for plan in plans)
+    return Expected(
+        size=size,
+        count=count,
+        profile=profile,
+        requests=requests,
+        plans=plans,
+        simulation=pace.predicted(plans),
+        repeats=pace.repeats * early,
+    )
+
+
+def _all_expected(config: TrainConfig, machine: Machine, sequences: int, hosts: int) -> Iterator[Expected]:
+    """Each cut of the batch that fits, the largest micro-batches first.
+
+    Raises:
+        BudgetError: none does.
+    """
+    shape = shape_of(config, machine.device.kind)
+    refusal: BudgetError | None = None
+    found: Expected | None = None
+    for size, count in reversed(cuts(sequences)):
+        try:
+            found = expected(config, shape, machine, size, count, hosts)
+        except BudgetError as error:
+            refusal = error
+            continue
+        yield found
+        if sum(len(plan.schedule.ops) for plan in found.plans) > MOST_OPS:
+            break  # smaller micro-batches have more ops
+    if found is None and refusal is not None:
+        raise refusal
+
+
+def fastest(config: TrainConfig, machine: Machine, sequences: int, hosts: int = 1) -> list[Expected]:
+    """The cuts of a batch that fit, the one with the shortest predicted step first.
+
+    Raises:
+        BudgetError: none does.
+        ConfigError: the batch cannot be cut into few enough micro-batches, or as ``expected``.
+    """
+    found = sorted(_all_expected(config, machine, sequences, hosts), key=lambda e: e.seconds)
+    if not found:
+        raise ConfigError(
+            f"batch: {sequences} sequences cannot be cut into few enough equal micro-batches: choose a batch with more "
+            "factors, or give micro_batch_size"
+        )
+    return found
+
+
+def in_comparison(found: Sequence[Expected]) -> str:
+    """The reason for the first of some cuts, in words."""
+    best, *others = found
+    compared = [f"{e.count} of {e.size}: {e.seconds / best.seconds:.2f}x" for e in others[:3]]
+    return "predicted to be the fastest" + (f" ({', '.join(compared)})" if compared else "")

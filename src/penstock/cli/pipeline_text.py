@@ -1,0 +1,92 @@
+"""An expected step of a pipeline, in words and as plain data."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.cli.pipeline import Expected
+from penstock.config import TrainConfig, format_size
+from penstock.hardware.machine import Machine
+from penstock.planner.update_mode import steps_early
+from penstock.report.sentence import bottleneck, format_time
+
+
+def describe(found: Expected, config: TrainConfig, machine: Machine, steps: int | None) -> str:
+    """Several lines. ``steps``: of the whole run; None: that depends on how much data there are."""
+    return "\n".join(_lines(found, config, machine, steps)) + "\n"
+
+
+def _lines(found: Expected, config: TrainConfig, machine: Machine, steps: int | None) -> Iterator[str]:
+    plans, settings, simulation = found.plans, found.plans[0].settings, found.simulation
+    precision = config.precision_on(machine.device.kind)
+    yield f"{config.model.name}, {found.profile.parameters / 1e6:,.1f}M parameters, {precision}"
+    yield f"on {machine.name}, a pipeline of {len(plans)} ranks, each with blocks of its own"
+    early = any(steps_early(plan.program, plan.settings) for plan in plans)
+    norm = ("optimizer steps before the gradient norm is known" if early else "optimizer waits for the gradient norm",)
+    yield ", ".join(
+        (
+            f"It fits. {found.count} micro-batches of {found.size} x {config.data.sequence_length:,} tokens",
+            *(norm if config.needs_norm else ()),
+            *((f"delay {settings.delay:g}",) if settings.delay else ()),
+        )
+    )
+    yield ""
+    yield (
+        f"step        {format_time(simulation.time)} for {found.tokens:,} tokens: "
+        f"{found.tokens / found.seconds:,.0f} tokens/s"
+        + (f"; {found.repeats:.0%} of the steps run twice" if found.repeats else "")
+    )
+    if steps is not None:
+        yield f"the run     {steps:,} steps: {format_time(steps * found.seconds)} without a break"
+    yield ""
+    yield f"{'rank':<6}{'blocks':>8}{'state':>12}{'device':>12}{'host':>12}{'disk':>12}{'sent':>12}{'compute':>10}"
+    for rank, plan in enumerate(plans):
+        busy = simulation.busy(rank).get("compute", 0.0)
+        sizes = (plan.state_bytes, plan.device_bytes, plan.host_bytes, found.disk_bytes[rank], _sent(found, rank))
+        cells = "".join(f"{format_size(size):>12}" for size in sizes)
+        yield f"{rank:<6}{_blocks(found, rank):>8}{cells}{busy / simulation.time:>10.0%}"
+    worst = max(range(len(plans)), key=lambda rank: max(simulation.work(rank).values()))
+    words = bottleneck(simulation.time, simulation.work(worst), simulation.busy(worst))
+    yield f"rank {worst} has the most to do: {words}"
+    yield "masks and position embeddings, which rank 0 sends once for each micro-batch, are not counted"
+
+
+def as_json(found: Expected, config: TrainConfig, machine: Machine, steps: int | None) -> dict[str, Any]:
+    """Seconds, bytes, tokens, sequences."""
+    simulation, settings = found.simulation, found.plans[0].settings
+    return {
+        "model": {"name": config.model.name, "parameters": found.profile.parameters},
+        "machine": machine.name,
+        "pipeline": len(found.plans),
+        "micro_batches": found.count,
+        "micro_batch_size": found.size,
+        "delay": settings.delay,
+        "step": {
+            "seconds": simulation.time,
+            "expected_seconds": found.seconds,
+            "repeats": found.repeats,
+            "tokens": found.tokens,
+            "tokens_per_second": found.tokens / found.seconds,
+            "limit_seconds": simulation.lower_bound,
+        },
+        "steps": steps,
+        "ranks": [
+            {
+                "blocks": _blocks(found, rank),
+                "state": plan.state_bytes,
+                "memory": {"device": plan.device_bytes, "host": plan.host_bytes, "disk": found.disk_bytes[rank]},
+                "bytes": dict(plan.schedule.bytes_per_lane()),
+                "work_seconds": simulation.work(rank),
+                "busy_seconds": simulation.busy(rank),
+            }
+            for rank, plan in enumerate(found.plans)
+        ],
+    }
+
+
+def _blocks(found: Expected, rank: int) -> int:
+    program = found.plans[rank].program
+    return sum(stage.kind == "call" and program.has(stage.index) for stage in program.stages)
+
+
+def _sent(found: Expected, rank: int) -> int:
+    return found.plans[rank].schedule.bytes_per_lane().get("send", 0)

@@ -1,0 +1,183 @@
+"""Plans of a pipeline: each rank has a program, a budget and a plan of its own, and all of them take part in one world.
+
+A rank's plan is the one that fits by the order of preference (``fit``). What all have to do alike is decided for all of
+them: whether steps begin before the norm is known, and which share the next step's forward takes. Where that is left
+open, and there is a machine to predict for, the world of each choice is simulated, and the fastest is taken.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.machine import Machine
+from penstock.planner.costs import machine_costs
+from penstock.planner.fit import Plan, Request, fit
+from penstock.planner.question import SIMULATED_OPS
+from penstock.planner.update_mode import REPEATS, steps_early
+from penstock.schedule.check.late import late_chunks
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.dealt import program_of_rank, stages_dealt
+from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.place import Placement
+from penstock.schedule.program import Program
+from penstock.shape.model import StageTimes
+from penstock.sim.result import Simulation
+from penstock.sim.simulate import simulate
+
+DELAYS = (0.0, 0.2, 0.4)
+"""delay ratios that are weighed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The request of one rank. ``keep``: where its weights and state are already, if that is not to be changed."""
+
+    request: Request
+    keep: Placement | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """The basis of a prediction. ``machine``: as each rank sees it; ``times``: of all stages; ``optimizer``,
+    ``io_threads``, ``repeats``: as of ``Question``."""
+
+    machine: Machine
+    times: StageTimes
+    optimizer: str
+    io_threads: int = 4
+    repeats: float = REPEATS
+
+    def expected(self, plans: Sequence[Plan]) -> float:
+        """Seconds of a step of these plans on average: some are run twice."""
+        early = any(steps_early(plan.program, plan.settings) for plan in plans)
+        return self.predicted(plans).time * (1 + self.repeats * early)
+
+    def predicted(self, plans: Sequence[Plan]) -> Simulation:
+        """The simulation of all ranks' steps."""
+        first, of_rank = plans[0].settings, [plan.program.groups for plan in plans]
+        whole = tuple(max(same, key=lambda g: g.numel) for same in zip(*of_rank, strict=True))
+        costs = machine_costs(
+            self.machine,
+            Program(groups=whole, stages=plans[0].program.stages),
+            first.form,
+            self.times,
+            self.optimizer,
+            io_threads=self.io_threads,
+            grad_dtype=first.grad_dtype,
+            narrow=frozenset().union(*(plan.narrow for plan in plans)),
+        )
+        return simulate(world_of([plan.schedule for plan in plans]), costs)
+
+
+def world_of(schedules: Sequence[Schedule]) -> World:
+    """The world of all ranks of a pipeline, by rank."""
+    everyone = Mesh(stages=len(schedules)).everyone()
+    return World(name=schedules[0].name, ranks=tuple(schedules), groups={everyone.name: everyone.members})
+
+
+def programs_of(program: Program, ranks: int) -> list[Program]:
+    """The program of each rank of a pipeline, to which a model's blocks are dealt out.
+
+    Raises:
+        ConfigError: there are too few blocks, or two ranks would need the same parameters.
+    """
+    of_stages = stages_dealt(program, ranks)
+    return [program_of_rank(program, of_stages, rank, ranks) for rank in range(ranks)]
+
+
+def plans_of(asked: Sequence[Asked], pace: Pace | None) -> tuple[Plan, ...]:
+    """The plans of all ranks of a pipeline, by rank. ``pace``: None: nothing is predicted, and the first choice is
+    taken that can be.
+
+    Raises:
+        BudgetError: a rank's does not fit; says whose.
+        ConfigError: they cannot do alike what all have to.
+    """
+    best: tuple[float, tuple[Plan, ...]] | None = None
+    refused: BudgetError | ConfigError | None = None
+    ops = 0
+    for speculate, delay in _choices(asked, pace):
+        try:
+            plans = _alike([replace(a, request=replace(a.request, speculate=speculate, delay=delay)) for a in asked])
+        except (BudgetError, ConfigError) as error:
+            refused = refused or error
+            continue
+        if pace is None:
+            return plans
+        of_these = sum(len(plan.schedule.ops) for plan in plans)
+        if best is not None and ops + of_these > SIMULATED_OPS:
+            break
+        ops, seconds = ops + of_these, pace.expected(plans)
+        if best is None or seconds < best[0]:
+            best = seconds, plans
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best[1]
+
+
+def _choices(asked: Sequence[Asked], pace: Pace | None) -> Iterator[tuple[bool | None, float | None]]:
+    """(speculate, delay) that all ranks may have, as far as these are left open."""
+    first = asked[0].request
+    speculates: list[bool | None] = [first.speculate]
+    delays: list[float | None] = [first.delay]
+    if pace is not None and first.train:
+        if first.early is None and first.may_speculate:
+            speculates = [None, False]
+        if first.delay is None and not (first.bottom == "disk" and first.budget.slots == 1):
+            delays = list(DELAYS)
+    return product(speculates, delays)
+
+
+def _alike(asked: Sequence[Asked]) -> tuple[Plan, ...]:
+    """The plans of all ranks, which go the same ways where all take part: a step that is run again, one that the next
+    one completes, a commit.
+
+    Raises:
+        BudgetError, ConfigError: they cannot.
+    """
+    plans = [_of_rank(rank, one) for rank, one in enumerate(asked)]
+    if not asked[0].request.train:
+        return tuple(plans)
+    early = [plan.schedule.speculative for plan in plans]
+    if any(early) and not all(early):
+        if asked[0].request.speculate:
+            raise ConfigError(
+                f"speculate=True, and rank {early.index(False)} of the pipeline has nothing on disk that can step "
+                "early: leave speculate out"
+            )
+        waiting = [replace(one, request=replace(one.request, speculate=False)) for one in asked]
+        plans = [_of_rank(rank, one) for rank, one in enumerate(waiting)]
+    if len({bool(late_chunks(plan.schedule)) for plan in plans}) > 1:
+        raise ConfigError(
+            f"delay={plans[0].settings.delay:g}, and of the ranks of this pipeline some have nothing that can be "
+            "delayed: give delay=0"
+        )
+    promises = asked[0].request.budget.durability is None or not asked[0].request.wait
+    below = [_is_all_on_disk(plan) for plan in plans]
+    if len(set(below)) > 1 and promises:
+        raise ConfigError(
+            f"all state of rank {below.index(True)} of the pipeline would live on disk or not change, and of others "
+            "some in memory, and no step could be committed or taken back by all of them: give budget.state='disk' or "
+            "budget.state='host', or train other parameters"
+        )
+    return tuple(plans)
+
+
+def _of_rank(rank: int, asked: Asked) -> Plan:
+    try:
+        try:
+            return fit(asked.request, asked.keep)
+        except BudgetError:
+            if asked.keep is None:
+                raise
+            return fit(asked.request)
+    except (BudgetError, ConfigError) as error:
+        raise type(error)(f"rank {rank} of the pipeline: {error}") from error
+
+
+def _is_all_on_disk(plan: Plan) -> bool:
+    place = plan.settings.place
+    return all(place.state[g.index] == place.home(g) == "disk" for g in plan.program.groups if g.trainable)

@@ -1,0 +1,97 @@
+"""``penstock plan`` of a file with ``pipeline``: each rank's plan, and the time of the world that they make."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.cli.pipeline import fastest
+from penstock.cli.settings import load
+from penstock.hardware.machine import Network
+from penstock.hardware.profiles import save_profile
+from penstock.schedule.check.worlds import check_world
+from tests.cli.test_plan import CONFIG
+from tests.machines import measured_here
+from tests.questions import DRIVE, MACHINE
+
+pytestmark = pytest.mark.usefixtures("_measured")
+NETWORK = Network(bandwidth=1e8, latency=1e-4)
+
+
+@pytest.fixture
+def _measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_profile(measured_here(replace(MACHINE, drives=(replace(DRIVE, path=str(tmp_path)),), network=NETWORK)))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(run=tmp_path / "run", device="10MiB", host="16MiB") + "pipeline: 2\n")
+    return path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+    assert main(["plan", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_each_rank_has_its_own_blocks_and_the_step_is_the_world_s(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, config)
+    assert planned(capsys, config, "--ranks", 2) == found
+    first, second = found["ranks"]
+    assert first["blocks"] + second["blocks"] == 6
+    assert 0 < first["blocks"] < second["blocks"]  # the first has the embedding and the head, too
+    assert found["step"]["seconds"] > found["step"]["limit_seconds"] > 0
+    # 4 micro-batches of 2 x 128 tokens of 128 fp32 numbers: what one rank puts out for the other, and its gradient back
+    crossings = first["bytes"]["send"] // (4 * 2 * 128 * 128 * 4)
+    assert first["bytes"]["send"] == second["bytes"]["send"] == crossings * 4 * 2 * 128 * 128 * 4
+    assert crossings > 2  # in loops
+    assert main(["plan", str(config)]) == 0
+    said = capsys.readouterr().out
+    assert "a pipeline of 2 ranks, each with blocks of its own" in said
+
+
+def test_a_slower_network_makes_a_longer_step_of_the_same_bytes(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast = planned(capsys, config)
+    slow = replace(MACHINE, drives=(replace(DRIVE, path=str(tmp_path)),), network=replace(NETWORK, bandwidth=1e5))
+    save_profile(measured_here(slow))
+    found = planned(capsys, config)
+    assert found["step"]["seconds"] > 1.2 * fast["step"]["seconds"]
+    assert [rank["bytes"]["send"] for rank in found["ranks"]] == [rank["bytes"]["send"] for rank in fast["ranks"]]
+
+
+def test_the_cut_is_the_one_whose_world_is_fastest(config: Path) -> None:
+    settings = load(config, (("micro_batch_size", "null"),))
+    machine = replace(MACHINE, drives=(replace(DRIVE, path="/disk"),), network=NETWORK)
+    found = fastest(settings, machine, settings.sequences_per_step)
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert len({one.size for one in found}) == len(found) > 1
+    for one in found:
+        check_world(one.simulation.world)
+        assert one.size * one.count == settings.sequences_per_step
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ranks", "3"), "the file says pipeline: 2"),
+        (("--longest",), "--longest is not there yet for a pipeline"),
+        (("--tbw", "100"), "--tbw is not there yet for a pipeline"),
+        (("--disk_free", "1MiB"), "the stores take"),
+        (("--pipeline", "9"), "use at most 7 ranks"),
+        (("--budget.host", "1MiB"), "rank 0 of the pipeline: budget.host"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    words: tuple[str, ...], message: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(config), *words]) == 2
+    assert message in capsys.readouterr().err
