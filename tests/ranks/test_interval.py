@@ -67,7 +67,7 @@ def failed_and_gone_on(mesh: DeviceMesh, disk: Path) -> tuple[str, tuple[int, LO
         return f"{caught.type.__name__}: {caught.value}", (begun, losses), (again, trained(engine, mesh, STEPS))
 
 
-@pytest.mark.parametrize("axis", ["dp_shard", "pp"])
+@pytest.mark.parametrize("axis", ["dp_shard", pytest.param("pp", marks=pytest.mark.campaign)])
 def test_all_ranks_commit_what_is_in_memory_or_none_does(axis: str, tmp_path: Path) -> None:
     with opened(None, tmp_path / "alone") as engine:
         wanted = trained(engine, None, STEPS)

@@ -88,6 +88,7 @@ def test_a_pipeline_does_what_one_process_does_and_goes_on(alone: Path, tmp_path
     assert state == {line["disk_bytes"] for line in lines(alone / "run")}
 
 
+@pytest.mark.campaign
 def test_a_pipeline_without_a_disk_goes_on_from_its_snapshot_and_so_does_one_process(
     alone: Path, tmp_path: Path
 ) -> None:
