@@ -93,7 +93,13 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "masked": (Numbers(model="bert"), Run()),
     "images": (Numbers(model="vit"), Run(disk=True)),
 }
-IN_SHORT = (("on disk, early, bf16", 2), ("delayed", 3), ("two kinds of masks", 2), ("in memory", 4))
+IN_SHORT = (
+    ("on disk, early, bf16", 2),
+    ("delayed", 3),
+    ("two kinds of masks", 2),
+    ("in memory", 4),
+    ("one op at a time", 3),
+)
 
 
 def compare(way: str, size: int, disk: Path) -> None:

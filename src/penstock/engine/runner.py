@@ -14,6 +14,7 @@ from penstock.engine.probed import HandedOn
 from penstock.engine.resources import EngineResources
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.errors import NonFiniteError, StoreError
+from penstock.planner.dealt import world_of
 from penstock.planner.fit import Plan
 from penstock.runtime.actions import Actions
 from penstock.runtime.bound import Bound
@@ -23,6 +24,7 @@ from penstock.runtime.pools import Pools
 from penstock.runtime.serial import SerialExecutor
 from penstock.runtime.stepping import Stepping
 from penstock.runtime.streams import Mark
+from penstock.schedule.check.order import run_orders
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.program import ALIGN
@@ -94,7 +96,7 @@ class Runner:
                 shared.ranks,
             )
             undo.callback(self.actions.release)
-            self._executor = self._executor_of(plan.schedule)
+            self._executor = self._executor_of(plan.schedule, self._order())
             undo.callback(self._executor.close)
             self._made = undo.pop_all()
 
@@ -111,6 +113,14 @@ class Runner:
             binding=binding_for(shared.device),
             failed=shared.ranks.fail,
         )
+
+    def _order(self) -> Sequence[Op] | None:
+        """The order in which this rank of a pipeline runs one op at a time, by which no two wait for each other: what
+        is sent is received at once. None: any in which one rank could run its ops. All ranks come here."""
+        if self._shared.overlap or not self._ranks.are_pipeline:
+            return None
+        world = world_of(self._ranks.gather_objects("schedules to run one op at a time", self.plan.schedule))
+        return run_orders(world)[self._ranks.rank]
 
     @property
     def stepped(self) -> tuple[int, ...]:
