@@ -23,10 +23,10 @@ from penstock.state.converted_stores import convert_stores
 from penstock.state.parts import layout_of
 from penstock.state.record import check_stored
 from penstock.state.slots import Slots
-from penstock.state.take_over import Found, givers, take_over
+from penstock.state.take_over import Found, drives_of, givers, require_drives, take_over
 from penstock.store import successor
 from penstock.store.directory import make_directory
-from penstock.store.facts import StoreFacts, facts_of, left_behind
+from penstock.store.facts import StoreFacts, facts_of, in_words, left_behind
 from penstock.store.layout import Layout
 from penstock.store.owner import Owner, check_owner
 from penstock.store.parts import Place
@@ -155,26 +155,30 @@ class Commits:
 
         own = None if lost else Store.open(paths, io_threads=io_threads)
         try:
-            self._require_fits(own, model)
+            self._require_fits(own, model, givers)
             told = self.ranks.gather_objects("commit to take over", None if own is None else own.commits.sequence)
             newest = min(number for number in told if number is not None)
             if own is not None and own.commits.sequence > newest:
                 own.take_back(newest)
+            self._require_one_commit(own)
             take_over(givers, self.ranks, own, make)
         finally:
             if own is not None:
                 own.close()
 
-    def _require_fits(self, own: Store | None, model: dict[str, Any]) -> None:
-        """Check that what stores have is what the lost ones are to be made for, before any is made or taken back. All
-        ranks come here. ``own``: this rank's store; None: it is lost.
+    def _require_fits(self, own: Store | None, model: dict[str, Any], givers: Mapping[int, int]) -> None:
+        """Check that what stores have is what the lost ones are to be made for, and that these are lost, before any is
+        made or taken back. All ranks come here. ``own``: this rank's store; None: it is lost.
 
         Raises:
             ConfigError, StoreError: on all ranks: it is not.
         """
+        paths, rank = self._budget.disk_paths, self.ranks.rank
+        drives = self.ranks.gather_objects("drives", drives_of(paths))
 
         def look() -> None:
             if own is None:
+                require_drives(paths, rank, givers[rank], drives[givers[rank]])
                 return
             own.require_owner(self._owner)
             self._require_part(own)
@@ -187,13 +191,30 @@ class Commits:
             own.require_model(model | {key: own.model[key] for key in kept if key in own.model})
 
         self.ranks.jointly("state to take over", look)
-        worlds = self.ranks.gather_objects("run to take over", None if own is None else own.model.get("world"))
-        by_rank = {rank: world for rank, world in enumerate(worlds) if world is not None}
-        first = min(by_rank, default=0)
-        for rank, world in by_rank.items():
-            if world != by_rank[first]:
+        self._require_alike("run to take over", None if own is None else own.model.get("world"), "are of two runs")
+
+    def _require_one_commit(self, own: Store | None) -> None:
+        """All ranks come here. ``own``: this rank's store, as of the newest commit that all have; None: it is lost.
+
+        Raises:
+            StoreError: on all ranks: commits of the same number are not of the same step.
+        """
+        said = None if own is None else in_words(own.last_commit())
+        self._require_alike("commit to go on from", said, "have come to {}, and to {}")
+
+    def _require_alike(self, what: str, own: str | None, differ: str) -> None:
+        """``own``: this rank's; None: it has none. ``differ``: what is said of two that differ.
+
+        Raises:
+            StoreError: on all ranks: those that have one have not the same.
+        """
+        there = {rank: one for rank, one in enumerate(self.ranks.gather_objects(what, own)) if one is not None}
+        first = min(there, default=0)
+        for rank, one in there.items():
+            if one != there[first]:
+                said = differ.format(there[first], one)
                 raise self.ranks.of_all(
-                    StoreError(f"the stores of rank {first} and rank {rank} are of two runs: put back what was there")
+                    StoreError(f"the stores of rank {first} and rank {rank} {said}: put back what was there")
                 )
 
     def _require_part(self, store: Store) -> None:
@@ -260,9 +281,9 @@ class Commits:
             if store.commits.sequence > min(newest):
                 store.take_back(min(newest))
             record = store.last_commit()
-            self.ranks.agree("commit to go on from", None if record is None else record["step"])
             if record is not None:
                 check_stored(record, f"the last commit in {paths[0]}")
+            self._require_one_commit(store)
             if record is not None and not record["whole"]:
                 raise StoreError(
                     f"{paths[0]}: the run that used this store was stopped in or before step {record['step'] + 1}, and "

@@ -8,14 +8,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock.errors import StoreError
 from penstock.ranks.group import Ranks
 from penstock.state.arrays import StateArrays, numpy_bytes
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.parts import Parts, buffers_of
+from penstock.store.directory import is_there, mount_point
 from penstock.store.facts import StoreFacts
 from penstock.store.store import Store
 
@@ -53,6 +56,33 @@ def givers(found: Sequence[Found], parts: int) -> dict[int, int] | None:
     return givers
 
 
+def drives_of(paths: Sequence[Path]) -> dict[str, str]:
+    """By directory that the budget names, in which a rank has its own of ``paths``, where the file system is mounted
+    that it is on."""
+    return {str(path.parent): str(mount_point(path.parent)) for path in paths}
+
+
+def require_drives(paths: Sequence[Path], rank: int, giver: int, theirs: Mapping[str, str]) -> None:
+    """Check that directories in which nothing of a rank's store is left are on drives that are new, and not on none: a
+    drive that is not mounted leaves an empty directory, or nothing.
+
+    That is sure of a directory of the rank's own, which somebody has made; and of one that the budget names, on a file
+    system that is mounted where ``theirs`` is, the giver's (``drives_of``), and that is there, or no part of the root.
+
+    Raises:
+        StoreError: it is not sure; says how to say so.
+    """
+    for path in paths:
+        named, mount = path.parent, str(mount_point(path.parent))
+        if is_there(path) or (theirs.get(str(named)) == mount and (mount != "/" or is_there(named))):
+            continue
+        raise StoreError(
+            f"{path} is not there: is the drive mounted? ({named} is on what is mounted at {mount}.) If the drive is "
+            f"new, or what was on it is gone for good, make the directory (mkdir -p {path}): rank {rank} then takes "
+            f"the state over from rank {giver}"
+        )
+
+
 def take_over(
     givers: Mapping[int, int],
     ranks: Ranks,
@@ -66,14 +96,20 @@ def take_over(
 
     Raises:
         StoreError: a drive is full or fails.
+
+    Where nothing has been committed, there is nothing to take over: the lost stores are made, and the run begins.
     """
     said = None if own is None else (own.model, own.last_commit(), own.commits.sequence)
     told: list[Any] = ranks.gather_objects("state to take over", said)
+    begins = any(one is not None and one[1] is None for one in told)
     with ExitStack() as stack:
         if own is None:
             giver = givers[ranks.rank]
             own = stack.enter_context(make(told[giver][0]))
-            log.warning("%s: the state is taken over from rank %d", own.paths[0], giver)
+            if not begins:
+                log.warning("%s: the state is taken over from rank %d", own.paths[0], giver)
+        if begins:
+            return
         (arrays,) = Parts([own]).arrays
         for rank, giver in sorted(givers.items()):
             _pass_on(arrays, own.model, ranks, giver, rank)

@@ -126,6 +126,14 @@ def check_directory(path: Path, *, writable: bool = True) -> None:
         raise StoreError(f"{path} is not {what}: change its owner or mode, or give another directory")
 
 
+def mount_point(path: Path) -> Path:
+    """The mount point of the file system that ``path`` is on, or would be on if it were made now."""
+    place = path.resolve()
+    while not place.is_mount():
+        place = place.parent
+    return place
+
+
 def in_memory(path: Path) -> bool:
     """True if the file system of ``path`` keeps its files in memory."""
     return _file_system_type(path) in _IN_MEMORY

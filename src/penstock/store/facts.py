@@ -46,6 +46,16 @@ class StoreFacts:
         return self.record is None or self.step == 0
 
 
+def in_words(record: Mapping[str, Any] | None) -> str:
+    """The step that a commit is of, with what all ranks have found alike in it: numbers as text, which NaN equals, too.
+    The record need not have been checked."""
+    if record is None:
+        return "no step"
+    last = record.get("last")
+    figures = last if isinstance(last, Mapping) else {}
+    return f"step {record.get('step')} with loss {figures.get('loss')} and norm {figures.get('grad_norm')}"
+
+
 def facts_of(paths: Sequence[Path]) -> StoreFacts | None:
     """Ask a store. None: there is none in any of the directories.
 

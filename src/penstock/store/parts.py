@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import StoreError
+from penstock.store.facts import in_words
 from penstock.store.store import Store
 
 
@@ -18,7 +19,8 @@ def opened_parts(stores: Sequence[Sequence[Path]]) -> Iterator[tuple[Store, ...]
     ``stores``: the directories of each, by rank.
 
     Raises:
-        StoreError: one cannot be opened, is not that rank's, or is of another run than the others.
+        StoreError: one cannot be opened, is not that rank's, or is of another run than the others or has come to
+            something else.
     """
     with ExitStack() as stack:
         found = tuple(stack.enter_context(Store.open(paths, writable=False)) for paths in stores)
@@ -27,6 +29,10 @@ def opened_parts(stores: Sequence[Sequence[Path]]) -> Iterator[tuple[Store, ...]
         for store in found:
             if store.commits.sequence > newest:
                 store.take_back(newest)
+        first, *others = ((store.paths[0], in_words(store.last_commit())) for store in found)
+        for path, said in others:
+            if said != first[1]:
+                raise StoreError(f"{first[0]} has come to {first[1]}, and {path} to {said}: put back what was there")
         yield found
 
 
