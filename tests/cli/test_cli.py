@@ -89,6 +89,7 @@ def test_words_become_arguments() -> None:
         ([], "none"),
         (["a.yaml", "b.yaml"], "a.yaml and b.yaml"),
         (["a.yaml", "--steps"], "--steps needs a value"),
+        (["a.yaml", "--overwite"], "or did you mean --overwrite?"),
         (["a.yaml", "--steps", "--overwrite"], "--steps needs a value"),
         (["a.yaml", "--resume", "--overwrite"], "one of them"),
     ],
@@ -104,12 +105,16 @@ def test_version_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -
     assert main(["train", "--help"]) == 0
     assert "--optimizer.lr" in capsys.readouterr().out
     assert main(["trian"]) == 2
-    assert "no command 'trian'" in capsys.readouterr().err
+    assert "there is no command trian; did you mean train? (penstock takes init, train," in capsys.readouterr().err
 
 
 def test_torch_is_not_loaded_before_a_run_is_to_begin() -> None:
-    """How its threads wait is settled when it is loaded, and ``--version`` should not take seconds."""
-    code = "import sys, penstock.cli as c; assert c.main(['--version']) == 0; sys.exit('torch' in sys.modules)"
+    """How its threads wait is settled when it is loaded, and neither ``--version`` nor what only looks at runs should
+    take seconds."""
+    looking = "penstock.cli.runs, penstock.cli.report, penstock.cli.init"
+    code = (
+        f"import sys, penstock.cli as c, {looking}; assert c.main(['--version']) == 0; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -106,7 +106,9 @@ def test_what_is_written_is_explained_in_the_words_of_the_settings(there: Path) 
     meanings = {name: meaning for name, _, _, meaning in describe(TrainConfig)}
     for name in ("data.sequence_length", "optimizer.lr", "budget.host", "batch.sequences", "epochs"):
         assert " ".join(meanings[name].split()) in text, name
+    assert "\n# penstock plan train.yaml    what to expect of it\n" in (there / "train.yaml").read_text()
     config = load(there / "train.yaml")
+    assert config.model.name == "config.json"
     assert config.data.sequence_length == 128, "no more than the model's positions"
     assert config.data.training is not None, "there is no tokenizer beside the configuration"
 

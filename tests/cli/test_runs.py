@@ -11,8 +11,9 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.cli import main
-from penstock.cli.claim import RUN_LOCK
 from penstock.cli.run_figures import read_run
+from penstock.cli.run_folder import RUN_LOCK
+from penstock.cli.runs import difference_rows
 from penstock.cli.settings import dump
 from penstock.config import Budget
 from penstock.errors import StoreError
@@ -107,6 +108,14 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path, capsys: pytest.Captur
     assert rows["written to drives"] == ["4 MiB", "2 MiB"]
     found = json.loads(said(capsys, one, other, "--json")[0])
     assert {run["folder"]: run["settings"]["optimizer.lr"] for run in found} == {str(one): 1e-3, str(other): 2e-3}
+
+
+def test_a_setting_that_is_null_is_as_good_as_one_that_is_not_there() -> None:
+    runs = [
+        Mock(settings={"steps": 3, "evaluate": None}),
+        Mock(settings={"evaluate.every": 2, "evaluate.batches": None}),
+    ]
+    assert list(difference_rows(runs)) == [["steps", "3", "–"], ["evaluate.every", "–", "2"]]
 
 
 def test_what_cannot_be_shown_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,19 @@ def test_a_source_may_be_its_path_alone(config_file: Path) -> None:
     assert data.each_source == (SourceConfig(path="a.jsonl"), SourceConfig(path="b.txt", kind="text"))
 
 
+def test_one_mapping_is_a_list_of_it(config_file: Path) -> None:
+    given = [
+        ("data.sources", "{path: qa.csv, fields: {prompt: question, completion: answer}}"),
+        ("optimizer.overrides", "{match: norm, lr: 1e-4}"),
+    ]
+    config = settings.load(config_file, given)
+    assert [source.path for source in config.data.each_source] == ["qa.csv"]
+    assert [override.lr for override in config.optimizer.overrides] == [1e-4]
+    assert _refused(config_file, ("data.sources", "{path: qa.csv, limits: 1MB}")).startswith(
+        "--data.sources: there is no"
+    )
+
+
 def test_flags_win_over_the_file(config_file: Path) -> None:
     flags = [
         ("optimizer.lr", "1e-3"),

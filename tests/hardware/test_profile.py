@@ -255,7 +255,9 @@ def test_a_machine_by_name_or_by_file(tmp_path: Path, monkeypatch: pytest.Monkey
     Path("m.json").write_text(made.to_json())
     Path("plain").write_text(made.to_json())
     assert profiles.machine_named("m.json") == profiles.machine_named("plain") == made
-    with pytest.raises(ConfigError, match=r"there is no machine 'a100'. Known: a100-40g, .*penstock doctor"):
+    with pytest.raises(
+        ConfigError, match=r"machine 'a100': did you mean a100-.0g\? Known: a100-40g, .*penstock doctor"
+    ):
         profiles.machine_named("a100")
     with pytest.raises(ConfigError, match=r"other\.json: cannot read"):
         profiles.machine_named("other.json")

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from penstock.cli import main
-from penstock.cli.claim import RUN_LOCK
 from penstock.cli.environment import write_environment
 from penstock.cli.report import Arguments, gather
+from penstock.cli.run_folder import RUN_LOCK
 from penstock.cli.words import read_words
 from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.errors import ConfigError

@@ -21,7 +21,7 @@ from penstock.cli.arguments import USAGE, ResumeArguments, TrainArguments
 from penstock.cli.launch import process_count
 from penstock.cli.named_files import check_named_files
 from penstock.cli.run_folder import Start, settings_of, trusts_code
-from penstock.cli.settings import dump, load
+from penstock.cli.settings import dump, load, unknown
 from penstock.cli.showing.display import fail
 from penstock.cli.words import help_of, read_words
 from penstock.config import TrainConfig
@@ -92,9 +92,7 @@ def _command(words: Sequence[str]) -> int:
             return _command([word, "--help"])
         case [word, *rest]:
             if word not in COMMANDS:
-                raise ConfigError(
-                    f"there is no command {word!r}. Commands: {', '.join(COMMANDS)}. Try: penstock --help"
-                )
+                raise ConfigError(unknown(word, list(COMMANDS), takes="penstock", what="command"))
             if process_count() > 1 and word not in _OF_RANKS:
                 raise ConfigError(f"penstock {word} runs in one process: start it without torchrun")
             return COMMANDS[word](rest)

@@ -24,6 +24,7 @@ from penstock.cli import removal
 from penstock.cli.launch import how_to_start, in_words
 from penstock.cli.reach import Reach, Stores
 from penstock.cli.run_folder import (
+    RUN_LOCK,
     Start,
     as_cut_before,
     has_steps,
@@ -47,7 +48,6 @@ from penstock.store.successor import settle
 
 log = logging.getLogger("penstock")
 
-RUN_LOCK = "run.lock"
 _TRIES = 20
 _REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or --overwrite to replace it"
 

@@ -17,7 +17,7 @@ def written(settings: Mapping[str, Any], reasons: Mapping[str, str], title: Sequ
     ``reasons``: why a setting has its value, by dotted name. ``title``: lines above all.
     """
     meaning = {name: text for name, _, _, text in describe(TrainConfig)}
-    lines = [*(f"# {_plain(line)}" for line in title), ""]
+    lines = [*(f"# {_printable(line)}" for line in title), ""]
     return "\n".join([*lines, *_mapping(settings, "", hints_below(TrainConfig), meaning, reasons)]) + "\n"
 
 
@@ -52,4 +52,8 @@ def _comment(text: str, indent: str, mark: str = "") -> list[str]:
 
 
 def _plain(text: str) -> str:
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return " ".join(_printable(text).split())
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)

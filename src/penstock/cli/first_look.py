@@ -167,7 +167,11 @@ def look_at_data(paths: Sequence[str], *, template: bool | None, tokenizer: bool
         said = words if template is not None else None
         forms.append(f"{source.path}: {said or f'each document is {form.called}'}")
         if form.kind == "chat" and not tokenizer:
-            raise ConfigError(f"data: {source.path!r} has chats, for which a tokenizer with a chat template is needed")
+            raise ConfigError(
+                f"data: {source.path!r} has chats, and the model brings no tokenizer: give the folder of one "
+                "whose tokenizer has a chat template, or write the settings yourself, with data.tokenizer and "
+                "data.chat_template (penstock train --help)"
+            )
         if form.kind == "chat" and template is False:
             raise ConfigError(
                 f"data: {source.path!r} has chats, and the model's tokenizer has no chat template: take a chat model, "

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from penstock.cli.claim import RUN_LOCK
 from penstock.cli.launch import how_to_start, in_words
 from penstock.cli.own_store import require_own_stores
-from penstock.cli.run_folder import settings_of, write_settings
+from penstock.cli.run_folder import RUN_LOCK, settings_of, write_settings
 from penstock.cli.run_record import Resharding, RunRecord
 from penstock.cli.run_snapshots import strands_kept
 from penstock.cli.showing.progress import progress

@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from penstock.cli.claim import RUN_LOCK
-from penstock.cli.run_folder import METRICS, settings_of, settings_path
+from penstock.cli.run_folder import METRICS, RUN_LOCK, settings_of, settings_path
 from penstock.cli.run_record import RunRecord
 from penstock.cli.settings import plain
 from penstock.config import Tier, TrainConfig

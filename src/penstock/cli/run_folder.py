@@ -28,6 +28,7 @@ Start = Literal["new", "overwrite", "resume"]
 _SETTINGS = "config.yaml"
 _PREDICTION = "prediction.json"
 METRICS = "metrics.jsonl"
+RUN_LOCK = "run.lock"
 _FILES = (
     _SETTINGS,
     _PREDICTION,

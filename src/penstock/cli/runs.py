@@ -15,7 +15,7 @@ from penstock.report.sentence import format_time
 
 _LONGEST = 40
 """Characters of a setting's value that are shown."""
-_DAY = 86400.0
+_HOUR, _DAY = 3600.0, 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +93,10 @@ def compared(runs: Sequence[RunFigures]) -> list[str]:
 
 
 def difference_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
-    """A row for each setting that is not the same in all runs."""
+    """A row for each setting that is not the same in all runs. One that is null is as good as one that is not there."""
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = [run.settings.get(key, _MISSING) for run in runs]
-        if any(value != values[0] for value in values):
+        if any(value != values[0] for value in values) and not all(value in (None, _MISSING) for value in values):
             yield [key, *map(shown_value, values)]
 
 
@@ -153,9 +153,11 @@ def _percent(value: float | None) -> str:
 
 
 def _long(seconds: float) -> str:
-    if seconds < 600:
+    if seconds < 60:
         return format_time(seconds)
-    return f"{seconds / 3600:.1f} h" if seconds < 2 * _DAY else f"{seconds / _DAY:.1f} days"
+    if seconds < 2 * _HOUR:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / _HOUR:.1f} h" if seconds < 2 * _DAY else f"{seconds / _DAY:.1f} days"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> list[str]:

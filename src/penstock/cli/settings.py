@@ -211,6 +211,8 @@ def _match(item: Located, hint: Any, key: str) -> tuple[bool, Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return value in args and isinstance(value, type(args[0])), value
+    if origin is tuple and args[-1] is Ellipsis and is_dataclass(args[0]) and isinstance(value, dict):
+        value = [item]  # one mapping is a list of it
     if origin is tuple and isinstance(value, list):
         inner = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
         return len(inner) == len(value), tuple(_convert(v, h, key) for v, h in zip(value, inner, strict=False))

@@ -12,6 +12,7 @@ Each field is an option, ``--micro-batches N`` for ``micro_batches``, and its ro
 class with a field ``settings``, any other option is a setting of a file: (dotted name, YAML text).
 """
 
+import difflib
 import inspect
 import re
 import shutil
@@ -121,7 +122,9 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
             flags.append((flag, rest.pop(0)))
         else:
             needs = "VALUE (text in YAML: null, true, [1, 2])" if hint is None else _value_name(hint)
-            raise ConfigError(f"{flag} needs a value: {flag} {needs}")
+            near = [] if hint is not None else difflib.get_close_matches(_key(flag), options, n=1)
+            meant = f"; or did you mean {_flag(near[0])}?" if near else ""
+            raise ConfigError(f"{flag} needs a value: {flag} {needs}{meant}")
     return plain, flags
 
 

@@ -194,8 +194,8 @@ class DataConfig:
 
     | field | meaning |
     |---|---|
-    | ``sources`` | a path (see below), or a list of paths and mappings: ``path``, ``weight``, ``kind``, ``fields``,
-    ``limit``, ``split``, ``subset``, ``revision``, ``dtype``. A path is a file (JSONL, CSV, Parquet, text,
+    | ``sources`` | a path (see below), a mapping, or a list of these; a mapping has ``path``, ``weight``, ``kind``,
+    ``fields``, ``limit``, ``split``, ``subset``, ``revision``, ``dtype``. A path is a file (JSONL, CSV, Parquet, text,
     ``.tokens``), a folder, a glob pattern, a data set on the hub, or ``stdlib`` |
     | ``sequence_length`` | tokens in one sequence |
     | ``packing`` | true: whole documents share a sequence, and none attends to another; false: one document each,

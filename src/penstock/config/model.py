@@ -39,7 +39,7 @@ class ModelConfig:
         if isinstance(self.config, Mapping):
             return str(self.config["model_type"])
         named = Path(self.path or self.config or "")
-        return named.parent.name if named.name == "config.json" else named.name
+        return (named.parent.name or named.name) if named.name == "config.json" else named.name
 
     @property
     def source(self) -> str:

@@ -12,6 +12,7 @@ of: one of less memory only where no other has all directories. A drive is found
 system, because a drive is as fast in one directory as in another.
 """
 
+import difflib
 import hashlib
 import os
 import re
@@ -260,7 +261,9 @@ def shipped_machine(name: str) -> Machine:
         ConfigError: there is none of this name.
     """
     if name not in shipped_names():
-        raise ConfigError(f"there is no machine {name!r}. Known: {', '.join(shipped_names())}; {_HOW}")
+        near = difflib.get_close_matches(name, shipped_names(), n=1)
+        meant = f": did you mean {near[0]}?" if near else "."
+        raise ConfigError(f"there is no machine {name!r}{meant} Known: {', '.join(shipped_names())}; {_HOW}")
     text = (resources.files("penstock.hardware") / "machines" / f"{name}.json").read_text(encoding="utf-8")
     return parse_machine(text, f"machine {name}")
 
