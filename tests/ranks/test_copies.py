@@ -184,6 +184,8 @@ def test_where_a_copy_is_lost_before_all_ranks_have_a_commit_the_run_begins(tmp_
     together(3, steps, disk, 1, stage=0)
     for rank in (0, 1):
         log = log_of(disk, rank)
+        for name in ("commit.0", "commit.1"):
+            (disk / f"rank-{rank}" / name).unlink()
         CommitLog.create(disk / f"rank-{rank}", Manifest.read(disk / f"rank-{rank}").store)
         if rank == 0:
             assert log.last is not None
