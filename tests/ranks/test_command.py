@@ -87,6 +87,20 @@ def test_two_ranks_do_what_one_process_does_and_go_on(alone: Path, tmp_path: Pat
     assert "rank 0 of 2" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_ranks_that_share_each_sequence_do_what_one_process_does(alone: Path, tmp_path: Path) -> None:
+    """All are dealt the same micro-batches, of which the largest that fit are found for a span of the tokens."""
+    config = write_run(tmp_path, run=tmp_path / "run")
+    words = [*STRANDS, "--cp", "2", "--micro_batch_size", "null", "--steps"]
+    trained(2, tmp_path, "train", str(config), *words, "2")
+    trained(2, tmp_path, "resume", "run", "--steps", "4")
+    found, wanted = lines(tmp_path / "run"), lines(alone / "run")
+    for key in ("loss", "grad_norm", "validation_loss"):
+        of_all = [line[key] for line in wanted if line.get(key) is not None]
+        assert [line[key] for line in found if line.get(key) is not None] == pytest.approx(of_all, rel=1e-4), key
+    for key in ("data_tokens", "loss_tokens"):
+        assert [line[key] for line in found] == [line[key] for line in wanted]
+
+
 @pytest.mark.campaign
 def test_ranks_that_each_have_all_of_the_state_do_the_same(alone: Path, tmp_path: Path) -> None:
     """Any of their stores has it: one whose drive is damaged is named."""

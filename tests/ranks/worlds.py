@@ -85,6 +85,11 @@ def pipeline(size: int, what: Callable[..., R], *args: Any, **given: Any) -> lis
     return _settled(World(size, what, *args, axis="pp", **given))
 
 
+def sharing(size: int, what: Callable[..., R], *args: Any, **given: Any) -> list[R]:
+    """``together``, of ranks that share each sequence."""
+    return _settled(World(size, what, *args, axis="cp", **given))
+
+
 def _settled(world: World) -> list[Any]:
     found = world.outcomes()
     failed = sorted((f for f in found if isinstance(f, RankFailedError)), key=lambda f: f.kind == "RankError")

@@ -45,15 +45,16 @@ def how_to_start(ranks: int, hosts: int = 1) -> str:
 
 
 @contextmanager
-def launched(device: str | None, copies: int = 1, pipeline: int = 1) -> Iterator["Ranks"]:
+def launched(device: str | None, copies: int = 1, pipeline: int = 1, cp: int = 1) -> Iterator["Ranks"]:
     """The ranks of this command, and this one's place among them. What fails within fails on all of them.
 
     ``device``: as the settings have it; each rank gets one of that kind. ``copies``: of the state that they have.
-    ``pipeline``: the number of ranks of the pipeline that they are; 1: they share all state.
+    ``pipeline``: the number of ranks of the pipeline that they are; 1: they share all state. ``cp``: so many of them
+    share each sequence.
 
     Raises:
-        ConfigError: they cannot have so many copies, or be such a pipeline; torchrun has not started as many on each
-            host, or there are too few GPUs.
+        ConfigError: they cannot have so many copies, be such a pipeline or share sequences so; torchrun has not started
+            as many on each host, or there are too few GPUs.
         RankError: another rank has failed.
     """
     from penstock.engine.device import resolve_device
@@ -69,6 +70,8 @@ def launched(device: str | None, copies: int = 1, pipeline: int = 1) -> Iterator
     if process_count() == 1:
         if copies > 1:
             raise ConfigError(f"copies={copies}: one process has one copy of the state. Start several with torchrun")
+        if cp > 1:
+            raise ConfigError(f"cp={cp}: one process has all of each sequence. Start several with torchrun")
         yield ALONE
         return
     kind = resolve_device(device).type
@@ -77,7 +80,7 @@ def launched(device: str | None, copies: int = 1, pipeline: int = 1) -> Iterator
             f"pipeline={pipeline} on {kind}: pipelines are there for processes without GPUs so far. Give --pipeline 1, "
             "with which ranks share all state, or --device cpu"
         )
-    mesh = torchrun_mesh(kind, copies=copies, pp=pipeline if pipeline > 1 else None)
+    mesh = torchrun_mesh(kind, copies=copies, pp=pipeline if pipeline > 1 else None, cp=cp)
     ranks = join(mesh, resolve_device(device))
     said = logging.StreamHandler()
     said.setFormatter(logging.Formatter(f"rank {ranks.rank}: %(message)s"))

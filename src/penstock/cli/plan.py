@@ -224,13 +224,13 @@ def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
     if tbw is not None:
         machine = rated(machine, tbw)
     ranks = arguments.ranks
-    task = task_of(config, machine, disk_free=free, ranks=ranks)
+    task, groups = task_of(config, machine, disk_free=free, ranks=ranks), config.sharing(ranks)
     batch = arguments.batch
     if batch is None and config.micro_batch_size is not None:
         size, count = config.split
-        found = report(task, split=(size, dealt(count, "micro-batches", ranks, other_batch(ranks, size))))
+        found = report(task, split=(size, dealt(count, "micro-batches", groups, other_batch(groups, size))))
     else:
-        sequences = dealt(batch or config.sequences_per_step, "sequences", ranks, other_batch(ranks, 1))
+        sequences = dealt(batch or config.sequences_per_step, "sequences", groups, other_batch(groups, 1))
         found = report(task, batch=sequences)
     found = replace(found, steps=_steps(config, arguments.epoch_tokens, found.forecast.tokens))
     if found.steps is None:

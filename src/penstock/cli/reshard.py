@@ -181,7 +181,9 @@ def _strands(arguments: Arguments, config: TrainConfig, had: int) -> int:
     except ConfigError as error:
         raise ConfigError(f"{error}. Give --strands {ranks}, which changes the run's numbers from here on") from None
     count = config.sequences_per_step // (config.micro_batch_size or 1)
-    dealt(count, "micro-batches", ranks, "give another --ranks, as a run keeps its batch")
+    if ranks % config.cp:
+        raise ConfigError(f"cp={config.cp}: {ranks} ranks cannot share sequences {config.cp} by {config.cp}")
+    dealt(count, "micro-batches", config.sharing(ranks), "give another --ranks, as a run keeps its batch")
     return strands
 
 

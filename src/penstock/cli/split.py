@@ -45,13 +45,14 @@ def check_shared(config: TrainConfig, ranks: int) -> None:
     """Raises:
     ConfigError: several ranks cannot train such a run, or not with such a batch.
     """
-    ranks = config.sharing(ranks)
+    groups = config.sharing(ranks)
+    summing = groups * config.cp
     if config.strands is not None:
-        check_strands(config.strands, ranks)
-    if ranks == 1:
+        check_strands(config.strands, summing)
+    if summing == 1:
         return
     what, size = ("sequences", 1) if config.micro_batch_size is None else ("micro-batches", config.micro_batch_size)
-    dealt(config.sequences_per_step // size, what, ranks, other_batch(ranks, size))
+    dealt(config.sequences_per_step // size, what, groups, other_batch(groups, size))
 
 
 def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
@@ -60,8 +61,10 @@ def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
     Raises:
         ConfigError: they are not; says which ones are.
     """
-    ranks, count = config.sharing(ranks), config.sequences_per_step // (config.micro_batch_size or 1)
-    able = [number for number in sharing(strands) if not count % number]
+    count = config.sequences_per_step // (config.micro_batch_size or 1)
+    if config.pipeline > 1:
+        ranks = 1
+    able = [number for number in sharing(strands) if not number % config.cp and not count % (number // config.cp)]
     if ranks in able:
         return
     said = (
@@ -144,7 +147,7 @@ def _fastest(config: TrainConfig, machine: Machine, ranks: int, hosts: int) -> t
     config = replace(config, budget=lasting)
     free = free_here(config.budget.disk_paths, machine.drives)
     task = settled(task_of(config, machine, disk_free=free, ranks=ranks, hosts=hosts))
-    sequences = config.sequences_per_step // ranks
+    sequences = config.sequences_per_step // config.sharing(ranks)
     found = splits(task, sequences)
     _, best = choose(task, sequences, found)
     others = [split for split in found if split.micro_batch_size != best.micro_batch_size]

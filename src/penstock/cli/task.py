@@ -27,11 +27,15 @@ def task_of(config: TrainConfig, machine: Machine, *, disk_free: int, ranks: int
 
     Raises:
         ConfigError: the machine's profile lacks what the settings need, or the model is refused; or the state has
-            several copies.
+            several copies, or so many ranks cannot share each sequence.
     """
     assert not isinstance(config.schedule, Path)
     if config.copies > 1:
         raise ConfigError(f"copies={config.copies}: what several copies of the state take is not predicted yet")
+    if ranks % config.cp:
+        raise ConfigError(
+            f"cp={config.cp}: {ranks} ranks cannot share sequences {config.cp} by {config.cp}: give --ranks a multiple"
+        )
     if ranks > 1:
         machine, disk_free = of_each_rank(machine, ranks, hosts=hosts), disk_free // (ranks // hosts)
     return Task(
@@ -68,7 +72,10 @@ def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
 
             build_model(config.model, config.data)
     return replace(
-        model_shape(given, kind=kind, loss_tile=config.loss_tile), change=_change(config), name=config.model.name
+        model_shape(given, kind=kind, loss_tile=config.loss_tile),
+        change=_change(config),
+        cp=config.cp,
+        name=config.model.name,
     )
 
 

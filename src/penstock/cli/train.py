@@ -73,7 +73,7 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
     display = choose_display(sys.stdout)
     schedule = _schedule(config.schedule)
     optimizer = optimizer_spec(config.optimizer)
-    with launched(config.device, config.copies, config.pipeline) as ranks:
+    with launched(config.device, config.copies, config.pipeline, config.cp) as ranks:
         if start != "resume":  # a run that goes on has more to say
             check_shared(config, ranks.size)
         ranks.agree_on_each({key: repr(value) for key, value in plain(config).items()})
@@ -121,7 +121,7 @@ def _start(
     among = ranks.size if ranks.hosts == 1 else 1
     profile = ranks.once("machine", lambda: profile_for_plan(config, display, among))
     known = ranks.size == 1 or (profile is not None and knows_ranks(profile, ranks.hosts))
-    machine = profile if known and ranks.copies == 1 else None
+    machine = profile if known and ranks.copies == ranks.cp == 1 else None
     kind, precision = device_kind(config.device), _precision(config)  # what follows depends on what is free just now
     cut = ranks.once("cut", lambda: cut_batch(config, schedule, machine, kind, ranks.size, ranks.hosts))
     config, weighed = ranks.once(
@@ -153,7 +153,11 @@ def _as_before(config: TrainConfig, ranks: int) -> TrainConfig:
     if had is None:
         return config
     check_goes_on(config, had, ranks)
-    return config if config.strands is not None or had == config.sharing(ranks) else replace(config, strands=had)
+    return (
+        config
+        if config.strands is not None or had == config.sharing(ranks) * config.cp
+        else replace(config, strands=had)
+    )
 
 
 def _require_kept(config: TrainConfig, folder: Path, ranks: Ranks) -> None:
@@ -433,8 +437,8 @@ def _batches(config: TrainConfig, data: Data, ranks: Ranks) -> tuple[Batches, He
         "sequences_per_step": config.sequences_per_step,
         "micro_batch_size": config.split[0],
         "fingerprint": data.identity.fingerprint,
-        "rank": ranks.sharing.rank,
-        "ranks": ranks.sharing.size,
+        "rank": ranks.sharing.rank // ranks.cp,
+        "ranks": ranks.sharing.size // ranks.cp,
     }
     held_out = None if data.validation is None else HeldOut(stream=data.validation, **how)
     return Batches(stream=data.train, **how), held_out

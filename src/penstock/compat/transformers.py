@@ -4,6 +4,8 @@ transformers documents ``from_pretrained`` and ``save_pretrained``, which hold a
 two are made of, so that values can be streamed by the same rules.
 """
 
+import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 import transformers
 from torch import nn
-from transformers import masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -129,6 +131,65 @@ def noticed() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = before
+
+
+# ---- attention
+
+
+def implementation(model: Any) -> str | None:
+    """The name of a model's implementation of attention. Without: it could not be called inside of another one."""
+    return cast("str | None", model.config._attn_implementation)
+
+
+def stand_in(model: Any, attend: Callable[..., Any], mask: Callable[..., Any]) -> str | None:
+    """Register an attention function and a function for its masks under a new name, which the model then has. Returns
+    the name; None: the model's class calls attention in its own way.
+
+    ``_can_set_attn_implementation``: without, the library would only warn.
+    """
+    can = getattr(model, "_can_set_attn_implementation", None)
+    if can is None or not can():
+        return None
+    name = f"penstock_{next(_numbers)}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    model.set_attn_implementation(name)
+    return name
+
+
+def take_back(model: Any, name: str, before: str | None) -> None:
+    """Give a model the implementation that it had. ``_global_mapping``: without, the function of each model that was
+    ever wrapped would stay, and the model with it."""
+    model.set_attn_implementation(before)
+    AttentionInterface._global_mapping.pop(name, None)
+    AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def attention_of(name: str, module: nn.Module) -> Callable[..., Any] | None:
+    """The attention function of a name for a module; that of ``eager`` is the one in the file of the module's class."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return cast("Callable[..., Any] | None", AttentionInterface._global_mapping.get(name, eager))
+
+
+def mask_of(name: str) -> Callable[..., Any]:
+    """The function that makes masks for the attention of a name."""
+    return cast("Callable[..., Any]", AttentionMaskInterface._global_mapping[name])
+
+
+def of_documents(mask_function: Callable[..., Any], positions: torch.Tensor) -> Callable[..., Any] | None:
+    """A mask's function that keeps packed documents apart, as the library makes it of the ``positions`` [b, T] of their
+    tokens; None: there is one document in each row.
+
+    ``find_packed_sequence_indices``, ``packed_sequence_compatibility_function``: without, ranks that share a sequence
+    would have to refuse packed documents.
+    """
+    found = masking_utils.find_packed_sequence_indices(positions)
+    if found is None:
+        return None
+    return masking_utils.packed_sequence_compatibility_function(mask_function, positions, found)
+
+
+_numbers = itertools.count(1)
 
 
 # ---- the Trainer

@@ -63,6 +63,8 @@ class TrainConfig(StepConfig):
     | ``pipeline`` | ranks of a pipeline, which are all that train: each has some of the blocks whole, with their state
     on its own drives, and activations alone cross between ranks, as suits a slow network; 1: ranks share all state.
     Changes no result |
+    | ``cp`` | neighbouring ranks that share each sequence, and with it the memory of its activations (context
+    parallel); all ranks share the state |
     | ``device`` | a torch device; null: the accelerator if there is one, else ``cpu`` |
     | ``drive_tbw`` | terabytes (1e12 bytes) that each drive of ``budget.disk`` may be written in its life, to tell how
     long it lasts; null: as the machine's profile says, else 0.3 of its size a day over five years |
@@ -95,6 +97,7 @@ class TrainConfig(StepConfig):
     replan: bool | None = None
     copies: int = 1
     pipeline: int = 1
+    cp: int = 1
     device: str | None = None
     drive_tbw: float | None = None
     seed: int = 0
@@ -119,8 +122,8 @@ class TrainConfig(StepConfig):
 
     def sharing(self, ranks: int) -> int:
         """The number of ranks that share the micro-batches of a step, of so many that train: those of a pipeline have
-        all of them."""
-        return 1 if self.pipeline > 1 else ranks
+        all of them, and those that share each sequence count as one."""
+        return 1 if self.pipeline > 1 else ranks // self.cp
 
     @property
     def step_count(self) -> int:
@@ -134,11 +137,13 @@ class TrainConfig(StepConfig):
         self.check_with(self.budget)
         self._check_length()
         self._check_batch()
-        for key in ("copies", "pipeline"):
+        for key in ("copies", "pipeline", "cp"):
             if (count := getattr(self, key)) < 1:
                 raise ConfigError(f"{key}={count}: must be at least 1")
         if self.pipeline > 1:
             self._check_pipeline()
+        if self.cp > 1 and self.compile:
+            raise ConfigError(f"cp={self.cp} and compile: attention waits for other ranks. Leave one out")
         if not self.run:
             raise ConfigError("run is empty: name a folder for the run")
         if self.lora is not None and self.model.init:
@@ -171,6 +176,8 @@ class TrainConfig(StepConfig):
         asked = f"pipeline={self.pipeline}"
         if self.copies > 1:
             raise ConfigError(f"{asked} with copies={self.copies}: a pipeline has one copy of the state. Leave one out")
+        if self.cp > 1:
+            raise ConfigError(f"{asked} with cp={self.cp} is not there yet: leave one out")
         if isinstance(self.schedule, Path):
             raise ConfigError(
                 f"{asked} with a schedule of your own ({self.schedule}), which is one rank's: leave one out"

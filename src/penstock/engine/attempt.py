@@ -165,9 +165,9 @@ class Attempt:
         return self._run()
 
     def _search(self) -> Event:
-        search = self._again(Mode.SEARCH)
+        search, sharing = self._again(Mode.SEARCH), self.resources.ranks.sharing
         self.runner.run(search, self.micro_batches, self.loss_weights)
-        first = self.resources.ranks.sharing.rank * len(self.micro_batches)
+        first = sharing.rank // sharing.cp * len(self.micro_batches)
         mine = None if search.found is None else replace(search.found, micro_batch=first + search.found.micro_batch)
         found = [
             one for one in self.resources.ranks.gather_objects("gradient that is not finite", mine) if one is not None

@@ -25,6 +25,7 @@ from penstock.engine.inside import Inside
 from penstock.engine.interrupt import whole_steps
 from penstock.engine.planning import Planning
 from penstock.engine.resources import open_resources
+from penstock.engine.spans import check_same
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.engine.turns import in_turn, is_foreign
 from penstock.errors import ConfigError, NonFiniteError
@@ -144,7 +145,7 @@ class Engine:
         with whole_steps(), self._ranks.together():
             self._check_usable()
             batch.check(micro_batches)
-            return self._planning.runner_for(micro_batches, train=True).plan
+            return self._planning.runner_for(self._cut(micro_batches), train=True).plan
 
     def _step(
         self,
@@ -155,6 +156,7 @@ class Engine:
         began = time.perf_counter()
         batch.check(micro_batches)
         given = self._given("step", micro_batches, loss_weights)
+        micro_batches = self._cut(micro_batches)
         runner = self._planning.runner_for(micro_batches, train=True)
         flops = self._planning.flops_of(micro_batches)  # now: a loss may write into a micro-batch
         flops = math.fsum(self._ranks.sharing.gather_objects("FLOP", flops))
@@ -208,7 +210,15 @@ class Engine:
             if self._ranks.are_pipeline:
                 settings["micro-batches, which ranks of a pipeline share"] = batch.digest(micro_batches, given)
             self._ranks.agree_on_each(settings | {"settings of the optimizer": repr(self.optimizer.hypers())})
+        if self._ranks.cp > 1:
+            digests = self._ranks.gather_objects("micro-batches", batch.digest(micro_batches, given))
+            check_same(digests, self._ranks)
         return given
+
+    def _cut(self, micro_batches: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """This rank's micro-batches: all of them, or of ranks that share each sequence its spans."""
+        spans = self._resources.spans
+        return micro_batches if spans is None else spans.cut(micro_batches)
 
     def _context(self) -> StepContext:
         """The inputs of the next step's first run besides its micro-batches."""
@@ -261,6 +271,7 @@ class Engine:
     def _evaluate(self, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float] | None) -> float:
         batch.check(micro_batches)
         given = self._given("evaluate", micro_batches, loss_weights)
+        micro_batches = self._cut(micro_batches)
         modes = {module: module.training for module in self.model.modules()}
         buffers = self._resources.buffers.copies()
         self.model.eval()

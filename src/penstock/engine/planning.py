@@ -4,6 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -16,10 +17,12 @@ from penstock.engine.arguments import WrapArguments
 from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, times_of_all
 from penstock.engine.following import Following, Searched, Step, better, change_in_words
 from penstock.engine.labels import LabelCount
+from penstock.engine.mixing import check_mixes_nothing
 from penstock.engine.probed import HandedOn, Probed, join, join_facts, model_flops, slowest_of, within
 from penstock.engine.repeats import Repeats
 from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
+from penstock.engine.spans import SpanLabels, Spans
 from penstock.engine.timing import orthogonal_rate, time_stages
 from penstock.engine.visiting import VisitingWeights
 from penstock.errors import BudgetError, ConfigError, ModelError, StoreError
@@ -100,7 +103,7 @@ class Planning:
         """``before_change``: called before a runner gives its memory back: what it has left to do is to be done now."""
         self._before_change = before_change
         self.runner: Runner | None = None
-        self.labels = LabelCount()
+        self.labels = LabelCount() if resources.spans is None else SpanLabels(resources.ranks.cp)
         self._waits: set[str] = set()  # what has been said of them
         self._shared = resources
         self._asked = settings
@@ -123,6 +126,8 @@ class Planning:
         self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
         self.placed: Placement | None = None
         """the placement of arrays; None: nothing has been placed"""
+        if resources.spans is not None:
+            self._check_mixes_nothing(resources.spans)
 
     def runner_for(self, micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Runner:
         """The runner for these micro-batches; plans anew when they are more, larger or others than planned for.
@@ -514,6 +519,29 @@ class Planning:
             request, self._machine, times, shared.rate, keep, io_threads=shared.io_threads, repeats=self.repeats.planned
         )
 
+    def _check_mixes_nothing(self, spans: Spans) -> None:
+        """Check on the first rank that the model can be trained by ranks that share each sequence.
+
+        Raises:
+            ModelError: it cannot, on all of them.
+        """
+        shared, said = self._shared, None
+        weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share, 0)
+        try:
+            if shared.ranks.rank:
+                weights.serve()
+            else:
+                try:
+                    check_mixes_nothing(shared.tape, spans, weights.load, weights.unload)
+                except ModelError as error:
+                    said = str(error)
+                weights.ended()
+        finally:
+            weights.close()
+        said = shared.ranks.gather_objects("what mixes tokens", said)[0]
+        if said is not None:
+            raise shared.ranks.of_all(ModelError(said))
+
     def _probe_all(self, largest: Mapping[batch.Shapes, Mapping[str, Any]], *, train: bool) -> None:
         """Probe what has not been probed yet. Of several ranks one after the other does, with weights from all."""
         shared = self._shared
@@ -526,6 +554,12 @@ class Planning:
                 weights.close()
             self.labels.agree(shared.ranks)
             return
+        with nullcontext() if shared.spans is None else shared.spans.by_itself():
+            self._probe_in_turn(largest, train=train)
+        self.labels.agree(shared.ranks)
+
+    def _probe_in_turn(self, largest: Mapping[batch.Shapes, Mapping[str, Any]], *, train: bool) -> None:
+        shared = self._shared
         for turn in range(shared.ranks.size):
             weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share, turn)
             try:
@@ -537,7 +571,6 @@ class Planning:
                 weights.ended()
             finally:
                 weights.close()
-        self.labels.agree(shared.ranks)
 
     def _probe(self, micro_batch: Mapping[str, Any], weights: VisitingWeights, *, train: bool) -> Probed:
         """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them

@@ -15,6 +15,7 @@ from penstock.config.step import SyncBuffers, check_strands
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.progress import Progress
+from penstock.engine.spans import Spans
 from penstock.engine.stripes import as_striped, weights_for
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
@@ -67,6 +68,8 @@ class EngineResources:
     """this rank's part of every group, which its arrays hold"""
     dealt: tuple[int, ...]
     """in a pipeline, the rank that has each block"""
+    spans: Spans | None
+    """the cut of micro-batches for ranks that share each sequence; None: each rank has its own"""
     sync_buffers: SyncBuffers | None
     strands: int
     """strands of all ranks together"""
@@ -167,6 +170,9 @@ def open_resources(
     )
     with ExitStack() as undo:
         undo.callback(commits.close)
+        spans = None if ranks.cp == 1 else Spans(model, ranks)
+        if spans is not None:
+            undo.callback(spans.ulysses.close)
         guard(model, blocks=[block.module for block in found])  # now: whatever fails from here on, it has no values
         check_strands(description.get("strands", 1), ranks.sharing.size)
         progress = Progress(
@@ -198,10 +204,11 @@ def open_resources(
             model,
             found,
             groups,
-            settings.loss_fn,
+            settings.loss_fn if spans is None else spans.loss_fn(settings.loss_fn),
             seed=settings.seed,
             device=device,
             compile="inductor" if settings.compile is True else settings.compile or None,
+            ulysses=None if spans is None else spans.ulysses,
         )
         undo.callback(tape.close)
         resources = EngineResources(
@@ -217,6 +224,7 @@ def open_resources(
             ranks=ranks,
             share=share,
             dealt=tuple(dealt),
+            spans=spans,
             sync_buffers=settings.sync_buffers,
             strands=description.get("strands", 1),
             device=device,

@@ -169,7 +169,7 @@ class Runner:
             stages=self.plan.program.stages,
             scale=context.loss_scale,
             train=train,
-            first=self._ranks.sharing.rank * len(micro_batches),
+            first=self._ranks.number(0, len(micro_batches)),
         )
         try:
             self._executor.run()

@@ -92,6 +92,11 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
             f"stage=0 gives each rank a copy of the state, and the mesh has {ranks.copies} copies that ranks share: "
             "give one of the two"
         )
+    if ranks.cp > 1 and asked.compile:
+        raise ConfigError(
+            f"compile={shown(asked.compile)} is not there for ranks that share each sequence (cp={ranks.cp}), whose "
+            "attention waits for the others: leave one out"
+        )
     if ranks.are_pipeline:
         check_pipeline(asked, asked.budget, asked.schedule, asked.replan, f"the mesh's axis {PIPELINE!r}")
     if isinstance(asked.schedule, Schedule):
@@ -153,6 +158,9 @@ def _machine_of_all(
         found = None
     if ranks.copies > 1 and found is not None:
         log.warning("nothing is predicted: that is not there yet for several copies of the state")
+        found = None
+    if ranks.cp > 1 and found is not None:
+        log.warning("nothing is predicted: that is not there yet for ranks that share each sequence")
         found = None
     return ranks.gather_objects("machine", found)[0]
 

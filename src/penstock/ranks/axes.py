@@ -2,6 +2,7 @@
 
     dp_replicate  copies of the state (HSDP), each of neighbouring ranks, as those of one host are
     dp_shard      the ranks that share one copy
+    cp            ranks that share each sequence, too (context parallel): neighbours, and all of them share the state
     pp            the ranks of a pipeline, each of which has blocks of its own; by itself so far
 
 Names as torchtitan has them. This is the only place that reads a mesh's axes. A rank's number is that of the mesh in
@@ -18,16 +19,18 @@ from penstock.errors import ConfigError
 SHARD = "dp_shard"
 REPLICATE = "dp_replicate"
 PIPELINE = "pp"
+CONTEXT = "cp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
     """``copies`` of the state, each of as many ranks; or a ``pipeline``. ``members``: the numbers of all of them in
-    ``torch.distributed``, by rank."""
+    ``torch.distributed``, by rank. ``cp``: so many neighbours share each sequence."""
 
     copies: int
     members: Sequence[int]
     pipeline: bool = False
+    cp: int = 1
 
     def of_copy(self, rank: int) -> range:
         """The ranks that share a rank's copy."""
@@ -40,6 +43,11 @@ class Axes:
         each = len(self.members) // self.copies
         return range(rank % each, len(self.members), each)
 
+    def of_sequence(self, rank: int) -> range:
+        """The ranks that share a rank's sequences."""
+        first = rank - rank % self.cp
+        return range(first, first + self.cp)
+
 
 def axes_of(mesh: DeviceMesh) -> Axes:
     """Raises:
@@ -51,11 +59,14 @@ def axes_of(mesh: DeviceMesh) -> Axes:
         return Axes(copies=1, members=mesh.mesh.flatten().tolist())
     if mesh.ndim == 1 and names == (PIPELINE,):
         return Axes(copies=1, members=mesh.mesh.flatten().tolist(), pipeline=True)
+    if names in ((CONTEXT,), (SHARD, CONTEXT)):
+        return Axes(copies=1, members=mesh.mesh.flatten().tolist(), cp=mesh.size(mesh.ndim - 1))
     if names != (REPLICATE, SHARD):
         raise ConfigError(
             f"mesh has the axes {names or mesh.ndim}: give one axis, {SHARD!r}, of the ranks that share the state, as "
             f"init_device_mesh({kind!r}, (world_size,), mesh_dim_names=({SHARD!r},)), or for copies of the state two, "
-            f"{REPLICATE!r} and {SHARD!r}; or {PIPELINE!r} alone, of the ranks of a pipeline"
+            f"{REPLICATE!r} and {SHARD!r}; for ranks that share each sequence {CONTEXT!r}, alone or behind {SHARD!r}; "
+            f"or {PIPELINE!r} alone, of the ranks of a pipeline"
         )
     copies, each = mesh.mesh.shape
     if copies > 1 and (each < 2 or each & (each - 1)):

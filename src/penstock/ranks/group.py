@@ -37,6 +37,8 @@ class Ranks:
     | ``are_pipeline`` | they are a pipeline: each has stages of its own, and all go through the same micro-batches |
     | ``hosts`` | the number of hosts that they are on; neighbours, as many on each |
     | ``copies`` | copies of the state that they have, each of as many neighbouring ranks (``axes``) |
+    | ``cp`` | neighbouring ranks that share each sequence: they are given the same micro-batches, of which each has a
+    span |
 
     Whatever all ranks do together, they do in the same order. A call that another rank does not come to raises
     RankError once that has failed, ended, or does not answer; afterwards nothing can be done together any more.
@@ -47,12 +49,25 @@ class Ranks:
     are_pipeline: bool = False
     hosts: int = 1
     copies: int = 1
+    cp: int = 1
     _of_all: BaseException | None = None
 
     @property
     def sharing(self) -> "Ranks":
         """The ranks that share the micro-batches of a step; of a pipeline each rank has all of them."""
         return ALONE if self.are_pipeline else self
+
+    @property
+    def of_sequence(self) -> "Ranks":
+        """The ranks that share this one's sequences, for what their attention moves between them."""
+        return ALONE
+
+    def number(self, micro_batch: int, count: int) -> int:
+        """The number in the whole step of one of this rank's ``count`` micro-batches, by which random numbers are
+        drawn: all ranks' are counted, and then all again for the next span of each."""
+        ranks = self.sharing
+        span, group = ranks.rank % ranks.cp, ranks.rank // ranks.cp
+        return (span * (ranks.size // ranks.cp) + group) * count + micro_batch
 
     @property
     def host(self) -> int:
@@ -243,6 +258,7 @@ class Together(Ranks):
         axes = axes_of(mesh)
         members = axes.members
         self.rank, self.size, self.copies = members.index(dist.get_rank()), len(members), axes.copies
+        self.cp = axes.cp
         self.are_pipeline = axes.pipeline
         self._pending: list[object] = []
         """objects that a broken-off collective may still write to"""
@@ -262,6 +278,7 @@ class Together(Ranks):
             self._crossing = self._join(members, "gloo", device) if self.are_pipeline else None
             self._of_copy = None if self.copies == 1 else Some(self, axes.of_copy(self.rank))
             self._of_part = None if self.copies == 1 else Some(self, axes.of_part(self.rank))
+            self._of_sequence = None if self.cp == 1 else Some(self, axes.of_sequence(self.rank))
             each = self.size // self.hosts
             two_levels = self.copies == 1 and self.hosts > 1 and each > 1
             hosts = Axes(copies=self.hosts, members=members)
@@ -278,6 +295,10 @@ class Together(Ranks):
     @property
     def of_part(self) -> Ranks:
         return self._of_part or ALONE
+
+    @property
+    def of_sequence(self) -> Ranks:
+        return self._of_sequence or ALONE
 
     def beside(self) -> Ranks:
         other = copy(self)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock import accelerator
 from penstock.errors import ConfigError, RankError
-from penstock.ranks.axes import PIPELINE, REPLICATE, SHARD
+from penstock.ranks.axes import CONTEXT, PIPELINE, REPLICATE, SHARD
 from penstock.ranks.waiting import beside
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -27,11 +27,12 @@ def can_start_again() -> bool:
     return _started or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) == 0
 
 
-def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None = None) -> DeviceMesh:
+def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None = None, cp: int = 1) -> DeviceMesh:
     """Start ``torch.distributed`` among the processes that ``torchrun`` has started, once, and give their mesh, for
     ``wrap(mesh=...)``. ``device``: ``"cuda"`` or ``"cpu"``; None: the GPUs if there are some. Each process gets one.
     ``copies``: of the state, each of as many neighbouring processes (HSDP): a copy on each host, say. ``pp``: the
-    number of ranks of a pipeline, which is that of the processes; None: they share all state.
+    number of ranks of a pipeline, which is that of the processes; None: they share all state. ``cp``: so many
+    neighbouring processes share each sequence, and all of them the state (context parallel).
 
     A run that ``torchrun`` starts again finds nothing of the run before: by itself ``init_process_group`` may take the
     addresses of processes that are dead for those of the others (torch 2.13).
@@ -57,6 +58,11 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
             f"pp={pp} with copies={copies}, and there are {size} processes: a pipeline is of all of them. Pipelines "
             "beside each other are not there yet"
         )
+    if cp < 1 or size % cp:
+        raise ConfigError(f"cp={cp}: {size} processes cannot share sequences {cp} by {cp}: give a divisor of {size}")
+    if cp > 1 and (copies > 1 or pp is not None):
+        other = f"copies={copies}" if copies > 1 else f"pp={pp}"
+        raise ConfigError(f"cp={cp} with {other} is not there yet: give one of the two")
     kind = device or accelerator.found() or "cpu"
     if kind != "cpu":
         if kind not in accelerator.KINDS:
@@ -84,6 +90,10 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
         _started = True
     if pp is not None:
         return init_device_mesh(kind, (size,), mesh_dim_names=(PIPELINE,))
+    if cp == size > 1:
+        return init_device_mesh(kind, (size,), mesh_dim_names=(CONTEXT,))
+    if cp > 1:
+        return init_device_mesh(kind, (size // cp, cp), mesh_dim_names=(SHARD, CONTEXT))
     if copies == 1:
         return init_device_mesh(kind, (size,), mesh_dim_names=(SHARD,))
     return init_device_mesh(kind, (copies, size // copies), mesh_dim_names=(REPLICATE, SHARD))

@@ -34,6 +34,8 @@ class HuggingFaceModel:
     exact: bool = False
     loss_tile: int | None = None
     change: Change | None = None
+    cp: int = 1
+    """ranks that share each sequence, of which the profile is of one"""
 
     def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
         """See ``ModelShape.profile``. Weights of 2 bytes are bf16.
@@ -49,7 +51,7 @@ class HuggingFaceModel:
                 "or plan for a model with more positions"
             )
         by_name = form.whole is not None and (form.whole.splits or form.whole.elementwise)
-        if not (self.exact or self.change or by_name):
+        if not (self.exact or self.change or by_name or self.cp > 1):
             formula = transformer.from_config(self.config, name=self.name)
             if formula is not None and self._holds(formula, sequence_length, form):
                 found = formula.profile(micro_batch_size, sequence_length, form, loss_tile=self.loss_tile)
@@ -73,7 +75,7 @@ class HuggingFaceModel:
     @cached_property
     def _run(self) -> meta.MetaModel:
         return meta.from_config(
-            self.config, name=self.name, kind=self.kind, loss_tile=self.loss_tile, change=self.change
+            self.config, name=self.name, kind=self.kind, loss_tile=self.loss_tile, change=self.change, cp=self.cp
         )
 
     def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format) -> bool:

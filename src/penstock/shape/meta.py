@@ -33,7 +33,8 @@ class MetaModel:
     """A model that ``build`` makes, run on the meta device as ``kind`` of device would run it. A ``ModelShape``.
 
     ``repeats``: the forward is a loop over its blocks, so that equal ones need to be run only once. ``loss_fn``: as for
-    ``penstock.wrap``. Weights of 2 bytes are bf16.
+    ``penstock.wrap``. Weights of 2 bytes are bf16. ``cp``: ranks that share each sequence, of which this is one; the
+    model is one of transformers.
     """
 
     name: str
@@ -42,6 +43,7 @@ class MetaModel:
     loss_fn: "LossFn | None" = None
     kind: DeviceKind = "cuda"
     repeats: bool = False
+    cp: int = 1
 
     def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
         """See ``ModelShape.profile``."""
@@ -50,23 +52,27 @@ class MetaModel:
         from penstock.tape import dry
 
         model, names, parameters = self._built
+        span = -(-sequence_length // self.cp)
+        micro_batch = self.micro_batch(micro_batch_size, span)
         found = dry.dry_run(
             model,
-            self.micro_batch(micro_batch_size, sequence_length),
+            micro_batch if self.cp == 1 else _of_span(micro_batch),
             dtype=torch.float32 if form.weight_bytes == FP32 else torch.bfloat16,
             kind=self.kind,
             loss_fn=self.loss_fn,
             form=form,
+            cp=self.cp,
         )
-        whole = (found.groups, found.stages, found.flops) if names is None else _lengthen(found, names)
+        whole = (found.groups, found.stages, found.flops, found.sent) if names is None else _lengthen(found, names)
         if whole is None:
             return self._unshortened.profile(micro_batch_size, sequence_length, form)
-        groups, stages, flops = whole
+        groups, stages, flops, sent = whole
         return ModelProfile(
             program=Program(groups=groups, stages=stages),
             forward_flops=tuple(float(forward) for forward, _ in flops),
             backward_flops=tuple(float(backward) for _, backward in flops),
-            tokens=micro_batch_size * sequence_length,
+            sent=sent if self.cp > 1 else (),
+            tokens=micro_batch_size * span,
             parameters=parameters,
         )
 
@@ -89,7 +95,9 @@ _KINDS = (ELEMENTWISE + EXACT, ELEMENTWISE, EXACT, "")
 """The endings that may follow a block's name in the names of its groups."""
 
 
-def _lengthen(short: "DryRun", names: tuple[str, ...]) -> tuple[tuple[GroupSpec, ...], tuple[Stage, ...], Flops] | None:
+def _lengthen(
+    short: "DryRun", names: tuple[str, ...]
+) -> tuple[tuple[GroupSpec, ...], tuple[Stage, ...], Flops, Flops] | None:
     """The run of a model with all blocks ``names``, from the run with the first, the second and the last of them.
 
     None where the run was not: prologue, three calls, epilogue, each call reading its own groups, which come last, as
@@ -137,8 +145,8 @@ def _lengthen(short: "DryRun", names: tuple[str, ...]) -> tuple[tuple[GroupSpec,
         *(renamed(group, i, names[1 + i]) for i in copies for group in short.groups[own : own + each]),
         *(renamed(group, more, names[-1]) for group in short.groups[own + each :]),
     )
-    flops = (*short.flops[:2], *([short.flops[2]] * (more + 1)), *short.flops[3:])
-    return groups, stages, flops
+    flops, sent = ((*own[:2], *([own[2]] * (more + 1)), *own[3:]) for own in (short.flops, short.sent))
+    return groups, stages, flops, sent
 
 
 def from_config(
@@ -148,6 +156,7 @@ def from_config(
     kind: DeviceKind = "cuda",
     loss_tile: int | None = None,
     change: "Change | None" = None,
+    cp: int = 1,
 ) -> MetaModel:
     """A causal language model of a Hugging Face configuration (``config.json``, ``model.config`` in settings).
 
@@ -163,6 +172,7 @@ def from_config(
         loss_fn=None if loss_tile is None else _tiled(loss_tile),
         kind=kind,
         repeats=True,
+        cp=cp,
     )
 
 
@@ -215,3 +225,13 @@ def _tokens(rows: int, length: int, vocabulary: int | None) -> Mapping[str, Any]
 
     tokens = torch.arange(rows * length).remainder(vocabulary or 2).view(rows, length)
     return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _of_span(micro_batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A micro-batch with what the engine adds for ranks that share each sequence."""
+    import torch
+
+    ids = micro_batch["input_ids"]
+    places = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+    more = {"position_ids": places, "attention_mask": torch.ones_like(ids), "shift_labels": ids.clone()}
+    return {**micro_batch, **more, "num_items_in_batch": ids.numel()}

@@ -22,12 +22,15 @@ class ModelProfile:
 
     ``forward_flops[stage]``: the stage's forward; of the epilogue, whose backward runs at once, forward and backward.
     ``backward_flops[stage]``: the stage's backward, the recomputation of a call's forward included; 0 for the epilogue.
-    ``tokens``: of one micro-batch. ``parameters``: elements without padding, tied ones counted once.
+    ``sent[stage]``: bytes that the attention of ranks which share each sequence sends in the stage's forward and in its
+    backward; empty: they share none. ``tokens``: of one micro-batch, that are one rank's. ``parameters``: elements
+    without padding, tied ones counted once.
     """
 
     program: Program
     forward_flops: tuple[float, ...]
     backward_flops: tuple[float, ...]
+    sent: tuple[tuple[int, int], ...] = ()
     tokens: int
     parameters: int
 
@@ -81,12 +84,13 @@ memory), to smaller products, and to attention.
 
 
 def stage_times(profile: ModelProfile, machine: Machine, precision: str, efficiency: float | None = None) -> StageTimes:
-    """Seconds of each stage on a machine: FLOP over the rate of ``precision`` times ``efficiency``.
+    """Seconds of each stage on a machine: FLOP over the rate of ``precision`` times ``efficiency``, and what its
+    attention sends at the rate of the network, as which it waits for the others.
 
     ``efficiency``: None is ``EFFICIENCY`` of the machine's kind of device.
 
     Raises:
-        ConfigError: the machine's profile has no rate for ``precision``.
+        ConfigError: the machine's profile has no rate for ``precision``, or for what ranks send each other.
     """
     rate = machine.device.flops.get(precision)
     if rate is None:
@@ -96,6 +100,16 @@ def stage_times(profile: ModelProfile, machine: Machine, precision: str, efficie
             "Choose one of these, or measure it: penstock doctor"
         )
     rate *= EFFICIENCY[machine.device.kind] if efficiency is None else efficiency
+    sent = profile.sent or ((0, 0),) * len(profile.forward_flops)
+    network = machine.network
+    if profile.sent and network is None:
+        raise ConfigError(
+            f"the profile of {machine.name} does not tell how fast ranks send to each other: measure the machine anew "
+            "with penstock doctor, or add a network (bandwidth, latency) to its profile"
+        )
+    pace = 0.0 if network is None else 1 / network.bandwidth
+    forward, backward = ([both[i] * pace for both in sent] for i in (0, 1))
     return StageTimes(
-        forward=tuple(f / rate for f in profile.forward_flops), backward=tuple(f / rate for f in profile.backward_flops)
+        forward=tuple(f / rate + wait for f, wait in zip(profile.forward_flops, forward, strict=True)),
+        backward=tuple(f / rate + wait for f, wait in zip(profile.backward_flops, backward, strict=True)),
     )

@@ -20,6 +20,7 @@ from penstock.tape.fused import Fused, Kind
 from penstock.tape.groups import group_parameters
 from penstock.tape.suspended import LossFn
 from penstock.tape.tape import Tape
+from penstock.tape.ulysses import Ulysses
 from penstock.tape.values import Values
 
 _META = torch.device("meta")
@@ -27,11 +28,13 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """The result of a dry run. ``flops[stage]``: of the forward and of the backward, as ``tape.probe.Probe.flops``."""
+    """The result of a dry run. ``flops[stage]``: of the forward and of the backward, as ``tape.probe.Probe.flops``; and
+    ``sent`` likewise."""
 
     groups: tuple[GroupSpec, ...]
     stages: tuple[Stage, ...]
     flops: tuple[tuple[int, int], ...]
+    sent: tuple[tuple[int, int], ...]
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -59,11 +62,12 @@ def dry_run(
     blocks: Sequence[nn.Module] | None = None,
     loss_fn: LossFn | None = None,
     form: Format | None = None,
+    cp: int = 1,
 ) -> DryRun:
     """Probe a model on the meta device. Its parameters are placeholders of ``dtype`` afterwards.
 
     ``form``: as in ``group_parameters``. ``micro_batch``: tensors on the CPU, whose integers and booleans then have
-    values in the run, or on the meta device.
+    values in the run, or on the meta device. ``cp``: ranks that share each sequence, of which this one has a span.
 
     Raises:
         ModelError: the model cannot be run block by block, or needs values that a dry run does not have.
@@ -72,7 +76,8 @@ def dry_run(
     groups = group_parameters(model, found, form=form)
     for group in groups:
         group.detach(dtype, _META)
-    tape = Tape(model, found, groups, loss_fn or (lambda m, mb: m(**mb).loss), seed=0, device=_META)
+    own = loss_fn or (lambda m, mb: m(**mb).loss)
+    tape = Tape(model, found, groups, own, seed=0, device=_META, ulysses=None if cp == 1 else Ulysses(model, cp))
     values = Values(kind)
     inputs = values.give(
         {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in micro_batch.items()}
@@ -91,7 +96,7 @@ def dry_run(
         raise ModelError(f"the model cannot be run on the meta device: {_first_line(error)}") from error
     finally:
         tape.close()
-    return DryRun(groups=tuple(g.spec for g in groups), stages=stages, flops=tape.flops)
+    return DryRun(groups=tuple(g.spec for g in groups), stages=stages, flops=tape.flops, sent=tape.sent_by_stages)
 
 
 def shorten(model: nn.Module) -> tuple[str, ...] | None:

@@ -24,12 +24,13 @@ class Compared:
 
     ``targets``: int64 [n], those that are not ignored, in their order, on the CPU; None where they are not known or are
     no class ids. ``mean``: it gives their mean. ``total``: the sum of their losses, where it gives one for
-    each. ``ctc``: it is connectionist: of rows, not of targets.
+    each. ``summed``: their sum as it gives it, where it does. ``ctc``: it is connectionist: of rows, not of targets.
     """
 
     targets: torch.Tensor | None
     mean: bool
     total: float | None = None
+    summed: torch.Tensor | None = None
     ctc: bool = False
 
 
@@ -65,5 +66,9 @@ class Losses(TorchFunctionMode):
         if given["reduction"] == "mean" or not plain:
             return Compared(targets=targets if plain else None, mean=plain)
         # A sum is divided by what its caller has counted, which may be another number in the next step.
-        total = None if result.is_meta or given["reduction"] == "sum" else float(result.detach().sum())
+        if given["reduction"] == "sum":
+            return Compared(
+                targets=targets, mean=False, summed=None if result.is_meta else result.detach().cpu().clone()
+            )
+        total = None if result.is_meta else float(result.detach().sum())
         return Compared(targets=targets, mean=False, total=total)

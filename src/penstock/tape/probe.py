@@ -71,6 +71,8 @@ class Probe:
         """The arguments of each stage's call, after ``run``."""
         self.flops: tuple[tuple[int, int], ...] = ()
         """FLOP of each stage's forward and backward, after ``run``."""
+        self.sent: tuple[tuple[int, int], ...] = ()
+        """Bytes that each stage's attention sends in its forward and backward, after ``run``."""
         self.waits = Waits()
         """The waits of the forward for the device."""
         self.seen = Calls()
@@ -99,7 +101,7 @@ class Probe:
             found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
             if train:
                 self._run_backward(suspended)
-            self.flops = found.flops()
+            self.flops, self.sent = found.flops(), found.sent()
             self.handed = tuple(self.seen.calls.get(members[0]) for members in found.members)
             return found.stages(), found.facts()
         finally:
@@ -196,11 +198,12 @@ class Probe:
         finally:
             put_back(self._before.values())  # where the call was broken off, or refused
             usage.end, usage.peak, usage.flops = watch.live, watch.peak, usage.flops + watch.flops
+            usage.sent += self._tape.sent
             self._release()
 
     def _begin(self, usage: Usage) -> None:
         usage.start = self._watch.peak = self._watch.live
-        usage.flops = -self._watch.flops
+        usage.flops, usage.sent = -self._watch.flops, -self._tape.sent
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | graph.WeightView:
         birth = self._watch.birth(tensor)

@@ -20,10 +20,12 @@ from penstock.tape.watch import Birth
 
 @dataclass
 class Usage:
-    """The groups that a segment read in one direction, its FLOP, and live bytes at its start, its end and at most."""
+    """The groups that a segment read in one direction, its FLOP, the bytes that its attention sent to ranks that share
+    each sequence, and live bytes at its start, its end and at most."""
 
     reads: set[int] = field(default_factory=set)
     flops: int = 0
+    sent: int = 0
     start: int = 0
     end: int = 0
     peak: int = 0
@@ -110,6 +112,11 @@ class Stages:
                 )
             )
         return tuple(found)
+
+    def sent(self) -> tuple[tuple[int, int], ...]:
+        """Bytes that each stage's attention sends in the forward and in the backward."""
+        all_of = [[self._segments[i] for i in members] for members in self.members]
+        return tuple((sum(s.forward.sent for s in own), sum(s.backward.sent for s in own)) for own in all_of)
 
     def facts(self) -> tuple[StageFacts, ...]:
         found = []

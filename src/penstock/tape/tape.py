@@ -44,6 +44,7 @@ from penstock.tape.suspended import (
     SuspendedForward,
     current_forward,
 )
+from penstock.tape.ulysses import Ulysses
 from penstock.tape.waits import Wait
 
 OnGradient = Callable[[nn.Parameter, int, torch.Tensor], None]
@@ -94,8 +95,10 @@ class Tape:
         seed: int,
         device: torch.device,
         compile: str | None = None,  # noqa: A002  the name of the setting, and torch's word
+        ulysses: Ulysses | None = None,
     ) -> None:
-        """``compile``: the backend of ``torch.compile`` that blocks are compiled by; None: they are not."""
+        """``compile``: the backend of ``torch.compile`` that blocks are compiled by; None: they are not. ``ulysses``:
+        the model's attention, of ranks that share each sequence; closed with the tape."""
         self.model = model
         self.compiled = compile is not None
         self.groups = tuple(groups)
@@ -104,6 +107,8 @@ class Tape:
         self.facts: tuple[StageFacts, ...] = ()
         self.flops: tuple[tuple[int, int], ...] = ()
         """FLOP of each stage's forward and backward, of the latest probe."""
+        self.sent_by_stages: tuple[tuple[int, int], ...] = ()
+        """Bytes that attention sends in each stage's forward and backward, by the latest probe."""
         self.compared: tuple[tuple[Compared, ...], float | None] = ((), None)
         """Losses of torch that the latest probe's code has called, and the value of the model's own."""
         self.handed: tuple[Handed | None, ...] = ()
@@ -115,6 +120,7 @@ class Tape:
         self.waits: tuple[Wait, ...] = ()
         """The waits for the device of the forward of the latest probe's micro-batch."""
         self._loss_fn = loss_fn
+        self._ulysses = ulysses
         self._seed = seed
         forwards = [b.module.forward for b in blocks] if compile is None else compiled_forwards(blocks, compile)
         self.caches = CachesOff(model)
@@ -144,6 +150,8 @@ class Tape:
             site.module.__dict__.update(replaced)
         self.caches.restore()
         self.hooks.remove()
+        if self._ulysses is not None:
+            self._ulysses.close()
 
     def probe(
         self,
@@ -165,9 +173,15 @@ class Tape:
         probe = Probe(self, micro_batch, load, unload)
         stages, self.facts = probe.run(train)
         self.handed, self.shared = probe.handed, tuple(probe.seen.shared)
+        self.sent_by_stages = probe.sent
         self.flops, self.compared = probe.flops, (tuple(probe.losses.seen), probe.loss)
         self.waits = tuple(probe.waits.found)
         return stages
+
+    @property
+    def sent(self) -> int:
+        """Bytes that attention has sent so far to ranks that share sequences with this one."""
+        return 0 if self._ulysses is None else self._ulysses.sent
 
     # -- a step ---------------------------------------------------------------------------------------------------
 

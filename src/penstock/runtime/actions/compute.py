@@ -34,7 +34,9 @@ class Compute:
 
     def forward(self, op: Op) -> None:
         self._attach(op)
+        sent = self._tape.sent
         self._tape.forward(op.id.stage, op.id.micro_batch)
+        self._to.moved += self._tape.sent - sent
         self._detach(op)
 
     def epilogue(self, op: Op) -> None:
@@ -47,7 +49,9 @@ class Compute:
     def backward(self, op: Op) -> None:
         self._under_way = op
         self._attach(op)
+        sent = self._tape.sent
         self._tape.backward(op.id.stage, op.id.micro_batch)
+        self._to.moved += self._tape.sent - sent
         self._detach(op)
 
     def add_strand(self, op: Op) -> None:

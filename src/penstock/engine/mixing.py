@@ -1,0 +1,139 @@
+"""Finds out whether anything of a model but its attention mixes tokens: ranks that share each sequence cannot do that.
+
+The model runs once on two short rows, forward alone, with an attention that mixes nothing. What its embedding puts out
+for half of the tokens is NaN: of the first half in the first row, of the second half in the second. Whatever mixes
+tokens (a convolution, a state that is handed on, an attention of another kind, a mean over a row or over the batch)
+makes others NaN. No product with NaN is a number, so that no mixing is too small to be seen. The labels of the others
+are all that the loss is of: it has to be the sum that torch's cross-entropy gives, divided by what is asked for.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from penstock.engine.labels import IGNORED
+from penstock.engine.spans import Spans
+from penstock.errors import ModelError
+from penstock.tape import trees
+from penstock.tape.suspended import Site
+from penstock.tape.tape import Tape
+
+_TOKENS = 64
+_ITEMS = 7
+"""A number of items by which a loss is divided that is no number of labels here."""
+
+
+def check_mixes_nothing(
+    tape: Tape,
+    spans: Spans,
+    load: Callable[[int], None],
+    unload: Callable[[int], None],
+) -> None:
+    """``load(group)`` attaches a group's weights on the device, ``unload(group)`` detaches them.
+
+    Raises:
+        ModelError: a block, or the model's own code, mixes tokens; or its loss is another one than is asked for.
+    """
+    model = tape.model
+    embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
+    table = getattr(embedding, "weight", None)
+    if embedding is None or not isinstance(table, torch.Tensor):
+        _refuse(spans.cp, f"{type(model).__name__} has no table of embeddings (get_input_embeddings)")
+    tokens = min(_TOKENS, getattr(model.config, "max_position_embeddings", None) or _TOKENS)
+    clean = torch.zeros(2, tokens, dtype=torch.bool, device=tape.device)
+    clean[0, tokens // 2 :] = clean[1, : tokens // 2] = True
+    mixed: list[str] = []
+    with spans.apart(), _spoilt(embedding, clean) as spoilt, _looking(tape.sites, clean, mixed):
+        tape.probe(_micro_batch(clean, table.shape[0]), load, unload, train=False)
+    if not spoilt:
+        _refuse(spans.cp, f"{type(model).__name__} does not call its table of embeddings once")
+    if mixed:
+        _refuse(
+            spans.cp,
+            f"block {mixed[0]!r} mixes tokens in another way than by attention through transformers' attention "
+            "interface (a convolution, a recurrence, statistics of a batch, an attention of its own)",
+        )
+    _check_loss(tape, spans.cp, int(clean.sum()))
+
+
+def _micro_batch(clean: torch.Tensor, vocabulary: int) -> Mapping[str, Any]:
+    """Tokens whose ``labels`` are class 0, and whose ``shift_labels`` are class 1 where they are ``clean``."""
+    rows, tokens = clean.shape
+    ids = torch.arange(rows * tokens, device=clean.device).remainder(vocabulary).view(rows, tokens)
+    places = torch.arange(tokens, device=clean.device).expand(rows, tokens).contiguous()
+    return {
+        "input_ids": ids,
+        "position_ids": places,
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.zeros_like(ids),
+        "shift_labels": torch.full_like(ids, IGNORED).masked_fill_(clean, 1),
+        "num_items_in_batch": _ITEMS,
+    }
+
+
+@contextmanager
+def _spoilt(embedding: nn.Module, clean: torch.Tensor) -> Iterator[list[bool]]:
+    """Inside, the embeddings of all tokens that are not ``clean`` are NaN. Gives a list that says so once they were."""
+    done: list[bool] = []
+
+    def spoil(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        if output.shape[:2] != clean.shape:
+            return output
+        done.append(True)
+        return output.masked_fill(~clean[..., None], float("nan"))
+
+    handle = embedding.register_forward_hook(spoil)
+    try:
+        yield done
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _looking(blocks: Sequence[Site], clean: torch.Tensor, mixed: list[str]) -> Iterator[None]:
+    """Inside, the name of each block is put into ``mixed`` that has made a clean token NaN."""
+
+    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, given: Any, output: Any) -> None:
+            for tensor in trees.tensors(output):
+                of_tokens = tensor.is_floating_point() and tensor.shape[:2] == clean.shape
+                if of_tokens and bool(tensor[clean].isnan().any()):
+                    mixed.append(name)
+
+        return hook
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.module.register_forward_hook(look(block.name)).remove)
+        yield
+
+
+def _check_loss(tape: Tape, cp: int, labels: int) -> None:
+    compared, loss = tape.compared
+    name = type(tape.model).__name__
+    if len(compared) != 1 or compared[0].targets is None:
+        _refuse(cp, f"the loss of {name} is made of {len(compared)} calls of torch's cross-entropy, and not of one")
+    found = compared[0]
+    assert found.targets is not None
+    assert loss is not None
+    if found.targets.numel() != labels or not bool((found.targets == 1).all()):
+        _refuse(
+            cp, f"the loss of {name} does not compare with the labels that it is given for its tokens (shift_labels)"
+        )
+    if found.summed is None:
+        _refuse(cp, f"the loss of {name} is not divided by the number of items that it is given (num_items_in_batch)")
+    if not found.summed.isfinite():
+        _refuse(cp, f"{type(tape.model).__name__} mixes tokens outside of its blocks")
+    if float(found.summed / _ITEMS) != loss:
+        _refuse(
+            cp,
+            f"the loss of {name} is more than the sum over its labels, divided by num_items_in_batch (a router's loss: "
+            "output_router_logits=False)",
+        )
+
+
+def _refuse(cp: int, why: str) -> NoReturn:
+    raise ModelError(f"cp={cp}: {why}. So ranks cannot share its sequences; without cp they share the state alone")

@@ -1,0 +1,349 @@
+"""Ranks that share each sequence are one process but for the rounding of its sums: losses, norms and state, whatever a
+model's heads share, packed documents, windows, padding. Among schedules, and over an end, all bits are equal.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.engine.labels import IGNORED
+from penstock.hardware.machine import Network
+from penstock.planner.longest import longest
+from penstock.schedule.place import Format
+from penstock.schedule.program import Stage
+from penstock.shape.huggingface import HuggingFaceModel
+from penstock.shape.meta import MetaModel
+from tests import models
+from tests.hf import test_long_sequences as long_sequences
+from tests.models import MODELS, Case
+from tests.planner.test_search import MIB
+from tests.ranks.worlds import RankFailedError, World, sharing, together
+from tests.training import Result, budget, relative, run_steps, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Built = dict[str, torch.Tensor]
+STEPS = 2
+
+
+def tokens(generator: torch.Generator, rows: int, length: int) -> Built:
+    """Rows whose first two thirds have no labels, so that a span has none."""
+    found = models.causal_lm(generator, rows, length)
+    found["labels"][:, : 2 * length // 3] = IGNORED
+    return found
+
+
+def packed(generator: torch.Generator, rows: int, length: int) -> Built:
+    """Documents of 5 tokens and the rest, and of 9 in the second row: their ends are nowhere near those of spans."""
+    found = models.causal_lm(generator, rows, length)
+    places = torch.arange(length).repeat(rows, 1)
+    for row, end in enumerate((5, 9)):
+        places[row, end:] -= end
+    return found | {"position_ids": places}
+
+
+def padded(generator: torch.Generator, rows: int, length: int) -> Built:
+    found = models.causal_lm(generator, rows, length)
+    found["attention_mask"] = torch.ones(rows, length, dtype=torch.int64)
+    found["attention_mask"][1, -4:] = 0
+    found["labels"][1, -4:] = IGNORED
+    return found
+
+
+def case(build: Callable[..., nn.Module], micro_batch: Callable[..., Built] = tokens, **changes: Any) -> Case:
+    return Case(build=lambda: build(**changes), micro_batch=micro_batch, blocks=3)
+
+
+CASES: Mapping[str, Case] = {
+    "llama": case(models.llama, attn_implementation="sdpa"),
+    "one key": case(models.llama, num_key_value_heads=1),
+    "packed": case(models.llama, packed, attn_implementation="sdpa"),
+    "windows": case(models.mistral, packed, attn_implementation="sdpa"),
+    "padded, positions learned": case(models.gpt2, padded, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "experts": case(models.qwen3_moe, output_router_logits=False),
+}
+EXTRA = {"dropout": case(models.gpt2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)}
+LENGTHS = (24, 23, 25, 24)
+"""Not all are a multiple of the ranks."""
+
+
+def steps_of(name: str, mesh: DeviceMesh | None, first: int = 1) -> list[list[Built]]:
+    """The micro-batches of a rank: those of its sequences, whole."""
+    cut = (CASES | EXTRA)[name]
+    groups = 1 if mesh is None or mesh.ndim == 1 else mesh.size(0)
+    group = 0 if mesh is None or mesh.ndim == 1 else mesh.get_local_rank(0)
+    each = len(LENGTHS) // groups
+    mine = range(group * each, (group + 1) * each)
+    return [
+        [cut.micro_batches(1, seed=100 * step + m, length=LENGTHS[m])[0] for m in mine]
+        for step in range(first, first + STEPS)
+    ]
+
+
+def trained(mesh: DeviceMesh | None, name: str, disk: Path | None = None, first: int = 1, **given: Any) -> Result:
+    places = given.pop("places", {})
+    with wrap((CASES | EXTRA)[name], budget(disk, **places), mesh=mesh, **given) as engine:
+        found = run_steps(engine, steps_of(name, mesh, first))
+        return replace(found, state={name: one.clone() for name, one in engine.master_parameters()})
+
+
+@cache
+def alone(name: str) -> Result:
+    return trained(None, name, clip_grad_norm=0.5)
+
+
+def of_two(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
+    """All that two ranks find which share each sequence."""
+    return {
+        "cases": {name: trained(mesh, name, clip_grad_norm=0.5) for name in CASES},
+        "halves": halves(mesh, disk),
+        "sent": {schedule: counted(mesh, schedule) for schedule in ("vertical", "horizontal")},
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """``of_two``, by rank."""
+    return sharing(2, of_two, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_that_share_each_sequence_are_one_process(name: str, found: list[dict[str, Any]]) -> None:
+    wanted = alone(name)
+    for of_rank in found:
+        close(of_rank["cases"][name], wanted)
+
+
+def close(found: Result, wanted: Result) -> None:
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
+    for name, one in wanted.state.items():
+        assert relative(found.state[name], one) < 1e-4, name
+
+
+WAYS: Mapping[str, dict[str, Any]] = {
+    "horizontal": {"schedule": "horizontal"},
+    "delayed, on disk": {"delay": 0.5, "on_disk": True},
+    "one op at a time": {"overlap": False},
+    "early, saved activations on disk, stage 2": {
+        "stage": 2,
+        "speculate": True,
+        "on_disk": True,
+        "places": {"activations": "disk"},
+    },
+}
+
+
+def of_four(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
+    """The results of one training under several schedules, and of another, two ranks sharing each sequence."""
+    four = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+    common = {"clip_grad_norm": 0.5, "strands": 4}
+    ways = {"vertical": trained(four, "dropout", **common)}
+    for number, (way, given) in enumerate(WAYS.items()):
+        given = dict(given)
+        place = disk / str(number) if given.pop("on_disk", False) else None
+        ways[way] = trained(four, "dropout", place, **common, **given)
+    return {"ways": ways, "packed": trained(four, "packed", clip_grad_norm=0.5)}
+
+
+@pytest.fixture(scope="module")
+def found_by_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """``of_four``, by rank."""
+    return together(4, of_four, tmp_path_factory.mktemp("four"))
+
+
+def test_schedules_and_tiers_change_no_bit(found_by_four: list[dict[str, Any]]) -> None:
+    """With dropout within and without attention; spans and heads draw other numbers than each other."""
+    for of_rank in found_by_four:
+        ways = dict(of_rank["ways"])
+        first = ways.pop("vertical")
+        for way, other in ways.items():
+            assert other.losses == first.losses, way
+            assert other.norms == first.norms, way
+            assert [n for n, one in first.state.items() if not torch.equal(other.state[n], one)] == [], way
+
+
+def test_sequences_of_several_groups_of_ranks_add_up_to_one_process(found_by_four: list[dict[str, Any]]) -> None:
+    wanted = alone("packed")
+    for of_rank in found_by_four:
+        close(of_rank["packed"], wanted)
+
+
+def test_a_run_goes_on_with_the_same_bits(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        first, second = of_rank["halves"]
+        assert first.losses == second.losses
+        assert [n for n, one in first.state.items() if not torch.equal(second.state[n], one)] == []
+
+
+def halves(mesh: DeviceMesh, disk: Path) -> tuple[Result, Result]:
+    """The last steps of a run that was not ended, and of one that was."""
+    with wrap(EXTRA["dropout"], budget(disk / "whole"), mesh=mesh) as engine:
+        run_steps(engine, steps_of("dropout", mesh))
+        found = run_steps(engine, steps_of("dropout", mesh, first=3))
+        whole = replace(found, state={name: one.clone() for name, one in engine.master_parameters()})
+    trained(mesh, "dropout", disk / "halves")
+    return whole, trained(mesh, "dropout", disk / "halves", first=3)
+
+
+class Convolved(nn.Module):
+    """A block's feed-forward part that sees the token before, too, by however little."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.part(states) + 1e-30 * nn.functional.pad(states, (0, 0, 1, 0))[:, :-1]
+
+
+def convolved() -> nn.Module:
+    model = models.llama()
+    model.model.layers[1].mlp = Convolved(model.model.layers[1].mlp)
+    return model
+
+
+def sees_mean() -> nn.Module:
+    model = models.llama()
+    model.model.norm = nn.Sequential(model.model.norm, Centred())
+    return model
+
+
+class Centred(nn.Module):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states - states.mean(dim=1, keepdim=True)
+
+
+def own_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    logits = model(input_ids=micro_batch["input_ids"]).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), micro_batch["labels"][:, 1:].flatten())
+
+
+REFUSED: Mapping[str, tuple[Case, str]] = {
+    "a block that mixes": (case(convolved), "block 'model.layers.1' mixes tokens"),
+    "code that mixes": (case(sees_mean), "mixes tokens outside of its blocks"),
+    "a router's loss": (case(models.mixtral), "a router's loss"),
+    "sinks": (case(models.gpt_oss, output_router_logits=False), "hands its attention 's_aux'"),
+    "an encoder": (MODELS["t5"], "an encoder and a decoder"),
+    "no transformer": (MODELS["skips"], "no model of transformers"),
+    "three heads": (
+        case(models.llama, hidden_size=24, num_attention_heads=3, num_key_value_heads=3),
+        "3 query heads and 3 key/value heads cannot be dealt out",
+    ),
+    "a loss of one's own": (replace(case(models.llama), loss_fn=own_loss), "shift_labels"),
+    "looking ahead": (replace(case(models.llama, is_causal=False)), "looks ahead"),
+}
+
+
+@pytest.mark.sampled(4, values=False)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_ranks_cannot_share_is_refused_by_name(what: str) -> None:
+    with pytest.raises(RankFailedError, match=REFUSED[what][1]) as caught:
+        sharing(2, attempted, what)
+    assert caught.value.kind == "ModelError"
+
+
+def attempted(mesh: DeviceMesh, what: str) -> None:
+    cut = REFUSED[what][0]
+    with wrap(cut, budget(None), mesh=mesh) as engine:
+        engine.step(cut.micro_batches(1, length=24))
+
+
+def counted(mesh: DeviceMesh, schedule: str) -> tuple[int, tuple[Stage, ...]]:
+    """Bytes that attention sends in a step, by the trace, and the stages of a span as they were probed."""
+    with wrap(CASES["llama"], budget(None), mesh=mesh, schedule=schedule) as engine:
+        stats = engine.step(steps_of("llama", mesh)[0])
+        moved = sum(event.bytes for event in engine.trace if event.lane == "compute")
+        assert stats.bytes_moved["compute"] == moved
+        return moved, engine.plan.program.stages
+
+
+def sent(length: int, cp: int = 2, blocks: int = 3, queries: int = 4, keys: int = 2, size: int = 8) -> int:
+    """Bytes that a rank's attention sends in a forward of two rows: to be sent three times, as blocks run twice forward
+    and once backward."""
+    tokens = 2 * -(-length // cp)
+    return blocks * tokens * (2 * queries + 2 * keys) * size * 4 * (cp - 1) // cp
+
+
+def test_the_trace_has_the_bytes_of_the_formula(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        for moved, _ in of_rank["sent"].values():
+            assert moved == 3 * sum(map(sent, LENGTHS))
+
+
+def test_a_model_without_values_has_the_sizes_and_the_bytes_of_a_span(found: list[dict[str, Any]]) -> None:
+    def micro_batch(rows: int, length: int) -> Built:
+        return models.causal_lm(torch.Generator().manual_seed(0), rows, length)
+
+    shape = MetaModel(name="llama", build=CASES["llama"].build, micro_batch=micro_batch, kind="cpu", cp=2)
+    profile = shape.profile(2, max(LENGTHS), Format.of("fp32", 2))
+    for of_rank in found:
+        for _, stages in of_rank["sent"].values():
+            assert sizes(stages) == sizes(profile.program.stages)
+    forward, backward = (sum(both[i] for both in profile.sent) for i in (0, 1))
+    assert (forward, backward) == (sent(max(LENGTHS)), 2 * sent(max(LENGTHS)))
+
+
+def sizes(stages: Sequence[Stage]) -> list[tuple[int, ...]]:
+    return [(s.activation, s.gradient, s.kept, s.forward_peak, s.backward_peak) for s in stages]
+
+
+@pytest.mark.campaign
+def test_ranks_that_share_sequences_have_room_for_longer_ones() -> None:
+    def most(cp: int) -> int:
+        asked = long_sequences.asked(4 * MIB, 128, None)
+        assert isinstance(asked.shape, HuggingFaceModel)
+        machine = replace(asked.machine, network=Network(bandwidth=1e9, latency=1e-5))
+        found = longest(replace(asked, shape=replace(asked.shape, cp=cp), machine=machine, profiles={}))
+        assert found is not None
+        return found.tokens
+
+    assert most(2) > 1.6 * most(1)
+
+
+def killed(mesh: DeviceMesh, disk: Path) -> None:
+    """One rank ends where the others wait for it in a block's attention."""
+    with wrap(CASES["llama"], budget(disk), mesh=mesh) as engine:
+        first, second = steps_of("llama", mesh)
+        engine.step(first)
+        if mesh.get_rank() == 1:
+            engine.model.lm_head.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        engine.step(second)
+
+
+def test_a_rank_that_is_killed_ends_those_that_wait_for_it_in_attention(tmp_path: Path) -> None:
+    world = World(2, killed, tmp_path, axis="cp")
+    waits, ended = world.outcomes()
+    assert ended is None
+    assert (waits.kind, "rank 1 was killed" in waits.said) == ("RankError", True), waits
+
+
+def given_otherwise(mesh: DeviceMesh, what: str) -> None:
+    cut = CASES["llama"].micro_batches(1, seed=mesh.get_rank() if what == "others" else 0, length=24)
+    if what == "images":
+        cut[0]["pixel_values"] = torch.zeros(2, 3, 4, 4)
+    with wrap(CASES["llama"], budget(None), mesh=mesh, compile=what == "compiled") as engine:
+        engine.step(cut)
+
+
+@pytest.mark.sampled(2, values=False)
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("others", "ranks 0 to 1 share each sequence, and were not given the same micro-batches"),
+        ("images", "nobody knows which of 'pixel_values' is of which token"),
+        ("compiled", "compile=True is not there for ranks that share each sequence"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(what: str, said: str) -> None:
+    with pytest.raises(RankFailedError, match=said):
+        sharing(2, given_otherwise, what)
