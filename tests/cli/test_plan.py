@@ -308,6 +308,11 @@ def test_several_ranks_share_the_budget_and_the_step_and_one_sends_nothing(
     said = answered(capsys, *options, "--ranks", 2)
     assert "2 ranks that share its state" in said
     assert "of each rank:" in said
+    copied = json.loads(answered(capsys, *options, "--ranks", 4, "--copies", 2, "--json"))
+    assert (copied["ranks"], copied["copies"], copied["step"]["tokens"]) == (4, 2, one["step"]["tokens"])
+    assert copied["disk"]["written_per_parameter"] == pytest.approx(2 * two["disk"]["written_per_parameter"])
+    assert "2 times 2 ranks, each with a copy" in answered(capsys, *options, "--ranks", 4, "--copies", 2)
+    assert "copies=2 with 3 ranks" in refused(capsys, *options, "--batch", 6, "--ranks", 3, "--copies", 2)
 
 
 def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """A machine as each of several ranks sees it: together they have what there is, and no rank more than alone."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.config import Budget
 from penstock.errors import ConfigError
-from penstock.hardware.machine import Between, Machine, Network, Sustained
+from penstock.hardware.machine import Between, Collectives, Machine, Network, Sustained
 from penstock.hardware.sharing import crowding, drives_of, knows_ranks, of_each_rank
 from tests.machines import GIB, drive, gpu, host
 
@@ -88,7 +89,7 @@ def test_what_was_measured_counts_and_else_the_nearest_with_as_much_in_all(ranks
 
 def test_a_profile_that_does_not_tell_is_refused_and_one_rank_needs_none() -> None:
     before = replace(machine(), between=())
-    assert not knows_ranks(before)
+    assert not knows_ranks(before, 2)
     assert of_each_rank(before, 1) is before
     with pytest.raises(ConfigError, match="does not tell how fast ranks send to each other"):
         of_each_rank(before, 2)
@@ -96,18 +97,46 @@ def test_a_profile_that_does_not_tell_is_refused_and_one_rank_needs_none() -> No
     assert of_each_rank(linked, 2).network == linked.network
 
 
+NIC = Network(bandwidth=1e9, latency=1e-3)
+WITHIN = Between(ranks=2, bandwidth=4e9, latency=1e-4)
+
+
+def linked(**changes: Any) -> Machine:
+    return replace(machine(), **{"nic": NIC, "between": (WITHIN,)} | changes)
+
+
 def test_of_several_hosts_what_leaves_one_goes_at_its_ranks_share_of_the_network() -> None:
     """Four ranks on two hosts send three parts: one to the other host, two within their own."""
-    alone = replace(machine(), network=Network(bandwidth=1e9, latency=1e-3), between=())
-    within = Between(ranks=2, bandwidth=4e9, latency=1e-4)
-    found = of_each_rank(replace(alone, between=(within,)), 4, hosts=2)
+    found = of_each_rank(linked(), 4, hosts=2)
     assert found.network is not None
     assert 3 / found.network.bandwidth == pytest.approx(1 / 0.5e9 + 2 / 4e9)
     assert found.network.latency == pytest.approx(1.1e-3)
-    assert found.host.memory == alone.host.memory // 2
-    one_each = of_each_rank(alone, 2, hosts=2)
+    assert found.host.memory == machine().host.memory // 2
+    one_each = of_each_rank(linked(between=()), 2, hosts=2)
     assert one_each.network is not None
-    assert one_each.network.bandwidth == pytest.approx(1e9)
-    assert one_each.host == alone.host
+    assert one_each.network.bandwidth == pytest.approx(NIC.bandwidth)
+    assert one_each.host == machine().host
     with pytest.raises(ConfigError, match="does not tell how fast hosts send to each other"):
-        of_each_rank(replace(alone, network=None, between=(within,)), 4, hosts=2)
+        of_each_rank(linked(nic=None), 4, hosts=2)
+    with pytest.raises(ConfigError, match="does not tell how fast ranks send to each other"):
+        of_each_rank(linked(between=()), 4, hosts=2)
+
+
+def test_ranks_of_a_host_that_are_no_power_of_two_exchange_gradients_on_one_level() -> None:
+    """Six ranks on two hosts send five parts: of what is gathered one leaves the host, of gradients three."""
+    found = of_each_rank(linked(), 6, hosts=2).network
+    assert isinstance(found, Collectives)
+    own = 4e9 * 2 / 3
+    assert 5 / found.bandwidth == pytest.approx(3 / 1e9 + 4 / own)
+    assert 5 / found.exchange == pytest.approx(3 * 3 / 1e9 + 2 / own)
+
+
+def test_with_a_copy_on_each_host_gradients_alone_leave_it() -> None:
+    found = of_each_rank(linked(), 4, hosts=2, copies=2)
+    assert found.network == Network(bandwidth=WITHIN.bandwidth, latency=WITHIN.latency)
+    assert found.of_copies is not None
+    assert (found.of_copies.bandwidth, found.of_copies.latency) == (pytest.approx(NIC.bandwidth / 2), NIC.latency)
+    of_one = of_each_rank(linked(), 4, copies=2)
+    assert of_one.network == of_one.of_copies == Network(bandwidth=2e9, latency=2e-4)
+    with pytest.raises(ConfigError, match="some are on a part of a host"):
+        of_each_rank(linked(), 12, hosts=3, copies=2)

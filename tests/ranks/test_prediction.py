@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.hardware.machine import Between, Machine
 from tests.models import MODELS
 from tests.questions import DRIVE, MACHINE
+from tests.ranks.test_copies import copies_of
 from tests.ranks.worlds import pipeline, together
 from tests.training import budget, wrap
 
@@ -76,3 +77,16 @@ def test_what_is_predicted_of_a_pipeline_is_the_very_world_that_runs(tmp_path: P
         assert all(done == said > 0 for done, said in moved.values())
         assert time > bound > 0
     assert len({(time, delay) for _, _, time, _, delay in found}) == 1
+
+
+def planned_in_copies(mesh: DeviceMesh, folder: Path, known: Machine) -> dict[str, Any]:
+    return planned(copies_of(mesh), folder, known)
+
+
+def test_what_two_copies_take_is_predicted_too_with_the_bytes_between_them(tmp_path: Path) -> None:
+    found = together(4, planned_in_copies, tmp_path, machine(tmp_path))
+    for rank in found:
+        assert rank["settings"] == found[0]["settings"]
+        assert rank["time"] == found[0]["time"] >= rank["bound"] > 0
+        assert rank["bytes"]["net"] == rank["moved"]["net"] > 0
+        assert not any("nothing is predicted" in line for line in rank["said"])

@@ -14,6 +14,7 @@ from penstock.planner.batches import Point
 from penstock.planner.durability import kill_seconds
 from penstock.planner.forecast import Forecast
 from penstock.planner.longest import SHORTEST, Longest
+from penstock.planner.task import Task
 from penstock.planner.update_mode import steps_early
 from penstock.planner.whole_run import WholeRun
 from penstock.report.sentence import format_time, share_of_life
@@ -74,7 +75,7 @@ def _head(f: Forecast) -> Iterator[str]:
     task, settings = f.task, f.choice.plan.settings
     moments = f" with moments in {task.form_of_moments}" if task.form.is_compact else ""
     yield f"{task.shape.name}, {_count(f.parameters)} parameters, {task.precision}, {task.optimizer}{moments}"
-    yield f"on {task.machine.name}" + (f", {task.ranks} ranks {_STAGES[settings.stage]}" if task.ranks > 1 else "")
+    yield f"on {task.machine.name}" + (f", {_ranks(task, settings.stage)}" if task.size > 1 else "")
     yield f"profile     {_profile(task.machine)}"
     each = "each rank " if task.ranks > 1 else ""
     fits = "It fits" if f.beyond_machine is None else "It fits into the budget, but not into the machine"
@@ -84,6 +85,12 @@ def _head(f: Forecast) -> Iterator[str]:
         + (f", {_NORM[steps_early(f.choice.plan.program, settings)]}" if task.needs_norm else "")
         + (f", delay {settings.delay:g}" if settings.delay else "")
     )
+
+
+def _ranks(task: Task, stage: ZeroStage) -> str:
+    if task.copies == 1:
+        return f"{task.ranks} ranks {_STAGES[stage]}"
+    return f"{task.copies} times {task.ranks} ranks, each with a copy of the state, {_STAGES[stage]}"
 
 
 def _step(f: Forecast) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of
+from penstock.config.step import check_copies
 from penstock.errors import ConfigError
 from penstock.hardware.drives import striped_room
 from penstock.hardware.machine import DeviceKind, Drive, Machine
@@ -26,23 +27,24 @@ def task_of(config: TrainConfig, machine: Machine, *, disk_free: int, ranks: int
     ``disk_free``: bytes on disk that may be used, by all on one host; ``hosts``: with as many of the ranks on each.
 
     Raises:
-        ConfigError: the machine's profile lacks what the settings need, or the model is refused; or the state has
-            several copies, or so many ranks cannot share each sequence.
+        ConfigError: the machine's profile lacks what the settings need, the model is refused, or so many ranks cannot
+            have so many copies of the state, or share each sequence.
     """
     assert not isinstance(config.schedule, Path)
-    if config.copies > 1:
-        raise ConfigError(f"copies={config.copies}: what several copies of the state take is not predicted yet")
+    check_copies(config.copies, ranks, config.stage)
     if ranks % config.cp:
         raise ConfigError(
             f"cp={config.cp}: {ranks} ranks cannot share sequences {config.cp} by {config.cp}: give --ranks a multiple"
         )
     if ranks > 1:
-        machine, disk_free = of_each_rank(machine, ranks, hosts=hosts), disk_free // (ranks // hosts)
+        machine = of_each_rank(machine, ranks, hosts=hosts, copies=config.copies)
+        disk_free //= ranks // hosts
     return Task(
         shape=shape_of(config, machine.device.kind),
         machine=machine,
         budget=config.budget.of_rank(0, ranks, hosts),
-        ranks=ranks,
+        ranks=ranks // config.copies,
+        copies=config.copies,
         sequence_length=config.data.sequence_length,
         optimizer=config.optimizer.name,
         moments=moments_of(config.optimizer.name, config.optimizer.momentum),

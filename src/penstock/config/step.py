@@ -181,3 +181,21 @@ def check_strands(strands: int, ranks: int) -> None:
             f"strands={strands} with {ranks} rank{'s' * (ranks > 1)}: must be {ranks} times a power of two, so that "
             "each rank has whole branches of their sum"
         )
+
+
+def check_copies(copies: int, ranks: int, stage: ZeroStage | None = None) -> None:
+    """Raises:
+    ConfigError: so many ranks cannot have so many copies of the state, in that stage of ZeRO.
+    """
+    if copies == 1:
+        return
+    each, rest = divmod(ranks, copies)
+    if rest or each < 2 or each & (each - 1):
+        raise ConfigError(
+            f"copies={copies} with {ranks} rank{'s' * (ranks > 1)}: each copy of the state is cut over as many ranks, "
+            "2, 4, 8 or another power of two. Give as many copies as there are hosts, or leave copies out"
+        )
+    if stage == 0:
+        raise ConfigError(
+            f"copies={copies} with stage=0, which gives each rank a copy of the state: leave one of the two out"
+        )

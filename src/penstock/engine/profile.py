@@ -44,7 +44,7 @@ def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, rank
     """
     kind, may = kind_of(device), _may_measure()
     found = find_profile(paths, kind=kind) or _unkept.get((kind, tuple(paths)))
-    among = (ranks,) if ranks > 1 and kind == "cpu" and (found is None or not knows_ranks(found)) else ()
+    among = (ranks,) if ranks > 1 and kind == "cpu" and (found is None or not knows_ranks(found, ranks)) else ()
     steps = kind != "cpu" and found is not None and optimizer not in found.device.optimizer
     if not may or (found is not None and not among and not steps):
         return found

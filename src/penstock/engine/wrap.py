@@ -24,7 +24,7 @@ from penstock.engine.turns import alone
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import check_device, on_directories
-from penstock.hardware.sharing import knows_ranks, why_unknown
+from penstock.hardware.sharing import why_unknown
 from penstock.optim.facade import rate_name
 from penstock.ranks.axes import PIPELINE
 from penstock.ranks.group import Ranks, join
@@ -153,11 +153,9 @@ def _machine_of_all(
 ) -> Machine | None:
     """The machine that all ranks are on, as rank 0 knows it."""
     found = _machine(plan, device, budget, optimizer, ranks) if ranks.rank == 0 else None
-    if ranks.size > 1 and found is not None and not knows_ranks(found, ranks.hosts):
-        log.warning("nothing is predicted: %s", why_unknown(found, ranks.hosts))
-        found = None
-    if ranks.copies > 1 and found is not None:
-        log.warning("nothing is predicted: that is not there yet for several copies of the state")
+    unknown = None if found is None else why_unknown(found, ranks.size, ranks.hosts, ranks.copies)
+    if ranks.size > 1 and unknown is not None:
+        log.warning("nothing is predicted: %s", unknown)
         found = None
     if ranks.cp > 1 and found is not None:
         log.warning("nothing is predicted: that is not there yet for ranks that share each sequence")

@@ -154,10 +154,25 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Links between ranks. ``bandwidth``: bytes/s that a rank sends, and receives; ``latency``: seconds."""
+    """Links between ranks, or between hosts. ``bandwidth``: bytes/s that a rank (a host) sends, and receives;
+    ``latency``: seconds."""
 
     bandwidth: float
     latency: float
+
+    def at(self, pace: float) -> "Network":
+        """The links at a multiple of their bandwidth."""
+        return replace(self, bandwidth=self.bandwidth * pace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives(Network):
+    """Links whose ranks exchange gradients on another way than they gather: ``exchange``, bytes/s."""
+
+    exchange: float
+
+    def at(self, pace: float) -> "Network":
+        return replace(self, bandwidth=self.bandwidth * pace, exchange=self.exchange * pace)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +205,10 @@ class Machine:
     ``contention["a+b"]``: see ``penstock.sim.costs.Costs.contention``, for the pairs that the rates above do not tell:
     on a machine without a GPU, ``compute``, ``cpu``, ``h2d`` and ``d2h`` share cores and memory.
     ``crossing``: None in a profile that does not tell; ``penstock.hardware.crossing`` derives it then.
-    ``between``: for each number of ranks that was measured; none where nobody has (``penstock.hardware.sharing``).
+    ``network``: between the ranks of one machine, such as the GPUs of a board; ``nic``: a host's link to other hosts,
+    which its ranks share. ``between``: for each number of ranks that was measured; none where nobody has. ``of_copies``:
+    what the ranks that have the same part of several copies of the state send each other, no part of a profile: it
+    follows (``penstock.hardware.sharing``).
     ``measured``: None in a profile that was not, or that does not tell. ``source``: what the figures of a machine are
     from that is only described. ``file``: the one that the profile was read from, which is no part of it.
     ``overhead``: seconds from an op's end to the start of one that has waited for it on another lane. ``interpreter``:
@@ -204,6 +222,7 @@ class Machine:
     drives: tuple[Drive, ...] = ()
     crossing: Crossing | None = None
     network: Network | None = None
+    nic: Network | None = None
     between: tuple[Between, ...] = ()
     contention: Mapping[str, float] = field(default_factory=dict)
     overhead: float = 0.0
@@ -212,13 +231,14 @@ class Machine:
     measured: Measured | None = None
     source: str = ""
     file: str = field(default="", compare=False)
+    of_copies: Network | None = None
 
     def to_json(self) -> str:
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_KEPT}
         return json.dumps(kept, indent=2, sort_keys=True) + "\n"
 
 
-_NOT_KEPT = {"file"}
+_NOT_KEPT = {"file", "of_copies"}
 
 
 def parse_machine(text: str, where: str) -> Machine:
@@ -258,11 +278,12 @@ _PARTS: dict[str, type] = {
     "host": Host,
     "device": Device,
     "network": Network,
+    "nic": Network,
     "crossing": Crossing,
     "sustained": Sustained,
     "measured": Measured,
 }
-_MAY_BE_NULL = {"network", "crossing", "sustained", "measured"}
+_MAY_BE_NULL = {"network", "nic", "crossing", "sustained", "measured"}
 _KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
 _LISTS: dict[str, type] = {"drives": Drive, "between": Between}
 _WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks", "after", "weight"}

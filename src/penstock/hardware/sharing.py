@@ -13,8 +13,10 @@ rank has an equal part. What a rank sees is therefore a machine of its own that 
 | a GPU, and its link | its own |
 | a drive | what is left of it where n ranks have their folders on it: 1 / n |
 | collectives | as they were measured between as many processes (``Between``), or as the profile says of a ``Network`` |
-| collectives of several hosts | what leaves a host (``ranks.levels``) at 1 / n of the profile's ``Network`` with n
-ranks on each, the rest as measured between processes |
+| collectives of several hosts | what leaves a host (``ranks.levels``) at 1 / n of the profile's ``nic`` with n ranks on
+each, the rest as between ranks of one |
+| collectives of several copies of the state | those of one copy as above, of the hosts that it is on; those between
+copies at 1 / n of the ``nic``, as far as they are on several hosts |
 
 Ranks of several hosts share what is their own host's with those on it alone; all hosts are taken to be alike.
 
@@ -29,46 +31,59 @@ from dataclasses import replace
 
 from penstock.errors import ConfigError
 from penstock.hardware.drives import together
-from penstock.hardware.machine import Between, Device, Drive, Host, Machine, Network
+from penstock.hardware.machine import Between, Collectives, Device, Drive, Host, Machine, Network
 
 _LINK = ("grad_bf16", "grad_fp32", "weights_bf16", "weights_fp32")
 _STEPS = ("step", "step_grad_bf16", "step_grad_rounded", "step_no_copy")
 
 
-def knows_ranks(machine: Machine, hosts: int = 1) -> bool:
-    """True if a profile tells what collectives take; of several ``hosts``, what they send each other."""
-    return machine.network is not None or (hosts == 1 and bool(machine.between))
+def knows_ranks(machine: Machine, ranks: int, hosts: int = 1, copies: int = 1) -> bool:
+    """True if a profile tells what ``ranks`` send each other, as many of them on each of so many ``hosts``."""
+    return why_unknown(machine, ranks, hosts, copies) is None
 
 
-def why_unknown(machine: Machine, hosts: int = 1) -> str:
-    """The reason that nothing can be predicted with a profile that does not know ranks."""
-    if hosts == 1:
+def why_unknown(machine: Machine, ranks: int, hosts: int = 1, copies: int = 1) -> str | None:
+    """The reason that nothing can be predicted of so many ranks with a profile; None: there is none."""
+    if ranks > hosts and machine.network is None and not machine.between:
         return (
-            f"the profile of {machine.name} does not tell how fast ranks send to each other, which penstock doctor "
-            "measures"
+            f"the profile of {machine.name} does not tell how fast ranks send to each other: measure the machine anew "
+            "with penstock doctor, or add a network (bandwidth, latency) to its profile"
         )
-    return (
-        f"the profile of {machine.name} does not tell how fast hosts send to each other: add a network (bandwidth, "
-        "latency) to it"
-    )
+    if hosts > 1 and machine.nic is None:
+        return (
+            f"the profile of {machine.name} does not tell how fast hosts send to each other: add a nic (bandwidth, "
+            "latency), a host's link to the others, to it"
+        )
+    if copies % hosts and hosts % copies:
+        return f"of {copies} copies of the state on {hosts} hosts some are on a part of a host: that is not predicted"
+    return None
 
 
-def of_each_rank(machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1) -> Machine:
+def of_each_rank(
+    machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1, copies: int = 1
+) -> Machine:
     """The machine as the slowest of ``ranks`` sees it; of one, as it is. ``threads``: of each; None: the cores are
-    shared out. ``hosts``: such machines, with as many of the ranks on each.
+    shared out. ``hosts``: such machines, with as many of the ranks on each. ``copies``: of the state that they have.
 
     Raises:
         ConfigError: the profile does not tell what collectives take.
     """
     if ranks == 1:
         return machine
-    if hosts > 1:
-        return _of_each_host(machine, ranks, hosts, threads)
-    if not knows_ranks(machine):
-        raise ConfigError(
-            f"the profile of {machine.name} does not tell how fast ranks send to each other: measure the machine anew "
-            "with penstock doctor, or add a network (bandwidth, latency) to its profile"
-        )
+    if (why := why_unknown(machine, ranks, hosts, copies)) is not None:
+        raise ConfigError(why)
+    each = ranks // hosts
+    shared = machine if each == 1 else _of_host(machine, each, threads)
+    if copies == 1:
+        network, between = _collectives(machine, each, ranks, hosts, levels=True), None
+    else:
+        network = _collectives(machine, each, ranks // copies, max(1, hosts // copies))
+        between = _collectives(machine, each, copies, min(copies, hosts))
+    return replace(shared, network=network, of_copies=between, between=())
+
+
+def _of_host(machine: Machine, ranks: int, threads: int | None) -> Machine:
+    """The machine as the slowest of its ``ranks`` sees it, but for what they send each other."""
     cores = machine.host.cores
     threads = max(1, cores // ranks) if threads is None else threads
     part = min(1 / ranks, threads / cores)
@@ -78,42 +93,50 @@ def of_each_rank(machine: Machine, ranks: int, threads: int | None = None, hosts
     if crossing is not None:
         factors = dict.fromkeys(_LINK, link) | dict.fromkeys(_STEPS, part)
         crossing = replace(crossing, **{name: getattr(crossing, name) * by for name, by in factors.items()})
-    found = _between(machine, ranks)
+    found = within_host(machine, ranks)
     return replace(
         machine,
         host=_host(machine.host, ranks, part),
         device=_device(machine, ranks, part, link),
         drives=_slowest([drives_of(machine.drives, rank, ranks) for rank in range(ranks)]),
         crossing=crossing,
-        network=Network(bandwidth=found.bandwidth, latency=found.latency),
-        between=(),
         contention={**machine.contention, **(found.contention if isinstance(found, Between) else {})},
     )
 
 
-def _of_each_host(machine: Machine, ranks: int, hosts: int, threads: int | None) -> Machine:
-    """The machine as the slowest of the ranks of several hosts sees it. Of what a rank of R sends in a collective on
-    two levels, (H - 1) / (R - 1) leaves its host."""
-    network, each = machine.network, ranks // hosts
-    if network is None:
-        raise ConfigError(why_unknown(machine, hosts))
-    leaving = (hosts - 1) / (ranks - 1)
-    seconds, latency = leaving * each / network.bandwidth, network.latency
-    if each > 1 and machine.between:
-        within = _between(machine, each)
-        seconds, latency = seconds + (1 - leaving) / within.bandwidth, latency + within.latency
-    shared = machine if each == 1 else of_each_rank(machine, each, threads)
-    return replace(shared, network=Network(bandwidth=1 / seconds, latency=latency), between=())
+def _collectives(machine: Machine, on_host: int, size: int, hosts: int, *, levels: bool = False) -> Network:
+    """The links of ranks in a collective, ``size`` of them on so many ``hosts``, while all ``on_host`` ranks of each do
+    the same. ``levels``: it goes on two levels (``ranks.levels``), so that of what a rank sends (H - 1) / (R - 1)
+    leaves its host, and not the part of the ranks that are on other hosts. An exchange does so only where the ranks of a
+    host are a power of two."""
+    if size == 1:
+        return Network(bandwidth=float("inf"), latency=0.0)
+    within = within_host(machine, on_host) if on_host > 1 else None
+    if hosts == 1:
+        assert within is not None
+        return Network(bandwidth=within.bandwidth, latency=within.latency)
+    nic, each = machine.nic, size // hosts
+    assert nic is not None
+
+    def pace(leaving: float) -> float:
+        inside = 0.0 if within is None else (1 - leaving) / within.bandwidth
+        return 1 / (leaving * on_host / nic.bandwidth + inside)
+
+    latency = nic.latency + (0.0 if within is None or each == 1 else within.latency)
+    flat = pace((size - each) / (size - 1))
+    if not levels:
+        return Network(bandwidth=flat, latency=latency)
+    by_level = pace((hosts - 1) / (size - 1))
+    if each & (each - 1):
+        return Collectives(bandwidth=by_level, latency=latency, exchange=flat)
+    return Network(bandwidth=by_level, latency=latency)
 
 
 def of_pipeline(machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1) -> Machine:
     """The machine as each rank of a pipeline sees it: as ``of_each_rank``, but what is sent from one host to another
     goes from one rank to one, and has the link between hosts to itself."""
     seen = of_each_rank(machine, ranks, threads, hosts)
-    if hosts == 1:
-        return seen
-    assert machine.network is not None
-    return replace(seen, network=machine.network)
+    return seen if hosts == 1 else replace(seen, network=machine.nic)
 
 
 def crowding(machine: Machine, ranks: int, threads: int) -> float:
@@ -180,8 +203,8 @@ def _device(machine: Machine, ranks: int, part: float, link: float) -> Device:
     )
 
 
-def _between(machine: Machine, ranks: int) -> Network:
-    """The network between so many ranks, from the measurement with the nearest number: with more ranks, each has less
+def within_host(machine: Machine, ranks: int) -> Network:
+    """The network between so many ranks of one machine, from the measurement with the nearest number: with more ranks, each has less
     bandwidth and more latency in proportion."""
     if not machine.between:
         assert machine.network is not None

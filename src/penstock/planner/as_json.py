@@ -21,7 +21,8 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
         "model": {"name": task.shape.name, "parameters": f.parameters},
         "machine": task.machine.name,
         "profile": _profile(task.machine),
-        "ranks": task.ranks,
+        "ranks": task.size,
+        "copies": task.copies,
         "fits": f.beyond_machine is None,
         "step": {
             "seconds": f.step_seconds,

@@ -6,9 +6,10 @@ from penstock.config import GradDtype
 from penstock.errors import ConfigError
 from penstock.hardware.crossing import compact_pace, crossing_of, step_rate
 from penstock.hardware.drives import Together, together
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import Collectives, Machine
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.references import OpId
 from penstock.schedule.place import BF16, FP32, Format
 from penstock.schedule.program import Program
 from penstock.shape.model import EFFICIENCY, StageTimes
@@ -64,7 +65,6 @@ def machine_costs(
         rates |= {"read": disk.read, "write": disk.write}
     if machine.network is not None:
         rates |= {"net": machine.network.bandwidth, "send": machine.network.bandwidth}
-    latency = 0.0 if machine.network is None else machine.network.latency
     groups = program.groups
     flops = machine.device.flops
     orthogonal = times.orthogonal or (flops.get("bf16") or max(flops.values())) * EFFICIENCY[machine.device.kind]
@@ -85,13 +85,26 @@ def machine_costs(
         share = {"ND": FP32 / touched, "AD": 3 * FP32 / touched}.get(ident.kind, 1.0)
         return groups[ident.group].trainable * share / device
 
-    def messages(op: Op) -> int:
+    def crossing(op: Op) -> float:
         ident = op.id
+        between = machine.of_copies if ident.kind == "AR" else None
+        link = between or machine.network
+        assert link is not None
+        exchange = link.exchange if isinstance(link, Collectives) else link.bandwidth
         if ident.kind == "GW" and ident.group < len(groups):
-            return (groups[ident.group].trainable > 0) + (groups[ident.group].frozen > 0)
-        if ident.kind in ("SG", "AR"):  # before the first chunk ranks tell each other which gradients there are
-            return (2 if ident.kind == "AR" else 1) + (ident.chunk == 0)
-        return op.lane in ("net", "send")
+            messages = (groups[ident.group].trainable > 0) + (groups[ident.group].frozen > 0)
+            return op.nbytes / link.bandwidth + link.latency * messages
+        if ident.kind == "SG":
+            return op.nbytes / exchange + link.latency + told(ident)
+        if ident.kind == "AR":  # an exchange of pieces, which are then gathered
+            seconds = op.nbytes / 2 / exchange + op.nbytes / 2 / link.bandwidth + 2 * link.latency
+            return seconds + (0.0 if between else told(ident))
+        return op.nbytes / link.bandwidth + link.latency
+
+    def told(ident: OpId) -> float:
+        """Before a group's first chunk all ranks tell each other which gradients there are."""
+        links = (machine.network, machine.of_copies) if ident.chunk == 0 else ()
+        return max((link.latency for link in links if link is not None), default=0.0)
 
     def seconds(op: Op) -> float:
         lane = op.lane
@@ -106,7 +119,9 @@ def machine_costs(
             return machine.overhead + op.nbytes / steps[ident.group in narrow]
         if ident.kind == "DG" and ident.group in narrow:
             return machine.overhead + op.nbytes / rounded_down
-        return machine.overhead + op.nbytes / rates[lane] + latency * messages(op)
+        if lane in ("net", "send"):
+            return machine.overhead + crossing(op)
+        return machine.overhead + op.nbytes / rates[lane]
 
     workers = max(1, io_threads // 2)
     return Costs(

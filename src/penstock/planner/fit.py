@@ -116,6 +116,10 @@ class Request(StreamConfig):
         """The seat of each rank."""
         return _seat(self.route, settings, self.ranks, self.copies)
 
+    def provision(self, settings: Settings) -> Provision:
+        """The pools of a step with these settings, and what it takes of them."""
+        return provision(self.route, settings, self.ranks, self.copies)
+
     def peak_bytes(self, settings: Settings, tier: Tier) -> int:
         """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
         return self.peaks(settings)[tier == "host"]
@@ -317,11 +321,7 @@ def with_keep(request: Request, settings: Settings, *, keep: bool = True) -> Set
     """The settings with weights kept until they are stepped, or without where none would be: one schedule, one way to
     say it. ``keep``: whether they are to be, if that is not said by the settings."""
     kept = replace(settings, keep=keep)
-    return (
-        kept
-        if keep and provision(request.route, kept, request.ranks, request.copies).kept
-        else replace(settings, keep=False)
-    )
+    return kept if keep and request.provision(kept).kept else replace(settings, keep=False)
 
 
 def tied_groups(program: Program) -> set[int]:

@@ -183,7 +183,7 @@ def corrected(machine: Machine, factors: Mapping[str, float]) -> Machine:
     device, host = machine.device, machine.host
     down, up, steps = by("d2h"), by("h2d"), by("cpu")
     crossing, of_crossing = machine.crossing, {"grad": down, "weights": up, "step": steps}
-    network = machine.network
+    network, copies = machine.network, machine.of_copies
     return replace(
         machine,
         drives=tuple(
@@ -209,7 +209,8 @@ def corrected(machine: Machine, factors: Mapping[str, float]) -> Machine:
         else replace(
             crossing, **{name: rate * of_crossing[name.partition("_")[0]] for name, rate in vars(crossing).items()}
         ),
-        network=None if network is None else replace(network, bandwidth=network.bandwidth * by("net")),
+        network=None if network is None else network.at(by("net")),
+        of_copies=None if copies is None else copies.at(by("net")),
         contention={pair: value / _less(*_both(pair), factors) for pair, value in machine.contention.items()},
     )
 

@@ -97,12 +97,12 @@ class Forecast:
     def peak_flops(self) -> float | None:
         """FLOP/s that the device's maker states for the plan's precision, of all ranks; None: the profile has none."""
         peak = self.task.machine.device.peak.get(self.task.precision)
-        return None if peak is None else self.task.ranks * peak
+        return None if peak is None else self.task.size * peak
 
     @property
     def product_flops(self) -> float:
         """FLOP/s of a large matrix product in the plan's precision, of all ranks."""
-        return self.task.ranks * self.task.machine.device.flops[self.task.precision]
+        return self.task.size * self.task.machine.device.flops[self.task.precision]
 
     @property
     def mfu(self) -> float | None:
@@ -246,7 +246,7 @@ class Forecast:
         steps = None if tbw is None or not written else spread(known, stripe_weights(drives)) * _TB / each
         return Wear(
             written_bytes=written,
-            per_parameter=self.task.ranks * written / self.parameters,
+            per_parameter=self.task.size * written / self.parameters,
             tbw=tbw,
             steps=steps,
             days=None if steps is None else steps * self.choice.expected_seconds / _DAY,
@@ -260,6 +260,6 @@ def forecast(task: Task, choice: Choice, micro_batch_size: int) -> Forecast:
         task=task,
         choice=choice,
         micro_batch_size=micro_batch_size,
-        tokens=task.ranks * profile.tokens * choice.request.micro_batches,
+        tokens=task.size * profile.tokens * choice.request.micro_batches,
         parameters=profile.parameters,
     )

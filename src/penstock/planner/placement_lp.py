@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from penstock.config import TIERS, Tier
 from penstock.planner.bounds import StepBound
 from penstock.planner.classes import GroupClass, Home
-from penstock.planner.fit import Request, base_placement, provision
+from penstock.planner.fit import Request, base_placement
 from penstock.planner.optimum import optimum
 from penstock.planner.phase_costs import PhaseCosts, Prices, columns
 from penstock.schedule.ir.lanes import STREAM_LANES
@@ -192,7 +192,7 @@ class PlacementLP:
     @cached_property
     def _provisions(self) -> dict[Waits, Provision]:
         return {
-            q: provision(self.request.route, self._settings(self.activation_tiers[-1], q), self.request.ranks)
+            q: self.request.provision(self._settings(self.activation_tiers[-1], q))
             for q in self.gradient_tiers
         }
 

@@ -133,7 +133,7 @@ class Probes:
         return self._found[key]
 
     def _probe(self, program: Program, settings: Settings) -> Probe:
-        return _probe(program, settings, self._one_by_one, self.request.ranks)
+        return _probe(program, settings, self._one_by_one, self.request.ranks, self.request.copies)
 
     @cached_property
     def _bare(self) -> Program:
@@ -168,9 +168,9 @@ def _in_host_memory(program: Program) -> Placement:
 
 
 @lru_cache(maxsize=4096)
-def _probe(program: Program, settings: Settings, one_by_one: bool, ranks: int) -> Probe:
+def _probe(program: Program, settings: Settings, one_by_one: bool, ranks: int, copies: int) -> Probe:
     """The facts of a program's schedule, whose groups have one chunk for each of their parts."""
-    seat = streaming_seat(ranks, settings.stage)
+    seat = streaming_seat(ranks, settings.stage, copies)
     if one_by_one:
         route = horizontal_route(program, settings.micro_batches)
         schedule = horizontal(program, settings, seat=seat)

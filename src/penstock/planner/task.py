@@ -50,8 +50,8 @@ class Task(StepConfig):
     """A model, a machine, a budget, and what is asked of a step.
 
     ``precision``: the one that counts. ``families``: schedules that may be chosen. ``disk_free``: bytes on disk that
-    may be used. ``ranks``: that share the model's state; machine, budget, disk and micro-batches are those of one of
-    them.
+    may be used. ``ranks``: that share the model's state, or each of several ``copies`` of it; machine, budget, disk and
+    micro-batches are those of one of them.
     """
 
     shape: ModelShape
@@ -68,6 +68,7 @@ class Task(StepConfig):
     families: tuple[Family, ...]
     disk_free: int
     ranks: int = 1
+    copies: int = 1
     profiles: dict[int, ModelProfile] = field(default_factory=dict, compare=False, repr=False)
     """those made so far, by sequences in a micro-batch"""
 
@@ -83,6 +84,11 @@ class Task(StepConfig):
         check_update_mode(self, self.budget, wait=self.needs_norm, horizontal="vertical" not in self.families)
         if self.budget.disk_paths and not self.machine.drives:
             raise ConfigError(f"the profile of {self.machine.name} has no drives, but a directory on disk is given")
+
+    @property
+    def size(self) -> int:
+        """The number of all ranks."""
+        return self.ranks * self.copies
 
     @property
     def form(self) -> Format:
@@ -123,9 +129,10 @@ class Task(StepConfig):
             form=self.form,
             micro_batches=micro_batches,
             wait=self.needs_norm,
-            **fields_of(self) | {"strands": None if self.strands is None else max(1, self.strands // self.ranks)},
+            **fields_of(self) | {"strands": None if self.strands is None else max(1, self.strands // self.size)},
             family=self.families[0],
             ranks=self.ranks,
+            copies=self.copies,
             inputs=micro_batches * profile.tokens * TOKEN_BYTES,
             step_temporaries=0 if self.machine.device.kind == "cpu" else DEVICE_TEMPORARIES,
         )

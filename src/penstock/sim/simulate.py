@@ -10,6 +10,7 @@ that changes whenever an op of its rank starts or ends.
 """
 
 import heapq
+from collections.abc import Sequence
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.lanes import LANES
@@ -20,13 +21,35 @@ from penstock.sim.result import Simulation
 from penstock.sim.template import Template
 
 
-def simulate(world: World, costs: Costs) -> Simulation:
-    """Run one step of every rank.
+def simulate(world: World, costs: Costs | Sequence[Costs]) -> Simulation:
+    """Run one step of every rank. ``costs``: of all ranks, or by rank, where they are on machines that differ.
 
     Raises:
         ScheduleError: no rank can go on; says what the first lanes wait for.
     """
-    return _Run(world, costs).run()
+    return _Run(world, [costs] * len(world.ranks) if isinstance(costs, Costs) else costs).run()
+
+
+class _Pace:
+    """How many ops the lanes of a rank keep in flight, and how these slow each other."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.sharing = not costs.serial and bool(costs.contention or any(w > 1 for w in costs.widths.values()))
+        self.widths = [1 if costs.serial else costs.widths.get(lane, 1) for lane in LANES]
+        self._slows = [[costs.contention.get((a, b), 0.0) for b in LANES] for a in LANES]
+        self._speeds: dict[tuple[int, ...], list[float]] = {}  # by how many ops each lane has under way
+
+    def speeds(self, counts: tuple[int, ...]) -> list[float]:
+        """The speed of each lane's ops, with so many of each lane under way."""
+        speeds = self._speeds.get(counts)
+        if speeds is None:
+            speeds = self._speeds[counts] = [
+                1.0 / (n * (1.0 + sum(self._slows[lane][b] for b, m in enumerate(counts) if m and b != lane)))
+                if n
+                else 0.0
+                for lane, n in enumerate(counts)
+            ]
+        return speeds
 
 
 class _Rank:
@@ -47,14 +70,16 @@ class _Rank:
         "next",
         "now",
         "offset",
+        "pace",
         "published",
         "starving",
         "t",
         "version",
     )
 
-    def __init__(self, index: int, offset: int, template: Template) -> None:
+    def __init__(self, index: int, offset: int, template: Template, pace: _Pace) -> None:
         lanes = len(template.queues)
+        self.pace = pace
         self.index = index
         self.offset = offset
         self.t = template
@@ -80,17 +105,20 @@ Trigger = tuple[_Rank, int, int]
 
 
 class _Run:
-    def __init__(self, world: World, costs: Costs) -> None:
-        templates: dict[int, Template] = {}
+    def __init__(self, world: World, costs: Sequence[Costs]) -> None:
+        assert len(costs) == len(world.ranks)
+        templates: dict[tuple[int, int], Template] = {}
+        paces = {id(own): _Pace(own) for own in costs}
         self.world = world
-        self.costs = costs
+        self.serial = costs[0].serial
         self.ranks: list[_Rank] = []
         total = 0
-        for index, schedule in enumerate(world.ranks):
-            template = templates.get(id(schedule))
+        for index, (schedule, own) in enumerate(zip(world.ranks, costs, strict=True)):
+            key = id(schedule), id(own)
+            template = templates.get(key)
             if template is None:
-                template = templates[id(schedule)] = Template(schedule, costs)
-            self.ranks.append(_Rank(index, total, template))
+                template = templates[key] = Template(schedule, own)
+            self.ranks.append(_Rank(index, total, template, paces[id(own)]))
             total += len(template.ops)
         self.starts = [0.0] * total
         self.takes = [0.0] * total
@@ -99,10 +127,6 @@ class _Run:
         self.causes = [""] * total
         self.heap: list[tuple[float, int, int, int, int]] = []  # (time, sequence, rank, op or -1, version)
         self.sequence = 0
-        self.sharing = not costs.serial and bool(costs.contention or any(w > 1 for w in costs.widths.values()))
-        self.widths = [1 if costs.serial else costs.widths.get(lane, 1) for lane in LANES]
-        self.slows = [[costs.contention.get((a, b), 0.0) for b in LANES] for a in LANES]
-        self.speeds: dict[tuple[int, ...], list[float]] = {}  # by how many ops each lane has under way
         self.waiting: dict[tuple[str, str], list[tuple[_Rank, int]]] = {}  # a collective's ranks that have arrived
 
     def run(self) -> Simulation:
@@ -126,7 +150,7 @@ class _Run:
     def _start_lane(self, rank: _Rank, lane: int, now: float, trigger: Trigger | None) -> None:
         """Start whatever can start on a lane."""
         t, queue = rank.t, rank.t.queues[lane]
-        while rank.next[lane] < len(queue) and rank.in_flight[lane] < self.widths[lane] and not rank.arrived[lane]:
+        while rank.next[lane] < len(queue) and rank.in_flight[lane] < rank.pace.widths[lane] and not rank.arrived[lane]:
             i = queue[rank.next[lane]]
             if rank.missing[i]:
                 return
@@ -174,7 +198,7 @@ class _Run:
             self.causes[at] = "" if trigger is None else self._cause(rank, trigger)
         rank.next[lane] += 1
         rank.in_flight[lane] += 1
-        if self.sharing:
+        if rank.pace.sharing:
             self._progress(rank, now)
             rank.active[i] = rank.t.seconds[i]
             rank.counts[lane] += 1
@@ -246,25 +270,12 @@ class _Run:
 
     # ---- lanes that share
 
-    def _speeds(self, rank: _Rank) -> list[float]:
-        """The speed of each lane's ops, with what is under way on the rank now."""
-        counts = tuple(rank.counts)
-        speeds = self.speeds.get(counts)
-        if speeds is None:
-            speeds = self.speeds[counts] = [
-                1.0 / (n * (1.0 + sum(self.slows[lane][b] for b, m in enumerate(counts) if m and b != lane)))
-                if n
-                else 0.0
-                for lane, n in enumerate(counts)
-            ]
-        return speeds
-
     def _progress(self, rank: _Rank, now: float) -> None:
         """Take what has been done since the last change off the work that is left."""
         elapsed = now - rank.now
         rank.now = now
         if elapsed > 0:
-            lane_of, speeds = rank.t.lane, self._speeds(rank)
+            lane_of, speeds = rank.t.lane, rank.pace.speeds(tuple(rank.counts))
             for i in rank.active:
                 rank.active[i] -= elapsed * speeds[lane_of[i]]
 
@@ -273,7 +284,7 @@ class _Run:
         rank.version += 1
         if not rank.active:
             return
-        lane_of, speeds = rank.t.lane, self._speeds(rank)
+        lane_of, speeds = rank.t.lane, rank.pace.speeds(tuple(rank.counts))
         soonest = min([left / speeds[lane_of[i]] for i, left in rank.active.items()])
         self.sequence += 1
         heapq.heappush(self.heap, (rank.now + max(soonest, 0.0), self.sequence, rank.index, -1, rank.version))
@@ -326,5 +337,5 @@ class _Run:
             alone=tuple(rank.t.seconds for rank in self.ranks),
             waits=tuple(self.waits[a:b] for a, b in cuts),
             causes=tuple(self.causes[a:b] for a, b in cuts),
-            serial=self.costs.serial,
+            serial=self.serial,
         )
