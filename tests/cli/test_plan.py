@@ -315,6 +315,52 @@ def test_several_ranks_share_the_budget_and_the_step_and_one_sends_nothing(
     assert "copies=2 with 3 ranks" in refused(capsys, *options, "--batch", 6, "--ranks", 3, "--copies", 2)
 
 
+def test_layouts_of_several_hosts_are_compared_and_the_fastest_is_named(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config.parent / "host.json"
+    path.write_text(replace(MACHINE, between=(Between(ranks=2, bandwidth=1e8, latency=1e-3),)).to_json())
+    options = (config, "--hosts", f"2x2x{path}", "--network", "200Mbit/s", "--budget.host", "32MiB")
+    data = json.loads(answered(capsys, *options, "--json"))
+    names = [one["name"] for one in data["layouts"]] + [one["name"] for one in data["refused"]]
+    assert {"dp_shard 4, stage 3", "dp_shard 4, stage 2", "dp_shard 4, stage 0", "pp 4"} < set(names)
+    assert "dp_replicate 2 x dp_shard 2, stage 3" in names
+    assert data["fastest"] == data["layouts"][0]["name"]
+    assert all(one["tokens"] == 8 * 128 for one in data["layouts"])
+    assert data["hosts"][0]["nic"] == {"bandwidth": 25e6, "latency": 1e-5}
+    said = answered(capsys, *options)
+    assert f"fastest     {data['fastest']}" in said
+    assert "0.025 GB/s between hosts, 10 us a message, assumed" in said
+    ranked = [line.split("  ")[0] for line in said.splitlines() if line.startswith(("dp_", "pp"))]
+    assert ranked == [one["name"] for one in data["layouts"]]
+    same = answered(capsys, config, "--machine", path, "--hosts", "2x2", *options[3:], "--latency", "10us")
+    assert same == said.replace(", assumed: --latency says it", "").replace("2 x host", "2 x small")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--network", "1Gbit/s"), "network is that between hosts, and has no effect without --hosts"),
+        (("--hosts", "2x2xa100-40g", "--latency", "1ms"), "latency is that of --network"),
+        (("--hosts", "2xa100-40g"), "names no hosts. Write how many, the ranks of each and their machine"),
+        (("--hosts", "1x2xh100-80g+1x4xh100-80g"), "has as many ranks on each of its hosts"),
+        (("--hosts", "2x8xa100-40g", "--network", "fast"), "'fast' is not a network's rate"),
+        (("--hosts", "2x8xa100-40g", "--network", "1Gbit/s"), "does not tell how fast ranks send to each other"),
+        (("--hosts", "2x8xh100-80g"), "does not tell how fast hosts send to each other"),
+        (("--hosts", "2x8xh100-80g", "--ranks", "2"), "ranks does not go with --hosts"),
+        (("--hosts", "2x8xh100-80g", "--machine", "gh200"), "has no effect, as --hosts names the machine"),
+        (("--hosts", "1x1xh100-80g"), "is one rank: leave --hosts out"),
+    ],
+)
+def test_hosts_that_cannot_be_compared_are_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    code = main(["plan", str(config), *words])
+    found = capsys.readouterr()
+    assert code
+    assert said in found.out + found.err
+
+
 def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not tell how fast ranks send to each other" in refused(capsys, config, "--ranks", 2)
     path = config.parent / "linked.json"

@@ -43,6 +43,7 @@ USED = {
     "stage": {
         "schedule/": "what a built schedule was given; and the stages of a program, which are called so, too",
         "planner/bounds.py": "which buffers hold its lanes up",
+        "planner/layouts.py": "the one of a layout, of which several are compared",
         "cli/simulate_arguments.py": "of a schedule that is simulated, without a plan",
         **dict.fromkeys(
             ("engine/timing.py", "planner/following.py", "planner/sample.py", "runtime/", "shape/meta.py", "tape/"),
@@ -50,6 +51,7 @@ USED = {
         ),
     },
     "sync_buffers": {"engine/resources.py": "what a step is to do with the model's buffers"},
+    "deal": {"planner/layouts.py": "the one that was found for hosts that differ"},
     "slots": {"store/": "the slots", "state/": "the slots", "planner/phase_memory.py": "the memory of their checksums"},
     "durability": {
         "planner/durability.py": "compares them",

@@ -66,6 +66,7 @@ WRAP = {
     "strands": None,
     "stage": None,
     "sync_buffers": None,
+    "deal": None,
 }
 
 PLAN = {
@@ -88,6 +89,7 @@ PLAN = {
     "strands": None,
     "stage": None,
     "sync_buffers": None,
+    "deal": None,
     "disk_free": None,
     "tbw": None,
     "tokens": None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar, get_args
 
 from penstock.cli.launch import MOST_RANKS
+from penstock.cli.plan_hosts import check_hosts, compare
 from penstock.cli.settings import load
 from penstock.cli.split import dealt, other_batch
 from penstock.cli.task import free_here, shape_of, shipped_shape, task_of
@@ -40,6 +41,10 @@ class FileArguments(Words):
     | ``batch`` | sequences in a step; cut into micro-batches as is best |
     | ``ranks`` N | plan for N processes on the machine that share the model's state, for a file's settings; those of a
     file with ``pipeline`` are as many as that says |
+    | ``hosts`` COUNTxRANKSxNAME | say which layout of the ranks of several hosts is the fastest: 2x8xh100-80g is two
+    machines of 8 ranks each, 2x8 two like this one (or ``machine``), and + joins several kinds |
+    | ``network`` RATE | a host's link to the other hosts, as 100Gbit/s, if not what the profile says |
+    | ``latency`` TIME | of a message over it (10us) |
     | ``disk_free`` | disk space that may be used, if not what the profile says |
     | ``tbw`` | terabytes that each drive is rated for, if not what the profile says |
     | ``longest`` | also look for the longest sequences that fit, which may take a minute more |
@@ -56,6 +61,9 @@ class FileArguments(Words):
     machine: str | None = None
     batch: int | None = None
     ranks: int = 1
+    hosts: str | None = None
+    network: str | None = None
+    latency: str | None = None
     disk_free: str | int | float | None = None
     tbw: float | None = None
     epoch_tokens: str | int | float | None = None
@@ -71,6 +79,7 @@ class FileArguments(Words):
             raise ConfigError(f"ranks={self.ranks}: must be from 1 to {MOST_RANKS}, the processes on one machine")
         if self.epoch_tokens is not None:
             parse_count("epoch_tokens", self.epoch_tokens)
+        check_hosts(self)
         keys = {key.replace("-", "_") for key, _ in self.settings}
         if self.batch is not None and (cut := {"micro_batches", "micro_batch_size"} & keys):
             raise ConfigError(
@@ -95,6 +104,9 @@ class ModelArguments(Words, PlanSettings):
 
     model: str
     machine: str | None = None
+    hosts: str | None = None
+    network: str | None = None
+    latency: str | None = None
     device: str | int | float | None = None
     host: str | int | float | None = None
     durability: Durability | None = None
@@ -103,6 +115,7 @@ class ModelArguments(Words, PlanSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_hosts(self)
         for key in ("device", "host"):
             if (size := getattr(self, key)) is not None:
                 check_size(key, size, MEMORY_LEAST)
@@ -136,6 +149,8 @@ def run(arguments: Arguments) -> int:
     Raises:
         ConfigError, BudgetError, ModelError: see ``penstock.plan``.
     """
+    if arguments.hosts is not None:
+        return compare(arguments)
     if isinstance(arguments, FileArguments):
         config = load(arguments.config, arguments.settings)
         if config.pipeline > 1:

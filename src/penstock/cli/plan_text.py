@@ -18,7 +18,7 @@ from penstock.planner.task import Task
 from penstock.planner.update_mode import steps_early
 from penstock.planner.whole_run import WholeRun
 from penstock.report.sentence import format_time, share_of_life
-from penstock.schedule.place import FP32
+from penstock.schedule.place import FP32, Settings
 from penstock.shape.model import EFFICIENCY
 
 _BAR = 24
@@ -75,7 +75,7 @@ def _head(f: Forecast) -> Iterator[str]:
     task, settings = f.task, f.choice.plan.settings
     moments = f" with moments in {task.form_of_moments}" if task.form.is_compact else ""
     yield f"{task.shape.name}, {_count(f.parameters)} parameters, {task.precision}, {task.optimizer}{moments}"
-    yield f"on {task.machine.name}" + (f", {_ranks(task, settings.stage)}" if task.size > 1 else "")
+    yield f"on {task.machine.name}" + (f", {_ranks(task, settings)}" if task.size > 1 else "")
     yield f"profile     {_profile(task.machine)}"
     each = "each rank " if task.ranks > 1 else ""
     fits = "It fits" if f.beyond_machine is None else "It fits into the budget, but not into the machine"
@@ -87,10 +87,10 @@ def _head(f: Forecast) -> Iterator[str]:
     )
 
 
-def _ranks(task: Task, stage: ZeroStage) -> str:
+def _ranks(task: Task, settings: Settings) -> str:
     if task.copies == 1:
-        return f"{task.ranks} ranks {_STAGES[stage]}"
-    return f"{task.copies} times {task.ranks} ranks, each with a copy of the state, {_STAGES[stage]}"
+        return f"{task.ranks} ranks {_STAGES[settings.stage]}"
+    return f"{task.copies} times {task.ranks} ranks, each with a copy of the state, {_STAGES[settings.stage]}"
 
 
 def _step(f: Forecast) -> Iterator[str]:

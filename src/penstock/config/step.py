@@ -54,6 +54,9 @@ class StreamConfig:
     running statistics: after each step the ``mean`` of all ranks' values, or those of the ``first``, as
     DistributedDataParallel's ``broadcast_buffers`` does; None: such a model is refused on several ranks. One process
     has its own |
+    | ``deal`` | number of blocks that each rank of a pipeline has, in the order of ranks, as ``penstock plan --hosts``
+    finds it for hosts that differ. Kept in the store. Changes no result; None: that of the store, or as many on each,
+    but fewer on the first, which has the ends |
     | ``speculate`` | whether what is on disk steps before the gradients' norm is known; a step whose norm is over
     ``clip_grad_norm`` is run again. Changes no result; None: the plan chooses |
     """
@@ -64,9 +67,12 @@ class StreamConfig:
     strands: int | None = None
     stage: ZeroStage | None = None
     sync_buffers: SyncBuffers | None = None
+    deal: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, of=StreamConfig)
+        if self.deal is not None:
+            object.__setattr__(self, "deal", tuple(self.deal))  # from Python it may be a list
         if self.delay is not None and not 0 <= self.delay <= 1:
             raise ConfigError(f"delay={self.delay:g}: must be from 0 to 1, or left out: the plan chooses")
         if self.strands is not None and (self.strands < 1 or self.strands > STRANDS):

@@ -1,7 +1,8 @@
-"""A program dealt out to the ranks of a pipeline: what blocks are handed is refused where it cannot be sent; and the
-plans of all of them, which the first makes."""
+"""The blocks of a model dealt out to the ranks of a pipeline, and its program as one of them has it: what blocks are
+handed is refused where it cannot be sent; and the plans of all of them, which the first makes."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from penstock.engine.probed import HandedOn
 from penstock.errors import BudgetError, ConfigError, ModelError
@@ -9,14 +10,73 @@ from penstock.planner.dealt import Asked, Pace, plans_of
 from penstock.planner.fit import Plan, Request
 from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
-from penstock.schedule.lower.dealt import program_of_rank
+from penstock.schedule.lower.dealt import blocks_of, dealt_as, holders_of, program_of_rank
 from penstock.schedule.place import Placement, Settings
-from penstock.schedule.program import Dealt, Program
+from penstock.schedule.program import Dealt, GroupSpec, Program
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
+from penstock.store.facts import facts_of
+from penstock.store.manifest import Manifest
+from penstock.store.parts import HOLDERS
 from penstock.tape.elsewhere import besides
 from penstock.tape.handed import refusal
 from penstock.tape.suspended import StageFacts
+
+
+def deal_blocks(
+    groups: Sequence[GroupSpec],
+    blocks: Sequence[str],
+    ranks: Ranks,
+    counts: Sequence[int] | None,
+    paths: Sequence[Path],
+) -> tuple[list[int], list[int]]:
+    """(the rank of a pipeline that has each block, the rank that has each group). All ranks come here. ``counts``: the
+    number of each rank's blocks, if that is asked for; ``paths``: the directories of this rank's store, which a run
+    goes on with as it was dealt.
+
+    Raises:
+        ConfigError: there are too few blocks, the counts are none of theirs, or the store was dealt otherwise.
+        StoreError: it cannot be read.
+    """
+    if counts is not None and len(counts) != ranks.size:
+        raise ConfigError(f"deal={list(counts)} is for {len(counts)} ranks, and the pipeline has {ranks.size}")
+    kept = _kept(groups, blocks, ranks, paths)
+    if kept is None:
+        return holders_of(groups, blocks, ranks.size, None if counts is None else dealt_as(counts, len(blocks)))
+    had = [kept.count(rank) for rank in range(ranks.size)]
+    if counts is not None and list(counts) != had:
+        raise ConfigError(
+            f"deal={list(counts)}, and the state in {paths[0]} was dealt as {had}: leave deal out to go on with it; or "
+            "save a snapshot, and load it where there is no store yet"
+        )
+    return holders_of(groups, blocks, ranks.size, kept)
+
+
+def _kept(
+    groups: Sequence[GroupSpec], blocks: Sequence[str], ranks: Ranks, paths: Sequence[Path]
+) -> tuple[int, ...] | None:
+    """The deal that the stores of the ranks were made for; None: there are none, or they are of no such pipeline, which
+    is said when they are opened."""
+
+    def look() -> list[int] | None:
+        if not paths or facts_of(paths) is None:
+            return None
+        found: list[int] | None = Manifest.read(paths[0]).model.get(HOLDERS)
+        return found
+
+    told = ranks.gather_objects("deal of the blocks", ranks.jointly("store of a pipeline", look))
+    holders = next((found for found in told if found is not None), None)
+    if holders is None or len(holders) != len(groups) or max(holders) >= ranks.size:
+        return None
+    dealt: list[int | None] = [None] * len(blocks)
+    for holder, block in zip(holders, blocks_of(groups, blocks), strict=True):
+        if block is not None:
+            dealt[block] = holder
+    found, last = list[int](), 0
+    for rank in dealt:  # one without parameters goes with the one before it
+        last = last if rank is None else rank
+        found.append(last)
+    return tuple(found)
 
 
 def dealt_program(

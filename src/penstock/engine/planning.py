@@ -110,11 +110,12 @@ class Planning:
         self._schedule = settings.schedule
         ranks, whole = resources.ranks, resources.machine
         threads = max(ranks.gather_objects("threads", resources.threads))
+        seen = whole
         if whole is not None and ranks.are_pipeline:
-            whole_seen: Machine | None = of_pipeline(whole, ranks.size, threads, ranks.hosts)
-        else:
-            whole_seen = whole and of_each_rank(whole, ranks.size, threads, ranks.hosts, ranks.copies)
-        self._machine = whole_seen
+            seen = of_pipeline(whole, ranks.size, threads, ranks.hosts)
+        elif whole is not None:
+            seen = of_each_rank(whole, ranks.size, threads, ranks.hosts, ranks.copies)
+        self._machine = seen
         """the machine as each rank sees it, corrected by what steps have shown; None: nothing is predicted"""
         follows = settings.follows_machine and self._machine is not None and not ranks.are_pipeline
         self._following = Following() if follows else None

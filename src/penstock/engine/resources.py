@@ -14,6 +14,7 @@ from torch import nn
 from penstock.config.step import SyncBuffers, check_strands
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments
+from penstock.engine.dealt import deal_blocks
 from penstock.engine.progress import Progress
 from penstock.engine.spans import Spans
 from penstock.engine.stripes import as_striped, weights_for
@@ -24,7 +25,6 @@ from penstock.optim.precision import DTYPES, LossScale
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import Share
 from penstock.runtime.streams import DeviceStreams, HostStreams, streams_for
-from penstock.schedule.lower.dealt import holders_of
 from penstock.schedule.matrices import Piece, pieces
 from penstock.schedule.place import Format
 from penstock.state import numa
@@ -142,7 +142,8 @@ def open_resources(
     groups, buffers = group_parameters(model, found, parts, form), Buffers(model)
     dealt, holders = list[int](), list[int]()
     if ranks.are_pipeline:
-        dealt, holders = holders_of([g.spec for g in groups], [block.name for block in found], ranks.size)
+        specs, names = [g.spec for g in groups], [block.name for block in found]
+        dealt, holders = deal_blocks(specs, names, ranks, settings.deal, budget.disk_paths)
     share = ranks.share(parts, holders)
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     matrices = {id(s.parameter) for g in groups if g.spec.whole for s in g.slices if s.trainable}

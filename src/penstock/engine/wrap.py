@@ -72,6 +72,11 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
         try:
             with ranks.together():
                 check_room(device, budget, model)
+                if asked.deal is not None and not ranks.are_pipeline:
+                    raise ConfigError(
+                        f"deal={list(asked.deal)} says how many blocks each rank of a pipeline has, and there is none: "
+                        "leave it out"
+                    )
                 if ranks.size > 1:
                     _check_shared(asked, ranks)
                     ranks.agree_on_each(_said(asked, budget, precision))

@@ -206,9 +206,9 @@ class Machine:
     on a machine without a GPU, ``compute``, ``cpu``, ``h2d`` and ``d2h`` share cores and memory.
     ``crossing``: None in a profile that does not tell; ``penstock.hardware.crossing`` derives it then.
     ``network``: between the ranks of one machine, such as the GPUs of a board; ``nic``: a host's link to other hosts,
-    which its ranks share. ``between``: for each number of ranks that was measured; none where nobody has. ``of_copies``:
-    what the ranks that have the same part of several copies of the state send each other, no part of a profile: it
-    follows (``penstock.hardware.sharing``).
+    which its ranks share. ``between``: for each number of ranks that was measured; none where nobody has.
+    ``of_copies``: what the ranks that have the same part of several copies of the state send each other, no part of a
+    profile: it follows (``penstock.hardware.sharing``).
     ``measured``: None in a profile that was not, or that does not tell. ``source``: what the figures of a machine are
     from that is only described. ``file``: the one that the profile was read from, which is no part of it.
     ``overhead``: seconds from an op's end to the start of one that has waited for it on another lane. ``interpreter``:

@@ -59,9 +59,7 @@ def why_unknown(machine: Machine, ranks: int, hosts: int = 1, copies: int = 1) -
     return None
 
 
-def of_each_rank(
-    machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1, copies: int = 1
-) -> Machine:
+def of_each_rank(machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1, copies: int = 1) -> Machine:
     """The machine as the slowest of ``ranks`` sees it; of one, as it is. ``threads``: of each; None: the cores are
     shared out. ``hosts``: such machines, with as many of the ranks on each. ``copies``: of the state that they have.
 
@@ -104,11 +102,20 @@ def _of_host(machine: Machine, ranks: int, threads: int | None) -> Machine:
     )
 
 
+def leaving(size: int, hosts: int, *, levels: bool) -> float:
+    """The share of what a rank sends in a collective that leaves its host, ``size`` ranks on so many hosts. ``levels``:
+    it goes on two levels (``ranks.levels``); else each part goes to whoever is to have it."""
+    return (hosts - 1 if levels else size - size // hosts) / (size - 1)
+
+
+def on_levels(each: int) -> bool:
+    """True if gradients of so many ranks on each host are exchanged on two levels, as what is gathered always is."""
+    return not each & (each - 1)
+
+
 def _collectives(machine: Machine, on_host: int, size: int, hosts: int, *, levels: bool = False) -> Network:
     """The links of ranks in a collective, ``size`` of them on so many ``hosts``, while all ``on_host`` ranks of each do
-    the same. ``levels``: it goes on two levels (``ranks.levels``), so that of what a rank sends (H - 1) / (R - 1)
-    leaves its host, and not the part of the ranks that are on other hosts. An exchange does so only where the ranks of a
-    host are a power of two."""
+    the same. ``levels``: it goes on two levels where it can (``leaving``)."""
     if size == 1:
         return Network(bandwidth=float("inf"), latency=0.0)
     within = within_host(machine, on_host) if on_host > 1 else None
@@ -118,18 +125,15 @@ def _collectives(machine: Machine, on_host: int, size: int, hosts: int, *, level
     nic, each = machine.nic, size // hosts
     assert nic is not None
 
-    def pace(leaving: float) -> float:
-        inside = 0.0 if within is None else (1 - leaving) / within.bandwidth
-        return 1 / (leaving * on_host / nic.bandwidth + inside)
+    def pace(*, levels: bool) -> float:
+        share = leaving(size, hosts, levels=levels)
+        inside = 0.0 if within is None else (1 - share) / within.bandwidth
+        return 1 / (share * on_host / nic.bandwidth + inside)
 
     latency = nic.latency + (0.0 if within is None or each == 1 else within.latency)
-    flat = pace((size - each) / (size - 1))
-    if not levels:
-        return Network(bandwidth=flat, latency=latency)
-    by_level = pace((hosts - 1) / (size - 1))
-    if each & (each - 1):
-        return Collectives(bandwidth=by_level, latency=latency, exchange=flat)
-    return Network(bandwidth=by_level, latency=latency)
+    if levels and not on_levels(each):
+        return Collectives(bandwidth=pace(levels=True), latency=latency, exchange=pace(levels=False))
+    return Network(bandwidth=pace(levels=levels), latency=latency)
 
 
 def of_pipeline(machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1) -> Machine:
@@ -204,8 +208,8 @@ def _device(machine: Machine, ranks: int, part: float, link: float) -> Device:
 
 
 def within_host(machine: Machine, ranks: int) -> Network:
-    """The network between so many ranks of one machine, from the measurement with the nearest number: with more ranks, each has less
-    bandwidth and more latency in proportion."""
+    """The network between so many ranks of one machine, from the measurement with the nearest number: with more ranks,
+    each has less bandwidth and more latency in proportion."""
     if not machine.between:
         assert machine.network is not None
         return machine.network

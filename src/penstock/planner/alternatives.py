@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.errors import BudgetError
-from penstock.planner.fit import Request, provision
+from penstock.planner.fit import Request
 from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.proposals import Proposals
 from penstock.planner.question import Question

@@ -12,6 +12,7 @@ from penstock.planner.update_mode import steps_early
 
 if TYPE_CHECKING:
     from penstock.planner.ask import PlanReport
+    from penstock.planner.comparison import Comparison
 
 
 def as_json(report: "PlanReport") -> dict[str, Any]:
@@ -92,6 +93,46 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "considered": f.choice.considered,
             "simulated": f.choice.simulated,
         },
+    }
+
+
+def comparison_as_json(found: "Comparison") -> dict[str, Any]:
+    """Seconds, bytes, tokens and sequences of each layout; those that fit are the fastest first."""
+    asked = found.asked
+    return {
+        "model": asked.task.shape.name,
+        "hosts": [
+            {
+                "name": kind.name,
+                "machine": kind.machine.name,
+                "count": kind.count,
+                "ranks": asked.hosts.each,
+                "nic": None if kind.machine.nic is None else asdict(kind.machine.nic),
+            }
+            for kind in asked.hosts.kinds
+        ],
+        "ranks": asked.hosts.ranks,
+        "batch": asked.batch,
+        "sequence_length": asked.task.sequence_length,
+        "fastest": None if found.fastest is None else found.fastest.layout.name,
+        "layouts": [
+            {
+                "name": one.layout.name,
+                "settings": dict(one.settings),
+                "runs": found.not_yet(one.layout) is None,
+                "seconds": one.seconds,
+                "tokens": one.tokens,
+                "tokens_per_second": one.tokens_per_second,
+                "micro_batches": one.micro_batches,
+                "micro_batch_size": one.micro_batch_size,
+                "deal": list(one.deal) or None,
+                "even_deal_seconds": one.even,
+                "in_proportion_seconds": one.in_proportion,
+                "hosts": [asdict(host) for host in one.hosts],
+            }
+            for one in found.outcomes
+        ],
+        "refused": [{"name": one.layout.name, "why": one.why} for one in found.refused],
     }
 
 

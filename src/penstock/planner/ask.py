@@ -15,7 +15,7 @@ from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories, why_none
 from penstock.planner.advice import Advice, advice, refusal, worn_out
 from penstock.planner.alternatives import Alternatives, alternatives
-from penstock.planner.arguments import PlanArguments, check_drives, check_model
+from penstock.planner.arguments import PlanArguments, PlanSettings, check_drives, check_model
 from penstock.planner.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
 from penstock.planner.durability import Weighed, settled, undecided, weigh
 from penstock.planner.endurance import EnduranceError
@@ -125,7 +125,18 @@ def plan(model: str | Path | Mapping[str, Any] | ModelShape, asked: PlanArgument
     check_drives(asked.disk_free, asked.tbw, budget)
     if asked.tbw is not None:
         machine = rated(machine, asked.tbw)
-    task = Task(
+    task = task_for(model, machine, budget, asked)
+    found = report(task, batch=asked.batch, split=asked.split)
+    if asked.tokens is None:
+        return found
+    return replace(found, steps=steps_for(found.forecast, parse_count("tokens", asked.tokens)))
+
+
+def task_for(
+    model: str | Path | Mapping[str, Any] | ModelShape, machine: Machine, budget: Budget, asked: PlanSettings
+) -> Task:
+    """The task of a model on a machine, of which no step is planned yet; raises as ``plan``."""
+    return Task(
         shape=_shape_of(model, machine),
         machine=machine,
         budget=budget,
@@ -138,10 +149,6 @@ def plan(model: str | Path | Mapping[str, Any] | ModelShape, asked: PlanArgument
         disk_free=free_bytes(machine) if asked.disk_free is None else parse_size(asked.disk_free),
         **fields_of(asked, StepConfig) | {"precision": asked.precision_on(machine.device.kind)},
     )
-    found = report(task, batch=asked.batch, split=asked.split)
-    if asked.tokens is None:
-        return found
-    return replace(found, steps=steps_for(found.forecast, parse_count("tokens", asked.tokens)))
 
 
 def rated(machine: Machine, tbw: float) -> Machine:

@@ -1,12 +1,12 @@
 """From a machine profile and a model's stage times to the costs that the simulator needs."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from penstock.config import GradDtype
 from penstock.errors import ConfigError
 from penstock.hardware.crossing import compact_pace, crossing_of, step_rate
 from penstock.hardware.drives import Together, together
-from penstock.hardware.machine import Collectives, Machine
+from penstock.hardware.machine import Collectives, Machine, Network
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import OpId
@@ -26,12 +26,13 @@ def machine_costs(
     io_threads: int = 4,
     grad_dtype: GradDtype = "fp32",
     narrow: Collection[int] = (),
+    link_to: Callable[[int], Network] | None = None,
 ) -> Costs:
     """The costs of a schedule of ``program`` on ``machine``.
 
     ``optimizer``: key of the machine's optimizer rates, ``"adamw.bf16"``. ``io_threads``: as ``penstock.wrap``.
     ``grad_dtype``: as in ``Settings``; ``narrow``: groups whose gradients are rounded to it on the device
-    (``schedule.lower.provision``).
+    (``schedule.lower.provision``). ``link_to``: the link over which messages go to another rank; None: the network.
 
     A transfer takes its bytes over the lane's rate, compute what ``times`` say, an optimizer step its parameters over
     the measured rate; a gradient that is rounded on its way what doctor has measured of that (``crossing``); sums and
@@ -89,6 +90,8 @@ def machine_costs(
         ident = op.id
         between = machine.of_copies if ident.kind == "AR" else None
         link = between or machine.network
+        if op.lane == "send" and link_to is not None:
+            link = link_to(op.peer)
         assert link is not None
         exchange = link.exchange if isinstance(link, Collectives) else link.bandwidth
         if ident.kind == "GW" and ident.group < len(groups):

@@ -20,7 +20,7 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.dealt import program_of_rank, stages_dealt
 from penstock.schedule.lower.mesh import Mesh
-from penstock.schedule.place import Placement
+from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
@@ -77,13 +77,14 @@ def world_of(schedules: Sequence[Schedule]) -> World:
     return World(name=schedules[0].name, ranks=tuple(schedules), groups={everyone.name: everyone.members})
 
 
-def programs_of(program: Program, ranks: int) -> list[Program]:
-    """The program of each rank of a pipeline, to which a model's blocks are dealt out.
+def programs_of(program: Program, ranks: int, counts: Sequence[int] | None = None) -> list[Program]:
+    """The program of each rank of a pipeline, to which a model's blocks are dealt out. ``counts``: blocks of each rank;
+    None: as many.
 
     Raises:
         ConfigError: there are too few blocks, or two ranks would need the same parameters.
     """
-    of_stages = stages_dealt(program, ranks)
+    of_stages = stages_dealt(program, ranks, counts)
     return [program_of_rank(program, of_stages, rank, ranks) for rank in range(ranks)]
 
 
@@ -138,7 +139,7 @@ def _alike(asked: Sequence[Asked]) -> tuple[Plan, ...]:
     Raises:
         BudgetError, ConfigError: they cannot.
     """
-    plans = [_of_rank(rank, one) for rank, one in enumerate(asked)]
+    plans = _each(asked)
     if not asked[0].request.train:
         return tuple(plans)
     early = [plan.schedule.speculative for plan in plans]
@@ -149,7 +150,7 @@ def _alike(asked: Sequence[Asked]) -> tuple[Plan, ...]:
                 "early: leave speculate out"
             )
         waiting = [replace(one, request=replace(one.request, speculate=False)) for one in asked]
-        plans = [_of_rank(rank, one) for rank, one in enumerate(waiting)]
+        plans = _each(waiting)
     if len({bool(late_chunks(plan.schedule)) for plan in plans}) > 1:
         raise ConfigError(
             f"delay={plans[0].settings.delay:g}, and of the ranks of this pipeline some have nothing that can be "
@@ -164,6 +165,57 @@ def _alike(asked: Sequence[Asked]) -> tuple[Plan, ...]:
             "budget.state='host', or train other parameters"
         )
     return tuple(plans)
+
+
+def _each(asked: Sequence[Asked]) -> list[Plan]:
+    """The plan of each rank, made once for ranks whose stages are alike: what else they ask for, all of them do."""
+    known: dict[object, tuple[Program, Settings]] = {}
+    plans = []
+    for rank, one in enumerate(asked):
+        request = one.request
+        key = None
+        if one.keep is None and request.program.dealt is not None:
+            key = _likeness(request.program), bool(request.budget.disk_paths), request.micro_batches, request.inputs
+        if key is None or key not in known:
+            plans.append(_of_rank(rank, one))
+            known[key] = request.program, plans[-1].settings
+        else:
+            like, settings = known[key]
+            plans.append(request.plan(_moved(settings, like, request.program)))
+    return plans
+
+
+def _likeness(program: Program) -> object:
+    """A key of what decides about the plan of a rank: its stages in their order, and what crosses around them."""
+    dealt = program.dealt
+    assert dealt is not None
+    return tuple(
+        (
+            replace(stage, index=0, name="", forward_reads=(), backward_reads=(), gradients=()),
+            tuple(replace(program.groups[g], index=0, name="") for g in _used(program, stage.index)),
+            k > 0 and dealt.crosses(k - 1),
+            dealt.crosses(k),
+            dealt.besides[k],
+            k in (0, len(program.stages) - 2, len(program.stages) - 1),
+        )
+        for k, stage in enumerate(program.stages)
+        if dealt.has(k)
+    )
+
+
+def _used(program: Program, k: int) -> list[int]:
+    stage = program.stages[k]
+    return sorted({*stage.forward_reads, *stage.backward_reads, *stage.gradients})
+
+
+def _moved(settings: Settings, like: Program, program: Program) -> Settings:
+    """The settings of another rank's plan for a rank whose stages are like its own."""
+    weights, state = list(settings.place.weights), list(settings.place.state)
+    theirs = [g.index for g in like.groups if g.numel]
+    own = [g.index for g in program.groups if g.numel]
+    for before, now in zip(theirs, own, strict=True):
+        weights[now], state[now] = settings.place.weights[before], settings.place.state[before]
+    return replace(settings, place=replace(settings.place, weights=tuple(weights), state=tuple(state)))
 
 
 def _of_rank(rank: int, asked: Asked) -> Plan:

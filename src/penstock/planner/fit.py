@@ -229,9 +229,15 @@ class Request(StreamConfig):
         leaving = self.route.stay(depths.weights).leaving(last, depths.inputs) if away else 0
         if not leaving:
             return settings
-        free = self.budget.device_bytes - self.peak_bytes(settings, "device")
-        more = min(free // max(stage.activation for stage in self.program.stages[:-1]), leaving)
-        return replace(settings, depths=replace(depths, inputs=depths.inputs + max(more, 0)))
+
+        def with_more(more: int) -> Settings:
+            return replace(settings, depths=replace(depths, inputs=depths.inputs + more))
+
+        now = self.peak_bytes(settings, "device")
+        # of a pipeline's rank, which is sent them, each may take a buffer more than what it is
+        each = max(stage.activation for stage in self.program.stages[:-1])
+        each = max(each, self.peak_bytes(with_more(1), "device") - now)
+        return with_more(max(min((self.budget.device_bytes - now) // each, leaving), 0))
 
     def plan(self, settings: Settings, schedule: Schedule | None = None) -> Plan:
         """The plan with these settings; whether it fits is the caller's to know. ``schedule``: the user's own, which

@@ -191,10 +191,7 @@ class PlacementLP:
 
     @cached_property
     def _provisions(self) -> dict[Waits, Provision]:
-        return {
-            q: self.request.provision(self._settings(self.activation_tiers[-1], q))
-            for q in self.gradient_tiers
-        }
+        return {q: self.request.provision(self._settings(self.activation_tiers[-1], q)) for q in self.gradient_tiers}
 
     def _settings(self, activations: Tier, gradients: Waits) -> Settings:
         return replace(self.s, place=replace(self.base, activations=activations, gradients=gradients))

@@ -31,7 +31,7 @@ def simulate(world: World, costs: Costs | Sequence[Costs]) -> Simulation:
 
 
 class _Pace:
-    """How many ops the lanes of a rank keep in flight, and how these slow each other."""
+    """The pace of a rank's lanes: how many ops each keeps in flight, and how these slow each other."""
 
     def __init__(self, costs: Costs) -> None:
         self.sharing = not costs.serial and bool(costs.contention or any(w > 1 for w in costs.widths.values()))

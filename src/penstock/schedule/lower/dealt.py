@@ -20,6 +20,7 @@ Rank 0 runs the model's own code, and has the ends' parameters: it gets as many 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import cycle, islice
 from math import ceil
 
@@ -68,9 +69,11 @@ def _block_in(name: str) -> str | None:
     return of_block.removeprefix(OF_BLOCK) if of_block.startswith(OF_BLOCK) else None
 
 
-def holders_of(groups: Sequence[GroupSpec], blocks: Sequence[str], ranks: int) -> tuple[list[int], list[int]]:
+def holders_of(
+    groups: Sequence[GroupSpec], blocks: Sequence[str], ranks: int, dealt: Sequence[int] | None = None
+) -> tuple[list[int], list[int]]:
     """(the rank of each block, the rank that has each group): that of its block, and of what is in no block the first.
-    ``blocks``: their names.
+    ``blocks``: their names; ``dealt``: the rank of each, if not as many on each.
 
     Raises:
         ConfigError: as ``dealt_out``.
@@ -78,18 +81,41 @@ def holders_of(groups: Sequence[GroupSpec], blocks: Sequence[str], ranks: int) -
     of_block = blocks_of(groups, blocks)
     in_blocks = sum(g.numel for g, block in zip(groups, of_block, strict=True) if block is not None)
     ends = sum(g.numel for g in groups) - in_blocks
-    dealt = dealt_out(len(blocks), ranks, ends * len(blocks) / max(in_blocks, 1))
+    if dealt is None:
+        dealt = dealt_out(len(blocks), ranks, ends * len(blocks) / max(in_blocks, 1))
     return list(dealt), [0 if block is None else dealt[block] for block in of_block]
 
 
-def stages_dealt(program: Program, ranks: int) -> tuple[int, ...]:
-    """The rank of each stage of a program whose blocks are each called once: its model's own code is rank 0's; raises
-    as ``dealt_out``."""
+def dealt_as(counts: Sequence[int], blocks: int) -> tuple[int, ...]:
+    """The rank of each block, in the order of the model, where rank r is to have ``counts[r]`` of them: each rank's are
+    spread evenly over the model, in loops.
+
+    Raises:
+        ConfigError: they are not so many in all; or a rank has none, but for the first.
+    """
+    if sum(counts) != blocks or min(counts) < 0 or 0 in counts[1:]:
+        raise ConfigError(
+            f"deal={list(counts)} says how many of the model's {blocks} blocks each rank of a pipeline has: the sum "
+            "must be that, and each rank but the first needs one"
+        )
+    places = ((Fraction(2 * i + 1, 2 * count), rank) for rank, count in enumerate(counts) for i in range(count))
+    return tuple(rank for _, rank in sorted(places))
+
+
+def stages_dealt(program: Program, ranks: int, counts: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The rank of each stage of a program whose blocks are each called once: its model's own code is rank 0's.
+    ``counts``: blocks of each rank; None: as many, but for the first. Raises as ``dealt_out`` and ``dealt_as``."""
     calls = [stage for stage in program.stages if stage.kind == "call"]
     in_blocks = {g for stage in calls for g in (*stage.forward_reads, *stage.backward_reads, *stage.gradients)}
     blocks = sum(program.groups[g].numel for g in in_blocks)
     ends = sum(g.numel for g in program.groups) - blocks
-    dealt = iter(dealt_out(len(calls), ranks, ends * len(calls) / max(blocks, 1)))
+    if counts is not None and len(counts) != ranks:
+        raise ConfigError(f"deal={list(counts)} is for {len(counts)} ranks, and the pipeline has {ranks}")
+    if counts is None:
+        found = dealt_out(len(calls), ranks, ends * len(calls) / max(blocks, 1))
+    else:
+        found = dealt_as(counts, len(calls))
+    dealt = iter(found)
     return tuple(next(dealt) if stage.kind == "call" else 0 for stage in program.stages)
 
 

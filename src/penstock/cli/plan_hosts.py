@@ -1,0 +1,239 @@
+"""``penstock plan --hosts``: the layouts of the ranks of several hosts beside each other, and which is the fastest."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cli.launch import MOST_RANKS
+from penstock.cli.settings import load
+from penstock.cli.task import task_of
+from penstock.config import format_size, parse_size
+from penstock.config.rates import parse_delay, parse_rate
+from penstock.errors import ConfigError
+from penstock.hardware.hosts import Hosts, hosts_named
+from penstock.hardware.machine import Machine, Network
+from penstock.hardware.profiles import check_device, machine_named, on_directories
+from penstock.planner.ask import measured, task_for
+from penstock.planner.comparison import Comparison, compared
+from penstock.planner.layouts import Asked, OfHost, Outcome
+from penstock.planner.task import free_bytes, own_budget
+from penstock.report.sentence import format_time
+
+if TYPE_CHECKING:
+    from penstock.cli.plan import Arguments, FileArguments, ModelArguments
+
+_LATENCY = "10us"
+_LANES: Mapping[str, str] = {
+    "compute": "compute",
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "read": "disk read",
+    "write": "disk write",
+    "cpu": "host optimizer",
+    "net": "between ranks",
+    "send": "between ranks",
+}
+
+
+def check_hosts(arguments: "Arguments") -> None:
+    """Raises:
+    ConfigError: an option has no effect without ``--hosts``, or does not go with it; or the network is none.
+    """
+    if arguments.hosts is None:
+        for key in ("network", "latency"):
+            if getattr(arguments, key) is not None:
+                raise ConfigError(f"{key} is that between hosts, and has no effect without --hosts")
+        return
+    for key, default in (("ranks", 1), ("longest", False), ("tokens", None), ("epoch_tokens", None), ("tbw", None)):
+        if getattr(arguments, key, default) != default:
+            raise ConfigError(f"{key} does not go with --hosts: leave one of the two out")
+    if arguments.network is None and arguments.latency is not None:
+        raise ConfigError("latency is that of --network, and has no effect without it")
+    _network(arguments)
+
+
+def compare(arguments: "Arguments") -> int:
+    """Plan all layouts, and print. Returns the exit code: 1 where none fits.
+
+    Raises:
+        ConfigError: the hosts, the model or the settings are not usable.
+    """
+    from penstock.cli.plan import ModelArguments
+
+    asked = _of_model(arguments) if isinstance(arguments, ModelArguments) else _of_config(arguments)
+    found = compared(asked)
+    if arguments.json:
+        print(json.dumps(found.json, indent=2))
+    else:
+        print("\n".join(describe(found, assumed=arguments.network is not None and arguments.latency is None)))
+    return 0 if found.outcomes else 1
+
+
+def _network(arguments: "Arguments") -> Network | None:
+    if arguments.network is None:
+        return None
+    return Network(bandwidth=parse_rate(arguments.network), latency=parse_delay(arguments.latency or _LATENCY))
+
+
+def _hosts(arguments: "Arguments", paths: tuple[Path, ...]) -> Hosts:
+    """The hosts that are named, with the drives that a budget has directories for."""
+    asked: list[Machine] = []
+
+    def machine() -> Machine:
+        if not asked:
+            asked.append(measured(paths) if arguments.machine is None else machine_named(arguments.machine))
+        return asked[0]
+
+    assert arguments.hosts is not None
+    hosts = hosts_named(arguments.hosts, machine, _network(arguments))
+    if arguments.machine is not None and not asked:
+        raise ConfigError(f"machine={arguments.machine!r} has no effect, as --hosts names the machine of each host")
+    if hosts.ranks == 1:
+        raise ConfigError(
+            f"hosts={arguments.hosts!r} is one rank: leave --hosts out, and give its machine as --machine"
+        )
+    if hosts.each > MOST_RANKS:
+        raise ConfigError(f"hosts={arguments.hosts!r}: at most {MOST_RANKS} ranks can be on one machine")
+    if len({kind.machine.device.kind for kind in hosts.kinds}) > 1:
+        raise ConfigError(f"hosts={arguments.hosts!r}: some compute on GPUs and some do not, and ranks do the same")
+    count = len(paths) or min(len(kind.machine.drives) for kind in hosts.kinds)
+
+    def with_drives(machine: Machine) -> Machine:
+        return on_directories(machine, paths) if paths else replace(machine, drives=machine.drives[:count])
+
+    kinds = tuple(replace(kind, machine=with_drives(kind.machine)) for kind in hosts.kinds)
+    return replace(hosts, kinds=kinds)
+
+
+def _of_model(arguments: "ModelArguments") -> Asked:
+    if arguments.batch is None and arguments.split is None:
+        raise ConfigError(
+            "hosts: layouts are compared for one batch. Give --batch N, the sequences of a step of all ranks"
+        )
+    hosts = _hosts(arguments, ())
+    machine = hosts.kinds[0].machine
+    budgets = [own_budget(kind.machine, device=arguments.device, host=arguments.host) for kind in hosts.kinds]
+    least = min(budgets, key=lambda budget: budget.device_bytes)
+    budget = replace(least, host=min(budgets, key=lambda budget: budget.host_bytes).host, disk=budgets[0].disk)
+    free = min(free_bytes(kind.machine) for kind in hosts.kinds)
+    task = task_for(arguments.model, machine, replace(budget, durability=arguments.durability), arguments)
+    if arguments.disk_free is None:
+        task = replace(task, disk_free=free)
+    size, count = arguments.split or (None, 0)
+    return Asked(task=task, hosts=hosts, batch=arguments.batch or (size or 1) * count, size=size)
+
+
+def _of_config(arguments: "FileArguments") -> Asked:
+    config = load(arguments.config, arguments.settings)
+    if isinstance(config.schedule, Path):
+        raise ConfigError(
+            f"schedule={str(config.schedule)!r} is a schedule of your own, which is one rank's: give --schedule "
+            "vertical or horizontal"
+        )
+    paths = config.budget.disk_paths
+    hosts = _hosts(arguments, paths)
+    machine = hosts.kinds[0].machine
+    if config.device is not None:
+        check_device(machine, config.device)
+    free = min(free_bytes(kind.machine) for kind in hosts.kinds)
+    if arguments.disk_free is not None:
+        free = parse_size(arguments.disk_free)
+    task = task_of(replace(config, copies=1), machine, disk_free=free)
+    batch = arguments.batch or config.sequences_per_step
+    size = config.micro_batch_size if arguments.batch is None else None
+    return Asked(task=task, hosts=hosts, batch=batch, size=size)
+
+
+# ---- for people
+
+
+def describe(found: Comparison, *, assumed: bool) -> Iterator[str]:
+    """The lines of a report. ``assumed``: nobody has said how long a message takes."""
+    asked, hosts = found.asked, found.asked.hosts
+    task = asked.task
+    yield (
+        f"{task.shape.name}, {task.precision}, {task.optimizer}: {asked.batch:,} sequences of "
+        f"{task.sequence_length:,} tokens a step"
+    )
+    yield f"on {hosts.words}, {hosts.each} rank{'s' * (hosts.each > 1)} on each"
+    nic = hosts.kinds[0].machine.nic
+    if hosts.count > 1 and nic is not None:
+        said = ", assumed: --latency says it" if assumed else ""
+        yield f"{nic.bandwidth / 1e9:.4g} GB/s between hosts, {nic.latency * 1e6:.4g} us a message{said}"
+    yield ""
+    if found.outcomes:
+        yield from _table(found)
+    if found.refused:
+        yield ""
+        yield "not possible:"
+        for one in found.refused:
+            yield f"  {one.layout.name}: {one.why}"
+    yield ""
+    yield from _last_words(found)
+
+
+def _table(found: Comparison) -> Iterator[str]:
+    wide = max(len(one.layout.name) for one in found.outcomes) + 2
+    yield (
+        f"{'layout':<{wide}}{'a step':>10}{'tokens/s':>10}  {'busiest lane':<22}{'device':>10}{'host':>10}{'disk':>10}"
+        f"{'read':>10}{'written':>10}{'sent':>10}"
+    )
+    yield f"{'':<{wide}}{'':>10}{'':>10}  {'':<22}{'of a rank':>10}" + f"{'of each host, and bytes of a step':>50}"
+    several = len(found.asked.hosts.kinds) > 1
+    for one in found.outcomes:
+        mark = "" if found.not_yet(one.layout) is None else "*"
+        head = f"{one.layout.name + mark:<{wide}}{_seconds(one.seconds):>10}{_rate(one.tokens_per_second):>10}  "
+        if not several:
+            yield head + _of_host(one.hosts[0], one)
+            continue
+        yield head.rstrip()
+        for host in one.hosts:
+            yield f"{'  ' + host.machine:<{wide + 20}}  " + _of_host(host, one)
+    for why in dict.fromkeys(why for one in found.outcomes if (why := found.not_yet(one.layout))):
+        yield f"* {why}"
+
+
+def _of_host(host: OfHost, one: Outcome) -> str:
+    lane = f"{_LANES[host.lane]} {host.work / one.seconds:.0%}"
+    sizes = (host.device, host.host, host.disk, host.read, host.written, host.sent)
+    return f"{lane:<22}" + "".join(f"{format_size(size) if size else '-':>10}" for size in sizes)
+
+
+def _last_words(found: Comparison) -> Iterator[str]:
+    one = found.fastest
+    if one is None:
+        yield "No layout that runs fits: more hosts, drives or memory, or a smaller batch would help."
+        return
+    settings = ", ".join(f"{key}: {value}" for key, value in one.settings.items())
+    each = "" if one.layout.kind == "pipeline" else "on each rank "
+    yield (
+        f"fastest     {one.layout.name}, {each}{one.micro_batches} micro-batches of {one.micro_batch_size}. Settings: "
+        f"{settings}"
+    )
+    for other in found.outcomes:
+        yield from _adapted(other)
+
+
+def _adapted(one: Outcome) -> Iterator[str]:
+    """Lines on hosts that differ: the blocks of each, and what equal shares cost."""
+    if one.deal and one.even is not None:
+        of_hosts = ", ".join(f"{host.blocks} on each {host.machine}" for host in one.hosts)
+        yield (
+            f"deal        {one.layout.name}: by what a block takes of each host, {of_hosts}; dealt evenly a step takes "
+            f"{_seconds(one.even)}"
+        )
+    if one.in_proportion is not None and one.in_proportion < 0.98 * one.seconds:
+        yield (
+            f"shares      {one.layout.name}: all ranks have as much to do, and wait for the slowest. Shares in "
+            f"proportion would take {_seconds(one.in_proportion)}, and are not there (docs/ranks.md)"
+        )
+
+
+def _seconds(seconds: float) -> str:
+    return format_time(seconds) if seconds < 600 else f"{seconds / 60:.3g} min"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

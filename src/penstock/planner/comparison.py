@@ -1,0 +1,85 @@
+"""All layouts in which the ranks of some hosts may train a model, beside each other: ``penstock plan --hosts``."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from penstock.config import ZeroStage
+from penstock.config.step import check_copies
+from penstock.errors import BudgetError, ConfigError
+from penstock.planner.layouts import Asked, Layout, Outcome, shared_by_all
+from penstock.planner.pipelines import pipeline
+
+_STAGES: tuple[ZeroStage, ...] = (3, 2, 0)
+"""1 is 2 for ranks that stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A layout that cannot be, and why."""
+
+    layout: Layout
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Layouts that fit, the fastest first, and those that do not."""
+
+    asked: Asked
+    outcomes: tuple[Outcome, ...]
+    refused: tuple[Refused, ...]
+
+    def not_yet(self, layout: Layout) -> str | None:
+        """The reason that a layout, which is simulated, does not run yet; None: it does."""
+        if layout.kind == "pipeline" and self.asked.task.machine.device.kind != "cpu":
+            return "pipelines run on processes without GPUs so far"
+        return None
+
+    @cached_property
+    def fastest(self) -> Outcome | None:
+        """Of those that run."""
+        return next((one for one in self.outcomes if self.not_yet(one.layout) is None), None)
+
+    @cached_property
+    def json(self) -> dict[str, Any]:
+        """Everything as plain data, in seconds, bytes and tokens."""
+        from penstock.planner.as_json import comparison_as_json
+
+        return comparison_as_json(self)
+
+
+def compared(asked: Asked) -> Comparison:
+    """Plan and simulate every layout."""
+    outcomes: list[Outcome] = []
+    refused: list[Refused] = []
+    for layout in layouts(asked):
+        try:
+            outcomes.append(pipeline(asked, layout) if layout.kind == "pipeline" else shared_by_all(asked, layout))
+        except (BudgetError, ConfigError) as error:
+            refused.append(Refused(layout=layout, why=str(error)))
+    outcomes.sort(key=lambda one: one.seconds)
+    return Comparison(asked=asked, outcomes=tuple(outcomes), refused=tuple(refused))
+
+
+def layouts(asked: Asked) -> Iterator[Layout]:
+    """The layouts that there are for the hosts, in the stages that are asked for, if any are."""
+    hosts, stage = asked.hosts, asked.task.stage
+    stages = _STAGES if stage is None else (stage,)
+    for each in stages:
+        yield Layout(kind="shared", ranks=hosts.ranks, stage=each)
+    if hosts.count > 1 and hosts.each > 1 and _may_have_copies(asked):
+        for each in stages:
+            if each:
+                yield Layout(kind="copies", ranks=hosts.ranks, stage=each, copies=hosts.count)
+    if stage is None:
+        yield Layout(kind="pipeline", ranks=hosts.ranks)
+
+
+def _may_have_copies(asked: Asked) -> bool:
+    try:
+        check_copies(asked.hosts.count, asked.hosts.ranks)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,272 @@
+"""Layouts in which the ranks of several hosts may train a model, and what a step takes in each.
+
+Ranks that share all state do the same at the same time. So of all hosts that are alike one rank is simulated, whose
+part of what a host's ranks share is its own (``hardware.sharing``), and whose collectives begin when one rank of each
+kind of host has come to them: the seconds are those of the whole world (a test holds them to it). Ranks of a pipeline
+do different things, and all of them are simulated (``pipelines``).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from penstock.config import ZeroStage
+from penstock.errors import ConfigError
+from penstock.hardware.hosts import Hosts
+from penstock.hardware.machine import Machine, Network
+from penstock.hardware.sharing import leaving, of_each_rank, on_levels
+from penstock.planner.batches import choose
+from penstock.planner.durability import settled
+from penstock.planner.question import Question
+from penstock.planner.search import Choice, search
+from penstock.planner.task import Task
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.seat import streaming_seat
+from penstock.shape.model import stage_times
+from penstock.sim.costs import Costs
+from penstock.sim.result import Simulation
+from penstock.sim.simulate import simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A way for so many ranks to train together: they share all state, each copy of it, or are a pipeline."""
+
+    kind: Literal["shared", "copies", "pipeline"]
+    ranks: int
+    stage: ZeroStage | None = None
+    copies: int = 1
+
+    @property
+    def name(self) -> str:
+        """By the axes of its mesh."""
+        if self.kind == "pipeline":
+            return f"pp {self.ranks}"
+        copies = f"dp_replicate {self.copies} x " if self.copies > 1 else ""
+        return f"{copies}dp_shard {self.ranks // self.copies}, stage {self.stage}"
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings that ask for it."""
+        if self.kind == "pipeline":
+            return {"pipeline": self.ranks}
+        return {"stage": self.stage} | ({"copies": self.copies} if self.copies > 1 else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A model to be trained by the ranks of some hosts. ``task``: of one rank with such a machine as the first host to
+    itself; ``batch``: sequences of a step; ``size``: of a micro-batch; None: that is chosen."""
+
+    task: Task
+    hosts: Hosts
+    batch: int
+    size: int | None = None
+
+    def views(self, copies: int = 1) -> list[Machine]:
+        """The machine as each rank sees it, by kind of host. A collective is over when the slowest link is done."""
+        hosts = self.hosts
+        found = [of_each_rank(kind.machine, hosts.ranks, hosts=hosts.count, copies=copies) for kind in hosts.kinds]
+        network, between = (slowest([getattr(one, name) for one in found]) for name in ("network", "of_copies"))
+        if copies > 1:  # within a copy, and its host, nobody waits for others
+            return [replace(one, of_copies=between) for one in found]
+        return [replace(one, network=network) for one in found]
+
+    def of_rank(self, machine: Machine, **changes: Any) -> Task:
+        """The task of a rank that sees such a machine."""
+        task, hosts = self.task, self.hosts
+        budget = task.budget.of_rank(0, hosts.ranks, hosts.count)
+        shared: dict[str, Any] = {"machine": machine, "budget": budget, "disk_free": task.disk_free // hosts.each}
+        return settled(replace(task, **shared | changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfHost:
+    """The memory of a host of one kind, and the bytes that it moves in a step: the most of any that is like it.
+
+    ``device``: bytes on the device of a rank; all other bytes are of all ranks of a host. ``sent``: to other hosts.
+    ``lane``, ``work``: the busiest lane of any of its ranks, and the seconds of its ops alone. ``blocks``: of a
+    pipeline, those that its ranks have.
+    """
+
+    machine: str
+    hosts: int
+    device: int
+    host: int
+    disk: int
+    read: int
+    written: int
+    sent: int
+    lane: Lane
+    work: float
+    blocks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A layout that fits, and its step. ``seconds``: on average, as some are run twice; ``micro_batches``: of a rank.
+    ``deal``: blocks of each rank of a pipeline, where they are not dealt evenly, which would take ``even`` seconds."""
+
+    layout: Layout
+    seconds: float
+    tokens: int
+    micro_batches: int
+    micro_batch_size: int
+    hosts: tuple[OfHost, ...]
+    deal: tuple[int, ...] = ()
+    even: float | None = None
+    in_proportion: float | None = None
+    """seconds if each rank had a share in proportion to what its host does; None: all hosts are alike"""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def busiest(self) -> OfHost:
+        """The host that has the lane with the most work."""
+        return max(self.hosts, key=lambda host: host.work)
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings that ask for it."""
+        return {**self.layout.settings, **({"deal": list(self.deal)} if self.deal else {})}
+
+
+def slowest(links: Sequence[Network | None]) -> Network | None:
+    """The slowest of some links."""
+    known = [link for link in links if link is not None]
+    if not known:
+        return None
+    least = min(known, key=lambda link: link.bandwidth)
+    return replace(least, latency=max(link.latency for link in known))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The one plan of ranks that share all state, or each copy of it, and what its ops cost on each kind of host."""
+
+    task: Task
+    choice: Choice
+    size: int
+    costs: tuple[Costs, ...]
+
+
+def planned(asked: Asked, layout: Layout) -> Planned:
+    """The plan of a layout, as rank 0 makes it for all: for its own machine, and the slowest of all devices.
+
+    Raises:
+        BudgetError: it does not fit.
+        ConfigError: the batch cannot be shared by so many ranks, or something else that is asked for cannot be.
+    """
+    hosts, size = asked.hosts, asked.size
+    sequences, rest = divmod(asked.batch, hosts.ranks * (size or 1))
+    if rest or not sequences:
+        of = f" in micro-batches of {size}" if size else ""
+        raise ConfigError(
+            f"{asked.batch} sequences{of} cannot be shared evenly by {hosts.ranks} ranks: give a batch of a multiple "
+            f"of {hosts.ranks * (size or 1)}"
+        )
+    views = asked.views(layout.copies)
+    flops = {name: min(v.device.flops.get(name, 0.0) for v in views) for name in views[0].device.flops}
+    slow = replace(views[0], device=replace(views[0].device, flops=flops))
+    task = asked.of_rank(slow, ranks=hosts.ranks // layout.copies, copies=layout.copies, stage=layout.stage)
+    if size is None:
+        choice, split = choose(task, sequences)
+        size = split.micro_batch_size
+    else:
+        choice = search(task.question(size, sequences))
+    costs = tuple(_costs(task, choice, view, size) for view in views)
+    return Planned(task=task, choice=choice, size=size, costs=costs)
+
+
+def shared_by_all(asked: Asked, layout: Layout) -> Outcome:
+    """The outcome where ranks share all state, or each copy of it; raises as ``planned``."""
+    found = planned(asked, layout)
+    choice, kinds = found.choice, len(asked.hosts.kinds)
+    world = one_of_each(choice.plan.schedule, layout, kinds)
+    simulation = choice.simulation if asked.hosts.alike else simulate(world, found.costs)
+    return Outcome(
+        layout=layout,
+        seconds=choice.question.expected(simulation.time, choice.plan.settings),
+        tokens=asked.batch * asked.task.sequence_length,
+        micro_batches=choice.request.micro_batches,
+        micro_batch_size=found.size,
+        hosts=tuple(_of_host(asked, layout, choice, simulation, kind) for kind in range(kinds)),
+        in_proportion=None if asked.hosts.alike else _in_proportion(asked, choice, world, found.costs, simulation),
+    )
+
+
+def _costs(task: Task, choice: Choice, view: Machine, size: int) -> Costs:
+    """The costs of the chosen schedule on a machine as one of its ranks sees it."""
+    times = stage_times(task.profile(size), view, str(task.precision))
+    question: Question = replace(choice.question, machine=view, times=times)
+    return question.costs_of(choice.request)
+
+
+def one_of_each(schedule: Schedule, layout: Layout, kinds: int) -> World:
+    """A world of one rank of each kind of host, whose collectives wait for all that they would meet: where there are
+    copies of the state, each is within a host."""
+    seat = streaming_seat(layout.ranks // layout.copies, layout.stage or 3, layout.copies)
+    together = tuple(range(kinds))
+    if kinds == 1 or layout.copies == 1:
+        world = seat.in_step(schedule)
+        return replace(world, ranks=(schedule,) * kinds, groups=dict.fromkeys(world.groups, together))
+    shards = seat.shards.name
+
+    def of(kind: int) -> Schedule:
+        ops = (replace(op, group=f"{shards}{kind}") if op.group == shards else op for op in schedule.ops)
+        return replace(schedule, ops=tuple(ops))
+
+    groups = {f"{shards}{kind}": (kind,) for kind in together} | {seat.copies.name: together}
+    return World(name=schedule.name, ranks=tuple(map(of, together)), groups=groups)
+
+
+def _of_host(asked: Asked, layout: Layout, choice: Choice, simulation: Simulation, kind: int) -> OfHost:
+    plan, each, hosts = choice.plan, asked.hosts.each, asked.hosts
+    moved = plan.schedule.bytes_per_lane()
+    lane, work = max(simulation.work(kind).items(), key=lambda item: item[1])
+    return OfHost(
+        machine=hosts.kinds[kind].name,
+        hosts=hosts.kinds[kind].count,
+        device=plan.device_bytes,
+        host=each * plan.host_bytes,
+        disk=each * choice.request.space_bytes(plan.settings),
+        read=each * moved.get("read", 0),
+        written=each * moved.get("write", 0),
+        sent=round(each * sum(_leaves(op, layout, hosts) for op in plan.schedule.lanes["net"])),
+        lane=lane,
+        work=work,
+    )
+
+
+def _leaves(op: Op, layout: Layout, hosts: Hosts) -> float:
+    """Bytes that leave the host of what a rank sends in a collective."""
+    between = op.id.kind == "AR" and layout.copies > 1
+    size = layout.copies if between else layout.ranks // layout.copies
+    spread = min(layout.copies, hosts.count) if between else max(1, hosts.count // layout.copies)
+    if spread == 1:
+        return 0.0
+    levels = layout.copies == 1
+    gathered = leaving(size, spread, levels=levels)
+    exchanged = leaving(size, spread, levels=levels and on_levels(hosts.each))
+    return op.nbytes * {"SG": exchanged, "AR": (exchanged + gathered) / 2}.get(op.id.kind, gathered)
+
+
+def _in_proportion(asked: Asked, choice: Choice, world: World, costs: Sequence[Costs], even: Simulation) -> float:
+    """Seconds of a step if each rank had as much to do, but for collectives, as its host gets done."""
+    kinds = asked.hosts.kinds
+    paces = [1 / max(s for lane, s in even.work(k).items() if lane != "net") for k in range(len(kinds))]
+    mean = sum(kind.count * pace for kind, pace in zip(kinds, paces, strict=True)) / asked.hosts.count
+    scaled = [_scaled(own, pace / mean) for own, pace in zip(costs, paces, strict=True)]
+    return choice.question.expected(simulate(world, scaled).time, choice.plan.settings)
+
+
+def _scaled(costs: Costs, factor: float) -> Costs:
+    def seconds(op: Op) -> float:
+        return costs.seconds(op) * (1.0 if op.lane == "net" else factor)
+
+    return replace(costs, seconds=seconds)

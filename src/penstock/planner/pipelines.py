@@ -1,0 +1,251 @@
+"""Steps of the ranks of several hosts that are a pipeline, and how many blocks each of them should have.
+
+The ranks' plans are those of a run (``dealt``), and the whole world is simulated, every rank on its own host.
+
+Where hosts differ, blocks are dealt by what a block takes of each: the next one goes to the rank whose busiest lane is
+then done first, with what the ends take of the first rank.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.config import format_size
+from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.machine import Machine, Network
+from penstock.hardware.sharing import within_host
+from penstock.planner.batches import cuts
+from penstock.planner.costs import machine_costs
+from penstock.planner.dealt import Asked as Wanted
+from penstock.planner.dealt import Pace, plans_of, programs_of, world_of
+from penstock.planner.fit import Plan, Request
+from penstock.planner.layouts import Asked, Layout, OfHost, Outcome, slowest
+from penstock.planner.task import Task
+from penstock.planner.update_mode import expected_repeats, steps_early
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.lower.dealt import stages_dealt
+from penstock.shape.model import stage_times
+from penstock.sim.costs import Costs
+from penstock.sim.result import Simulation
+from penstock.sim.simulate import simulate
+
+MOST_OPS = 500_000
+"""Ops of the largest world of a pipeline that is simulated."""
+_TRIED = 2
+"""Ways to cut the batch that are simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """A simulated pipeline. ``counts``: blocks of each rank."""
+
+    plans: Sequence[Plan]
+    requests: Sequence[Request]
+    simulation: Simulation
+    counts: tuple[int, ...]
+    size: int
+    seconds: float
+
+
+def pipeline(asked: Asked, layout: Layout) -> Outcome:
+    """The outcome of a pipeline of all ranks, with the faster deal of its blocks.
+
+    Raises:
+        BudgetError: it does not fit.
+        ConfigError: it has too few blocks or micro-batches, or something else that is asked for cannot be.
+    """
+    views, wanted = asked.views(), asked.task.deal
+    found = _first(asked, views)
+    even = found
+    if not asked.hosts.alike and wanted is None:
+        counts = _deal(asked, found)
+        if counts != found.counts:
+            found = min(found, simulated(asked, views, found.size, counts), key=lambda one: one.seconds)
+    changed = found is not even
+    return Outcome(
+        layout=layout,
+        seconds=found.seconds,
+        tokens=asked.batch * asked.task.sequence_length,
+        micro_batches=found.requests[0].micro_batches,
+        micro_batch_size=found.size,
+        hosts=tuple(_of_kind(asked, found, kind) for kind in range(len(views))),
+        deal=found.counts if changed or wanted is not None else (),
+        even=even.seconds if changed else None,
+    )
+
+
+def _first(asked: Asked, views: Sequence[Machine]) -> Simulated:
+    """The pipeline with an even deal, by the faster of the ways to cut the batch that are worth a look."""
+    refusal: BudgetError | None = None
+    found: list[Simulated] = []
+    for size in _sizes(asked):
+        try:
+            found.append(simulated(asked, views, size, asked.task.deal))
+        except BudgetError as error:
+            refusal = error
+        if len(found) == _TRIED:
+            break
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return min(found, key=lambda one: one.seconds)
+
+
+def _sizes(asked: Asked) -> Iterator[int]:
+    """Sequences in a micro-batch, the largest first of those that leave every rank something to do; else the smallest.
+
+    Raises:
+        ConfigError: the batch cannot be cut into so few micro-batches as are planned.
+    """
+    if asked.size is not None:
+        if asked.batch % asked.size:
+            raise ConfigError(f"{asked.batch} sequences are no whole number of micro-batches of {asked.size}")
+        yield asked.size
+        return
+    found = cuts(asked.batch)
+    if not found:
+        raise ConfigError(f"{asked.batch} sequences cannot be cut into few enough micro-batches: give another batch")
+    enough = [size for size, count in reversed(found) if count >= asked.hosts.ranks]
+    yield from enough or [found[0][0]]
+
+
+def simulated(asked: Asked, views: Sequence[Machine], size: int, counts: Sequence[int] | None = None) -> Simulated:
+    """A pipeline in micro-batches of ``size`` sequences. ``counts``: blocks of each rank; None: as many."""
+    ranks = asked.hosts.ranks
+    task = asked.of_rank(views[0], families=("vertical",), stage=None)
+    request = task.question(size, asked.batch // size).request
+    of_stages = stages_dealt(request.program, ranks, counts)
+    calls = [of_stages[stage.index] for stage in request.program.stages if stage.kind == "call"]
+    if (ops := len(calls) * request.micro_batches * _OPS_OF_BLOCK) > MOST_OPS:
+        raise ConfigError(
+            f"{request.micro_batches} micro-batches of {len(calls)} blocks make some {ops:,} ops, and {MOST_OPS:,} are "
+            "simulated at most: use larger micro-batches or a smaller batch"
+        )
+    requests = [replace(request, program=program) for program in programs_of(request.program, ranks, counts)]
+    pace = _Pace(
+        machine=views[0],
+        times=stage_times(task.profile(size), views[0], str(task.precision)),
+        optimizer=task.rate_name,
+        repeats=expected_repeats(task),
+        asked=asked,
+        task=task,
+        views=tuple(views),
+        size=size,
+    )
+    plans = plans_of([Wanted(request=own) for own in requests], pace)
+    for rank, (own, plan) in enumerate(zip(requests, plans, strict=True)):
+        if (space := own.space_bytes(plan.settings)) > task.disk_free:
+            raise BudgetError(
+                f"rank {rank}: its state and what waits on disk take {format_size(space)}, and its part of what is "
+                f"free is {format_size(task.disk_free)}: give more drives or host memory"
+            )
+    simulation = pace.predicted(plans)
+    early = any(steps_early(plan.program, plan.settings) for plan in plans)
+    return Simulated(
+        plans=plans,
+        requests=requests,
+        simulation=simulation,
+        counts=tuple(calls.count(rank) for rank in range(ranks)),
+        size=size,
+        seconds=simulation.time * (1 + pace.repeats * early),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pace(Pace):
+    """The pace of ranks on hosts that may differ, each with costs of its own."""
+
+    asked: Asked
+    task: Task
+    views: tuple[Machine, ...]
+    size: int
+
+    def predicted(self, plans: Sequence[Plan]) -> Simulation:
+        kinds = [self.asked.hosts.kind_of(rank) for rank in range(len(plans))]
+        costs = [
+            _costs(self.asked, self.task, self.views[kind], rank, plans[rank], self.size)
+            for rank, kind in enumerate(kinds)
+        ]
+        return simulate(world_of([plan.schedule for plan in plans]), costs)
+
+
+_OPS_OF_BLOCK = 6
+
+
+def _costs(asked: Asked, task: Task, view: Machine, rank: int, plan: Plan, size: int) -> Costs:
+    """The costs of a rank's ops: what goes to a rank of another host goes over the slower of both hosts' links."""
+    hosts = asked.hosts
+
+    def link_to(peer: int) -> Network:
+        here, there = (hosts.kinds[hosts.kind_of(one)].machine for one in (rank, peer))
+        if rank // hosts.each == peer // hosts.each:
+            return within_host(here, hosts.each)
+        found = slowest([here.nic, there.nic])
+        assert found is not None
+        return found
+
+    return machine_costs(
+        view,
+        plan.program,
+        plan.settings.form,
+        stage_times(task.profile(size), view, str(task.precision)),
+        task.rate_name,
+        grad_dtype=plan.settings.grad_dtype,
+        narrow=plan.narrow,
+        link_to=link_to,
+    )
+
+
+def _deal(asked: Asked, even: Simulated) -> tuple[int, ...]:
+    """Blocks of each rank by what they take of its host."""
+    hosts, blocks, simulation = asked.hosts, sum(even.counts), even.simulation
+    each: dict[int, dict[Lane, float]] = {}
+    for rank in reversed(range(hosts.ranks)):
+        if rank and even.counts[rank]:
+            work = simulation.work(rank)
+            each[hosts.kind_of(rank)] = {lane: seconds / even.counts[rank] for lane, seconds in work.items()}
+    per_block = [each[hosts.kind_of(rank)] for rank in range(hosts.ranks)]
+    ends: dict[Lane, float] = defaultdict(float)
+    for lane, seconds in simulation.work(0).items():
+        ends[lane] = max(seconds - even.counts[0] * per_block[0].get(lane, 0.0), 0.0)
+    counts = [0] + [1] * (hosts.ranks - 1)
+
+    def then(rank: int) -> float:
+        """Seconds of the rank's busiest lane with one block more."""
+        own = per_block[rank]
+        return max((counts[rank] + 1) * own[lane] + (ends[lane] if rank == 0 else 0.0) for lane in own)
+
+    while sum(counts) < blocks:
+        counts[min(range(hosts.ranks), key=then)] += 1
+    return tuple(counts)
+
+
+def _of_kind(asked: Asked, found: Simulated, kind: int) -> OfHost:
+    """The most that any host of a kind has and moves."""
+    hosts, each, simulation = asked.hosts, asked.hosts.each, found.simulation
+    of_kind = [host for host in range(hosts.count) if hosts.kind_of(host * each) == kind]
+    ranks_of = [range(host * each, (host + 1) * each) for host in of_kind]
+    moved = [plan.schedule.bytes_per_lane() for plan in found.plans]
+    lane, work = max(
+        (item for ranks in ranks_of for rank in ranks for item in simulation.work(rank).items()),
+        key=lambda item: item[1],
+    )
+    space = [r.space_bytes(p.settings) for r, p in zip(found.requests, found.plans, strict=True)]
+    return OfHost(
+        machine=hosts.kinds[kind].name,
+        hosts=hosts.kinds[kind].count,
+        device=max(found.plans[rank].device_bytes for ranks in ranks_of for rank in ranks),
+        host=max(sum(found.plans[rank].host_bytes for rank in ranks) for ranks in ranks_of),
+        disk=max(sum(space[rank] for rank in ranks) for ranks in ranks_of),
+        read=max(sum(moved[rank].get("read", 0) for rank in ranks) for ranks in ranks_of),
+        written=max(sum(moved[rank].get("write", 0) for rank in ranks) for ranks in ranks_of),
+        sent=max(sum(_leaves(found.plans[rank], rank, each) for rank in ranks) for ranks in ranks_of),
+        lane=lane,
+        work=work,
+        blocks=max(sum(found.counts[rank] for rank in ranks) for ranks in ranks_of),
+    )
+
+
+def _leaves(plan: Plan, rank: int, each: int) -> int:
+    """Bytes that a rank sends to ranks of other hosts, but for its part of the norm."""
+    return sum(op.nbytes for op in plan.schedule.lanes["send"] if op.peer // each != rank // each)

@@ -1,0 +1,167 @@
+"""Layouts of the ranks of several hosts: the few that are simulated stand for all, bytes are those of the formulas, and
+a slower host has fewer blocks."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.config import Budget
+from penstock.errors import BudgetError
+from penstock.hardware.hosts import Hosts, Kind
+from penstock.hardware.machine import Between, Machine, Network
+from penstock.planner.comparison import Comparison, compared, layouts
+from penstock.planner.fit import fit
+from penstock.planner.layouts import Asked, Layout, one_of_each, planned, shared_by_all
+from penstock.planner.pipelines import pipeline, simulated
+from penstock.planner.task import Task, free_bytes
+from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.lower.seat import streaming_seat
+from penstock.shape.huggingface import model_shape
+from penstock.sim.simulate import simulate
+from tests.questions import LLAMA, MACHINE
+
+FAST = replace(
+    MACHINE,
+    name="fast",
+    nic=Network(bandwidth=2e7, latency=1e-3),
+    between=(Between(ranks=2, bandwidth=1e8, latency=1e-3),),
+)
+SLOW = replace(
+    FAST,
+    name="slow",
+    device=replace(FAST.device, flops={name: rate / 2 for name, rate in FAST.device.flops.items()}),
+    drives=tuple(replace(d, read=d.read / 2, read_both=d.read_both / 2) for d in FAST.drives),
+)
+
+
+def asked(*kinds: tuple[Machine, int], each: int = 2, layers: int = 6, batch: int = 16, **changes: Any) -> Asked:
+    hosts = Hosts(
+        kinds=tuple(Kind(name=machine.name, machine=machine, count=count) for machine, count in kinds), each=each
+    )
+    task = Task(
+        shape=model_shape(LLAMA | {"num_hidden_layers": layers}, kind="cpu"),
+        machine=kinds[0][0],
+        budget=Budget(device="256MiB", host="64MiB", disk="/disk"),
+        sequence_length=64,
+        precision="fp32",
+        optimizer="adamw",
+        moments=2,
+        families=("vertical",),
+        disk_free=free_bytes(kinds[0][0]),
+        clip_grad_norm=None,
+        **changes,
+    )
+    return Asked(task=task, hosts=hosts, batch=batch)
+
+
+ALIKE, DIFFERENT = asked((FAST, 2)), asked((FAST, 1), (SLOW, 1))
+
+
+@pytest.mark.parametrize("layout", list(layouts(ALIKE))[:-1], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("what", [ALIKE, DIFFERENT], ids=["alike", "different"])
+def test_one_rank_of_each_kind_of_host_takes_as_long_as_the_whole_world(what: Asked, layout: Layout) -> None:
+    found = planned(what, layout)
+    schedule, hosts = found.choice.plan.schedule, what.hosts
+    seat = streaming_seat(hosts.ranks // layout.copies, layout.stage or 3, layout.copies)
+    whole = simulate(seat.world(schedule), [found.costs[hosts.kind_of(rank)] for rank in range(hosts.ranks)])
+    few = simulate(one_of_each(schedule, layout, len(hosts.kinds)), found.costs)
+    assert len(whole.world.ranks) == 4
+    assert few.time == pytest.approx(whole.time, rel=1e-9)
+    if hosts.alike:
+        assert found.choice.seconds == pytest.approx(whole.time, rel=1e-9)
+    for kind in range(len(hosts.kinds)):
+        rank = next(rank for rank in range(hosts.ranks) if hosts.kind_of(rank) == kind)
+        assert few.work(kind) == pytest.approx(whole.work(rank))
+
+
+def elements(what: Asked, parts: int) -> tuple[int, int]:
+    """Elements of all groups, padded for so many parts, and of the gradients that stages make."""
+    program = Mesh(data=parts).everyone().part(what.task.profile(1).program)
+    made = sum(program.groups[g].trainable for stage in program.stages for g in stage.gradients)
+    return parts * sum(group.numel for group in program.groups), parts * made
+
+
+def test_bytes_that_leave_a_host_are_those_of_the_formulas() -> None:
+    """In fp32, of N parameters and N' gradients, which each stage that uses a group makes: (4 N + 4 N') (H - 1) / H in
+    stage 2, 8 N' (H - 1) / H in stage 0 and with copies. Gradients of 3 ranks go on one level."""
+    for each in (2, 3):
+        what = asked((FAST, 2), each=each, batch=12)
+        sent = {
+            layout.name: shared_by_all(what, layout).hosts[0].sent
+            for layout in layouts(what)
+            if layout.kind != "pipeline"
+        }
+        flat, shared = 1 if each == 2 else 3, f"dp_shard {2 * each}, stage "
+        n, made = elements(what, 2 * each)
+        assert sent[shared + "2"] == pytest.approx(4 * n / 2 + flat * 4 * made / 2, rel=0.01)
+        assert 1.2 < (sent[shared + "3"] - flat * 4 * made / 2) / (4 * n / 2) < 2
+        _, made = elements(what, 1)
+        assert sent[shared + "0"] == pytest.approx((1 + flat) * 4 * made / 2, rel=0.01)
+        if each == 2:
+            _, made = elements(what, 2)
+            assert sent["dp_replicate 2 x dp_shard 2, stage 3"] == pytest.approx(8 * made / 2, rel=0.01)
+
+
+def test_ranks_of_a_pipeline_that_are_alike_have_the_plan_that_each_would_make() -> None:
+    found = simulated(asked((FAST, 2), layers=10), asked((FAST, 2), layers=10).views(), 2)
+    for request, plan in zip(found.requests, found.plans, strict=True):
+        assert str(fit(request).schedule) == str(plan.schedule)
+
+
+@pytest.mark.parametrize("layers", [6, 9])
+def test_a_rank_of_a_pipeline_keeps_to_its_budget_with_inputs_of_the_last_block_that_stay(layers: int) -> None:
+    what = asked((FAST, 2), layers=layers)
+    kept = 0
+    for request in simulated(what, what.views(), 1).requests:
+        for size in range(4, 16):
+            try:
+                plan = fit(replace(request, budget=replace(request.budget, device=size << 20)))
+            except BudgetError:
+                continue
+            kept += plan.settings.depths.inputs > 2
+            assert plan.device_bytes <= size << 20
+    assert kept
+
+
+def test_a_slower_host_has_fewer_blocks_and_its_step_is_shorter_for_it() -> None:
+    (layout,) = (layout for layout in layouts(ALIKE) if layout.kind == "pipeline")
+    found = pipeline(asked((FAST, 1), (SLOW, 1), layers=18), layout)
+    fast, slow = found.hosts
+    assert found.even is not None
+    assert found.seconds < 0.9 * found.even
+    assert sum(found.deal) == 18 == fast.blocks + slow.blocks
+    assert fast.blocks > slow.blocks
+    assert found.settings["deal"] == list(found.deal)
+    forced = pipeline(replace(DIFFERENT, task=asked((FAST, 1), layers=18, deal=found.deal).task), layout)
+    assert (forced.seconds, forced.deal) == (found.seconds, found.deal)
+    alike = pipeline(asked((FAST, 2), layers=18), layout)
+    assert (alike.deal, alike.even) == ((), None)
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    return compared(asked((FAST, 1), (SLOW, 1), batch=16))
+
+
+def test_shares_in_proportion_would_be_faster_where_hosts_differ_and_are_no_slower_than_the_fast(
+    comparison: Comparison,
+) -> None:
+    for one in comparison.outcomes:
+        if one.layout.kind == "pipeline":
+            continue
+        fast = shared_by_all(ALIKE, one.layout)
+        assert one.in_proportion is not None
+        assert 0.98 * fast.seconds <= one.in_proportion <= one.seconds
+        assert fast.in_proportion is None
+    seconds = [one.seconds for one in comparison.outcomes]
+    assert seconds == sorted(seconds)
+
+
+def test_what_cannot_be_is_refused_with_why() -> None:
+    found = compared(asked((FAST, 2), layers=2, batch=6))
+    why = {one.layout.name: one.why for one in found.refused}
+    assert "cannot be shared evenly by 4 ranks: give a batch of a multiple of 4" in why["dp_shard 4, stage 2"]
+    assert "use at most 3 ranks" in why["pp 4"]
+    assert not found.outcomes
+    assert found.fastest is None
