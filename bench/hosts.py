@@ -3,34 +3,52 @@
     python -m bench.hosts [--timings]
 
 A Llama of 29M parameters in fp32 on two hosts of two ranks each, which are network namespaces joined by a switch
-(``bench.cluster``), state in memory, vertical schedule; with state that is cut over all ranks, and with a copy of it on
-each host. Required: every rank's bytes in the trace are those of its schedule, and what the kernel has counted
-on each host's link, with all headers, is within 1% of the formula (``bench.hosts_run.formula``).
+(``bench.cluster``), state in memory, vertical schedule, 8 micro-batches in all; with state that is cut over all ranks,
+with a copy of it on each host, and with its blocks dealt out to a pipeline of all ranks. Required: every rank's bytes
+in the trace are those of its schedule, and what the kernel has counted on each host's link, with all headers, is within
+1% of the formula (``bench.hosts_run.formula``).
 
 With ``--timings`` also, at 200 Mbit/s between the hosts: a step takes at most 1.15 times its largest lane bound. That
-is what the busiest lane of a rank works, or what its host's link takes for the formula's bytes. These need a machine
-that does nothing else; bytes do not. Needs root.
+is what the busiest lane of a rank works, or what its host's link takes for the formula's bytes. It takes as long as was
+predicted, to 10%, by the profile that ``penstock doctor`` measures of this machine, of which each host is a part. The
+pipeline is at least 2.5 times as fast as state that is cut over all ranks; it is as fast as torch's own pipelining
+package with each block a stage of its own, and 3 times as fast as DeepSpeed's ZeRO-3. All start from the same weights,
+see the same tokens, and their losses are compared. These need a machine that does nothing else; bytes do not. Needs
+root; DeepSpeed is installed as for ``bench.zero_infinity``.
 """
 
 import argparse
 import json
+import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import mean, median
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
 
-from bench import cluster
+from bench import cluster, deepspeed_venv
 from bench.cluster import Cluster, started
-from bench.harness import ROOT, SCRATCH, BenchError, machine, results_file, write_section
-from bench.hosts_run import LAYOUTS, Found
-from bench.workload import Work
+from bench.harness import ROOT, SCRATCH, BenchError, machine, measure_machine, results_file, write_section
+from bench.hosts_run import FLAT, LAYOUTS, PIPELINE, Found
+from bench.workload import Work, write_initial_weights
+from penstock.hardware.machine import Between, Machine, Network, load_machine
+from penstock.hardware.sharing import of_each_rank, within_host
 
 COMMAND = "python -m bench.hosts"
 HOSTS, EACH = 2, 2
+RANKS = HOSTS * EACH
 WITHIN = 0.01
 MBIT = 200.0
 AT_MOST = 1.15
+AS_PREDICTED = 0.10
+FASTER = {FLAT: 2.5, "torch pipelining": 1.0, "DeepSpeed ZeRO-3": 3.0}
+"""How many times as fast as each the pipeline has to be."""
+LATENCY = 2e-4
+"""Seconds of a message between the namespaces, besides what a collective takes within one."""
+_SAME = 1e-3
 _PATIENCE = 900.0
 
 
@@ -43,16 +61,29 @@ class Layout:
     slow: Sequence[Found] = ()
 
     @property
-    def links(self) -> list[int]:
-        """Bytes that each host has sent, by the kernel."""
-        return [found.host for found in self.ranks[::EACH]]
+    def links(self) -> list[tuple[int, int]]:
+        """Bytes that each host has sent by the kernel, and by the formula."""
+        return [(found.host, found.formula) for found in self.ranks[::EACH]]
 
     @property
     def bound(self) -> tuple[str, float]:
-        """The lane that takes longest by itself in a step on the slow network, and how long."""
-        lanes = {lane: seconds for lane, seconds in self.ranks[0].busy.items() if lane != "net"}
-        lanes["net"] = self.ranks[0].formula / (MBIT * 1e6 / 8)
+        """The lane that takes longest by itself in a step on the slow network, on any rank, and how long."""
+        lanes: dict[str, float] = {"net": max(one.formula for one in self.slow) / (MBIT * 1e6 / 8)}
+        for one in self.slow:
+            for lane, seconds in one.busy.items():
+                if lane not in ("net", "send", "recv"):
+                    lanes[lane] = max(lanes.get(lane, 0.0), seconds)
         return max(lanes.items(), key=lambda one: one[1])
+
+    @property
+    def seconds(self) -> float:
+        """Of a step on the slow network, on the rank that takes longest."""
+        return max(one.seconds for one in self.slow)
+
+    @property
+    def predicted(self) -> float | None:
+        """Seconds that a step on the slow network was to take."""
+        return self.slow[0].predicted if self.slow else None
 
     def missed(self) -> list[str]:
         """What is required and not the case, in words."""
@@ -61,84 +92,209 @@ class Layout:
             for one in self.ranks
             if one.traced != one.scheduled
         ]
-        formula = self.ranks[0].formula
         found += [
             f"{self.name}, host {host}: the kernel counts {counted} bytes, and the formula says {formula}"
-            for host, counted in enumerate(self.links)
+            for host, (counted, formula) in enumerate(self.links)
             if abs(counted / formula - 1) > WITHIN
         ]
-        if self.slow and self.slow[0].seconds > AT_MOST * self.bound[1]:
-            found.append(
-                f"{self.name}: a step takes {self.slow[0].seconds / self.bound[1]:.2f} times its largest bound"
-            )
+        if self.slow and self.seconds > AT_MOST * self.bound[1]:
+            found.append(f"{self.name}: a step takes {self.seconds / self.bound[1]:.2f} times its largest bound")
+        if self.slow and self.predicted is None:
+            found.append(f"{self.name}: nothing is predicted")
+        if self.predicted is not None and abs(self.seconds / self.predicted - 1) > AS_PREDICTED:
+            found.append(f"{self.name}: a step takes {self.seconds:.2f} s, and {self.predicted:.2f} s were predicted")
         return found
 
 
-def measure(model: str, layouts: Sequence[str], steps: int, mbit: float | None, scratch: Path) -> list[list[Found]]:
-    """What each rank has found, by layout.
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another trainer's side. ``module``: run by ``python`` on each rank."""
+
+    name: str
+    module: str
+    python: Path | str
+    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What a peer took for each step on its slowest rank, but the first, and its mean loss in each."""
+
+    name: str
+    seconds: Sequence[float]
+    losses: Sequence[float]
+
+
+def host_of(whole: Machine, mbit: float) -> Machine:
+    """The profile of one of the hosts, which share this machine as so many ranks would, with a link of so many
+    Mbit/s."""
+    between = within_host(whole, RANKS)
+    nic = Network(bandwidth=mbit * 1e6 / 8, latency=LATENCY)
+    inside = Between(ranks=EACH, bandwidth=between.bandwidth, latency=between.latency)
+    return replace(of_each_rank(whole, HOSTS), network=None, nic=nic, between=(inside,))
+
+
+def job(model: str, length: int, steps: int, scratch: Path) -> Work:
+    """The job of all ranks together, with its initial weights written. ``steps``: the first one does not count."""
+    work = Work(model=model, micro_batches=8, batch=1, length=length, steps=steps, threads=1, scratch=str(scratch))
+    write_initial_weights(work)
+    return work
+
+
+def measure(work: Work, layouts: Sequence[str], mbit: float | None, profile: Machine | None) -> list[list[Found]]:
+    """What each rank has found, by layout. ``profile``: of each host, to predict steps by.
 
     Raises:
-        BenchError: a rank failed; quotes the end of what they said.
+        BenchError: a rank failed; quotes what they said.
     """
-    work = Work(model=model, micro_batches=2, batch=1, length=16, steps=steps, threads=1, scratch=str(scratch))
-    words = ["-m", "--", "bench.hosts_run", "--work", work.to_json(), "--layouts", ",".join(layouts)]
-    with Cluster(HOSTS, scratch) as made:
+    words, scratch = ["--layouts", ",".join(layouts)], Path(work.scratch)
+    if profile is not None:
+        (scratch / "host.json").write_text(profile.to_json())
+        words += ["--profile", str(scratch / "host.json")]
+    environment = {"OMP_WAIT_POLICY": "passive"}
+    lines = _run(sys.executable, "bench.hosts_run", work, mbit, words, environment)
+    return [[Found(**line) for line in by_rank] for by_rank in zip(*lines, strict=True)]
+
+
+def measure_peer(peer: Peer, work: Work, mbit: float) -> Timed:
+    """Raises BenchError: a rank failed; quotes what they said."""
+    lines = _run(peer.python, peer.module, work, mbit, [], peer.environment)
+    steps = list(zip(*lines, strict=True))
+    losses = [[line["loss"] for line in step if line["loss"] is not None] for step in steps]
+    return Timed(
+        name=peer.name,
+        seconds=[max(line["seconds"] for line in step) for step in steps[1:]],
+        losses=[mean(of_step) for of_step in losses],
+    )
+
+
+def _run(
+    python: Path | str,
+    module: str,
+    work: Work,
+    mbit: float | None,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+) -> list[list[dict[str, Any]]]:
+    """The lines that each rank leaves."""
+    report = Path(work.scratch) / "report"
+    shutil.rmtree(report, ignore_errors=True)
+    report.mkdir()
+    words = ["-m", "--", module, "--work", work.to_json(), "--report", str(report), *words]
+    with Cluster(HOSTS, report) as made:
         if mbit is not None:
             made.shape(mbit)
-        commands = [made.torchrun(h, EACH, sys.executable, [*words, "--report", str(scratch)]) for h in range(HOSTS)]
-        logs = [scratch / f"log-{host}" for host in range(HOSTS)]
-        with started(commands, logs, cwd=ROOT, env=made.environment({"OMP_WAIT_POLICY": "passive"})) as running:
+        commands = [made.torchrun(host, EACH, python, words) for host in range(HOSTS)]
+        logs = [report / f"log-{host}" for host in range(HOSTS)]
+        with started(commands, logs, cwd=ROOT, env=made.environment(environment)) as running:
             codes = [process.wait(_PATIENCE) for process in running]
     if any(codes):
         raise BenchError("\n".join(log.read_text(errors="replace")[:6000] for log in logs))
-    lines = [(scratch / f"{rank}.jsonl").read_text().splitlines() for rank in range(HOSTS * EACH)]
-    return [[Found(**json.loads(line)) for line in by_rank] for by_rank in zip(*lines, strict=True)]
+    files = [report / f"{rank}.jsonl" for rank in range(RANKS)]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-def table(found: Sequence[Layout]) -> str:
+def table(found: Sequence[Layout], peers: Sequence[Timed] = ()) -> str:
     lines = ["| layout | formula, bytes of each host | kernel, by host | over |", "|---|---|---|---|"]
     for one in found:
-        formula = one.ranks[0].formula
-        counted = ", ".join(f"{sent:,}" for sent in one.links)
-        over = ", ".join(f"{sent / formula:.4f}" for sent in one.links)
-        lines.append(f"| {one.name} | {formula:,} | {counted} | {over} |")
-    if any(one.slow for one in found):
-        lines += ["", f"| layout | a step at {MBIT:.0f} Mbit/s | largest bound | over |", "|---|---|---|---|"]
-        for one in found:
-            (lane, bound), seconds = one.bound, one.slow[0].seconds
-            lines.append(f"| {one.name} | {seconds:.2f} s | {lane} {bound:.2f} s | {seconds / bound:.2f} |")
+        formula = ", ".join(f"{said:,}" for said in dict.fromkeys(said for _, said in one.links))
+        counted = ", ".join(f"{sent:,}" for sent, _ in one.links)
+        over = ", ".join(f"{sent / said:.4f}" for sent, said in one.links)
+        lines.append(f"| {one.name} | {formula} | {counted} | {over} |")
+    slow = {one.name: one for one in found if one.slow}
+    if slow:
+        lines += ["", f"| at {MBIT:.0f} Mbit/s | a step | largest bound | over | predicted | over | the pipeline is |"]
+        lines.append("|---|---|---|---|---|---|---|")
+        times = ratios(slow, peers)
+        for one in slow.values():
+            (lane, bound), predicted = one.bound, one.predicted
+            told = "none | " if predicted is None else f"{predicted:.2f} s | {one.seconds / predicted:.2f}"
+            faster = f"**{times[one.name]:.2f}x**" if one.name in times else ""
+            lines.append(
+                f"| {one.name} | {one.seconds:.2f} s | {lane} {bound:.2f} s | {one.seconds / bound:.2f} | {told} "
+                f"| {faster} |"
+            )
+        for peer in peers:
+            lines.append(f"| {peer.name} | {median(peer.seconds):.2f} s | | | | | **{times[peer.name]:.2f}x** |")
     return "\n".join(lines)
+
+
+def ratios(slow: Mapping[str, Layout], peers: Sequence[Timed]) -> dict[str, float]:
+    """How many times as fast as others the pipeline is, by name."""
+    if PIPELINE not in slow:
+        return {}
+    ours = slow[PIPELINE].seconds
+    others = {name: one.seconds for name, one in slow.items() if name != PIPELINE}
+    return {name: seconds / ours for name, seconds in (others | {p.name: median(p.seconds) for p in peers}).items()}
+
+
+def check_same_losses(found: Sequence[Layout], peers: Sequence[Timed]) -> None:
+    """Raises BenchError: not all compute the same losses."""
+    first = found[0].slow[0].losses
+    sides = [(one.name, rank.losses) for one in found for rank in one.slow] + [(p.name, p.losses) for p in peers]
+    for name, losses in sides:
+        if not all(abs(a - b) <= _SAME * abs(b) for a, b in zip(losses, first, strict=True)):
+            raise BenchError(f"{name} has the losses {list(losses)}, and {found[0].name} {list(first)}")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-29m", help="of bench.workload.MODELS, with a large vocabulary")
     parser.add_argument("--timings", action="store_true", help="on a machine that does nothing else")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each side, with --timings")
+    parser.add_argument("--venv", type=Path, default=deepspeed_venv.default_place(), help="DeepSpeed's environment")
     parser.add_argument("--no-record", action="store_true", help="print, but leave the results file alone")
     arguments = parser.parse_args(words)
     if (why := cluster.why_none()) is not None:
         print(f"bench.hosts: {why}", file=sys.stderr)
         return 2
     SCRATCH.mkdir(parents=True, exist_ok=True)
+    slow: list[list[Found]] = [[] for _ in LAYOUTS]
+    peers: list[Timed] = []
     try:
-        with TemporaryDirectory(dir=SCRATCH) as scratch:
-            by_layout = measure(arguments.model, LAYOUTS, 1, None, Path(scratch))
-            slow: list[list[Found]] = [[] for _ in LAYOUTS]
+        with TemporaryDirectory(dir=SCRATCH) as folder:
+            scratch = Path(folder)
+            by_layout = measure(job(arguments.model, 64, 2, scratch), LAYOUTS, None, None)
             if arguments.timings:
-                slow = measure(arguments.model, LAYOUTS, 3, MBIT, Path(scratch))
+                python = deepspeed_venv.prepare(arguments.venv)
+                profile = host_of(load_machine(measure_machine(scratch, None, (EACH, RANKS))), MBIT)
+                work = job(arguments.model, 16, 1 + arguments.steps, scratch)
+                slow = measure(work, LAYOUTS, MBIT, profile)
+                peers = [measure_peer(peer, work, MBIT) for peer in _peers(python)]
+        found = [Layout(name=n, ranks=r, slow=s) for n, r, s in zip(LAYOUTS, by_layout, slow, strict=True)]
+        if arguments.timings:
+            check_same_losses(found, peers)
     except BenchError as error:
         print(f"bench.hosts: {error}", file=sys.stderr)
         return 2
-    found = [Layout(name=n, ranks=r, slow=s) for n, r, s in zip(LAYOUTS, by_layout, slow, strict=True)]
-    print(table(found))
+    print(table(found, peers))
     if not arguments.no_record:
-        note = f"`{COMMAND}`: {arguments.model}, fp32, {HOSTS} hosts of {EACH} ranks (network namespaces); {machine()}"
-        path = write_section("hosts", f"{note}\n\n{table(found)}", results_file())
+        timings = " --timings" if arguments.timings else ""
+        note = f"`{COMMAND}{timings}`: {arguments.model}, fp32, {HOSTS} hosts of {EACH} ranks (network namespaces)"
+        path = write_section("hosts", f"{note}; {machine()}\n\n{table(found, peers)}", results_file())
         print(f"written to {path.relative_to(ROOT)}")
     missed = [line for one in found for line in one.missed()]
+    times = ratios({one.name: one for one in found if one.slow}, peers)
+    missed += [
+        f"the pipeline is {times[name]:.2f} times as fast as {name}, and {wanted} are required"
+        for name, wanted in FASTER.items()
+        if name in times and times[name] < wanted
+    ]
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if missed else 0
+
+
+def _peers(python: Path) -> tuple[Peer, ...]:
+    return (
+        Peer(name="torch pipelining", module="bench.peer_pipelining", python=sys.executable),
+        Peer(
+            name="DeepSpeed ZeRO-3",
+            module="bench.peer_hosts",
+            python=python,
+            environment=deepspeed_venv.environment(python),
+        ),
+    )
 
 
 if __name__ == "__main__":

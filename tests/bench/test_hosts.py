@@ -1,0 +1,68 @@
+"""``bench.hosts``: what hosts send by the formula, and what is said of figures that miss what is required."""
+
+from dataclasses import replace
+
+import pytest
+from bench.harness import BenchError
+from bench.hosts import Layout, Timed, check_same_losses, ratios, table
+from bench.hosts_run import FLAT, LAYOUTS, PIPELINE, Found, formula
+
+from penstock.schedule.lower.dealt import sent_bytes
+from tests.schedule.test_vertical_pipeline import programs
+
+PARTIAL = 8
+
+
+def test_a_host_of_one_rank_sends_what_its_rank_sends() -> None:
+    for ranks in (2, 3, 4):
+        for rank, program in enumerate(programs(ranks)):
+            assert program.dealt is not None
+            norms = (ranks - 1) * program.dealt.partials * PARTIAL
+            assert formula(PIPELINE, program, 5, ranks, rank) == sent_bytes(program, 5) + norms
+
+
+def test_what_stays_within_a_host_does_not_count() -> None:
+    by_rank = [formula(PIPELINE, program, 5, 4, rank) for rank, program in enumerate(programs(4))]
+    first = programs(4)[0]
+    by_host = [formula(PIPELINE, first, 5, 2, host) for host in range(2)]
+    assert 0 < sum(by_host) < sum(by_rank)
+
+
+def found(name: str, seconds: float, predicted: float | None = None) -> Layout:
+    one = Found(
+        layout=name,
+        rank=0,
+        traced=8,
+        scheduled=8,
+        host=25_000_000,
+        formula=25_000_000,
+        seconds=seconds,
+        predicted=seconds if predicted is None else predicted,
+        busy={"compute": 0.5, "net": 3.0},
+        losses=[2.0, 1.0],
+    )
+    ranks = [replace(one, rank=rank) for rank in range(4)]
+    return Layout(name=name, ranks=ranks, slow=ranks)
+
+
+def test_what_misses_is_said() -> None:
+    good = found(FLAT, 1.1)
+    assert good.bound == ("net", 1.0)
+    assert good.missed() == []
+    assert ["1.20 times its largest" in line for line in found(FLAT, 1.2).missed()] == [True]
+    assert ["0.90 s were predicted" in line for line in found(FLAT, 1.1, 0.9).missed()] == [True]
+    loud = replace(good, ranks=[replace(one, host=25_300_000, traced=7) for one in good.ranks])
+    assert len(loud.missed()) == 4 + 2
+    assert ["nothing" in line for line in replace(good, slow=[replace(good.slow[0], predicted=None)]).missed()] == [
+        True
+    ]
+
+
+def test_the_pipeline_is_held_beside_all_others_whose_losses_are_the_same() -> None:
+    layouts = [found(name, seconds) for name, seconds in zip(LAYOUTS, (5.0, 3.0, 2.0), strict=True)]
+    peer = Timed(name="torch pipelining", seconds=[3.0, 2.0, 2.5], losses=[2.0, 1.0])
+    assert ratios({one.name: one for one in layouts}, [peer]) == {FLAT: 2.5, "copies": 1.5, "torch pipelining": 1.25}
+    assert "| torch pipelining | 2.50 s | | | | | **1.25x** |" in table(layouts, [peer])
+    check_same_losses(layouts, [peer])
+    with pytest.raises(BenchError, match="torch pipelining has the losses"):
+        check_same_losses(layouts, [replace(peer, losses=[2.0, 1.01])])
