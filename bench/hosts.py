@@ -6,15 +6,15 @@ A Llama of 29M parameters in fp32 on two hosts of two ranks each, which are netw
 (``bench.cluster``), state in memory, vertical schedule, 8 micro-batches in all; with state that is cut over all ranks,
 with a copy of it on each host, and with its blocks dealt out to a pipeline of all ranks. Required: every rank's bytes
 in the trace are those of its schedule, and what the kernel has counted on each host's link, with all headers, is within
-1% of the formula (``bench.hosts_run.formula``).
+1% of the formula (``bench.hosts_run.formula``), with micro-batches of 4x64 tokens.
 
-With ``--timings`` also, at 200 Mbit/s between the hosts: a step takes at most 1.15 times its largest lane bound. That
-is what the busiest lane of a rank works, or what its host's link takes for the formula's bytes. It takes as long as was
-predicted, to 10%, by the profile that ``penstock doctor`` measures of this machine, of which each host is a part. The
-pipeline is at least 2.5 times as fast as state that is cut over all ranks; it is as fast as torch's own pipelining
-package with each block a stage of its own, and 3 times as fast as DeepSpeed's ZeRO-3. All start from the same weights,
-see the same tokens, and their losses are compared. These need a machine that does nothing else; bytes do not. Needs
-root; DeepSpeed is installed as for ``bench.zero_infinity``.
+With ``--timings`` also, at 200 Mbit/s between the hosts and with micro-batches of 16 tokens: a step takes at most 1.15
+times its largest lane bound, which is what the busiest lane of a rank works, or what its host's link takes for the
+formula's bytes. It takes as long as was predicted, to 10%, by the profile that ``penstock doctor`` measures of this
+machine, of which each host is a part. The pipeline is at least 2.5 times as fast as state that is cut over all ranks;
+it is as fast as torch's own pipelining package with each block a stage of its own, and 3 times as fast as DeepSpeed's
+ZeRO-3. All start from the same weights, see the same tokens, and their losses are compared. These need a machine that
+does nothing else; bytes do not. Needs root; DeepSpeed is installed as for ``bench.zero_infinity``.
 """
 
 import argparse
@@ -134,9 +134,9 @@ def host_of(whole: Machine, mbit: float) -> Machine:
     return replace(of_each_rank(whole, HOSTS), network=None, nic=nic, between=(inside,))
 
 
-def job(model: str, length: int, steps: int, scratch: Path) -> Work:
+def job(model: str, batch: int, length: int, steps: int, scratch: Path) -> Work:
     """The job of all ranks together, with its initial weights written. ``steps``: the first one does not count."""
-    work = Work(model=model, micro_batches=8, batch=1, length=length, steps=steps, threads=1, scratch=str(scratch))
+    work = Work(model=model, micro_batches=8, batch=batch, length=length, steps=steps, threads=1, scratch=str(scratch))
     write_initial_weights(work)
     return work
 
@@ -254,11 +254,11 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with TemporaryDirectory(dir=SCRATCH) as folder:
             scratch = Path(folder)
-            by_layout = measure(job(arguments.model, 64, 2, scratch), LAYOUTS, None, None)
+            by_layout = measure(job(arguments.model, 4, 64, 2, scratch), LAYOUTS, None, None)
             if arguments.timings:
                 python = deepspeed_venv.prepare(arguments.venv)
                 profile = host_of(load_machine(measure_machine(scratch, None, (EACH, RANKS))), MBIT)
-                work = job(arguments.model, 16, 1 + arguments.steps, scratch)
+                work = job(arguments.model, 1, 16, 1 + arguments.steps, scratch)
                 slow = measure(work, LAYOUTS, MBIT, profile)
                 peers = [measure_peer(peer, work, MBIT) for peer in _peers(python)]
         found = [Layout(name=n, ranks=r, slow=s) for n, r, s in zip(LAYOUTS, by_layout, slow, strict=True)]

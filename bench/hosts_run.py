@@ -20,7 +20,7 @@ import penstock
 from bench.wire_run import FP32, by_the_formula
 from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Tokens, Work, build_initial
 from penstock.hardware.machine import Machine, load_machine
-from penstock.schedule.program import Program
+from penstock.schedule.program import GroupSpec, Program
 
 FLAT, COPIES, PIPELINE = LAYOUTS = ("cut over all", "copies", "pipeline")
 LINK = "eth0"
@@ -85,7 +85,11 @@ def look(layout: str, work: Work, hosts: int, machine: Machine | None) -> Found:
             traced=sum(event.bytes for event in trace if event.lane in _CROSSING),
             scheduled=sum(said.get(lane, 0) for lane in _CROSSING),
             host=int(median(sent for sent, _ in rounds)),
-            formula=formula(layout, engine.plan.program, work.micro_batches, hosts, rank * hosts // ranks),
+            formula=(
+                of_pipeline(engine.plan.program, work.micro_batches, hosts, rank * hosts // ranks)
+                if layout == PIPELINE
+                else formula(layout, [group.spec for group in engine.inside.resources.groups], hosts)
+            ),
             seconds=median(seconds for _, seconds in rounds),
             predicted=None if engine.prediction is None else engine.prediction.time,
             busy=busy,
@@ -101,19 +105,22 @@ _CROSSING = ("net", "send")
 """Lanes whose bytes a rank sends to others."""
 
 
-def formula(layout: str, program: Program, micro_batches: int, hosts: int, host: int) -> int:
+def formula(layout: str, groups: list[GroupSpec], hosts: int) -> int:
     """Bytes that a host sends the others in a step, of R ranks on H hosts.
 
     With a copy on each host its ranks send 8 N (H - 1) / H together; with state that is cut over all ranks what each
-    rank gathers and exchanges, (2w + 4) N (R - 1) / R less what stays, but (H - 1) / H of it. In a pipeline, for each
-    micro-batch what the host's blocks put out for other hosts' blocks, the gradients that it gives back, and from the
-    first what others' blocks are handed besides; and each rank's partial sums of the norm to the next.
+    rank gathers and exchanges, (2w + 4) N (R - 1) / R less what stays, but (H - 1) / H of it.
     """
     if layout == COPIES:
-        return 2 * FP32 * sum(group.numel for group in program.groups) * (hosts - 1) // hosts
-    if layout == FLAT:
-        terms = by_the_formula(list(program.groups), hosts)
-        return terms["published"] - terms["kept"] + terms["norm"]
+        return 2 * FP32 * sum(group.numel for group in groups) * (hosts - 1) // hosts
+    terms = by_the_formula(groups, hosts)
+    return terms["published"] - terms["kept"] + terms["norm"]
+
+
+def of_pipeline(program: Program, micro_batches: int, hosts: int, host: int) -> int:
+    """Bytes that a host sends the others in a step of a pipeline: for each micro-batch what its blocks put out for
+    other hosts' blocks, the gradients that it gives back, and from the first what others' blocks are handed besides;
+    and the partial sums of the norm, of which each of R ranks sends the next R - 1 parts. ``program``: any rank's."""
     dealt = program.dealt
     assert dealt is not None
     of_stages = [rank * hosts // dealt.ranks for rank in dealt.of_stages]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from bench.harness import BenchError
 from bench.hosts import Layout, Timed, check_same_losses, ratios, table
-from bench.hosts_run import FLAT, LAYOUTS, PIPELINE, Found, formula
+from bench.hosts_run import FLAT, LAYOUTS, Found, of_pipeline
 
 from penstock.schedule.lower.dealt import sent_bytes
 from tests.schedule.test_vertical_pipeline import programs
@@ -18,13 +18,13 @@ def test_a_host_of_one_rank_sends_what_its_rank_sends() -> None:
         for rank, program in enumerate(programs(ranks)):
             assert program.dealt is not None
             norms = (ranks - 1) * program.dealt.partials * PARTIAL
-            assert formula(PIPELINE, program, 5, ranks, rank) == sent_bytes(program, 5) + norms
+            assert of_pipeline(program, 5, ranks, rank) == sent_bytes(program, 5) + norms
 
 
 def test_what_stays_within_a_host_does_not_count() -> None:
-    by_rank = [formula(PIPELINE, program, 5, 4, rank) for rank, program in enumerate(programs(4))]
+    by_rank = [of_pipeline(program, 5, 4, rank) for rank, program in enumerate(programs(4))]
     first = programs(4)[0]
-    by_host = [formula(PIPELINE, first, 5, 2, host) for host in range(2)]
+    by_host = [of_pipeline(first, 5, 2, host) for host in range(2)]
     assert 0 < sum(by_host) < sum(by_rank)
 
 
