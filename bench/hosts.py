@@ -6,7 +6,7 @@ A Llama of 29M parameters in fp32 on two hosts of two ranks each, which are netw
 (``bench.cluster``), state in memory, vertical schedule, 8 micro-batches in all; with state that is cut over all ranks,
 with a copy of it on each host, and with its blocks dealt out to a pipeline of all ranks. Required: every rank's bytes
 in the trace are those of its schedule, and what the kernel has counted on each host's link, with all headers, is within
-1% of the formula (``bench.hosts_run.formula``), with micro-batches of 4x64 tokens.
+1% of the formula (``bench.hosts_run.formula``), with micro-batches of 4x96 tokens.
 
 With ``--timings`` also, at 200 Mbit/s between the hosts and with micro-batches of 16 tokens: a step takes at most 1.15
 times its largest lane bound, which is what the busiest lane of a rank works, or what its host's link takes for the
@@ -254,7 +254,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with TemporaryDirectory(dir=SCRATCH) as folder:
             scratch = Path(folder)
-            by_layout = measure(job(arguments.model, 4, 64, 2, scratch), LAYOUTS, None, None)
+            by_layout = measure(job(arguments.model, 4, 96, 2, scratch), LAYOUTS, None, None)
             if arguments.timings:
                 python = deepspeed_venv.prepare(arguments.venv)
                 profile = host_of(load_machine(measure_machine(scratch, None, (EACH, RANKS))), MBIT)
