@@ -95,18 +95,12 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "dealt unevenly": (BF16, Run(disk=True, settings={"deal": [2, 1]})),
 }
 IN_SHORT = (
-<<<<<<< HEAD
-=======
     ("dealt unevenly", 2),
->>>>>>> 862832a (penstock plan --hosts: which layout of the ranks of several hosts is the fastest, by simulation of what would run; and a slower host has fewer blocks)
     ("on disk, early, bf16", 2),
     ("delayed", 3),
     ("two kinds of masks", 2),
     ("in memory", 4),
-<<<<<<< HEAD
     ("one op at a time", 3),
-=======
->>>>>>> 862832a (penstock plan --hosts: which layout of the ranks of several hosts is the fastest, by simulation of what would run; and a slower host has fewer blocks)
 )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of
 from penstock.config.step import check_copies
+from penstock.errors import ConfigError
 from penstock.hardware.drives import striped_room
 from penstock.hardware.machine import DeviceKind, Drive, Machine
 from penstock.hardware.sharing import of_each_rank

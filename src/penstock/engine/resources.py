@@ -142,8 +142,8 @@ def open_resources(
     groups, buffers = group_parameters(model, found, parts, form), Buffers(model)
     dealt, holders = list[int](), list[int]()
     if ranks.are_pipeline:
-        specs, names = [g.spec for g in groups], [block.name for block in found]
-        dealt, holders = deal_blocks(specs, names, ranks, settings.deal, budget.disk_paths)
+        specs, blocks = [g.spec for g in groups], [block.name for block in found]
+        dealt, holders = deal_blocks(specs, blocks, ranks, settings.deal, budget.disk_paths)
     share = ranks.share(parts, holders)
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     matrices = {id(s.parameter) for g in groups if g.spec.whole for s in g.slices if s.trainable}
