@@ -57,11 +57,12 @@ def test_no_name_and_no_command_are_told_what_there_is(capsys: pytest.CaptureFix
     assert main(["simulate", ""]) == 2
     assert "takes one schedule, by its name or a file's, and was given none" in capsys.readouterr().err
     assert main(["simulat"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "Commands: init, train, resume, verify, export, reshard, plan, simulate, runs, report, doctor, completion."
-        in said
+    assert capsys.readouterr().err == (
+        "penstock: there is no command simulat; did you mean simulate? (penstock takes init, train, resume, verify, "
+        "export, reshard, plan, simulate, runs, report, doctor, completion)\n"
     )
+    assert main(["xyzzy"]) == 2
+    assert "init, train, resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["horizontal", "vertical", "zero-infinity", "greedysnake"])

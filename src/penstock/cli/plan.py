@@ -104,12 +104,12 @@ class ModelArguments(Words, PlanSettings):
 
     model: str
     machine: str | None = None
-    hosts: str | None = None
-    network: str | None = None
-    latency: str | None = None
     device: str | int | float | None = None
     host: str | int | float | None = None
     durability: Durability | None = None
+    hosts: str | None = None
+    network: str | None = None
+    latency: str | None = None
     longest: bool = False
     json: bool = False
 
