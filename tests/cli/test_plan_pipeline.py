@@ -72,10 +72,10 @@ def test_the_cut_is_the_one_whose_world_is_fastest(config: Path) -> None:
     settings = load(config, (("micro_batch_size", "null"),))
     machine = replace(MACHINE, drives=(replace(DRIVE, path="/disk"),), network=NETWORK)
     found = fastest(settings, machine, settings.sequences_per_step)
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert [one.step.seconds for one in found] == sorted(one.step.seconds for one in found)
     assert len({one.size for one in found}) == len(found) > 1
     for one in found:
-        check_world(one.simulation.world)
+        check_world(one.step.simulation.world)
         assert one.size * one.count == settings.sequences_per_step
 
 

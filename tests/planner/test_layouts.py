@@ -105,7 +105,7 @@ def test_bytes_that_leave_a_host_are_those_of_the_formulas() -> None:
 
 def test_ranks_of_a_pipeline_that_are_alike_have_the_plan_that_each_would_make() -> None:
     found = simulated(asked((FAST, 2), layers=10), asked((FAST, 2), layers=10).views(), 2)
-    for request, plan in zip(found.requests, found.plans, strict=True):
+    for request, plan in zip(found.requests, found.step.plans, strict=True):
         assert str(fit(request).schedule) == str(plan.schedule)
 
 

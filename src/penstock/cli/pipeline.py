@@ -14,31 +14,24 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.sharing import of_pipeline
 from penstock.planner.batches import cuts
-from penstock.planner.dealt import Asked, Pace, plans_of, programs_of
-from penstock.planner.fit import Plan, Request
+from penstock.planner.costs import costs_of_plan
+from penstock.planner.dealt import Asked, Foreseen, Pace, fastest_of, programs_of
+from penstock.planner.fit import Request
 from penstock.planner.task import DEVICE_TEMPORARIES, MOST_OPS, TOKEN_BYTES, moments_of, rate_name_of
-from penstock.planner.update_mode import expected_repeats, steps_early
+from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.place import Format
 from penstock.shape.model import ModelProfile, ModelShape, stage_times
-from penstock.sim.result import Simulation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """A step of a pipeline, its batch cut into ``count`` micro-batches of ``size`` sequences. ``plans``: by rank;
-    ``seconds``: of a step on average, as some are run twice."""
+    """A step of a pipeline, its batch cut into ``count`` micro-batches of ``size`` sequences."""
 
     size: int
     count: int
     profile: ModelProfile
     requests: tuple[Request, ...]
-    plans: tuple[Plan, ...]
-    simulation: Simulation
-    repeats: float
-
-    @property
-    def seconds(self) -> float:
-        return self.simulation.time * (1 + self.repeats)
+    step: Foreseen
 
     @property
     def tokens(self) -> int:
@@ -48,7 +41,7 @@ class Expected:
     @property
     def disk_bytes(self) -> tuple[int, ...]:
         """Bytes that each rank's store and scratch space take."""
-        both = zip(self.requests, self.plans, strict=True)
+        both = zip(self.requests, self.step.plans, strict=True)
         return tuple(request.space_bytes(plan.settings) for request, plan in both)
 
 
@@ -95,24 +88,15 @@ def expected(
     precision = config.precision_on(kind)
     profile = shape.profile(size, config.data.sequence_length, form_of(config, kind))
     moments = moments_of(config.optimizer.name, config.optimizer.momentum)
+    of_rank, times = of_pipeline(machine, config.pipeline, hosts=hosts), stage_times(profile, machine, precision)
+    optimizer = rate_name_of(config.optimizer.name, moments, precision)
     pace = Pace(
-        machine=of_pipeline(machine, config.pipeline, hosts=hosts),
-        times=stage_times(profile, machine, precision),
-        optimizer=rate_name_of(config.optimizer.name, moments, precision),
+        costs=lambda _, plan: costs_of_plan(plan, of_rank, times, optimizer),
         repeats=expected_repeats(config),
     )
     requests = tuple(requests_of(config, shape, kind, size, count, hosts))
-    plans = plans_of([Asked(request=request) for request in requests], pace)
-    early = any(steps_early(plan.program, plan.settings) for plan in plans)
-    return Expected(
-        size=size,
-        count=count,
-        profile=profile,
-        requests=requests,
-        plans=plans,
-        simulation=pace.predicted(plans),
-        repeats=pace.repeats * early,
-    )
+    step = fastest_of([Asked(request=request) for request in requests], pace)
+    return Expected(size=size, count=count, profile=profile, requests=requests, step=step)
 
 
 def _all_expected(config: TrainConfig, machine: Machine, sequences: int, hosts: int) -> Iterator[Expected]:
@@ -131,7 +115,7 @@ def _all_expected(config: TrainConfig, machine: Machine, sequences: int, hosts: 
             refusal = error
             continue
         yield found
-        if sum(len(plan.schedule.ops) for plan in found.plans) > MOST_OPS:
+        if sum(len(plan.schedule.ops) for plan in found.step.plans) > MOST_OPS:
             break  # smaller micro-batches have more ops
     if found is None and refusal is not None:
         raise refusal
@@ -144,7 +128,7 @@ def fastest(config: TrainConfig, machine: Machine, sequences: int, hosts: int = 
         BudgetError: none does.
         ConfigError: the batch cannot be cut into few enough micro-batches, or as ``expected``.
     """
-    found = sorted(_all_expected(config, machine, sequences, hosts), key=lambda e: e.seconds)
+    found = sorted(_all_expected(config, machine, sequences, hosts), key=lambda e: e.step.seconds)
     if not found:
         raise ConfigError(
             f"batch: {sequences} sequences cannot be cut into few enough equal micro-batches: choose a batch with more "
@@ -156,5 +140,5 @@ def fastest(config: TrainConfig, machine: Machine, sequences: int, hosts: int = 
 def in_comparison(found: Sequence[Expected]) -> str:
     """The reason for the first of some cuts, in words."""
     best, *others = found
-    compared = [f"{e.count} of {e.size}: {e.seconds / best.seconds:.2f}x" for e in others[:3]]
+    compared = [f"{e.count} of {e.size}: {e.step.seconds / best.step.seconds:.2f}x" for e in others[:3]]
     return "predicted to be the fastest" + (f" ({', '.join(compared)})" if compared else "")

@@ -16,7 +16,7 @@ def describe(found: Expected, config: TrainConfig, machine: Machine, steps: int 
 
 
 def _lines(found: Expected, config: TrainConfig, machine: Machine, steps: int | None) -> Iterator[str]:
-    plans, settings, simulation = found.plans, found.plans[0].settings, found.simulation
+    step, plans, simulation = found.step, found.step.plans, found.step.simulation
     precision = config.precision_on(machine.device.kind)
     yield f"{config.model.name}, {found.profile.parameters / 1e6:,.1f}M parameters, {precision}"
     yield f"on {machine.name}, a pipeline of {len(plans)} ranks, each with blocks of its own"
@@ -26,17 +26,17 @@ def _lines(found: Expected, config: TrainConfig, machine: Machine, steps: int | 
         (
             f"It fits. {found.count} micro-batches of {found.size} x {config.data.sequence_length:,} tokens",
             *(norm if config.needs_norm else ()),
-            *((f"delay {settings.delay:g}",) if settings.delay else ()),
+            *((f"delay {plans[0].settings.delay:g}",) if plans[0].settings.delay else ()),
         )
     )
     yield ""
     yield (
         f"step        {format_time(simulation.time)} for {found.tokens:,} tokens: "
-        f"{found.tokens / found.seconds:,.0f} tokens/s"
-        + (f"; {found.repeats:.0%} of the steps run twice" if found.repeats else "")
+        f"{found.tokens / step.seconds:,.0f} tokens/s"
+        + (f"; {step.repeats:.0%} of the steps run twice" if step.repeats else "")
     )
     if steps is not None:
-        yield f"the run     {steps:,} steps: {format_time(steps * found.seconds)} without a break"
+        yield f"the run     {steps:,} steps: {format_time(steps * step.seconds)} without a break"
     yield ""
     yield f"{'rank':<6}{'blocks':>8}{'state':>12}{'device':>12}{'host':>12}{'disk':>12}{'sent':>12}{'compute':>10}"
     for rank, plan in enumerate(plans):
@@ -52,20 +52,20 @@ def _lines(found: Expected, config: TrainConfig, machine: Machine, steps: int | 
 
 def as_json(found: Expected, config: TrainConfig, machine: Machine, steps: int | None) -> dict[str, Any]:
     """Seconds, bytes, tokens, sequences."""
-    simulation, settings = found.simulation, found.plans[0].settings
+    step, simulation = found.step, found.step.simulation
     return {
         "model": {"name": config.model.name, "parameters": found.profile.parameters},
         "machine": machine.name,
-        "pipeline": len(found.plans),
+        "pipeline": len(found.step.plans),
         "micro_batches": found.count,
         "micro_batch_size": found.size,
-        "delay": settings.delay,
+        "delay": step.plans[0].settings.delay,
         "step": {
             "seconds": simulation.time,
-            "expected_seconds": found.seconds,
-            "repeats": found.repeats,
+            "expected_seconds": step.seconds,
+            "repeats": step.repeats,
             "tokens": found.tokens,
-            "tokens_per_second": found.tokens / found.seconds,
+            "tokens_per_second": found.tokens / step.seconds,
             "limit_seconds": simulation.lower_bound,
         },
         "steps": steps,
@@ -78,15 +78,15 @@ def as_json(found: Expected, config: TrainConfig, machine: Machine, steps: int |
                 "work_seconds": simulation.work(rank),
                 "busy_seconds": simulation.busy(rank),
             }
-            for rank, plan in enumerate(found.plans)
+            for rank, plan in enumerate(found.step.plans)
         ],
     }
 
 
 def _blocks(found: Expected, rank: int) -> int:
-    program = found.plans[rank].program
+    program = found.step.plans[rank].program
     return sum(stage.kind == "call" and program.has(stage.index) for stage in program.stages)
 
 
 def _sent(found: Expected, rank: int) -> int:
-    return found.plans[rank].schedule.bytes_per_lane().get("send", 0)
+    return found.step.plans[rank].schedule.bytes_per_lane().get("send", 0)

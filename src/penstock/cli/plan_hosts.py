@@ -1,12 +1,13 @@
 """``penstock plan --hosts``: the layouts of the ranks of several hosts beside each other, and which is the fastest."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.launch import MOST_RANKS
+from penstock.cli.plan_text import LANES
 from penstock.cli.settings import load
 from penstock.cli.task import task_of
 from penstock.config import format_size, parse_size
@@ -25,16 +26,6 @@ if TYPE_CHECKING:
     from penstock.cli.plan import Arguments, FileArguments, ModelArguments
 
 _LATENCY = "10us"
-_LANES: Mapping[str, str] = {
-    "compute": "compute",
-    "h2d": "host to device",
-    "d2h": "device to host",
-    "read": "disk read",
-    "write": "disk write",
-    "cpu": "host optimizer",
-    "net": "between ranks",
-    "send": "between ranks",
-}
 
 
 def check_hosts(arguments: "Arguments") -> None:
@@ -196,7 +187,7 @@ def _table(found: Comparison) -> Iterator[str]:
 
 
 def _of_host(host: OfHost, one: Outcome) -> str:
-    lane = f"{_LANES[host.lane]} {host.work / one.seconds:.0%}"
+    lane = f"{LANES[host.lane]} {host.work / one.seconds:.0%}"
     sizes = (host.device, host.host, host.disk, host.read, host.written, host.sent)
     return f"{lane:<22}" + "".join(f"{format_size(size) if size else '-':>10}" for size in sizes)
 

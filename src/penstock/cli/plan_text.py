@@ -27,7 +27,7 @@ _NORM = {
     True: "optimizer steps before the gradient norm is known",
     False: "optimizer waits for the gradient norm",
 }
-_LANES: Mapping[str, str] = {
+LANES: Mapping[str, str] = {
     "compute": "compute",
     "h2d": "host to device",
     "d2h": "device to host",
@@ -35,7 +35,9 @@ _LANES: Mapping[str, str] = {
     "write": "disk write",
     "cpu": "host optimizer",
     "net": "between ranks",
+    "send": "between ranks",
 }
+"""Lanes in words."""
 
 _STAGES: dict[ZeroStage, str] = {
     0: "that each have all of its state (stage 0)",
@@ -101,11 +103,11 @@ def _step(f: Forecast) -> Iterator[str]:
     yield f"compute     {_flops(f.model_flops)} of the model: {_utilisation(f)}"
     over = f.step_seconds / f.limit_seconds - 1
     yield (
-        f"bottleneck  {_LANES[f.bottleneck]}: its work alone takes {_seconds(f.limit_seconds)}; the step takes "
+        f"bottleneck  {LANES[f.bottleneck]}: its work alone takes {_seconds(f.limit_seconds)}; the step takes "
         + (f"{over:.0%} longer" if over >= 0.005 else "no longer")
     )
     long = {phase: found for phase, found in f.phases.items() if found[1] >= 0.01 * f.step_seconds}
-    phases = (f"{phase} by {_LANES[lane]} ({_seconds(seconds)})" for phase, (lane, seconds) in long.items())
+    phases = (f"{phase} by {LANES[lane]} ({_seconds(seconds)})" for phase, (lane, seconds) in long.items())
     yield f"bound       {', '.join(phases)}"
     device = f.task.machine.device
     yield (
@@ -155,7 +157,7 @@ def _table(f: Forecast) -> Iterator[str]:
     yield f"{'lane':<16}{'per step':>12}{'work':>12}{'busy':>8}"
     for lane, x in f.lanes.items():
         moved = format_size(x.nbytes) if x.nbytes and lane != "cpu" else ""
-        yield f"{_LANES[lane]:<16}{moved:>12}{format_time(x.work):>12}{x.busy / f.step_seconds:>8.0%}"
+        yield f"{LANES[lane]:<16}{moved:>12}{format_time(x.work):>12}{x.busy / f.step_seconds:>8.0%}"
 
 
 def _memory(f: Forecast) -> Iterator[str]:

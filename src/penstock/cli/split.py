@@ -174,7 +174,7 @@ def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> t
     for size, count in sizes:
         try:
             if config.pipeline > 1:
-                plans_of([Asked(request=r) for r in requests_of(config, shape, kind, size, count, hosts)], None)
+                plans_of([Asked(request=r) for r in requests_of(config, shape, kind, size, count, hosts)])
             else:
                 fit(_request(config, shape, kind, size, count, ranks, hosts))
         except BudgetError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.engine.probed import HandedOn
 from penstock.errors import BudgetError, ConfigError, ModelError
-from penstock.planner.dealt import Asked, Pace, plans_of
+from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of
 from penstock.planner.fit import Plan, Request
 from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
@@ -145,7 +145,8 @@ def plan_among(ranks: Ranks, request: Request, keep: Placement | None, pace: Pac
     found: tuple[Settings, ...] | BudgetError | ConfigError | None = None
     if ranks.rank == 0:
         try:
-            found = tuple(plan.settings for plan in plans_of(asked, pace))
+            plans = plans_of(asked) if pace is None else fastest_of(asked, pace).plans
+            found = tuple(plan.settings for plan in plans)
         except (BudgetError, ConfigError) as error:
             found = type(error)(str(error))
     found = ranks.gather_objects("settings of the plans", found)[0]
@@ -171,4 +172,4 @@ def times_of_all(ranks: Ranks, own: StageTimes | None, dealt: Dealt) -> StageTim
 def predicted_of_all(ranks: Ranks, plan: Plan, pace: Pace) -> Simulation:
     """The simulation of the very steps that all ranks of a pipeline run, each by its plan."""
     plans = ranks.gather_objects("plans", plan)
-    return ranks.once("prediction", lambda: pace.predicted(plans))
+    return ranks.once("prediction", lambda: pace.step(plans).simulation)

@@ -30,7 +30,7 @@ from penstock.hardware.drives import together
 from penstock.hardware.sharing import crowding, of_each_rank, of_pipeline
 from penstock.optim.agreement import KINDS, other_bits
 from penstock.optim.fallback import DEVICE_TEMPORARIES
-from penstock.planner.costs import contention, machine_costs
+from penstock.planner.costs import contention, costs_of_plan
 from penstock.planner.dealt import Pace, world_of
 from penstock.planner.fit import Plan, Request, fit, off_device
 from penstock.planner.following import corrected, corrected_times, what_is_off
@@ -339,16 +339,7 @@ class Planning:
         assert self._machine is not None
         if shared.ranks.are_pipeline:
             return predicted_of_all(shared.ranks, plan, self._pace(times))
-        costs = machine_costs(
-            self._machine,
-            plan.program,
-            plan.settings.form,
-            times,
-            shared.rate,
-            io_threads=shared.io_threads,
-            grad_dtype=plan.settings.grad_dtype,
-            narrow=plan.narrow,
-        )
+        costs = costs_of_plan(plan, self._machine, times, shared.rate, io_threads=shared.io_threads)
         return simulate(streaming_seat(shared.ranks.each, copies=shared.ranks.copies).in_step(plan.schedule), costs)
 
     def close(self) -> None:
@@ -462,10 +453,7 @@ class Planning:
         shared, machine = self._shared, self._machine
         assert machine is not None
         return Pace(
-            machine=machine,
-            times=times,
-            optimizer=shared.rate,
-            io_threads=shared.io_threads,
+            costs=lambda _, plan: costs_of_plan(plan, machine, times, shared.rate, io_threads=shared.io_threads),
             repeats=self.repeats.planned,
         )
 

@@ -7,6 +7,7 @@ from penstock.errors import ConfigError
 from penstock.hardware.crossing import compact_pace, crossing_of, step_rate
 from penstock.hardware.drives import Together, together
 from penstock.hardware.machine import Collectives, Machine, Network
+from penstock.planner.fit import Plan
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import OpId
@@ -14,6 +15,30 @@ from penstock.schedule.place import BF16, FP32, Format
 from penstock.schedule.program import Program
 from penstock.shape.model import EFFICIENCY, StageTimes
 from penstock.sim.costs import Costs, Pair
+
+
+def costs_of_plan(
+    plan: Plan,
+    machine: Machine,
+    times: StageTimes,
+    optimizer: str,
+    *,
+    io_threads: int = 4,
+    link_to: Callable[[int], Network] | None = None,
+) -> Costs:
+    """The costs of a plan's schedule; arguments and errors as of ``machine_costs``."""
+    settings = plan.settings
+    return machine_costs(
+        machine,
+        plan.program,
+        settings.form,
+        times,
+        optimizer,
+        io_threads=io_threads,
+        grad_dtype=settings.grad_dtype,
+        narrow=plan.narrow,
+        link_to=link_to,
+    )
 
 
 def machine_costs(

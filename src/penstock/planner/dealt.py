@@ -5,13 +5,11 @@ them: whether steps begin before the norm is known, and which share the next ste
 open, and there is a machine to predict for, the world of each choice is simulated, and the fastest is taken.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.machine import Machine
-from penstock.planner.costs import machine_costs
 from penstock.planner.fit import Plan, Request, fit
 from penstock.planner.question import SIMULATED_OPS
 from penstock.planner.update_mode import REPEATS, steps_early
@@ -22,7 +20,7 @@ from penstock.schedule.lower.dealt import program_of_rank, stages_dealt
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program
-from penstock.shape.model import StageTimes
+from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 
@@ -39,36 +37,33 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
-    """The basis of a prediction. ``machine``: as each rank sees it; ``times``: of all stages; ``optimizer``,
-    ``io_threads``, ``repeats``: as of ``Question``."""
+class Foreseen:
+    """A step of all ranks. ``plans``: by rank; ``repeats``: runs of the step besides the first, on average."""
 
-    machine: Machine
-    times: StageTimes
-    optimizer: str
-    io_threads: int = 4
+    plans: tuple[Plan, ...]
+    simulation: Simulation
+    repeats: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step on average, as some are run twice."""
+        return self.simulation.time * (1 + self.repeats)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """The basis of a prediction. ``costs``: those of the ops of a rank, by its number and its plan; ``repeats``: as of
+    ``Question``."""
+
+    costs: Callable[[int, Plan], Costs]
     repeats: float = REPEATS
 
-    def expected(self, plans: Sequence[Plan]) -> float:
-        """Seconds of a step of these plans on average: some are run twice."""
-        early = any(steps_early(plan.program, plan.settings) for plan in plans)
-        return self.predicted(plans).time * (1 + self.repeats * early)
-
-    def predicted(self, plans: Sequence[Plan]) -> Simulation:
+    def step(self, plans: Sequence[Plan]) -> Foreseen:
         """The simulation of all ranks' steps."""
-        first, of_rank = plans[0].settings, [plan.program.groups for plan in plans]
-        whole = tuple(max(same, key=lambda g: g.numel) for same in zip(*of_rank, strict=True))
-        costs = machine_costs(
-            self.machine,
-            Program(groups=whole, stages=plans[0].program.stages),
-            first.form,
-            self.times,
-            self.optimizer,
-            io_threads=self.io_threads,
-            grad_dtype=first.grad_dtype,
-            narrow=frozenset().union(*(plan.narrow for plan in plans)),
-        )
-        return simulate(world_of([plan.schedule for plan in plans]), costs)
+        costs = [self.costs(rank, plan) for rank, plan in enumerate(plans)]
+        simulation = simulate(world_of([plan.schedule for plan in plans]), costs)
+        early = any(steps_early(plan.program, plan.settings) for plan in plans)
+        return Foreseen(plans=tuple(plans), simulation=simulation, repeats=self.repeats * early)
 
 
 def world_of(schedules: Sequence[Schedule]) -> World:
@@ -88,48 +83,61 @@ def programs_of(program: Program, ranks: int, counts: Sequence[int] | None = Non
     return [program_of_rank(program, of_stages, rank, ranks) for rank in range(ranks)]
 
 
-def plans_of(asked: Sequence[Asked], pace: Pace | None) -> tuple[Plan, ...]:
-    """The plans of all ranks of a pipeline, by rank. ``pace``: None: nothing is predicted, and the first choice is
-    taken that can be.
+def plans_of(asked: Sequence[Asked]) -> tuple[Plan, ...]:
+    """The plans of all ranks of a pipeline, by rank, where nothing is predicted.
 
     Raises:
         BudgetError: a rank's does not fit; says whose.
         ConfigError: they cannot do alike what all have to.
     """
-    best: tuple[float, tuple[Plan, ...]] | None = None
-    refused: BudgetError | ConfigError | None = None
-    ops = 0
-    for speculate, delay in _choices(asked, pace):
-        try:
-            plans = _alike([replace(a, request=replace(a.request, speculate=speculate, delay=delay)) for a in asked])
-        except (BudgetError, ConfigError) as error:
-            refused = refused or error
-            continue
-        if pace is None:
-            return plans
-        of_these = sum(len(plan.schedule.ops) for plan in plans)
-        if best is not None and ops + of_these > SIMULATED_OPS:
-            break
-        ops, seconds = ops + of_these, pace.expected(plans)
-        if best is None or seconds < best[0]:
-            best = seconds, plans
-    if best is None:
-        assert refused is not None
-        raise refused
-    return best[1]
-
-
-def _choices(asked: Sequence[Asked], pace: Pace | None) -> Iterator[tuple[bool | None, float | None]]:
-    """(speculate, delay) that all ranks may have, as far as these are left open."""
     first = asked[0].request
+    return next(_possible(asked, [(first.speculate, first.delay)]))
+
+
+def fastest_of(asked: Sequence[Asked], pace: Pace) -> Foreseen:
+    """The plans of all ranks of a pipeline that are expected to be the fastest; raises as ``plans_of``."""
+    best: Foreseen | None = None
+    ops = 0
+    for plans in _possible(asked, _choices(asked[0].request)):
+        ops += sum(len(plan.schedule.ops) for plan in plans)
+        if best is not None and ops > SIMULATED_OPS:
+            break
+        found = pace.step(plans)
+        if best is None or found.seconds < best.seconds:
+            best = found
+    assert best is not None
+    return best
+
+
+def _choices(first: Request) -> Iterable[tuple[bool | None, float | None]]:
+    """(speculate, delay) that all ranks may have, as far as these are left open."""
     speculates: list[bool | None] = [first.speculate]
     delays: list[float | None] = [first.delay]
-    if pace is not None and first.train:
+    if first.train:
         if first.early is None and first.may_speculate:
             speculates = [None, False]
         if first.delay is None and not (first.bottom == "disk" and first.budget.slots == 1):
             delays = list(DELAYS)
     return product(speculates, delays)
+
+
+def _possible(
+    asked: Sequence[Asked], choices: Iterable[tuple[bool | None, float | None]]
+) -> Iterator[tuple[Plan, ...]]:
+    """The plans of all ranks with each choice of (speculate, delay) that can be; raises as ``plans_of`` if none can."""
+    refused: BudgetError | ConfigError | None = None
+    some = False
+    for speculate, delay in choices:
+        try:
+            plans = _alike([replace(a, request=replace(a.request, speculate=speculate, delay=delay)) for a in asked])
+        except (BudgetError, ConfigError) as error:
+            refused = refused or error
+            continue
+        some = True
+        yield plans
+    if not some:
+        assert refused is not None
+        raise refused
 
 
 def _alike(asked: Sequence[Asked]) -> tuple[Plan, ...]:

@@ -9,25 +9,24 @@ then done first, with what the ends take of the first rank.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from penstock.config import format_size
 from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.hosts import Hosts
 from penstock.hardware.machine import Machine, Network
 from penstock.hardware.sharing import within_host
 from penstock.planner.batches import cuts
-from penstock.planner.costs import machine_costs
+from penstock.planner.costs import costs_of_plan
 from penstock.planner.dealt import Asked as Wanted
-from penstock.planner.dealt import Pace, plans_of, programs_of, world_of
+from penstock.planner.dealt import Foreseen, Pace, fastest_of, programs_of
 from penstock.planner.fit import Plan, Request
 from penstock.planner.layouts import Asked, Layout, OfHost, Outcome, slowest
-from penstock.planner.task import Task
-from penstock.planner.update_mode import expected_repeats, steps_early
+from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.lower.dealt import stages_dealt
 from penstock.shape.model import stage_times
 from penstock.sim.costs import Costs
-from penstock.sim.result import Simulation
-from penstock.sim.simulate import simulate
 
 MOST_OPS = 500_000
 """Ops of the largest world of a pipeline that is simulated."""
@@ -37,14 +36,12 @@ _TRIED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """A simulated pipeline. ``counts``: blocks of each rank."""
+    """A simulated pipeline, in micro-batches of ``size`` sequences. ``counts``: blocks of each rank."""
 
-    plans: Sequence[Plan]
     requests: Sequence[Request]
-    simulation: Simulation
+    step: Foreseen
     counts: tuple[int, ...]
     size: int
-    seconds: float
 
 
 def pipeline(asked: Asked, layout: Layout) -> Outcome:
@@ -60,17 +57,17 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
     if not asked.hosts.alike and wanted is None:
         counts = _deal(asked, found)
         if counts != found.counts:
-            found = min(found, simulated(asked, views, found.size, counts), key=lambda one: one.seconds)
+            found = min(found, simulated(asked, views, found.size, counts), key=lambda one: one.step.seconds)
     changed = found is not even
     return Outcome(
         layout=layout,
-        seconds=found.seconds,
+        seconds=found.step.seconds,
         tokens=asked.batch * asked.task.sequence_length,
         micro_batches=found.requests[0].micro_batches,
         micro_batch_size=found.size,
         hosts=tuple(_of_kind(asked, found, kind) for kind in range(len(views))),
         deal=found.counts if changed or wanted is not None else (),
-        even=even.seconds if changed else None,
+        even=even.step.seconds if changed else None,
     )
 
 
@@ -88,7 +85,7 @@ def _first(asked: Asked, views: Sequence[Machine]) -> Simulated:
     if not found:
         assert refusal is not None
         raise refusal
-    return min(found, key=lambda one: one.seconds)
+    return min(found, key=lambda one: one.step.seconds)
 
 
 def _sizes(asked: Asked) -> Iterator[int]:
@@ -122,83 +119,41 @@ def simulated(asked: Asked, views: Sequence[Machine], size: int, counts: Sequenc
             "simulated at most: use larger micro-batches or a smaller batch"
         )
     requests = [replace(request, program=program) for program in programs_of(request.program, ranks, counts)]
-    pace = _Pace(
-        machine=views[0],
-        times=stage_times(task.profile(size), views[0], str(task.precision)),
-        optimizer=task.rate_name,
-        repeats=expected_repeats(task),
-        asked=asked,
-        task=task,
-        views=tuple(views),
-        size=size,
-    )
-    plans = plans_of([Wanted(request=own) for own in requests], pace)
-    for rank, (own, plan) in enumerate(zip(requests, plans, strict=True)):
+    times = [stage_times(task.profile(size), view, str(task.precision)) for view in views]
+
+    def costs(rank: int, plan: Plan) -> Costs:
+        kind = asked.hosts.kind_of(rank)
+        link = partial(_link, asked.hosts, rank)
+        return costs_of_plan(plan, views[kind], times[kind], task.rate_name, link_to=link)
+
+    pace = Pace(costs=costs, repeats=expected_repeats(task))
+    step = fastest_of([Wanted(request=own) for own in requests], pace)
+    for rank, (own, plan) in enumerate(zip(requests, step.plans, strict=True)):
         if (space := own.space_bytes(plan.settings)) > task.disk_free:
             raise BudgetError(
                 f"rank {rank}: its state and what waits on disk take {format_size(space)}, and its part of what is "
                 f"free is {format_size(task.disk_free)}: give more drives or host memory"
             )
-    simulation = pace.predicted(plans)
-    early = any(steps_early(plan.program, plan.settings) for plan in plans)
-    return Simulated(
-        plans=plans,
-        requests=requests,
-        simulation=simulation,
-        counts=tuple(calls.count(rank) for rank in range(ranks)),
-        size=size,
-        seconds=simulation.time * (1 + pace.repeats * early),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pace(Pace):
-    """The pace of ranks on hosts that may differ, each with costs of its own."""
-
-    asked: Asked
-    task: Task
-    views: tuple[Machine, ...]
-    size: int
-
-    def predicted(self, plans: Sequence[Plan]) -> Simulation:
-        kinds = [self.asked.hosts.kind_of(rank) for rank in range(len(plans))]
-        costs = [
-            _costs(self.asked, self.task, self.views[kind], rank, plans[rank], self.size)
-            for rank, kind in enumerate(kinds)
-        ]
-        return simulate(world_of([plan.schedule for plan in plans]), costs)
+    counts = tuple(calls.count(rank) for rank in range(ranks))
+    return Simulated(requests=requests, step=step, counts=counts, size=size)
 
 
 _OPS_OF_BLOCK = 6
 
 
-def _costs(asked: Asked, task: Task, view: Machine, rank: int, plan: Plan, size: int) -> Costs:
-    """The costs of a rank's ops: what goes to a rank of another host goes over the slower of both hosts' links."""
-    hosts = asked.hosts
-
-    def link_to(peer: int) -> Network:
-        here, there = (hosts.kinds[hosts.kind_of(one)].machine for one in (rank, peer))
-        if rank // hosts.each == peer // hosts.each:
-            return within_host(here, hosts.each)
-        found = slowest([here.nic, there.nic])
-        assert found is not None
-        return found
-
-    return machine_costs(
-        view,
-        plan.program,
-        plan.settings.form,
-        stage_times(task.profile(size), view, str(task.precision)),
-        task.rate_name,
-        grad_dtype=plan.settings.grad_dtype,
-        narrow=plan.narrow,
-        link_to=link_to,
-    )
+def _link(hosts: Hosts, rank: int, peer: int) -> Network:
+    """The link from a rank to another: to one of another host, the slower of both hosts' links."""
+    here, there = (hosts.kinds[hosts.kind_of(one)].machine for one in (rank, peer))
+    if rank // hosts.each == peer // hosts.each:
+        return within_host(here, hosts.each)
+    found = slowest([here.nic, there.nic])
+    assert found is not None
+    return found
 
 
 def _deal(asked: Asked, even: Simulated) -> tuple[int, ...]:
     """Blocks of each rank by what they take of its host."""
-    hosts, blocks, simulation = asked.hosts, sum(even.counts), even.simulation
+    hosts, blocks, simulation = asked.hosts, sum(even.counts), even.step.simulation
     each: dict[int, dict[Lane, float]] = {}
     for rank in reversed(range(hosts.ranks)):
         if rank and even.counts[rank]:
@@ -222,24 +177,24 @@ def _deal(asked: Asked, even: Simulated) -> tuple[int, ...]:
 
 def _of_kind(asked: Asked, found: Simulated, kind: int) -> OfHost:
     """The most that any host of a kind has and moves."""
-    hosts, each, simulation = asked.hosts, asked.hosts.each, found.simulation
+    hosts, each, simulation = asked.hosts, asked.hosts.each, found.step.simulation
     of_kind = [host for host in range(hosts.count) if hosts.kind_of(host * each) == kind]
     ranks_of = [range(host * each, (host + 1) * each) for host in of_kind]
-    moved = [plan.schedule.bytes_per_lane() for plan in found.plans]
+    moved = [plan.schedule.bytes_per_lane() for plan in found.step.plans]
     lane, work = max(
         (item for ranks in ranks_of for rank in ranks for item in simulation.work(rank).items()),
         key=lambda item: item[1],
     )
-    space = [r.space_bytes(p.settings) for r, p in zip(found.requests, found.plans, strict=True)]
+    space = [r.space_bytes(p.settings) for r, p in zip(found.requests, found.step.plans, strict=True)]
     return OfHost(
         machine=hosts.kinds[kind].name,
         hosts=hosts.kinds[kind].count,
-        device=max(found.plans[rank].device_bytes for ranks in ranks_of for rank in ranks),
-        host=max(sum(found.plans[rank].host_bytes for rank in ranks) for ranks in ranks_of),
+        device=max(found.step.plans[rank].device_bytes for ranks in ranks_of for rank in ranks),
+        host=max(sum(found.step.plans[rank].host_bytes for rank in ranks) for ranks in ranks_of),
         disk=max(sum(space[rank] for rank in ranks) for ranks in ranks_of),
         read=max(sum(moved[rank].get("read", 0) for rank in ranks) for ranks in ranks_of),
         written=max(sum(moved[rank].get("write", 0) for rank in ranks) for ranks in ranks_of),
-        sent=max(sum(_leaves(found.plans[rank], rank, each) for rank in ranks) for ranks in ranks_of),
+        sent=max(sum(_leaves(found.step.plans[rank], rank, each) for rank in ranks) for ranks in ranks_of),
         lane=lane,
         work=work,
         blocks=max(sum(found.counts[rank] for rank in ranks) for ranks in ranks_of),
