@@ -346,7 +346,7 @@ def test_layouts_of_several_hosts_are_compared_and_the_fastest_is_named(
         (("--hosts", "1x2xh100-80g+1x4xh100-80g"), "has as many ranks on each of its hosts"),
         (("--hosts", "2x8xa100-40g", "--network", "fast"), "'fast' is not a network's rate"),
         (("--hosts", "2x8xa100-40g", "--network", "1Gbit/s"), "does not tell how fast ranks send to each other"),
-        (("--hosts", "2x8xh100-80g"), "does not tell how fast hosts send to each other"),
+        (("--hosts", "2x8xh100-80g"), "does not tell how fast hosts send to each other: give --network"),
         (("--hosts", "2x8xh100-80g", "--ranks", "2"), "ranks does not go with --hosts"),
         (("--hosts", "2x8xh100-80g", "--machine", "gh200"), "has no effect, as --hosts names the machine"),
         (("--hosts", "1x1xh100-80g"), "is one rank: leave --hosts out"),

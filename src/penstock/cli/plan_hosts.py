@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.hardware.hosts import Hosts, hosts_named
 from penstock.hardware.machine import Machine, Network
 from penstock.hardware.profiles import check_device, machine_named, on_directories
+from penstock.hardware.sharing import why_unknown
 from penstock.planner.ask import measured, task_for
 from penstock.planner.comparison import Comparison, compared
 from penstock.planner.layouts import Asked, OfHost, Outcome
@@ -89,6 +90,14 @@ def _hosts(arguments: "Arguments", paths: tuple[Path, ...]) -> Hosts:
         raise ConfigError(f"hosts={arguments.hosts!r}: at most {MOST_RANKS} ranks can be on one machine")
     if len({kind.machine.device.kind for kind in hosts.kinds}) > 1:
         raise ConfigError(f"hosts={arguments.hosts!r}: some compute on GPUs and some do not, and ranks do the same")
+    for kind in hosts.kinds:
+        if hosts.count > 1 and kind.machine.nic is None:
+            raise ConfigError(
+                f"hosts={arguments.hosts!r}: the profile of {kind.name} does not tell how fast hosts send to each "
+                "other: give --network, as 100Gbit/s"
+            )
+        if (why := why_unknown(kind.machine, hosts.ranks, hosts.count)) is not None:
+            raise ConfigError(why)
     count = len(paths) or min(len(kind.machine.drives) for kind in hosts.kinds)
 
     def with_drives(machine: Machine) -> Machine:

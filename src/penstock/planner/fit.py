@@ -418,11 +418,16 @@ def _fit_device(request: Request, base: Placement) -> Settings:
             return settings
     working = max(max(s.forward_peak, s.backward_peak) for s in request.program.stages)
     raise BudgetError(
-        f"budget.device={request.budget.device} is too small for this model: the smallest that works is "
+        f"budget.device={_said(request.budget.device)} is too small for this model: the smallest that works is "
         f"{format_size(min(needs))} ({min(needs)} bytes), of which {format_size(working)} are temporaries of the "
         "largest stage. Raise budget.device, or use smaller or fewer micro-batches"
         + (f", or another stage of ZeRO than {settings.stage}, as all weights stay there" * (settings.stage in (1, 2)))
     )
+
+
+def _said(size: str | float) -> str:
+    """A size as it was written; what was written as a number of bytes, and what a plan has taken, in words."""
+    return size if isinstance(size, str) else format_size(int(size))
 
 
 def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
@@ -457,7 +462,7 @@ def _fit_host(request: Request, settings: Settings) -> Settings:
             return option
     advice = "" if request.bottom == "disk" else ", or give budget.disk a directory"
     raise BudgetError(
-        f"budget.host={request.budget.host} is too small for this model: the smallest that works is "
+        f"budget.host={_said(request.budget.host)} is too small for this model: the smallest that works is "
         f"{format_size(min(needs))} ({min(needs)} bytes). Raise budget.host{advice}"
     )
 
