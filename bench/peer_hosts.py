@@ -4,17 +4,14 @@ Runs in DeepSpeed's own virtual environment, started by ``torchrun`` on each hos
 the model does not fit. Activations are kept: a recomputation would gather the weights once more.
 """
 
-import argparse
-import json
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from bench.peer_deepspeed import RELEASED, initialized, stepped, zero_3
-from bench.workload import Tokens, Work, build_initial
+from bench.workload import Tokens, Work, build_initial, main_of_rank
 
 
 def train(work: Work) -> list[dict[str, float]]:
@@ -35,18 +32,6 @@ def train(work: Work) -> list[dict[str, float]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", required=True, help="the job, as JSON (bench.workload.Work)")
-    parser.add_argument("--report", required=True, type=Path, help="folder for each rank's file")
-    parser.add_argument("--local_rank", help="as DeepSpeed's own launcher gives it")
-    arguments = parser.parse_args()
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    work = Work.from_json(arguments.work)
-    torch.set_num_threads(work.threads)
-    lines = [json.dumps(step) for step in train(work)]
-    (arguments.report / f"{os.environ['RANK']}.jsonl").write_text("\n".join(lines) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    main_of_rank(__doc__, train)

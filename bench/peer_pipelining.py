@@ -4,11 +4,7 @@ Started by ``torchrun`` on each host. Each block is a stage of its own; the embe
 with the last, as that package has it. Activations are recomputed, as Penstock does; state is in memory.
 """
 
-import argparse
-import json
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +14,16 @@ from torch.distributed.pipelining import PipelineStage, ScheduleLoopedBFS
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Tokens, Work, build_initial
+from bench.workload import (
+    BETAS,
+    EPS,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Tokens,
+    Work,
+    build_initial,
+    main_of_rank,
+)
 
 
 class Block(nn.Module):
@@ -77,17 +82,6 @@ def train(work: Work) -> list[dict[str, float | None]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", required=True, help="the job, as JSON (bench.workload.Work)")
-    parser.add_argument("--report", required=True, type=Path, help="folder for each rank's file")
-    arguments = parser.parse_args()
-    work = Work.from_json(arguments.work)
-    torch.set_num_threads(work.threads)
-    lines = [json.dumps(step) for step in train(work)]
-    (arguments.report / f"{os.environ['RANK']}.jsonl").write_text("\n".join(lines) + "\n")
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main_of_rank(__doc__, train)
+    dist.destroy_process_group()

@@ -4,9 +4,11 @@ Imported by our side and by the peer's side, which runs in a virtual environment
 needs torch, transformers and safetensors only, and never Penstock.
 """
 
+import argparse
 import json
+import os
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -209,3 +211,15 @@ class Report:
     def start(self) -> None:
         """Call when setting up has ended, so that its disk traffic does not count as the first step's."""
         self._disk = disk_bytes()
+
+
+def main_of_rank(description: str | None, train: Callable[[Work], Sequence[Mapping[str, float | None]]]) -> None:
+    """The program of one rank of a peer, which ``torchrun`` starts: it trains, and leaves a line of JSON a step."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--work", required=True, help="the job, as JSON (bench.workload.Work)")
+    parser.add_argument("--report", required=True, type=Path, help="folder for each rank's file")
+    arguments = parser.parse_args()
+    work = Work.from_json(arguments.work)
+    torch.set_num_threads(work.threads)
+    lines = [json.dumps(step) for step in train(work)]
+    (arguments.report / f"{os.environ['RANK']}.jsonl").write_text("\n".join(lines) + "\n")

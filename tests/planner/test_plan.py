@@ -69,7 +69,7 @@ def request(
 def smallest(r: Request, tier: str) -> int:
     """The smallest budget of a tier that the error names when it is given nothing."""
     none = replace(r, budget=replace(r.budget, **{tier: 0}))  # type: ignore[arg-type]
-    with pytest.raises(BudgetError, match=f"budget.{tier}=0 is too small") as caught:
+    with pytest.raises(BudgetError, match=f"budget.{tier}=0 B is too small") as caught:
         fit(none)
     found = re.search(r"the smallest that works is [^(]+ \((\d+) bytes\)", str(caught.value))
     assert found is not None, str(caught.value)
