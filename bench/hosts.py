@@ -68,10 +68,10 @@ class Layout:
     @property
     def bound(self) -> tuple[str, float]:
         """The lane that takes longest by itself in a step on the slow network, on any rank, and how long."""
-        lanes: dict[str, float] = {"net": max(one.formula for one in self.slow) / (MBIT * 1e6 / 8)}
+        lanes: dict[str, float] = {"nic": max(one.formula for one in self.slow) / (MBIT * 1e6 / 8)}
         for one in self.slow:
             for lane, seconds in one.busy.items():
-                if lane not in ("net", "send", "recv"):
+                if lane not in ("net", "nic", "send", "recv"):
                     lanes[lane] = max(lanes.get(lane, 0.0), seconds)
         return max(lanes.items(), key=lambda one: one[1])
 

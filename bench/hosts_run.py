@@ -101,7 +101,7 @@ _AXES: Mapping[str, Callable[[int, int], dict[str, int]]] = {
     COPIES: lambda hosts, _: {"copies": hosts},
     PIPELINE: lambda _, ranks: {"pp": ranks},
 }
-_CROSSING = ("net", "send")
+_CROSSING = ("net", "nic", "send")
 """Lanes whose bytes a rank sends to others."""
 
 

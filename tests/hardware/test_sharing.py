@@ -106,11 +106,14 @@ def linked(**changes: Any) -> Machine:
 
 
 def test_of_several_hosts_what_leaves_one_goes_at_its_ranks_share_of_the_network() -> None:
-    """Four ranks on two hosts send three parts: one to the other host, two within their own."""
+    """Four ranks on two hosts send three parts: one to the other host, two within their own, on two lanes or in one
+    op."""
     found = of_each_rank(linked(), 4, hosts=2)
-    assert found.network is not None
-    assert 3 / found.network.bandwidth == pytest.approx(1 / 0.5e9 + 2 / 4e9)
-    assert found.network.latency == pytest.approx(1.1e-3)
+    assert isinstance(found.network, Collectives)
+    assert (found.network.bandwidth, found.network.exchange, found.network.latency) == (4e9, 4e9, 1e-4)
+    assert 3 / found.network.of_all == pytest.approx(1 / 0.5e9 + 2 / 4e9)
+    assert found.network.latency_of_all == pytest.approx(1.1e-3)
+    assert found.across == Network(bandwidth=0.5e9, latency=1e-3)
     assert found.host.memory == machine().host.memory // 2
     one_each = of_each_rank(linked(between=()), 2, hosts=2)
     assert one_each.network is not None
@@ -124,19 +127,22 @@ def test_of_several_hosts_what_leaves_one_goes_at_its_ranks_share_of_the_network
 
 def test_ranks_of_a_host_that_are_no_power_of_two_exchange_gradients_on_one_level() -> None:
     """Six ranks on two hosts send five parts: of what is gathered one leaves the host, of gradients three."""
-    found = of_each_rank(linked(), 6, hosts=2).network
+    seen = of_each_rank(linked(), 6, hosts=2)
+    found, own = seen.network, 4e9 * 2 / 3
     assert isinstance(found, Collectives)
-    own = 4e9 * 2 / 3
-    assert 5 / found.bandwidth == pytest.approx(3 / 1e9 + 4 / own)
+    assert found.bandwidth == pytest.approx(own)
+    assert seen.across == Network(bandwidth=1e9 / 3, latency=1e-3)
     assert 5 / found.exchange == pytest.approx(3 * 3 / 1e9 + 2 / own)
+    gathered, exchanged = 3 / 1e9 + 4 / own, 3 * 3 / 1e9 + 2 / own
+    assert 2 * 5 / found.of_all == pytest.approx(gathered + exchanged)
 
 
 def test_with_a_copy_on_each_host_gradients_alone_leave_it() -> None:
     found = of_each_rank(linked(), 4, hosts=2, copies=2)
     assert found.network == Network(bandwidth=WITHIN.bandwidth, latency=WITHIN.latency)
-    assert found.of_copies is not None
-    assert (found.of_copies.bandwidth, found.of_copies.latency) == (pytest.approx(NIC.bandwidth / 2), NIC.latency)
+    assert found.across is not None
+    assert (found.across.bandwidth, found.across.latency) == (pytest.approx(NIC.bandwidth / 2), NIC.latency)
     of_one = of_each_rank(linked(), 4, copies=2)
-    assert of_one.network == of_one.of_copies == Network(bandwidth=2e9, latency=2e-4)
+    assert of_one.network == of_one.across == Network(bandwidth=2e9, latency=2e-4)
     with pytest.raises(ConfigError, match="some are on a part of a host"):
         of_each_rank(linked(), 12, hosts=3, copies=2)

@@ -12,11 +12,10 @@ from penstock.hardware.hosts import Hosts, Kind
 from penstock.hardware.machine import Between, Machine, Network
 from penstock.planner.comparison import Comparison, compared, layouts
 from penstock.planner.fit import fit
-from penstock.planner.layouts import Asked, Layout, one_of_each, planned, shared_by_all
+from penstock.planner.layouts import Asked, Layout, asked_seat, one_of_each, planned, shared_by_all
 from penstock.planner.pipelines import pipeline, simulated
 from penstock.planner.task import Task, free_bytes
 from penstock.schedule.lower.mesh import Mesh
-from penstock.schedule.lower.seat import streaming_seat
 from penstock.shape.huggingface import model_shape
 from penstock.sim.simulate import simulate
 from tests.questions import LLAMA, MACHINE
@@ -63,9 +62,9 @@ ALIKE, DIFFERENT = asked((FAST, 2)), asked((FAST, 1), (SLOW, 1))
 def test_one_rank_of_each_kind_of_host_takes_as_long_as_the_whole_world(what: Asked, layout: Layout) -> None:
     found = planned(what, layout)
     schedule, hosts = found.choice.plan.schedule, what.hosts
-    seat = streaming_seat(hosts.ranks // layout.copies, layout.stage or 3, layout.copies)
+    seat = asked_seat(layout, hosts.count)
     whole = simulate(seat.world(schedule), [found.costs[hosts.kind_of(rank)] for rank in range(hosts.ranks)])
-    few = simulate(one_of_each(schedule, layout, len(hosts.kinds)), found.costs)
+    few = simulate(one_of_each(schedule, layout, hosts.count, len(hosts.kinds)), found.costs)
     assert len(whole.world.ranks) == 4
     assert few.time == pytest.approx(whole.time, rel=1e-9)
     if hosts.alike:

@@ -70,7 +70,7 @@ def sent(mesh: DeviceMesh, each: int, precision: str, schedule: str, stage: int 
             "traced": sum(event.bytes for event in engine.trace if event.lane == "net"),
             "gathered": sum(event.bytes for event in engine.trace if event.op.startswith("GW")),
             "exchanged": sum(event.bytes for event in engine.trace if event.op.startswith("SG")),
-            "between": sum(event.bytes for event in engine.trace if event.op.startswith("AR")),
+            "between": sum(event.bytes for event in engine.trace if event.op.startswith(("AR", "HR"))),
             "copied": {lane: stats.bytes_moved[lane] for lane in ("h2d", "d2h")},
             "to_copy": {lane: engine.plan.schedule.bytes_per_lane()[lane] for lane in ("h2d", "d2h")},
             "elements": [group.numel for group in groups],

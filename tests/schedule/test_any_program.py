@@ -65,12 +65,12 @@ def below(places: tuple[Tier, ...]) -> tuple[Tier, ...]:
     return tuple("host" if tier == "device" else tier for tier in places)
 
 
-@pytest.mark.parametrize(("size", "copies"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("size", "copies", "hosts"), [(2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 1, 2), (6, 1, 2)])
 def test_every_schedule_of_ranks_that_share_a_program_is_safe_computes_its_step_and_ends(
-    size: int, copies: int, campaign: Campaign
+    size: int, copies: int, hosts: int, campaign: Campaign
 ) -> None:
-    """Each has its part of every group, on disk or in memory, or all of it, of one copy of the state or of two; what
-    they add up is whole on each of them before."""
+    """Each has its part of every group, on disk or in memory, or all of it, of one copy of the state or of two, on one
+    host or two; what they add up is whole on each of them before."""
     ranks = Mesh(data=size).everyone()
 
     def holds(case: AnyCase) -> None:
@@ -81,11 +81,11 @@ def test_every_schedule_of_ranks_that_share_a_program_is_safe_computes_its_step_
             replace(case.settings, place=shared, stage=stage),
         )
         build = vertical if case.family == "vertical" else horizontal
-        seat = streaming_seat(size, stage, copies)
+        seat = streaming_seat(size, stage, copies, hosts)
         schedule = build(part, asked, seat=seat)
         world = seat.world(schedule)
         check_world(world)
-        prove(schedule, Needs.of(part, asked, size, copies))
+        prove(schedule, Needs.of(part, asked, size, copies, seat.hosts.size))
         simulate(world, Costs(name="uneven", seconds=uneven))
 
     proved(campaign, cases(), holds, few=40)

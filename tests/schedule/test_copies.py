@@ -28,7 +28,7 @@ def with_ops(*ops: Op | None) -> Schedule:
 
 def sums() -> list[Op]:
     """Those between copies."""
-    return [op for op in WHOLE.ops if op.id.kind == "AR"]
+    return [op for op in WHOLE.ops if op.id.kind == "HR"]
 
 
 def test_each_gradient_is_added_up_within_its_copy_and_then_over_all() -> None:

@@ -35,6 +35,7 @@ LANES: Mapping[str, str] = {
     "write": "disk write",
     "cpu": "host optimizer",
     "net": "between ranks",
+    "nic": "between hosts",
     "send": "between ranks",
 }
 """Lanes in words."""

@@ -45,6 +45,7 @@ def task_of(config: TrainConfig, machine: Machine, *, disk_free: int, ranks: int
         budget=config.budget.of_rank(0, ranks, hosts),
         ranks=ranks // config.copies,
         copies=config.copies,
+        hosts=hosts,
         sequence_length=config.data.sequence_length,
         optimizer=config.optimizer.name,
         moments=moments_of(config.optimizer.name, config.optimizer.momentum),

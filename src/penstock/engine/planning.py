@@ -340,7 +340,9 @@ class Planning:
         if shared.ranks.are_pipeline:
             return predicted_of_all(shared.ranks, plan, self._pace(times))
         costs = costs_of_plan(plan, self._machine, times, shared.rate, io_threads=shared.io_threads)
-        return simulate(streaming_seat(shared.ranks.each, copies=shared.ranks.copies).in_step(plan.schedule), costs)
+        ranks = shared.ranks
+        seat = streaming_seat(ranks.each, copies=ranks.copies, hosts=ranks.hosts)
+        return simulate(seat.in_step(plan.schedule), costs)
 
     def close(self) -> None:
         """Give the runner's memory back; the plans stay."""
@@ -415,6 +417,7 @@ class Planning:
             inputs=max(inputs),
             ranks=ranks.each,
             copies=ranks.copies,
+            hosts=ranks.hosts,
             step_temporaries=0 if self._shared.device.type == "cpu" else DEVICE_TEMPORARIES,
         )
 
@@ -463,9 +466,9 @@ class Planning:
             check_world(world_of(ranks.gather_objects("schedules", plan.schedule)))
             prove(plan.schedule, Needs.of(plan.program, plan.settings))
             return
-        copies = min(request.copies, 2)  # what is right for two is for any number: all do the same
-        check_world(streaming_seat(request.ranks, plan.settings.stage, copies).world(plan.schedule))
-        prove(plan.schedule, Needs.of(plan.program, plan.settings, request.ranks, request.copies))
+        seat = request.seat(plan.settings)
+        check_world(seat.of_few().world(plan.schedule))
+        prove(plan.schedule, Needs.of(plan.program, plan.settings, request.ranks, request.copies, seat.hosts.size))
 
     def _best_of_all(self, request: Request, times: StageTimes | None) -> Plan:
         """The plan for all ranks, which rank 0 makes: the others wait, rather than take its cores for the same."""

@@ -167,12 +167,16 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives(Network):
-    """Links whose ranks exchange gradients on another way than they gather: ``exchange``, bytes/s."""
+    """Links within each of several hosts, over which gathers on two levels go. ``exchange``: bytes/s of exchanges of
+    gradients, where these have one level only; ``of_all``, ``latency_of_all``: of what all ranks do in one op."""
 
     exchange: float
+    of_all: float
+    latency_of_all: float
 
     def at(self, pace: float) -> "Network":
-        return replace(self, bandwidth=self.bandwidth * pace, exchange=self.exchange * pace)
+        rates = {name: getattr(self, name) * pace for name in ("bandwidth", "exchange", "of_all")}
+        return replace(self, **rates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +211,8 @@ class Machine:
     ``crossing``: None in a profile that does not tell; ``penstock.hardware.crossing`` derives it then.
     ``network``: between the ranks of one machine, such as the GPUs of a board; ``nic``: a host's link to other hosts,
     which its ranks share. ``between``: for each number of ranks that was measured; none where nobody has.
-    ``of_copies``: what the ranks that have the same part of several copies of the state send each other, no part of a
-    profile: it follows (``penstock.hardware.sharing``).
+    ``across``: one rank's link to those with its place on other hosts, or in other copies of the state: no part of a
+    profile, it follows (``penstock.hardware.sharing``).
     ``measured``: None in a profile that was not, or that does not tell. ``source``: what the figures of a machine are
     from that is only described. ``file``: the one that the profile was read from, which is no part of it.
     ``overhead``: seconds from an op's end to the start of one that has waited for it on another lane. ``interpreter``:
@@ -231,14 +235,14 @@ class Machine:
     measured: Measured | None = None
     source: str = ""
     file: str = field(default="", compare=False)
-    of_copies: Network | None = None
+    across: Network | None = None
 
     def to_json(self) -> str:
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_KEPT}
         return json.dumps(kept, indent=2, sort_keys=True) + "\n"
 
 
-_NOT_KEPT = {"file", "of_copies"}
+_NOT_KEPT = {"file", "across"}
 
 
 def parse_machine(text: str, where: str) -> Machine:

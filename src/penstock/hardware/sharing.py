@@ -14,7 +14,7 @@ rank has an equal part. What a rank sees is therefore a machine of its own that 
 | a drive | what is left of it where n ranks have their folders on it: 1 / n |
 | collectives | as they were measured between as many processes (``Between``), or as the profile says of a ``Network`` |
 | collectives of several hosts | what leaves a host (``ranks.levels``) at 1 / n of the profile's ``nic`` with n ranks on
-each, the rest as between ranks of one |
+each, on a lane of its own (``Machine.across``); the rest as between ranks of one |
 | collectives of several copies of the state | those of one copy as above, of the hosts that it is on; those between
 copies at 1 / n of the ``nic``, as far as they are on several hosts |
 
@@ -32,6 +32,7 @@ from dataclasses import replace
 from penstock.errors import ConfigError
 from penstock.hardware.drives import together
 from penstock.hardware.machine import Between, Collectives, Device, Drive, Host, Machine, Network
+from penstock.schedule.lower.mesh import is_branch
 
 _LINK = ("grad_bf16", "grad_fp32", "weights_bf16", "weights_fp32")
 _STEPS = ("step", "step_grad_bf16", "step_grad_rounded", "step_no_copy")
@@ -73,11 +74,12 @@ def of_each_rank(machine: Machine, ranks: int, threads: int | None = None, hosts
     each = ranks // hosts
     shared = machine if each == 1 else _of_host(machine, each, threads)
     if copies == 1:
-        network, between = _collectives(machine, each, ranks, hosts, levels=True), None
+        network, across = _on_levels(machine, each, hosts) if hosts > 1 and each > 1 else (None, None)
+        network = network or _collectives(machine, each, ranks, hosts)
     else:
         network = _collectives(machine, each, ranks // copies, max(1, hosts // copies))
-        between = _collectives(machine, each, copies, min(copies, hosts))
-    return replace(shared, network=network, of_copies=between, between=())
+        across = _collectives(machine, each, copies, min(copies, hosts))
+    return replace(shared, network=network, across=across, between=())
 
 
 def _of_host(machine: Machine, ranks: int, threads: int | None) -> Machine:
@@ -108,32 +110,41 @@ def leaving(size: int, hosts: int, *, levels: bool) -> float:
     return (hosts - 1 if levels else size - size // hosts) / (size - 1)
 
 
-def on_levels(each: int) -> bool:
-    """True if gradients of so many ranks on each host are exchanged on two levels, as what is gathered always is."""
-    return not each & (each - 1)
-
-
-def _collectives(machine: Machine, on_host: int, size: int, hosts: int, *, levels: bool = False) -> Network:
-    """The links of ranks in a collective, ``size`` of them on so many ``hosts``, while all ``on_host`` ranks of each do
-    the same. ``levels``: it goes on two levels where it can (``leaving``)."""
+def _collectives(machine: Machine, on_host: int, size: int, hosts: int) -> Network:
+    """The links of ranks in a collective on one level, ``size`` of them on so many ``hosts``, while all ``on_host``
+    ranks of each do the same."""
     if size == 1:
         return Network(bandwidth=float("inf"), latency=0.0)
     within = within_host(machine, on_host) if on_host > 1 else None
     if hosts == 1:
         assert within is not None
         return Network(bandwidth=within.bandwidth, latency=within.latency)
-    nic, each = machine.nic, size // hosts
+    assert machine.nic is not None
+    latency = machine.nic.latency + (0.0 if within is None or size == hosts else within.latency)
+    pace = _pace(within, machine.nic, on_host, leaving(size, hosts, levels=False))
+    return Network(bandwidth=pace, latency=latency)
+
+
+def _on_levels(machine: Machine, each: int, hosts: int) -> tuple[Network, Network]:
+    """The links of ``each`` ranks on each of several hosts, whose collectives have two levels: within a host, and of
+    one of its ranks to those of others."""
+    within, nic, size = within_host(machine, each), machine.nic, each * hosts
     assert nic is not None
+    paces = {levels: _pace(within, nic, each, leaving(size, hosts, levels=levels)) for levels in (True, False)}
+    network = Collectives(
+        bandwidth=within.bandwidth,
+        latency=within.latency,
+        exchange=within.bandwidth if is_branch(each) else paces[False],
+        of_all=2 / (1 / paces[True] + 1 / paces[is_branch(each)]),
+        latency_of_all=within.latency + nic.latency,
+    )
+    return network, Network(bandwidth=nic.bandwidth / each, latency=nic.latency)
 
-    def pace(*, levels: bool) -> float:
-        share = leaving(size, hosts, levels=levels)
-        inside = 0.0 if within is None else (1 - share) / within.bandwidth
-        return 1 / (share * on_host / nic.bandwidth + inside)
 
-    latency = nic.latency + (0.0 if within is None or each == 1 else within.latency)
-    if levels and not on_levels(each):
-        return Collectives(bandwidth=pace(levels=True), latency=latency, exchange=pace(levels=False))
-    return Network(bandwidth=pace(levels=levels), latency=latency)
+def _pace(within: Network | None, nic: Network, on_host: int, share: float) -> float:
+    """Bytes/s of which a ``share`` leaves the host, over a link that all of its ranks use at once."""
+    inside = 0.0 if within is None else (1 - share) / within.bandwidth
+    return 1 / (share * on_host / nic.bandwidth + inside)
 
 
 def of_pipeline(machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1) -> Machine:

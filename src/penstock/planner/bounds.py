@@ -46,7 +46,7 @@ def limits_of(costs: Costs, depths: Depths, stage: ZeroStage = 3) -> NDArray[np.
     if stage in (0, 3):
         held.append((depths.weights, ("h2d", "compute")))
     if stage == 3:
-        held.append((depths.weights, ("net", "compute")))
+        held.append((depths.weights, ("nic", "net", "compute")))
     pools = [[(lane in lanes) / count for lane in STREAM_LANES] for count, lanes in held]
     return np.concatenate((rows, np.array(pools)))
 

@@ -10,7 +10,6 @@ from penstock.hardware.machine import Collectives, Machine, Network
 from penstock.planner.fit import Plan
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op
-from penstock.schedule.ir.references import OpId
 from penstock.schedule.place import BF16, FP32, Format
 from penstock.schedule.program import Program
 from penstock.shape.model import EFFICIENCY, StageTimes
@@ -91,6 +90,8 @@ def machine_costs(
         rates |= {"read": disk.read, "write": disk.write}
     if machine.network is not None:
         rates |= {"net": machine.network.bandwidth, "send": machine.network.bandwidth}
+    if machine.across is not None:
+        rates["nic"] = machine.across.bandwidth
     groups = program.groups
     flops = machine.device.flops
     orthogonal = times.orthogonal or (flops.get("bf16") or max(flops.values())) * EFFICIENCY[machine.device.kind]
@@ -112,27 +113,26 @@ def machine_costs(
         return groups[ident.group].trainable * share / device
 
     def crossing(op: Op) -> float:
-        ident = op.id
-        between = machine.of_copies if ident.kind == "AR" else None
-        link = between or machine.network
+        ident, kind = op.id, op.id.kind
+        link = machine.across if op.lane == "nic" else machine.network
         if op.lane == "send" and link_to is not None:
             link = link_to(op.peer)
         assert link is not None
-        exchange = link.exchange if isinstance(link, Collectives) else link.bandwidth
-        if ident.kind == "GW" and ident.group < len(groups):
-            messages = (groups[ident.group].trainable > 0) + (groups[ident.group].frozen > 0)
-            return op.nbytes / link.bandwidth + link.latency * messages
-        if ident.kind == "SG":
-            return op.nbytes / exchange + link.latency + told(ident)
-        if ident.kind == "AR":  # an exchange of pieces, which are then gathered
-            seconds = op.nbytes / 2 / exchange + op.nbytes / 2 / link.bandwidth + 2 * link.latency
-            return seconds + (0.0 if between else told(ident))
-        return op.nbytes / link.bandwidth + link.latency
+        bandwidth, latency, times = link.bandwidth, link.latency, 1
+        if isinstance(link, Collectives) and kind in ("AR", "AN"):
+            bandwidth, latency = link.of_all, link.latency_of_all
+        elif isinstance(link, Collectives) and kind == "SG":
+            bandwidth = link.exchange
+        if kind in ("GW", "HW") and ident.group < len(groups):
+            times = (groups[ident.group].trainable > 0) + (groups[ident.group].frozen > 0)
+        elif kind in ("AR", "HR"):  # an exchange of pieces, which are then gathered
+            times = 2
+        tells = kind in ("SG", "AR") and ident.chunk == 0
+        return op.nbytes / bandwidth + latency * times + (of_all if tells else 0.0)
 
-    def told(ident: OpId) -> float:
-        """Before a group's first chunk all ranks tell each other which gradients there are."""
-        links = (machine.network, machine.of_copies) if ident.chunk == 0 else ()
-        return max((link.latency for link in links if link is not None), default=0.0)
+    links = [link for link in (machine.network, machine.across) if link is not None]
+    of_all = sum(link.latency for link in links)
+    """the time in which, before a group's first chunk, all ranks tell each other which gradients there are"""
 
     def seconds(op: Op) -> float:
         lane = op.lane
@@ -147,7 +147,7 @@ def machine_costs(
             return machine.overhead + op.nbytes / steps[ident.group in narrow]
         if ident.kind == "DG" and ident.group in narrow:
             return machine.overhead + op.nbytes / rounded_down
-        if lane in ("net", "send"):
+        if lane in ("net", "nic", "send"):
             return machine.overhead + crossing(op)
         return machine.overhead + op.nbytes / rates[lane]
 

@@ -92,7 +92,8 @@ class Request(StreamConfig):
     is delayed, and the ``cast`` is done on the device: fewer bytes cross and wait. ``wait``: as in ``Settings``.
     ``inputs``: bytes of all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the
     device besides the state, where state steps there. ``ranks``: that share every group, for each of so many ``copies``
-    of the state; ``program``, ``budget`` and ``micro_batches`` are those of one of them.
+    of the state, and are on so many ``hosts``, as many on each; ``program``, ``budget`` and ``micro_batches`` are those
+    of one of them.
     """
 
     program: Program
@@ -107,6 +108,7 @@ class Request(StreamConfig):
     step_temporaries: int = 0
     ranks: int = 1
     copies: int = 1
+    hosts: int = 1
 
     def build(self, settings: Settings) -> Schedule:
         build: Callable[..., Schedule] = horizontal if self.one_by_one else vertical
@@ -114,11 +116,13 @@ class Request(StreamConfig):
 
     def seat(self, settings: Settings) -> Seat:
         """The seat of each rank."""
-        return _seat(self.route, settings, self.ranks, self.copies)
+        dealt = self.program.dealt
+        pipe = 1 if dealt is None else dealt.ranks
+        return streaming_seat(self.ranks, settings.stage, self.copies, self.hosts, pipe=pipe)
 
     def provision(self, settings: Settings) -> Provision:
         """The pools of a step with these settings, and what it takes of them."""
-        return provision(self.route, settings, self.ranks, self.copies)
+        return _provision(self.route, settings, self.seat(settings))
 
     def peak_bytes(self, settings: Settings, tier: Tier) -> int:
         """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
@@ -126,12 +130,12 @@ class Request(StreamConfig):
 
     def peaks(self, settings: Settings) -> tuple[int, int]:
         """``peak_bytes`` of device and host together."""
-        fixed, (device, host) = self.fixed(settings.place), _pooled(self.route, settings, self.ranks, self.copies)
+        fixed, (device, host) = self.fixed(settings.place), _pooled(self.route, settings, self.seat(settings))
         return device + peak_bytes((), fixed, "device"), host + peak_bytes((), fixed, "host")
 
     def world(self, schedule: Schedule) -> World:
         """The world to simulate for a schedule that all ranks have."""
-        return streaming_seat(self.ranks, copies=self.copies).in_step(schedule)
+        return streaming_seat(self.ranks, copies=self.copies, hosts=self.hosts).in_step(schedule)
 
     @cached_property
     def route(self) -> Route:
@@ -276,25 +280,20 @@ def _route(program: Program, micro_batches: int, *, one_by_one: bool, train: boo
 
 
 @lru_cache(maxsize=4096)
-def _pooled(route: Route, settings: Settings, ranks: int, copies: int) -> tuple[int, int]:
+def _pooled(route: Route, settings: Settings, seat: Seat) -> tuple[int, int]:
     """Bytes of the pools of device and host. The advice on other machines and budgets asks for the same ones again; and
     a search for depths that fit asks for many that differ in what is staged alone."""
     depths = settings.depths
     unstaged = replace(depths, **dict.fromkeys(STAGED.values(), 1))
-    sized = provision(route, replace(settings, depths=unstaged), ranks, copies).pools.values()
+    sized = _provision(route, replace(settings, depths=unstaged), seat).pools.values()
     pools = [in_depth(pool, depths) for pool in sized]
     return peak_bytes(pools, (), "device"), peak_bytes(pools, (), "host")
 
 
 @lru_cache(maxsize=256)
-def provision(route: Route, settings: Settings, ranks: int = 1, copies: int = 1) -> Provision:
+def _provision(route: Route, settings: Settings, seat: Seat) -> Provision:
     """The pools of a step with these settings, and what it takes of them."""
-    return Provision(route, settings, _seat(route, settings, ranks, copies))
-
-
-def _seat(route: Route, settings: Settings, ranks: int, copies: int) -> Seat:
-    dealt = route.program.dealt
-    return streaming_seat(ranks, settings.stage, copies, pipe=1 if dealt is None else dealt.ranks)
+    return Provision(route, settings, seat)
 
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:

@@ -41,7 +41,7 @@ AGAIN = 0.1
 """The share by which steps must take more or less than at the last search for another one before that."""
 
 _REMEMBERED = 16
-_OUTSIDE: frozenset[Lane] = frozenset(("read", "write", "net"))
+_OUTSIDE: frozenset[Lane] = frozenset(("read", "write", "net", "nic"))
 """Lanes whose pace is set by what is not the processor, so that one that goes slower takes less from the others."""
 _ROUNDS = 4
 
@@ -125,7 +125,7 @@ def of_all_ranks(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Factors, or shares, of all ranks together: those of the slowest, as plans are made for it. Only what a rank takes
     for collectives counts least: there all wait for the last one, which does not wait."""
     keys = sorted({key for one in found for key in one})
-    return {key: (min if key == "net" else max)(one[key] for one in found if key in one) for key in keys}
+    return {key: (min if key in ("net", "nic") else max)(one[key] for one in found if key in one) for key in keys}
 
 
 class Deviations:
@@ -183,7 +183,7 @@ def corrected(machine: Machine, factors: Mapping[str, float]) -> Machine:
     device, host = machine.device, machine.host
     down, up, steps = by("d2h"), by("h2d"), by("cpu")
     crossing, of_crossing = machine.crossing, {"grad": down, "weights": up, "step": steps}
-    network, copies = machine.network, machine.of_copies
+    network, across = machine.network, machine.across
     return replace(
         machine,
         drives=tuple(
@@ -210,7 +210,7 @@ def corrected(machine: Machine, factors: Mapping[str, float]) -> Machine:
             crossing, **{name: rate * of_crossing[name.partition("_")[0]] for name, rate in vars(crossing).items()}
         ),
         network=None if network is None else network.at(by("net")),
-        of_copies=None if copies is None else copies.at(by("net")),
+        across=None if across is None else across.at(by("nic")),
         contention={pair: value / _less(*_both(pair), factors) for pair, value in machine.contention.items()},
     )
 
@@ -262,8 +262,8 @@ def moving_seconds(program: Program, form: Format, now: Placement, then: Placeme
 
 _NAMES: Mapping[str, str] = {
     "read": "reads", "write": "writes", "h2d": "copies to the device", "d2h": "copies from the device",
-    "cpu": "the optimizer", "net": "collectives", "forward": "the blocks' forward", "backward": "the blocks' backward",
-    "ends": "the model's ends",
+    "cpu": "the optimizer", "net": "collectives", "nic": "collectives between hosts",
+    "forward": "the blocks' forward", "backward": "the blocks' backward", "ends": "the model's ends",
 }  # fmt: skip
 
 
@@ -276,6 +276,7 @@ def what_is_off(off: Mapping[str, float], before: Machine) -> str:
         "h2d": before.device.h2d,
         "d2h": before.device.d2h,
         "net": 0.0 if before.network is None else before.network.bandwidth,
+        "nic": 0.0 if before.across is None else before.across.bandwidth,
     }
     parts = []
     for key in sorted(off, key=lambda key: -abs(math.log(off[key]))):

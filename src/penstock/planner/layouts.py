@@ -15,7 +15,7 @@ from penstock.config import ZeroStage
 from penstock.errors import ConfigError
 from penstock.hardware.hosts import Hosts
 from penstock.hardware.machine import Machine, Network
-from penstock.hardware.sharing import leaving, of_each_rank, on_levels
+from penstock.hardware.sharing import leaving, of_each_rank
 from penstock.planner.batches import choose
 from penstock.planner.durability import settled
 from penstock.planner.question import Question
@@ -24,11 +24,14 @@ from penstock.planner.task import Task
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.seat import streaming_seat
+from penstock.schedule.lower.mesh import is_branch
+from penstock.schedule.lower.seat import Seat, streaming_seat
 from penstock.shape.model import stage_times
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
+
+_LINKS = ("net", "nic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +73,10 @@ class Asked:
         """The machine as each rank sees it, by kind of host. A collective is over when the slowest link is done."""
         hosts = self.hosts
         found = [of_each_rank(kind.machine, hosts.ranks, hosts=hosts.count, copies=copies) for kind in hosts.kinds]
-        network, between = (slowest([getattr(one, name) for one in found]) for name in ("network", "of_copies"))
+        across, network = (slowest([getattr(one, name) for one in found]) for name in ("across", "network"))
         if copies > 1:  # within a copy, and its host, nobody waits for others
-            return [replace(one, of_copies=between) for one in found]
-        return [replace(one, network=network) for one in found]
+            return [replace(one, across=across) for one in found]
+        return [replace(one, network=network, across=across) for one in found]
 
     def of_rank(self, machine: Machine, **changes: Any) -> Task:
         """The task of a rank that sees such a machine."""
@@ -173,7 +176,8 @@ def planned(asked: Asked, layout: Layout) -> Planned:
     views = asked.views(layout.copies)
     flops = {name: min(v.device.flops.get(name, 0.0) for v in views) for name in views[0].device.flops}
     slow = replace(views[0], device=replace(views[0].device, flops=flops))
-    task = asked.of_rank(slow, ranks=hosts.ranks // layout.copies, copies=layout.copies, stage=layout.stage)
+    shared = {"ranks": hosts.ranks // layout.copies, "copies": layout.copies, "hosts": hosts.count}
+    task = asked.of_rank(slow, **shared, stage=layout.stage)
     if size is None:
         choice, split = choose(task, sequences)
         size = split.micro_batch_size
@@ -187,7 +191,7 @@ def shared_by_all(asked: Asked, layout: Layout) -> Outcome:
     """The outcome where ranks share all state, or each copy of it; raises as ``planned``."""
     found = planned(asked, layout)
     choice, kinds = found.choice, len(asked.hosts.kinds)
-    world = one_of_each(choice.plan.schedule, layout, kinds)
+    world = one_of_each(choice.plan.schedule, layout, asked.hosts.count, kinds)
     simulation = choice.simulation if asked.hosts.alike else simulate(world, found.costs)
     return Outcome(
         layout=layout,
@@ -207,22 +211,26 @@ def _costs(task: Task, choice: Choice, view: Machine, size: int) -> Costs:
     return question.costs_of(choice.request)
 
 
-def one_of_each(schedule: Schedule, layout: Layout, kinds: int) -> World:
-    """A world of one rank of each kind of host, whose collectives wait for all that they would meet: where there are
-    copies of the state, each is within a host."""
-    seat = streaming_seat(layout.ranks // layout.copies, layout.stage or 3, layout.copies)
-    together = tuple(range(kinds))
-    if kinds == 1 or layout.copies == 1:
-        world = seat.in_step(schedule)
+def one_of_each(schedule: Schedule, layout: Layout, hosts: int, kinds: int) -> World:
+    """A world of one rank of each kind of host, whose collectives wait for all that they would meet: within a host for
+    nobody, and where there are copies of the state, each is within one."""
+    seat, together = asked_seat(layout, hosts), tuple(range(kinds))
+    world, near = seat.in_step(schedule), (seat.shards if layout.copies > 1 else seat.near).name
+    if kinds == 1 or (layout.copies == 1 and seat.hosts.size == 1):
         return replace(world, ranks=(schedule,) * kinds, groups=dict.fromkeys(world.groups, together))
-    shards = seat.shards.name
 
     def of(kind: int) -> Schedule:
-        ops = (replace(op, group=f"{shards}{kind}") if op.group == shards else op for op in schedule.ops)
+        ops = (replace(op, group=f"{near}{kind}") if op.group == near else op for op in schedule.ops)
         return replace(schedule, ops=tuple(ops))
 
-    groups = {f"{shards}{kind}": (kind,) for kind in together} | {seat.copies.name: together}
+    groups = {f"{near}{kind}": (kind,) for kind in together} | {name: together for name in world.groups if name != near}
     return World(name=schedule.name, ranks=tuple(map(of, together)), groups=groups)
+
+
+def asked_seat(layout: Layout, hosts: int) -> Seat:
+    """The seat of each rank of a layout but a pipeline, on so many hosts."""
+    assert layout.stage is not None
+    return streaming_seat(layout.ranks // layout.copies, layout.stage, layout.copies, hosts)
 
 
 def _of_host(asked: Asked, layout: Layout, choice: Choice, simulation: Simulation, kind: int) -> OfHost:
@@ -237,7 +245,7 @@ def _of_host(asked: Asked, layout: Layout, choice: Choice, simulation: Simulatio
         disk=each * choice.request.space_bytes(plan.settings),
         read=each * moved.get("read", 0),
         written=each * moved.get("write", 0),
-        sent=round(each * sum(_leaves(op, layout, hosts) for op in plan.schedule.lanes["net"])),
+        sent=round(each * sum(_leaves(op, layout, hosts) for op in plan.schedule.ops if op.lane in _LINKS)),
         lane=lane,
         work=work,
     )
@@ -245,21 +253,23 @@ def _of_host(asked: Asked, layout: Layout, choice: Choice, simulation: Simulatio
 
 def _leaves(op: Op, layout: Layout, hosts: Hosts) -> float:
     """Bytes that leave the host of what a rank sends in a collective."""
-    between = op.id.kind == "AR" and layout.copies > 1
-    size = layout.copies if between else layout.ranks // layout.copies
-    spread = min(layout.copies, hosts.count) if between else max(1, hosts.count // layout.copies)
+    between, copies, seat = op.lane == "nic", layout.copies, asked_seat(layout, hosts.count)
+    if seat.hosts.size > 1 and (between or op.group == seat.near.name):
+        return op.nbytes * between
+    size = copies if between else layout.ranks // copies
+    spread = min(copies, hosts.count) if between else max(1, hosts.count // copies)
     if spread == 1:
         return 0.0
-    levels = layout.copies == 1
-    gathered = leaving(size, spread, levels=levels)
-    exchanged = leaving(size, spread, levels=levels and on_levels(hosts.each))
+    gathered, exchanged = (
+        leaving(size, spread, levels=copies == 1 and levels) for levels in (True, is_branch(hosts.each))
+    )
     return op.nbytes * {"SG": exchanged, "AR": (exchanged + gathered) / 2}.get(op.id.kind, gathered)
 
 
 def _in_proportion(asked: Asked, choice: Choice, world: World, costs: Sequence[Costs], even: Simulation) -> float:
     """Seconds of a step if each rank had as much to do, but for collectives, as its host gets done."""
     kinds = asked.hosts.kinds
-    paces = [1 / max(s for lane, s in even.work(k).items() if lane != "net") for k in range(len(kinds))]
+    paces = [1 / max(s for lane, s in even.work(k).items() if lane not in _LINKS) for k in range(len(kinds))]
     mean = sum(kind.count * pace for kind, pace in zip(kinds, paces, strict=True)) / asked.hosts.count
     scaled = [_scaled(own, pace / mean) for own, pace in zip(costs, paces, strict=True)]
     return choice.question.expected(simulate(world, scaled).time, choice.plan.settings)
@@ -267,6 +277,6 @@ def _in_proportion(asked: Asked, choice: Choice, world: World, costs: Sequence[C
 
 def _scaled(costs: Costs, factor: float) -> Costs:
     def seconds(op: Op) -> float:
-        return costs.seconds(op) * (1.0 if op.lane == "net" else factor)
+        return costs.seconds(op) * (1.0 if op.lane in _LINKS else factor)
 
     return replace(costs, seconds=seconds)

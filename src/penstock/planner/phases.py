@@ -25,7 +25,7 @@ from penstock.schedule.lower.route import Route
 
 HOME = -1
 """The row after those of the phases."""
-_OF_STEPS = frozenset(("RS", "RG", "OP", "UN", "WS", "WW", "RM", "MU", "WM", "UU", "GU", "NS", "DU"))
+_OF_STEPS = frozenset(("RS", "RG", "OP", "UN", "WS", "WW", "RM", "MU", "WM", "UU", "GU", "HU", "NS", "DU"))
 """Kinds of ops that steps are made of, of chunks or, of matrices, of a group"""
 BEFORE_GRADIENTS = 3
 """Number of phases before the backward."""
@@ -88,7 +88,7 @@ class Phases:
             if kind in ("F", "E", "B"):
                 now = self._computed[kind, ident.stage, ident.micro_batch]
                 yield op, self.compute_row(now)
-            elif kind in ("RW", "UW", "GW"):
+            elif kind in ("RW", "UW", "HW", "GW"):
                 assert ident.visit is not None
                 yield op, self.load_row(self._at[ident.visit])
             elif kind in ("RC", "UC"):

@@ -26,7 +26,7 @@ from penstock.planner.phases import Phases
 from penstock.planner.sample import Sample, without_activations, without_weights
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.lower.mesh import Mesh
-from penstock.schedule.lower.seat import streaming_seat
+from penstock.schedule.lower.seat import Seat
 from penstock.schedule.lower.update import partials_of
 from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
 from penstock.schedule.place import Depths, Placement, Settings
@@ -133,7 +133,7 @@ class Probes:
         return self._found[key]
 
     def _probe(self, program: Program, settings: Settings) -> Probe:
-        return _probe(program, settings, self._one_by_one, self.request.ranks, self.request.copies)
+        return _probe(program, settings, self.request.seat(settings), one_by_one=self._one_by_one)
 
     @cached_property
     def _bare(self) -> Program:
@@ -168,9 +168,8 @@ def _in_host_memory(program: Program) -> Placement:
 
 
 @lru_cache(maxsize=4096)
-def _probe(program: Program, settings: Settings, one_by_one: bool, ranks: int, copies: int) -> Probe:
+def _probe(program: Program, settings: Settings, seat: Seat, *, one_by_one: bool) -> Probe:
     """The facts of a program's schedule, whose groups have one chunk for each of their parts."""
-    seat = streaming_seat(ranks, settings.stage, copies)
     if one_by_one:
         route = horizontal_route(program, settings.micro_batches)
         schedule = horizontal(program, settings, seat=seat)

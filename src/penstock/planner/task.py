@@ -50,8 +50,8 @@ class Task(StepConfig):
     """A model, a machine, a budget, and what is asked of a step.
 
     ``precision``: the one that counts. ``families``: schedules that may be chosen. ``disk_free``: bytes on disk that
-    may be used. ``ranks``: that share the model's state, or each of several ``copies`` of it; machine, budget, disk and
-    micro-batches are those of one of them.
+    may be used. ``ranks``: that share the model's state, or each of several ``copies`` of it, and are on so many
+    ``hosts``, as many on each; machine, budget, disk and micro-batches are those of one of them.
     """
 
     shape: ModelShape
@@ -69,6 +69,7 @@ class Task(StepConfig):
     disk_free: int
     ranks: int = 1
     copies: int = 1
+    hosts: int = 1
     profiles: dict[int, ModelProfile] = field(default_factory=dict, compare=False, repr=False)
     """those made so far, by sequences in a micro-batch"""
 
@@ -133,6 +134,7 @@ class Task(StepConfig):
             family=self.families[0],
             ranks=self.ranks,
             copies=self.copies,
+            hosts=self.hosts,
             inputs=micro_batches * profile.tokens * TOKEN_BYTES,
             step_temporaries=0 if self.machine.device.kind == "cpu" else DEVICE_TEMPORARIES,
         )

@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -21,9 +22,13 @@ from penstock.ranks.order import add_up
 from penstock.ranks.share import WHOLE, Share
 from penstock.ranks.waiting import LOOK, beside
 from penstock.ranks.watch import Place, Watch, host_count
+from penstock.schedule.lower.mesh import is_branch
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
+_PIECE = 1 << 20
+"""Bytes of a message between hosts. Where several ranks share a link they take turns: in larger pieces one waits for
+another, and then all of them rest."""
 _PATIENCE = timedelta(days=7)
 """Patience of a rank with others that prepare data, or load a model; one that is gone is noticed at once."""
 
@@ -91,6 +96,17 @@ class Ranks:
     @property
     def of_part(self) -> "Ranks":
         """The ranks that have the same part of the state as this one, of each copy one."""
+        return ALONE
+
+    @property
+    def of_host(self) -> "Ranks":
+        """The ranks of this one's host, for what they alone move between them where collectives have two levels: on
+        several hosts of several ranks, with one copy of the state."""
+        return ALONE
+
+    @property
+    def of_place(self) -> "Ranks":
+        """... of each host the rank with this one's place. What they move does not meet what all ranks do together."""
         return ALONE
 
     def share(self, parts: int, holders: Sequence[int] = ()) -> Share:
@@ -277,13 +293,15 @@ class Together(Ranks):
             self._data = self._join(members, dist.get_default_backend_for_device(device), device)
             self._crossing = self._join(members, "gloo", device) if self.are_pipeline else None
             self._of_copy = None if self.copies == 1 else Some(self, axes.of_copy(self.rank))
-            self._of_part = None if self.copies == 1 else Some(self, axes.of_part(self.rank))
+            some_of_hosts = Across if self.hosts > 1 and device.type == "cpu" else Some
+            self._of_part = None if self.copies == 1 else some_of_hosts(self, axes.of_part(self.rank))
             self._of_sequence = None if self.cp == 1 else Some(self, axes.of_sequence(self.rank))
             each = self.size // self.hosts
             two_levels = self.copies == 1 and self.hosts > 1 and each > 1
             hosts = Axes(copies=self.hosts, members=members)
             self._within = Some(self, hosts.of_copy(self.rank)) if two_levels else None
-            self._between = Some(self, hosts.of_part(self.rank)) if two_levels else None
+            self._between = some_of_hosts(self, hosts.of_part(self.rank)) if two_levels else None
+            self._of_place = some_of_hosts(self, hosts.of_part(self.rank)) if two_levels else None
         except BaseException as error:
             self._watch.tell(error)
             raise
@@ -295,6 +313,14 @@ class Together(Ranks):
     @property
     def of_part(self) -> Ranks:
         return self._of_part or ALONE
+
+    @property
+    def of_host(self) -> Ranks:
+        return self._within or ALONE
+
+    @property
+    def of_place(self) -> Ranks:
+        return self._of_place or ALONE
 
     @property
     def of_sequence(self) -> Ranks:
@@ -326,13 +352,15 @@ class Together(Ranks):
         if self._within is None or self._between is None:
             self.gather_in(self._data, out, part)
         else:
-            levels.gather(self._within, self._between, out, part)
+            levels.gather_between(self._between, out, part)
+            levels.gather_within(self._within, self._between.size, out)
 
     def exchange_and_add(self, into: torch.Tensor, out: torch.Tensor, total: torch.Tensor) -> None:
-        if self._within is None or self._between is None or self._within.size & (self._within.size - 1):
+        if self._within is None or self._between is None or not is_branch(self._within.size):
             super().exchange_and_add(into, out, total)
         else:
-            levels.exchange_and_add(self._within, self._between, into, out, total)
+            levels.add_up_within(self._within, self._between.size, into, out)
+            levels.add_up_between(self._between, into, out, total)
 
     def group_of(self, members: Sequence[int]) -> "dist.ProcessGroup":
         """A process group of some of the ranks, all of which come here."""
@@ -358,16 +386,41 @@ class Together(Ranks):
         self._cross(dist.irecv, into, peer)
 
     def _cross(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
-        """Send or receive. gloo gives nothing up: who waits looks whether all others are there."""
-        work = call(tensor, self._members[peer], group=self._crossing)
+        self._message(call(tensor, self._members[peer], group=self._crossing).wait, tensor)
+
+    def _message(self, call: Callable[[], Any], *tensors: torch.Tensor) -> None:
+        """Do what waits for messages to or from other ranks. gloo gives none up: who waits looks whether all others are
+        there. ``tensors``: what it sends and receives."""
         try:
             with self._watch.waits():
-                beside(work.wait, self.check)
+                beside(call, self.check)
         except RankError:
-            self._pending.append((work, tensor))  # the backend still has its address
+            self._pending.append((call, tensors))  # the backend still has their addresses
             raise
         except RuntimeError as error:
             raise self._watch.lost(error) from error
+
+    def trade_in(
+        self, group: "dist.ProcessGroup", sent: Mapping[int, torch.Tensor], got: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Send tensors on the CPU to some ranks, and fill others with what those send: piece by piece, two of which are
+        under way."""
+
+        def all_pieces() -> None:
+            size = _PIECE // next(iter(sent.values())).itemsize
+            cut = {rank: (sent[rank].split(size), got[rank].split(size)) for rank in sent}
+            under_way = deque[list[Any]]()
+            for piece in range(max(len(theirs) for theirs, _ in cut.values())):
+                works = []
+                for rank, (to, of) in cut.items():
+                    works.append(dist.irecv(of[piece], self._members[rank], group=group))
+                    works.append(dist.isend(to[piece], self._members[rank], group=group))
+                under_way.append(works)
+                if len(under_way) > 1:
+                    _wait_for(under_way.popleft())
+            _wait_for(under_way.popleft())
+
+        self._message(all_pieces, *sent.values(), *got.values())
 
     def gather_objects(self, what: str, value: T) -> list[T]:
         text = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
@@ -442,6 +495,33 @@ class Some(Ranks):
     @property
     def failure(self) -> RankError | None:
         return self._all.failure
+
+
+class Across(Some):
+    """Ranks of different hosts, without GPUs. Each sends each other what is for that one, straight from and to where it
+    belongs, in small pieces: where ranks of one host share its link, the collectives of gloo reach 0.6 to 0.8 of it."""
+
+    def __init__(self, all_of_them: Together, members: Sequence[int]) -> None:
+        super().__init__(all_of_them, members)
+        self._others = {rank: row for row, rank in enumerate(members) if row != self.rank}
+
+    def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        rows, mine = out.view(self.size, -1), part.view(-1)
+        rows[self.rank].copy_(mine)
+        self._trade(dict.fromkeys(self._others, mine), rows)
+
+    def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
+        rows, mine = out.view(self.size, -1), into.view(self.size, -1)
+        rows[self.rank].copy_(mine[self.rank])
+        self._trade({rank: mine[row] for rank, row in self._others.items()}, rows)
+
+    def _trade(self, sent: Mapping[int, torch.Tensor], rows: torch.Tensor) -> None:
+        self._all.trade_in(self._group, sent, {rank: rows[row] for rank, row in self._others.items()})
+
+
+def _wait_for(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _told(mesh: DeviceMesh, value: T) -> list[T]:

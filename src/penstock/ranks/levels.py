@@ -10,6 +10,9 @@
 All in all a rank sends as much as on one level. But no more than (H - 1) / H of the whole leaves a host, whatever the
 number of its ranks, where all-to-all each of them would send that. The sum of a host is a branch of the tree in which
 the gradients of all ranks are added up (``order``) if r is a power of two: else they are added up on one level.
+
+Between its two levels a result is in what will be filled, or what is sent by way of. So the levels of one collective
+can be ops of two lanes, and those of different ones go on beside each other.
 """
 
 from typing import Protocol
@@ -29,12 +32,17 @@ class Level(Protocol):
     def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None: ...
 
 
-def gather(within: Level, between: Level, out: torch.Tensor, part: torch.Tensor) -> None:
-    """Fill ``out`` [H * r * n] with all ranks' ``part`` [n], one after the other, host by host."""
-    hosts, each, n = between.size, within.size, part.numel()
-    flat = out.view(-1)
+def gather_between(between: Level, out: torch.Tensor, part: torch.Tensor) -> None:
+    """Put the ``part`` [n] of each rank with this one's place at the beginning of ``out`` [H * r * n], host by host."""
+    between.gather(out.view(-1)[: between.size * part.numel()], part)
+
+
+def gather_within(within: Level, hosts: int, out: torch.Tensor) -> None:
+    """Fill ``out`` [H * r * n] with all ranks' parts [n], one after the other, host by host. It begins with those of
+    this rank's place on all ``hosts`` (``gather_between``)."""
+    flat, each = out.view(-1), within.size
+    n = flat.numel() // (hosts * each)
     of_place = flat[: hosts * n]
-    between.gather(of_place, part)
     # From the last host to the first: what is put together never lies over a part that is still to be sent, but for the
     # first host's own.
     for host in reversed(range(hosts)):
@@ -42,15 +50,19 @@ def gather(within: Level, between: Level, out: torch.Tensor, part: torch.Tensor)
         within.gather(flat[host * each * n : (host + 1) * each * n], mine if host else mine.clone())
 
 
-def exchange_and_add(within: Level, between: Level, into: torch.Tensor, out: torch.Tensor, total: torch.Tensor) -> None:
-    """Add up in ``total`` [c] this rank's rows of all ranks' ``into`` [H * r, c], by way of ``out``, which is as large.
-    Both are overwritten."""
-    hosts, each = between.size, within.size
-    by_host = into.view(hosts, each, -1), out.view(hosts, each, -1)
+def add_up_within(within: Level, hosts: int, into: torch.Tensor, out: torch.Tensor) -> None:
+    """Add up in the first rows of ``into`` [H * r, c], one for each of the ``hosts``, this host's rows for the ranks
+    with this one's place on them, by way of ``out``, which is as large. Both are overwritten."""
+    by_host = into.view(hosts, within.size, -1), out.view(hosts, within.size, -1)
     for sent, got in zip(*by_host, strict=True):
         within.exchange(got, sent)
-    sums, of_hosts = into[:hosts], out[:hosts]
     for host, got in enumerate(by_host[1]):
-        add_up(tuple(got), sums[host])
+        add_up(tuple(got), into[host])
+
+
+def add_up_between(between: Level, into: torch.Tensor, out: torch.Tensor, total: torch.Tensor) -> None:
+    """Add up in ``total`` [c] all hosts' rows for this rank, from the first rows of their ``into`` (``add_up_within``),
+    by way of ``out``, which is overwritten."""
+    sums, of_hosts = into[: between.size], out[: between.size]
     between.exchange(of_hosts, sums)
     add_up(tuple(of_hosts), total)

@@ -30,7 +30,7 @@ GROUPS: tuple[Group, ...] = (
     _group("optimizer state and step", "RS WS OP OD CM RM WM MU UU NS DU", "#0c8f68", "#22b58a"),
     _group("saved activations", "DC WC RC UC", "#b8649a", "#d98cbb"),
     _group("gradient norm", "NG ND NORM", "#6b7280", "#9aa3b2"),
-    _group("collectives", "GW GN AR SG GC GU AN", "#4b5563", "#c3cad6"),
+    _group("collectives", "GW GN AR SG GC GU AN HW HG HU HR", "#4b5563", "#c3cad6"),
     _group("send and receive", "SA SD SX RA RD RX", "#8a93a3", "#8a93a3"),
 )
 OTHER = _group("other", "", "#9ca3af", "#6b7280")

@@ -13,6 +13,7 @@ LANE_WORDS: dict[Lane, str] = {
     "write": "writing to disk",
     "cpu": "the optimizer on the CPU",
     "net": "collectives",
+    "nic": "collectives between hosts",
     "send": "sending",
     "recv": "receiving",
 }

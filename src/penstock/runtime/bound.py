@@ -19,7 +19,7 @@ from penstock.schedule.program import Program
 from penstock.state.arrays import Late
 from penstock.store.layout import Grid, Region
 
-_REST = frozenset({"RG", "RS", "OP", "WS", "WW", "UN", "CM", "RM", "MU", "WM", "UU", "GU", "NS", "DU"})
+_REST = frozenset({"RG", "RS", "OP", "WS", "WW", "UN", "CM", "RM", "MU", "WM", "UU", "GU", "HU", "NS", "DU"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ class Executor:
         self._left = 0  # ops that are not published
         self._closed = False
         self._error: BaseException | None = None
-        workers: dict[Lane, int] = dict.fromkeys(("h2d", "d2h", "cpu", "net", "send", "recv"), 1)
+        workers: dict[Lane, int] = dict.fromkeys(("h2d", "d2h", "cpu", "net", "nic", "send", "recv"), 1)
         workers |= {"read": io_workers, "write": io_workers}
         self._threads: list[threading.Thread] = []
         try:

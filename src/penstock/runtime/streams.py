@@ -77,6 +77,7 @@ class DeviceStreams:
             "h2d": its.stream(device),
             "d2h": its.stream(device),
             "net": its.stream(device),
+            "nic": its.stream(device),
         }
         self.restart()
 

@@ -67,7 +67,7 @@ class Actions:
             Gradients(self.access, stepping).kinds(),
             self.norm.kinds(),
             OptimizerSteps(self.access, self.norm, stepping).kinds(),
-            MatrixUpdates(self.access, self.norm, stepping, ranks.of_copy).kinds(),
+            MatrixUpdates(self.access, self.norm, stepping, ranks).kinds(),
             SavedActivations(self.access, tape, streams).kinds(),
             Between(self.access, self._compute, ranks).kinds(),
             Crossing(self.access, tape, ranks).kinds(),

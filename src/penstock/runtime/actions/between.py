@@ -6,55 +6,109 @@ import numpy as np
 import torch
 
 from penstock.errors import NonFiniteError
+from penstock.ranks import levels
 from penstock.ranks.group import Ranks
 from penstock.runtime.access import Access
 from penstock.runtime.actions.compute import Compute
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.references import Buffer
 from penstock.schedule.place import FP32
 
 
 class Between:
-    """Moves what is on the device between ranks. Every rank has the same ops, in the same order."""
+    """Moves what is on the device between ranks. Every rank has the same ops, in the same order. Where collectives have
+    two levels, those between hosts are ops of another lane than those within them, and go on beside them."""
 
     def __init__(self, access: Access, compute: Compute, ranks: Ranks) -> None:
         self._to = access
         self._compute = compute
         self._ranks = ranks
         self._copy = ranks.of_copy
+        self._host, self._place = ranks.of_host, ranks.of_place
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
-        return {"GW": self.gather, "SG": self.exchange, "AR": self.add_up_for_all, "AN": self.gather_norm}
+        on_levels = self._host.size > 1
+        return {
+            "GW": self.gather_within if on_levels else self.gather,
+            "HW": self.gather_between,
+            "SG": self.exchange,
+            "HG": self.exchange_between,
+            "AR": self.add_up_for_all,
+            "HR": self.add_up_copies,
+            "AN": self.gather_norm,
+        }
 
     def gather(self, op: Op) -> None:
         """A group's weights, trainable part first, from the parts of all ranks."""
-        g, size, dtype = op.id.group, self._copy.size, self._to.arrays.dtype
-        own = self._to.bound.program.groups[g]
-        part, whole = self._to.view(op.reads[0], own.numel, dtype), self._to.view(op.writes[0], size * own.numel, dtype)
-        cut = size * own.trainable
-        for out, mine in ((whole[:cut], part[: own.trainable]), (whole[cut:], part[own.trainable :])):
-            if mine.numel():
-                self._copy.gather(out, mine)
-                self._sent(mine, self._copy)
+        for part, whole in zip(self._parts(op, op.reads[0]), self._wholes(op), strict=True):
+            if part.numel():
+                self._copy.gather(whole, part)
+                self._sent(part, self._copy)
+
+    def gather_between(self, op: Op) -> None:
+        """The same of the ranks with this one's place on all hosts."""
+        for part, whole in zip(self._parts(op, op.reads[0]), self._wholes(op), strict=True):
+            if part.numel():
+                levels.gather_between(self._place, whole, part)
+                self._sent(part, self._place)
+
+    def gather_within(self, op: Op) -> None:
+        """A group's weights from what the ranks of this host have of it."""
+        for whole in self._wholes(op):
+            if whole.numel():
+                levels.gather_within(self._host, self._place.size, whole)
+                self._sent(whole[: whole.numel() // self._host.size], self._host)
+
+    def _parts(self, op: Op, name: Buffer) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's parts of a group's trainable and frozen weights."""
+        own = self._to.bound.program.groups[op.id.group]
+        part = self._to.view(name, own.numel, self._to.arrays.dtype)
+        return part[: own.trainable], part[own.trainable :]
+
+    def _wholes(self, op: Op) -> tuple[torch.Tensor, torch.Tensor]:
+        """A group's trainable and frozen weights, of all ranks' parts."""
+        own, size = self._to.bound.program.groups[op.id.group], self._copy.size
+        whole = self._to.view(op.writes[0], size * own.numel, self._to.arrays.dtype)
+        return whole[: size * own.trainable], whole[size * own.trainable :]
 
     def exchange(self, op: Op) -> None:
-        """A chunk of this rank's part of a gradient, from all ranks' gradients; each sends every other one its part."""
+        """A chunk of this rank's part of a gradient, from all ranks' gradients; each sends every other one its part. On
+        two levels the sums of this host, of the chunks of all ranks with this one's place."""
         g, size, c = op.id.group, self._copy.size, self._to.bound.chunk(op)
         if c.start == 0:
             self._tell(op)
-        into, out = self._to.view(op.writes[1], 2 * size * c.numel).view(2, size, c.numel)
-        if op.reads[0] != op.writes[1]:  # else it is there already, summed on the host
+        through = op.writes[-1]
+        into, out = self._to.view(through, 2 * size * c.numel).view(2, size, c.numel)
+        if op.reads[0] != through:  # else it is there already, summed on the host
             own = self._to.bound.program.groups[g].trainable
             gradient = self._to.view(op.reads[0], size * own).view(size, own)
             into.copy_(gradient[:, c.start : c.start + c.numel])
-        self._add_up(into, out, self._to.view(op.writes[0], c.numel), self._copy)
+        if len(op.writes) > 1:
+            self._add_up(into, out, self._to.view(op.writes[0], c.numel), self._copy)
+        else:
+            levels.add_up_within(self._host, self._place.size, into, out)
+            self._sent(into[: self._place.size], self._host)
+
+    def exchange_between(self, op: Op) -> None:
+        """A chunk of this rank's part of a gradient, from all hosts' sums."""
+        size, c = self._copy.size, self._to.bound.chunk(op)
+        into, out = self._to.view(op.reads[0], 2 * size * c.numel).view(2, size, c.numel)
+        levels.add_up_between(self._place, into, out, self._to.view(op.writes[0], c.numel))
+        self._sent(into[0], self._place)
 
     def add_up_for_all(self, op: Op) -> None:
-        """A chunk of the sum of all ranks' gradients: each adds up a piece of it, and all put the pieces together. Of
-        several copies of the state the same of the ranks that have it, after each copy's own have added theirs up."""
-        ranks = self._ranks if self._ranks.copies == 1 else self._ranks.of_part
-        size, c = ranks.size, self._to.bound.chunk(op)
-        if c.start == 0 and ranks is self._ranks:
+        """A chunk of the sum of all ranks' gradients: each adds up a piece of it, and all put the pieces together."""
+        if self._to.bound.chunk(op).start == 0:
             self._tell(op)
+        self._add_up_pieces(op, self._ranks)
+
+    def add_up_copies(self, op: Op) -> None:
+        """The same of the ranks that have it in several copies of the state, after each copy's own have added theirs
+        up."""
+        self._add_up_pieces(op, self._ranks.of_part)
+
+    def _add_up_pieces(self, op: Op, ranks: Ranks) -> None:
+        size, c = ranks.size, self._to.bound.chunk(op)
         piece = -(-c.numel // size)
         into, out = self._to.view(op.writes[1], 2 * size * piece).view(2, size, piece)
         flat, found = into.view(-1), out.view(-1)

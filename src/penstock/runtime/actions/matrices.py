@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from penstock.optim.codes import as_moments
+from penstock.ranks import levels
 from penstock.ranks.group import Ranks
 from penstock.runtime.access import Access
 from penstock.runtime.actions.norm import Norm
@@ -28,7 +29,8 @@ class MatrixUpdates:
         self._arrays = access.arrays
         self._norm = norm
         self._stepping = stepping
-        self._ranks = ranks
+        self._ranks = ranks.of_copy
+        self._host, self._place = ranks.of_host, ranks.of_place
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
         return {
@@ -36,7 +38,8 @@ class MatrixUpdates:
             "MU": self.make,
             "WM": self.write,
             "UU": self.lift,
-            "GU": self.gather,
+            "GU": self.gather_within if self._host.size > 1 else self.gather,
+            "HU": self.gather_between,
             "NS": self.orthogonalise,
             "DU": self.down,
         }
@@ -94,6 +97,19 @@ class MatrixUpdates:
         part, size = self._to.view(op.reads[0], own, _UPDATE), self._ranks.size
         self._ranks.gather(self._to.view(op.writes[0], size * own, _UPDATE), part)
         self._to.moved += part.numel() * BF16 * (size - 1)
+
+    def gather_between(self, op: Op) -> None:
+        """The same of the ranks with this one's place on all hosts."""
+        own = self._to.bound.program.groups[op.id.group].trainable
+        whole = self._to.view(op.writes[0], self._ranks.size * own, _UPDATE)
+        levels.gather_between(self._place, whole, self._to.view(op.reads[0], own, _UPDATE))
+        self._to.moved += own * BF16 * (self._place.size - 1)
+
+    def gather_within(self, op: Op) -> None:
+        """A group's updates from what the ranks of this host have of them."""
+        own = self._to.bound.program.groups[op.id.group].trainable
+        levels.gather_within(self._host, self._place.size, self._to.view(op.writes[0], self._ranks.size * own, _UPDATE))
+        self._to.moved += self._place.size * own * BF16 * (self._host.size - 1)
 
     def orthogonalise(self, op: Op) -> None:
         update = self._update(op)

@@ -107,7 +107,8 @@ def _made(schedule: Schedule, step: Op, reader: Op) -> list[Op]:
 # ---- rule 7: one group, or one stage and micro-batch, has its ops in the order that their ids mean
 
 
-_ORDERED = frozenset(("B", "I", "W", "DG", "AG", "UG", "SG", "AR", "MU", "OP", "OD", "WW", "WS", "WM", "UN", "GN"))
+_SUMS = ("DG", "AG", "UG", "SG", "AR", "HG", "HR")
+_ORDERED = frozenset(("B", "I", "W", *_SUMS, "MU", "OP", "OD", "WW", "WS", "WM", "UN", "GN"))
 
 
 class _Order:
@@ -132,7 +133,7 @@ class _Order:
                 kind = "E" if ident.kind == "E" else "B"
                 self._visits[visit(kind, ident.stage)].append(op)
                 self._visits[visit(kind, ident.stage, ident.micro_batch)].append(op)
-            elif ident.kind in ("DG", "AG", "UG", "SG", "AR"):
+            elif ident.kind in _SUMS:
                 self._sums[ident.group].append(op)
             elif ident.kind == "OP":
                 self._stepped[ident.group] = op
@@ -144,7 +145,7 @@ class _Order:
             case "B" | "I" | "W":
                 first = self._by_id.get(ident.of("I" if ident.kind == "W" else "F"))
                 return [first] if first else []
-            case "DG" | "AG" | "UG" | "SG" | "AR":
+            case "DG" | "AG" | "UG" | "SG" | "AR" | "HG" | "HR":
                 if ident.use:
                     return []
                 return self._visits.get(ident.visit, []) if ident.visit else self._backwards(ident.group)

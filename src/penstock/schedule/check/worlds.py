@@ -75,7 +75,7 @@ def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
         joined = {name for name, members in members_of.items() if members.issuperset(ranks)}
         for op in schedule.ops:
             match op.id.lane:
-                case "net":
+                case "net" | "nic":
                     present[op.id, op.group] += len(ranks)
                     if (first := moved.setdefault((op.id, op.group), op.nbytes)) != op.nbytes:
                         yield _fault(world, ranks[0], op, f"has {op.nbytes} bytes, and on another rank {first}")

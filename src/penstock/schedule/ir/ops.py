@@ -25,6 +25,9 @@ of the group's updates made orthogonal there; a chunk of that down, for ``OP5.1`
 | ``GW5@F3`` ``GN5`` | net | all-gather of group 5's weights for a visit; of its new weights after a sharded step |
 | ``AR5`` ``AR5.1@B3`` ``SG5.1@B3`` | net | all-reduce, reduce-scatter of group 5's gradient, or of a chunk of it |
 | ``AN`` | net | all-reduce of the norm |
+| ``HW5@F3`` ``HU5`` ``HG5.1@B3`` | nic | the part between hosts of collectives on two levels: the gathers before
+``GW5@F3`` and ``GU5``, the reduce-scatter after ``SG5.1@B3``, which themselves are within each host then |
+| ``HR5.1@B3`` | nic | all-reduce, between copies of the state, of what each has scattered within itself |
 | ``CM`` | write | commit of the step before, whose delayed steps are all on disk now |
 | ``GC3m0`` | net | all-gather of a saved activation of stage 3 that is kept in parts (ZeRO-R) |
 | ``SA3m0`` ``RA3m0`` | send, recv | the activation that stage 3 puts out, to the peer, from the peer |

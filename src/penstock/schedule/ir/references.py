@@ -30,6 +30,7 @@ LANE_OF: dict[str, Lane] = {
     **dict.fromkeys(("DG", "DC", "DU"), "d2h"),
     **dict.fromkeys(("AG", "NG", "MU", "OP", "NORM"), "cpu"),
     **dict.fromkeys(("GW", "GN", "AR", "SG", "GC", "GU", "AN"), "net"),
+    **dict.fromkeys(("HW", "HG", "HU", "HR"), "nic"),
     **dict.fromkeys(("SA", "SD", "SX"), "send"),
     **dict.fromkeys(("RA", "RD", "RX"), "recv"),
 }

@@ -104,7 +104,7 @@ class Emitter:
             reads=op.reads,
             writes=op.writes,
             gives=op.gives,
-            nbytes=group.sent(amount) * (2 if ident.kind == "AR" else 1),
+            nbytes=group.sent(amount) * (2 if ident.kind in ("AR", "HR") else 1),
             items=items,
             group=group.name,
         )

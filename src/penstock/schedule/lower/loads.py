@@ -130,10 +130,13 @@ class Loads:
         return self._gather(g, visit, whole, part=[into[0]], after=[last]) if cut else last
 
     def _gather(self, g: int, visit: Visit, whole: Take, *, part: list[Buffer], after: list[OpId]) -> OpId:
-        """Emit the gather of a group's weights from all ranks' parts."""
-        op = Touched(reads=[*part], gives=[*part])
+        """Emit the gather of a group's weights from all ranks' parts; on two levels, between hosts first."""
+        op, seat, amount = Touched(reads=[*part], gives=[*part]), self.b.seat, self.b.provision.whole_weights(g)
         op.make(*whole)
+        if seat.hosts.size > 1:
+            ident = group_op("HW", g, visit=visit.name)
+            after = [self.b.collective(ident, seat.hosts, amount // seat.near.size, op, after=after)]
+            op = Touched(reads=[whole[0]], writes=[whole[0]])
         if not visit.micro_batches:  # only the others use it
             op.gives.append(whole[0])
-        ident, amount = group_op("GW", g, visit=visit.name), self.b.provision.whole_weights(g)
-        return self.b.collective(ident, self.b.seat.shards, amount, op, after=after)
+        return self.b.collective(group_op("GW", g, visit=visit.name), seat.near, amount, op, after=after)

@@ -7,6 +7,12 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.program import ALIGN, GroupSpec, Program, round_up
 
 
+def is_branch(ranks: int) -> bool:
+    """True if the sum of so many neighbouring ranks is a branch of the tree in which all are added up
+    (``penstock.ranks.order``), wherever a multiple of as many begins."""
+    return not ranks & (ranks - 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroup:
     """Ranks that share something: how large a rank's part is, and what their collectives send. A rank that is its only

@@ -411,7 +411,8 @@ class Provision:
 
     def _gradients(self) -> Iterator[Pool]:
         """Shared by size class; a group that steps on the device has a buffer of its own. With several ranks, of each
-        chunk what is sent and received, and the sum: one goes down while one is made."""
+        chunk what is sent and received, and the sum: one goes down while one is made, or is added up on each of two
+        levels."""
         part = {g: self._groups[g].trainable * FP32 for g in self.streamed()}
         sizes = tuple((g, self.whole_gradient(g)) for g in part)
         of_visit = self.device_sums if self.route.at_once == self.s.micro_batches else 1
@@ -419,8 +420,10 @@ class Provision:
             self.gradients_pool |= dict.fromkeys(members, pool.name)
             yield pool
         if self.seat.shards.size > 1 and part:
-            yield Pool(name=self.gradient_parts_pool, tier="device", size=self.s.chunk * FP32, count=2)
-            yield Pool(name=EXCHANGE, tier="device", size=exchanged_bytes(self.seat, self.s.chunk), count=1)
+            levels, copies = 1 + self.seat.adds_on_levels, self.seat.copies.size
+            size = exchanged_bytes(self.seat, self.s.chunk)
+            yield Pool(name=self.gradient_parts_pool, tier="device", size=self.s.chunk * FP32, count=2 + (copies > 1))
+            yield Pool(name=EXCHANGE, tier="device", size=size, count=levels)
         if self.seat.copies.size > 1 and part:
             size = exchanged_between_copies(self.seat, self.s.chunk)
             yield Pool(name=BETWEEN_COPIES, tier="device", size=size, count=1)

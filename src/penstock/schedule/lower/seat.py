@@ -16,19 +16,22 @@ its last use | as in stage 3 |
 them |
 | streams, ``copies`` | the same within a copy of the state | as in its stage | as in its stage, and what each rank then
 has is all-reduced between copies |
+| streams, stages 3 to 1 on several ``hosts`` of several ranks | as in the stage | first between the ranks of each
+place, then within hosts | first within hosts, then between the ranks of each place |
 
-ZeRO and ZeRO-R are arXiv 1910.02054. Groups that stream are shared as one of the last four rows says, or not at all
+ZeRO and ZeRO-R are arXiv 1910.02054. Groups that stream are shared as one of the last five rows says, or not at all
 (``not_streamed``): ``zero-infinity`` and stage 3 differ where several visits make a gradient. A gradient that streams
 leaves the device as soon as it is complete, so that stages 1 and 2 are one: nobody has it whole for longer.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from penstock.config import ZeroStage
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import ALONE, Mesh, ProcessGroup
+from penstock.schedule.lower.mesh import ALONE, Mesh, ProcessGroup, is_branch
 from penstock.schedule.place import Placement
 
 
@@ -69,6 +72,8 @@ class Seat:
     |---|---|
     | ``sharding``, ``shards`` | what each rank has only its part of, and the ranks that have the parts |
     | ``copies`` | the ranks that have the same part, where there are several copies of the state (HSDP): one of each |
+    | ``hosts`` | the ranks with this one's place on their hosts, where ``shards`` are as many neighbours on each of
+    several: collectives then have two levels, and what goes between hosts does so beside what goes within them |
     | ``model`` | the ranks that compute the same micro-batches, and keep one copy of each stage's input (ZeRO-R) |
     | ``items`` | micro-batches that an op computes at once |
     | ``inputs`` | of the model, what the first stage takes up for a micro-batch; 0 where the inputs are there before |
@@ -81,6 +86,7 @@ class Seat:
     shards: ProcessGroup = ALONE
     sharding: Sharding = Sharding()
     copies: ProcessGroup = ALONE
+    hosts: ProcessGroup = ALONE
     model: ProcessGroup = ALONE
     items: int = 1
     inputs: int = 0
@@ -94,30 +100,59 @@ class Seat:
         return self.shards.size if self.sharding.state else 1
 
     @property
+    def near(self) -> ProcessGroup:
+        """The ranks of one host, of those that share the state; all of them where collectives have one level."""
+        if self.hosts.size == 1:
+            return self.shards
+        return ProcessGroup(name=HOST, members=tuple(range(self.shards.size // self.hosts.size)))
+
+    @property
+    def adds_on_levels(self) -> bool:
+        """True if gradients are added up within hosts and then between them: their order allows it."""
+        return self.hosts.size > 1 and is_branch(self.near.size)
+
+    @property
     def normed_with(self) -> ProcessGroup:
         """The ranks that have a part of the norm each."""
         return self.shards if self.parts > 1 else self.pipe
 
     def world(self, schedule: Schedule) -> World:
-        """The world of these ranks alone, who all do the same: copy by copy, the ranks of each one after the other."""
-        each, copies = self.shards.size, self.copies.size
-        if copies == 1:
+        """The world of these ranks alone, who all do the same: copy by copy, or host by host, the ranks of each one
+        after the other."""
+        near, far = (self.near, self.hosts) if self.copies.size == 1 else (self.shards, self.copies)
+        if far.size == 1:
             return self.shards.world(schedule)
-        ranks = [self._of_rank(schedule, *divmod(rank, each)) for rank in range(copies * each)]
-        groups = {f"{self.shards.name}{c}": tuple(range(c * each, (c + 1) * each)) for c in range(copies)}
-        groups |= {f"{self.copies.name}{place}": tuple(range(place, copies * each, each)) for place in range(each)}
+        each, size = near.size, near.size * far.size
+        ranks = [_renamed(schedule, near, far, *divmod(rank, each)) for rank in range(size)]
+        groups = {f"{near.name}{n}": tuple(range(n * each, (n + 1) * each)) for n in range(far.size)}
+        groups |= {f"{far.name}{place}": tuple(range(place, size, each)) for place in range(each)}
+        if self.hosts.size > 1:
+            groups[self.shards.name] = self.shards.members
         return World(name=schedule.name, ranks=tuple(ranks), groups=groups)
 
-    def _of_rank(self, schedule: Schedule, copy: int, place: int) -> Schedule:
-        """The schedule with the groups of one rank, which on each have a name of their own."""
-        own = {self.shards.name: f"{self.shards.name}{copy}", self.copies.name: f"{self.copies.name}{place}", "": ""}
-        return replace(schedule, ops=tuple(replace(op, group=own[op.group]) for op in schedule.ops))
+    def of_few(self) -> "Seat":
+        """The seat among two copies at most, of two hosts at most with two ranks: all do the same, so that a schedule
+        which is right for two of a kind is right for any number."""
+
+        def two(group: ProcessGroup) -> ProcessGroup:
+            return replace(group, members=group.members[:2])
+
+        if self.hosts.size == 1:
+            return replace(self, shards=two(self.shards), copies=two(self.copies))
+        return replace(self, shards=replace(self.shards, members=self.shards.members[:4]), hosts=two(self.hosts))
 
     def in_step(self, schedule: Schedule) -> World:
         """A world that stands for ``world`` where an op takes as long on each rank: one of them, whose collectives
         begin when it arrives, as all others do then."""
         world = self.shards.in_step(schedule)
-        return world if self.copies.size == 1 else replace(world, groups={**world.groups, self.copies.name: (0,)})
+        more = [group for group in (self.copies, self.hosts, self.near) if group.size > 1]
+        return replace(world, groups={**world.groups, **{group.name: (0,) for group in more}})
+
+
+def _renamed(schedule: Schedule, near: ProcessGroup, far: ProcessGroup, which: int, place: int) -> Schedule:
+    """The schedule with the groups of one rank, which on each have a name of their own."""
+    own = {near.name: f"{near.name}{which}", far.name: f"{far.name}{place}"}
+    return replace(schedule, ops=tuple(replace(op, group=own.get(op.group, op.group)) for op in schedule.ops))
 
 
 ONE_RANK = Seat()
@@ -127,7 +162,7 @@ ONE_RANK = Seat()
 def not_streamed(seat: Seat, place: Placement) -> str:
     """The reason that a rank which streams cannot take a seat, or hold in it what is placed there; empty: it can."""
     alone = seat.shards.size == 1
-    if seat != Seat(shards=seat.shards, sharding=seat.sharding, copies=seat.copies, pipe=seat.pipe):
+    if replace(seat, model=ALONE, items=1, inputs=0, lookahead=0, steps="within") != seat:
         return "a rank that streams computes a micro-batch at a time, whole, and steps within its visits"
     if seat.sharding not in ((Sharding(),) if alone else (FULLY, SUMMED, GATHERED_ONCE, REPLICATED)):
         return "groups that stream are shared as one of the stages of ZeRO shares them, and those of one rank are not"
@@ -138,17 +173,22 @@ def not_streamed(seat: Seat, place: Placement) -> str:
     return ""
 
 
-COPIES = "copies"
-"""The name of the process group of the ranks that have the same part of different copies."""
+COPIES, HOST, HOSTS = "copies", "host", "hosts"
+"""The names of the process groups of the ranks that have the same part of different copies, of those of a host, and of
+those with the same place on different hosts."""
 
 
-def streaming_seat(ranks: int, stage: ZeroStage = 3, copies: int = 1, *, pipe: int = 1) -> Seat:
-    """The seat of each of so many ranks that stream what they have of a program, in a stage of ZeRO; or of each of as
-    many for each of several ``copies`` of the state; or of a pipeline of ``pipe`` ranks."""
+@lru_cache(maxsize=256)
+def streaming_seat(ranks: int, stage: ZeroStage = 3, copies: int = 1, hosts: int = 1, *, pipe: int = 1) -> Seat:
+    """The seat of each of so many ranks that stream what they have of a program, in a stage of ZeRO, on so many
+    ``hosts`` if they share one copy of it; or of each of as many for each of several ``copies`` of the state; or of a
+    pipeline of ``pipe`` ranks."""
     if ranks == 1:
         return ONE_RANK if pipe == 1 else Seat(pipe=Mesh(stages=pipe).everyone())
+    on_levels = stage > 0 and copies == 1 and 1 < hosts < ranks
     return Seat(
         shards=Mesh(data=ranks).everyone(),
         copies=ProcessGroup(name=COPIES, members=tuple(range(copies))) if copies > 1 else ALONE,
+        hosts=ProcessGroup(name=HOSTS, members=tuple(range(hosts))) if on_levels else ALONE,
         sharding={3: SUMMED, 2: GATHERED_ONCE, 1: GATHERED_ONCE, 0: REPLICATED}[stage],
     )

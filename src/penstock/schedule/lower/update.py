@@ -243,11 +243,17 @@ class Updates:
         self, g: int, c: Chunk, op: Touched, through: Buffer, after: OpId, of: VisitId
     ) -> tuple[Buffer, OpId]:
         part, seat = group_buffer("g", g, c.index, visit=of), self.b.seat
+        amount = exchanged_bytes(seat, c.numel) // 2
+        ident, ranks = group_op("SG" if seat.parts > 1 else "AR", g, c.index, visit=of), seat.shards
+        if seat.adds_on_levels:
+            op.writes.append(through)
+            after = self.b.collective(ident, seat.near, amount, op, after=[after])
+            ident, ranks, amount = group_op("HG", g, c.index, visit=of), seat.hosts, amount // seat.near.size
+            op = Touched(reads=[through])
         op.make(part, self.b.provision.gradient_parts_pool)
         op.writes.append(through)
         op.gives.append(through)
-        ident = group_op("SG" if seat.parts > 1 else "AR", g, c.index, visit=of)
-        done = self.b.collective(ident, seat.shards, exchanged_bytes(seat, c.numel) // 2, op, after=[after])
+        done = self.b.collective(ident, ranks, amount, op, after=[after])
         return part, self._between_copies(g, c, part, done, of) if seat.copies.size > 1 else done
 
     def _between_copies(self, g: int, c: Chunk, part: Buffer, after: OpId, of: VisitId) -> OpId:
@@ -255,7 +261,7 @@ class Updates:
         through, seat = group_buffer("Y", g, c.index, visit=of), self.b.seat
         op = Touched(takes=[(through, BETWEEN_COPIES)], reads=[part], writes=[part, through], gives=[through])
         amount = exchanged_between_copies(seat, c.numel) // 2
-        return self.b.collective(group_op("AR", g, c.index, visit=of), seat.copies, amount, op, after=[after])
+        return self.b.collective(group_op("HR", g, c.index, visit=of), seat.copies, amount, op, after=[after])
 
     def _add(self, ident: OpId, into: Buffer, what: Buffer, *, numel: int) -> None:
         """Emit the addition of a gradient in host memory to another one."""

@@ -80,11 +80,14 @@ class MatrixUpdates:
         """Emit the op that makes a group's updates orthogonal, once all are on the device."""
         b, whole, after = self.b, group_buffer("Q", g), self._up.pop(g)
         if b.seat.parts > 1:
-            op = Touched()
+            op, seat = Touched(), b.seat
             op.use_up(group_buffer("q", g))
             op.make(whole, "updates")
-            amount = b.seat.parts * b.program.groups[g].trainable * BF16
-            after = [b.collective(group_op("GU", g), b.seat.shards, amount, op, after=after)]
+            amount = seat.parts * b.program.groups[g].trainable * BF16
+            if seat.hosts.size > 1:
+                after = [b.collective(group_op("HU", g), seat.hosts, amount // seat.near.size, op, after=after)]
+                op = Touched(reads=[whole], writes=[whole])
+            after = [b.collective(group_op("GU", g), seat.near, amount, op, after=after)]
         self._made[g] = b.emit(group_op("NS", g), after=after, reads=[whole], writes=[whole])
 
     def down(self, g: int, c: Chunk) -> tuple[Buffer, OpId]:

@@ -85,9 +85,13 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules, CrossingRules
         if needs.shared:
             self._kinds |= {"UG": self._lift, "SG" if needs.cut else "AR": self._exchange}
         if needs.copies > 1:
-            self._kinds["AR"] = self._between_copies
+            self._kinds["HR"] = self._between_copies
         if needs.cut:
             self._kinds |= {"GW": self._gather, "GU": self._gather_updates}
+        if needs.cut and needs.hosts > 1:
+            self._kinds |= {"HW": self._gather_of_place, "HU": self._gather_updates_of_place}
+        if needs.adds_on_levels:
+            self._kinds |= {"SG": self._exchange_within, "HG": self._exchange_between}
         if needs.normed_apart:
             self._kinds |= {"AN": self._gather_norm}
         if needs.program.dealt is not None:
@@ -98,7 +102,7 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules, CrossingRules
         what = self._kinds.get(op.id.kind)
         if what is None:
             raise refused(op, f"is for other ranks than {'one' if self.needs.ranks == 1 else 'those that train'}")
-        check_fields(op, self.needs.program, cut=self.needs.cut)
+        check_fields(op, self.needs.program, brings=self.needs.brings)
         self.pool_of |= {name: self.pools[pool] for name, pool in op.takes}
         what(op)
         for name in op.gives:

@@ -2,23 +2,45 @@
 
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.meaning.ground import Ground
-from penstock.schedule.meaning.values import NOW, Gradient, OfCopy, Weights, refused
+from penstock.schedule.meaning.values import NOW, Gradient, OfCopy, OfHost, OfPlace, Weights, refused
 from penstock.schedule.place import FP32, NORM_BYTES
 from penstock.schedule.program import ALIGN
 
 
 class BetweenRules(Ground):
-    """Rules of GW, UG, SG, AR and AN. All ranks do the same: what is true of this one's part is true of the whole."""
+    """Rules of GW, HW, UG, SG, HG, AR, HR and AN. All ranks do the same: what is true of this one's part is true of the
+    whole."""
 
     def _gather(self, op: Op) -> None:
+        """All of a group's weights from all ranks' parts; on two levels, from those of each rank of this host, which
+        has those of its place on all hosts."""
+        g, name = op.id.group, self._at(op, op.writes, "the group on the device")
+        nbytes = self.needs.program.groups[g].numel * self.form.weight_bytes
+        if self.needs.hosts == 1:
+            part = self._part(op)
+            self._sends(op, nbytes)
+        else:
+            of_place = self._value(op, self._at(op, op.reads, "what this rank has of the weights"), OfPlace)
+            if op.reads[0] != name or of_place.group != g:
+                raise refused(op, f"takes {op.reads[0]} for the weights of its group, of this rank's place, in place")
+            part = Weights(*of_place)
+            self._sends_within(op, nbytes)
+        self._put(op, name, part, "device", self._whole_bytes(g, self.form.weight_bytes))
+
+    def _gather_of_place(self, op: Op) -> None:
+        part, g = self._part(op), op.id.group
+        name = self._at(op, op.writes, "the group on the device")
+        self._sends_between(op, self.needs.program.groups[g].numel * self.form.weight_bytes)
+        self._put(op, name, OfPlace(*part), "device", self._whole_bytes(g, self.form.weight_bytes))
+
+    def _part(self, op: Op) -> Weights:
+        """This rank's part of a group's weights, all of it."""
         g = op.id.group
         part = self._value(op, self._at(op, op.reads, "this rank's part of the weights"), Weights)
         missing = [c.index for c in self.cuts[g] if part.versions.get(c.index) != NOW]
         if part.group != g or missing:
             raise refused(op, f"takes {op.reads[0]} for this rank's part of group {g}, which it is not, or not yet")
-        name = self._at(op, op.writes, "the group on the device")
-        self._sends(op, self.needs.program.groups[g].numel * self.form.weight_bytes)
-        self._put(op, name, part, "device", self._whole_bytes(g, self.form.weight_bytes))
+        return part
 
     def _lift(self, op: Op) -> None:
         """All ranks' parts of a chunk from the host to where they are exchanged."""
@@ -33,9 +55,38 @@ class BetweenRules(Ground):
         all have (AR), piece by piece."""
         c, g, ranks = self._chunk(op, trained=True), op.id.group, self.needs.ranks
         piece = c.numel if self.needs.cut else -(-c.numel // ranks)
-        source = self._at(op, op.reads, "the gradient on the device")
         self._at(op, op.writes, "the sum, and what is sent and received", count=2)
         part, through = op.writes
+        total = self._to_add_up(op, through)
+        self._sends(op, (1 if self.needs.cut else 2) * piece * FP32)
+        self._room(op, through, "device", 2 * ranks * piece * FP32)
+        self._used_up(op, through)
+        of_all = Gradient if self.needs.copies == 1 else OfCopy
+        self._put(op, part, of_all(g, c.index, total), "device", c.numel * FP32)
+
+    def _exchange_within(self, op: Op) -> None:
+        """Give each rank of a host the sum of its own chunks and those of its place on all hosts, over the host."""
+        c, ranks = self._chunk(op, trained=True), self.needs.ranks
+        through = self._at(op, op.writes, "what is sent and received")
+        value = OfHost(op.id.group, c.index, self._to_add_up(op, through))
+        self._sends_within(op, c.numel * FP32)
+        self._put(op, through, value, "device", 2 * ranks * c.numel * FP32)
+
+    def _exchange_between(self, op: Op) -> None:
+        """Give each rank the sum of its own chunk, from those of each host."""
+        c = self._chunk(op, trained=True)
+        through = self._at(op, op.reads, "the sums of this host")
+        value = self._value(op, through, OfHost)
+        self._at(op, op.writes, "the sum, and what is sent and received", count=2)
+        if op.writes[1] != through or value[:2] != (op.id.group, c.index):
+            raise refused(op, f"takes {through}, which is a gradient of something else")
+        self._sends_between(op, c.numel * FP32)
+        self._used_up(op, through)
+        self._put(op, op.writes[0], Gradient(*value), "device", c.numel * FP32)
+
+    def _to_add_up(self, op: Op, through: str) -> int:
+        """The sum of all micro-batches of one stage, which an op adds up over ranks by way of a buffer."""
+        g, source = op.id.group, self._at(op, op.reads, "the gradient on the device")
         if source == through:  # what is sent is there, and not taken from the gradient of a whole group
             total = self._all_parts(op, source).sum
         else:
@@ -50,12 +101,7 @@ class BetweenRules(Ground):
                 f"adds up over ranks what is {self.sums.described(total)}: it has to be the sum of all micro-batches "
                 "of one stage, or the numbers depend on the order of the schedule",
             )
-        self._sends(op, (1 if self.needs.cut else 2) * piece * FP32)
-        self._room(op, through, "device", 2 * ranks * piece * FP32)
-        if through not in op.gives:
-            raise refused(op, f"keeps {through}, which is of no use to anybody after it")
-        of_all = Gradient if self.needs.copies == 1 else OfCopy
-        self._put(op, part, of_all(g, c.index, total), "device", c.numel * FP32)
+        return total
 
     def _between_copies(self, op: Op) -> None:
         """Add up what the ranks of each copy have, which is the sum of theirs."""
@@ -68,8 +114,7 @@ class BetweenRules(Ground):
         piece = -(-c.numel // copies)
         self._moves(op, 2 * piece * FP32 * (copies - 1))
         self._room(op, through, "device", 2 * copies * piece * FP32)
-        if through not in op.gives:
-            raise refused(op, f"keeps {through}, which is of no use to anybody after it")
+        self._used_up(op, through)
         self.values[name] = Gradient(*value)
 
     def _gather_norm(self, op: Op) -> None:
@@ -81,6 +126,10 @@ class BetweenRules(Ground):
             self._moves(op, dealt.partials * NORM_BYTES * (dealt.ranks - 1))
         self.accesses.write(op, "norm of all")
         self.gathered = True
+
+    def _used_up(self, op: Op, through: str) -> None:
+        if through not in op.gives:
+            raise refused(op, f"keeps {through}, which is of no use to anybody after it")
 
     def _sends(self, op: Op, share: int) -> None:
         """All ranks' shares, but for one: what each sends."""

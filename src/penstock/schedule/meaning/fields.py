@@ -5,6 +5,8 @@ op of the same work (``OP5.1@B2`` beside ``OP5.1``), and a buffer of weights mea
 views of it from the first stage that reads it to the one that gives it back.
 """
 
+from collections.abc import Collection
+
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import ALONE, OF_STAGES, Buffer
 from penstock.schedule.meaning.values import refused
@@ -12,13 +14,13 @@ from penstock.schedule.program import Program
 
 _COMPUTES = frozenset(("F", "E", "B"))
 _MOVES_NOTHING = _COMPUTES | {"AD", "ND", "OD", "NS", "NORM", "CM"}
-_OF_GROUPS = frozenset(("ND", "OD", "GW", "GU", "NS"))
-_FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "UG", "GW", "SG", "AR"))
+_OF_GROUPS = frozenset(("ND", "OD", "GW", "HW", "GU", "HU", "NS"))
+_FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "UG", "GW", "HW", "SG", "HG", "AR", "HR"))
 """All other ops of groups are of chunks, and done once in a step."""
 
 
-def check_fields(op: Op, program: Program, *, cut: bool = False) -> None:
-    """``cut``: over several ranks, of which each brings its part of a group's weights to the device.
+def check_fields(op: Op, program: Program, *, brings: Collection[str] = ("UW",)) -> None:
+    """``brings``: the kinds of ops that fill a buffer of a group's weights on the device, the one that takes it first.
 
     Raises ScheduleError: a field has no meaning for ops of its kind, or names what the model does not have."""
     _check_id(op, program)
@@ -28,7 +30,7 @@ def check_fields(op: Op, program: Program, *, cut: bool = False) -> None:
         raise refused(op, f"says that it moves {op.nbytes} bytes, and moves none: leave bytes out")
     if op.elements is not None and op.id.kind not in ("RW", "UW"):
         raise refused(op, "has elements, which only loads of weights have")
-    _check_weights(op, brings="GW" if cut else "UW")
+    _check_weights(op, brings)
 
 
 def _check_id(op: Op, program: Program) -> None:
@@ -46,18 +48,19 @@ def _check_id(op: Op, program: Program) -> None:
             raise refused(op, f"is for a visit, and an op {ident.kind} is done once in a step: leave '@...' out")
 
 
-def _check_weights(op: Op, *, brings: str) -> None:
-    """Check that only ops that bring a group's weights (of kind ``brings``) take its buffers and write them, and that
-    only stages read them and give them back."""
+def _check_weights(op: Op, brings: Collection[str]) -> None:
+    """Check that only ops that bring a group's weights take its buffers and write them, and that only stages read them
+    and give them back; but for what is brought in two ops, of which the second reads what the first has."""
 
     def weights(names: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
         return tuple(name for name in names if name.kind == "W")
 
-    loads, computes = op.id.kind == brings, op.id.kind in _COMPUTES
+    first, *then = brings
+    loads, computes = op.id.kind in brings, op.id.kind in _COMPUTES
     for verb, names, may in (
-        ("takes", weights(tuple(name for name, _ in op.takes)), loads),
+        ("takes", weights(tuple(name for name, _ in op.takes)), op.id.kind == first),
         ("writes", weights(op.writes), loads),
-        ("reads", weights(op.reads), computes),
+        ("reads", weights(op.reads), computes or op.id.kind in then),
         ("gives back", weights(op.gives), computes),
     ):
         for name in names:

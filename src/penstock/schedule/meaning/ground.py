@@ -146,6 +146,14 @@ class Ground:
             need = f"{nbytes} bytes on the {tier}{'' if backed else ', counted'}"
             raise refused(op, f"needs {need} for {name}, and pool {pool.name} is not that")
 
+    def _sends_within(self, op: Op, share: int) -> None:
+        """On two levels, the first: to each other rank of the host the shares of a rank on each host."""
+        self._moves(op, share * self.needs.hosts * (self.needs.on_host - 1))
+
+    def _sends_between(self, op: Op, share: int) -> None:
+        """The second: a share to the rank with this one's place on each other host."""
+        self._moves(op, share * (self.needs.hosts - 1))
+
     def _home(self, op: Op, tiers: Mapping[int, Tier] | tuple[Tier, ...], *wanted: Tier) -> None:
         if (tier := tiers[op.id.group]) not in wanted:
             what = "weights" if tiers is self.place.weights else "state"

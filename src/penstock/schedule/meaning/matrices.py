@@ -7,7 +7,7 @@ from penstock.schedule.place import BF16
 
 
 class MatrixRules(ArrayRules):
-    """Rules of RM, MU, WM, UU, GU, NS and DU."""
+    """Rules of RM, MU, WM, UU, GU, HU, NS and DU."""
 
     def _momentum_bytes(self, op: Op, numel: int) -> int:
         """Bytes of the momentum of so many elements of an op's group, which has one."""
@@ -78,18 +78,29 @@ class MatrixRules(ArrayRules):
         return value
 
     def _gather_updates(self, op: Op) -> None:
+        """All of a group's updates from all ranks' parts; on two levels, from those of each rank of this host."""
         value, g = self._all_of_group(op, self._at(op, op.reads, "this rank's part of the updates")), op.id.group
-        part = self.needs.program.groups[g].trainable * BF16
-        self._moves(op, part * (self.needs.ranks - 1))
-        name = self._at(op, op.writes, "the updates")
-        self._put(op, name, value._replace(gathered=True), "device", self.needs.parts * part)
+        part, name = self.needs.program.groups[g].trainable * BF16, self._at(op, op.writes, "the updates")
+        if self.needs.hosts == 1:
+            self._moves(op, part * (self.needs.ranks - 1))
+        else:
+            self._sends_within(op, part)
+            if op.reads[0] != name or value.gathered != "place":
+                raise refused(op, f"takes {op.reads[0]} for the updates of its group, of this rank's place, in place")
+        self._put(op, name, value._replace(gathered="all"), "device", self.needs.parts * part)
+
+    def _gather_updates_of_place(self, op: Op) -> None:
+        value, g = self._all_of_group(op, self._at(op, op.reads, "this rank's part of the updates")), op.id.group
+        part, name = self.needs.program.groups[g].trainable * BF16, self._at(op, op.writes, "the updates")
+        self._sends_between(op, part)
+        self._put(op, name, value._replace(gathered="place"), "device", self.needs.parts * part)
 
     def _orthogonalise(self, op: Op) -> None:
         name = self._at(op, op.writes, "the updates")
         if op.reads != op.writes:
             raise refused(op, "changes updates in place: it has to read what it writes")
         value = self._all_of_group(op, name)
-        if self.needs.cut and not value.gathered:
+        if self.needs.cut and value.gathered != "all":
             raise refused(op, f"takes {name} for the updates of all ranks, which no op GU has gathered")
         self.values[name] = value._replace(orthogonal=True)
 

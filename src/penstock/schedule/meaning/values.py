@@ -2,13 +2,14 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from penstock.config import GradDtype
 from penstock.config.step import parts_of
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.lower.mesh import is_branch
 from penstock.schedule.place import Format, Placement, Settings
 from penstock.schedule.program import Program
 
@@ -53,6 +54,23 @@ class OfCopy(NamedTuple):
     sum: int
 
 
+class OfHost(NamedTuple):
+    """A chunk of a gradient, of the parts of all ranks with this one's place on their hosts: added up over the ranks of
+    this host, and not over all hosts. ``sum``: as of ``Gradient``."""
+
+    group: int
+    chunk: int
+    sum: int
+
+
+class OfPlace(NamedTuple):
+    """A group's weights, of which the parts of all ranks with this one's place on their hosts are there. ``versions``:
+    as of ``Weights``."""
+
+    group: int
+    versions: dict[int, int]
+
+
 class State(NamedTuple):
     """A chunk's optimizer state, which lives on disk."""
 
@@ -71,13 +89,13 @@ class Momentum(NamedTuple):
 
 class Update(NamedTuple):
     """Chunks of the updates of a group of matrices. ``late``: of the gradient that the step before has left;
-    ``gathered``: with those of all other ranks."""
+    ``gathered``: with those of all other ranks, or of those with this one's place on their hosts."""
 
     group: int
     chunks: frozenset[int]
     late: bool
     orthogonal: bool = False
-    gathered: bool = False
+    gathered: Literal["", "place", "all"] = ""
 
 
 class Activation(NamedTuple):
@@ -97,8 +115,8 @@ class Kept(NamedTuple):
     parts: int
 
 
-Value = Weights | Gradient | AllParts | OfCopy | State | Momentum | Update | Activation | Kept
-V = TypeVar("V", Weights, Gradient, AllParts, OfCopy, State, Momentum, Update, Activation, Kept)
+Value = Weights | Gradient | AllParts | OfCopy | OfHost | OfPlace | State | Momentum | Update | Activation | Kept
+V = TypeVar("V", Weights, Gradient, AllParts, OfCopy, OfHost, OfPlace, State, Momentum, Update, Activation, Kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +137,8 @@ class Needs:
     """number of ranks that do the same, and share one copy of the state"""
     copies: int = 1
     """number of copies, whose ranks do the same"""
+    hosts: int = 1
+    """number of hosts that the ranks are on, where collectives have two levels: within each, and between them"""
     parts: int = 1
     """parts of every group, of which each rank has one: ``program`` has those of one rank; 1: each has all of it"""
     strands: int = 1
@@ -135,13 +155,29 @@ class Needs:
         return self.parts > 1
 
     @property
+    def on_host(self) -> int:
+        """Number of the ranks that are on one host."""
+        return self.ranks // self.hosts
+
+    @property
+    def adds_on_levels(self) -> bool:
+        """True if gradients are added up on two levels."""
+        return self.cut and self.hosts > 1 and is_branch(self.on_host)
+
+    @property
+    def brings(self) -> tuple[str, ...]:
+        """The kinds of ops that fill a buffer of a group's weights on the device, in order."""
+        return ("UW",) if not self.cut else ("GW",) if self.hosts == 1 else ("HW", "GW")
+
+    @property
     def normed_apart(self) -> bool:
         """True if this rank has a part of what the norm is of, and others the rest."""
         return self.cut or self.program.dealt is not None
 
     @staticmethod
-    def of(program: Program, settings: Settings, ranks: int = 1, copies: int = 1) -> "Needs":
-        """The needs of a step that is built from these settings."""
+    def of(program: Program, settings: Settings, ranks: int = 1, copies: int = 1, hosts: int = 1) -> "Needs":
+        """The needs of a step that is built from these settings, of so many ``ranks``, for each of so many ``copies``,
+        on so many ``hosts``, if collectives have two levels."""
         s = settings
         return Needs(
             program=program,
@@ -152,6 +188,7 @@ class Needs:
             train=s.train,
             ranks=ranks,
             copies=copies,
+            hosts=hosts,
             parts=parts_of(s.stage, ranks),
             strands=s.strands,
         )
@@ -193,6 +230,8 @@ SHOWN: dict[type, str] = {
     Gradient: "a gradient",
     AllParts: "a gradient of all ranks' parts",
     OfCopy: "a gradient of one copy",
+    OfHost: "a gradient of one host",
+    OfPlace: "the weights of one rank of each host",
     State: "optimizer state",
     Momentum: "momentum",
     Update: "updates",
