@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.config import Budget
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Between, Collectives, Machine, Network, Sustained
-from penstock.hardware.sharing import crowding, drives_of, knows_ranks, of_each_rank
+from penstock.hardware.sharing import drives_of, knows_ranks, of_each_rank
 from tests.machines import GIB, drive, gpu, host
 
 RANKS = st.integers(2, 9)
@@ -47,13 +47,11 @@ def test_ranks_have_no_more_together_than_there_is(ranks: int, threads: int, cor
     assert own.device.h2d_both + own.device.d2h_both <= at_once / ranks * (1 + 1e-9)
     computed = ranks * own.device.flops["fp32"]
     assert computed <= whole.device.flops["fp32"] * (1 + 1e-9)
-    assert crowding(whole, ranks, threads) == max(1, ranks * threads / cores)
 
 
 def test_a_gpu_is_each_rank_s_own() -> None:
     whole = machine(kind="cuda")
     assert of_each_rank(whole, 4).device == whole.device
-    assert crowding(whole, 4, 64) == 1
 
 
 @given(RANKS, st.integers(1, 9))

@@ -27,7 +27,7 @@ from penstock.engine.timing import orthogonal_rate, time_stages
 from penstock.engine.visiting import VisitingWeights
 from penstock.errors import BudgetError, ConfigError, ModelError, StoreError
 from penstock.hardware.drives import together
-from penstock.hardware.sharing import crowding, of_each_rank, of_pipeline
+from penstock.hardware.sharing import of_each_rank, of_pipeline
 from penstock.optim.agreement import KINDS, other_bits
 from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.planner.costs import contention, costs_of_plan
@@ -121,7 +121,6 @@ class Planning:
         self._following = Following() if follows else None
         self.changed: str | None = None
         """the reason for a change of plan since the step before; None: it has not changed"""
-        self._crowded = 1.0 if whole is None else crowding(whole, ranks.size // ranks.hosts, threads)
         self.repeats = Repeats(expected_repeats(settings))
         self._plans: dict[bool, Ready] = {}
         self._why = ""  # the machine is another one than predicted, in words
@@ -422,19 +421,12 @@ class Planning:
         )
 
     def _times(self, own: Sequence[StageTimes | None], program: Program) -> StageTimes | None:
-        """Times of the stages on the slowest rank, while all compute: each was measured while the others waited. In a
-        pipeline those of each stage on its own rank, which were measured while the others computed."""
+        """Times of the stages on the slowest rank, or in a pipeline of each stage on its own rank: they were measured
+        while all ranks computed."""
         ranks = self._shared.ranks
         if program.dealt is not None:
             return times_of_all(ranks, slowest_of(own), program.dealt)
-        slowest = slowest_of(ranks.gather_objects("stage times", slowest_of(own)))
-        if slowest is None or ranks.size == 1:
-            return slowest
-        return StageTimes(
-            forward=tuple(self._crowded * seconds for seconds in slowest.forward),
-            backward=tuple(self._crowded * seconds for seconds in slowest.backward),
-            orthogonal=None if slowest.orthogonal is None else slowest.orthogonal / self._crowded,
-        )
+        return slowest_of(ranks.gather_objects("stage times", slowest_of(own)))
 
     def _fit(self, request: Request, times: StageTimes | None) -> Plan:
         if isinstance(self._schedule, Schedule) and request.train:
@@ -521,16 +513,14 @@ class Planning:
             ModelError: it cannot, on all of them.
         """
         shared, said = self._shared, None
-        weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share, 0)
+        weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share)
         try:
-            if shared.ranks.rank:
-                weights.serve()
-            else:
+            if shared.ranks.rank == 0:
                 try:
                     check_mixes_nothing(shared.tape, spans, weights.load, weights.unload)
                 except ModelError as error:
                     said = str(error)
-                weights.ended()
+            weights.ended()
         finally:
             weights.close()
         said = shared.ranks.gather_objects("what mixes tokens", said)[0]
@@ -538,34 +528,17 @@ class Planning:
             raise shared.ranks.of_all(ModelError(said))
 
     def _probe_all(self, largest: Mapping[batch.Shapes, Mapping[str, Any]], *, train: bool) -> None:
-        """Probe what has not been probed yet. Of several ranks one after the other does, with weights from all."""
+        """Probe what has not been probed yet; all ranks at once, each its own micro-batches."""
         shared = self._shared
-        if shared.ranks.are_pipeline:  # nobody lends anybody weights: all probe at once
-            weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share, shared.ranks.rank)
-            try:
+        weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share)
+        try:
+            with nullcontext() if shared.spans is None else shared.spans.by_itself():
                 for shape, mb in largest.items():
                     self._probed[train, shape] = self._probe(mb, weights, train=train)
-            finally:
-                weights.close()
-            self.labels.agree(shared.ranks)
-            return
-        with nullcontext() if shared.spans is None else shared.spans.by_itself():
-            self._probe_in_turn(largest, train=train)
+            weights.ended()
+        finally:
+            weights.close()
         self.labels.agree(shared.ranks)
-
-    def _probe_in_turn(self, largest: Mapping[batch.Shapes, Mapping[str, Any]], *, train: bool) -> None:
-        shared = self._shared
-        for turn in range(shared.ranks.size):
-            weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share, turn)
-            try:
-                if turn != shared.ranks.rank:
-                    weights.serve()
-                    continue
-                for shape, mb in largest.items():
-                    self._probed[train, shape] = self._probe(mb, weights, train=train)
-                weights.ended()
-            finally:
-                weights.close()
 
     def _probe(self, micro_batch: Mapping[str, Any], weights: VisitingWeights, *, train: bool) -> Probed:
         """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them

@@ -9,22 +9,21 @@ from penstock.state.arrays import StateArrays
 from penstock.state.memory import BOUNCE, DeviceSlab, HostSlab
 from penstock.tape.groups import ParamGroup
 
+_NOTHING = -1
+
 
 class VisitingWeights:
     """Attaches and detaches groups on demand. ``close`` detaches what is left and gives all memory back.
 
-    Of several ranks one after the other has its turn. Meanwhile the others ``serve``: they send it their parts of the
-    groups that it asks for, if each has a part, until it has ``ended``. Of a pipeline all have their turn at once.
+    Where each of several ranks has a part of every group, all of them come to bring one: those that ask for the same
+    get it together, and others in turn. They need not ask in the same order, or as often: who needs no more ``ended``.
     """
 
-    def __init__(
-        self, groups: tuple[ParamGroup, ...], arrays: StateArrays, ranks: Ranks, share: Share, turn: int
-    ) -> None:
+    def __init__(self, groups: tuple[ParamGroup, ...], arrays: StateArrays, ranks: Ranks, share: Share) -> None:
         self._groups = groups
         self._arrays = arrays
         self._ranks = ranks
         self._share = share
-        self._turn = turn
         self._slabs: dict[int, DeviceSlab] = {}
         self._bounce = HostSlab(BOUNCE, beside=arrays.device)
 
@@ -33,12 +32,12 @@ class VisitingWeights:
         if self._share.size == 1 and self._share.holds(g) and arrays.found_on(g) == "device":
             self._groups[g].attach(arrays.weights(g))
             return
-        if self._share.size > 1:
-            self._ranks.lend(torch.tensor([g]), self._turn)
         numel, dtype = self._groups[g].spec.numel, arrays.dtype
         self._slabs[g] = DeviceSlab(numel * dtype.itemsize, arrays.device)
         flat = self._slabs[g].bytes[: numel * dtype.itemsize].view(dtype)
-        if self._share.holds(g):
+        if self._share.size > 1:
+            self._meet(g, flat)
+        elif self._share.holds(g):
             self._bring(g, flat)
         else:
             _stand_in(g, flat)
@@ -50,21 +49,21 @@ class VisitingWeights:
         if slab is not None:
             slab.close()
 
-    def serve(self) -> None:
-        """Send what the rank whose turn it is asks for, until it has ended."""
-        asked = torch.zeros(1, dtype=torch.int64)
-        while True:
-            self._ranks.lend(asked, self._turn)
-            if asked < 0:
-                return
-            self._bring(int(asked), None)
-
     def ended(self) -> None:
-        """The turn is over."""
-        self._ranks.lend(torch.tensor([-1]), self._turn)
+        """This rank needs no more; those that do are sent its parts. Returns once no rank needs any."""
+        if self._share.size > 1:
+            while self._meet(_NOTHING, None):
+                pass
+
+    def _meet(self, wanted: int, flat: torch.Tensor | None) -> bool:
+        """Bring what the ranks want, and this one's into ``flat``; False: none wants anything."""
+        asked = {g for g in self._ranks.gather_objects("weights for the probe", wanted) if g != _NOTHING}
+        for g in sorted(asked):
+            self._bring(g, flat if g == wanted else None)
+        return bool(asked)
 
     def _bring(self, g: int, flat: torch.Tensor | None) -> None:
-        """All ranks' parts of a group's weights, piece by piece, into ``flat`` of the one that asks."""
+        """All ranks' parts of a group's weights, piece by piece, into ``flat`` of those that ask."""
         name, share = f"weights.{g}", self._share
         group = share.part(self._groups[g].spec)
         for owner in range(share.size):

@@ -154,14 +154,6 @@ def of_pipeline(machine: Machine, ranks: int, threads: int | None = None, hosts:
     return seen if hosts == 1 else replace(seen, network=machine.nic)
 
 
-def crowding(machine: Machine, ranks: int, threads: int) -> float:
-    """Factor by which a rank computes slower beside the others, with ``threads`` each, than one that was measured
-    alone."""
-    if machine.device.kind != "cpu":
-        return 1.0
-    return max(1.0, ranks * threads / machine.host.cores)
-
-
 def drives_of(drives: Sequence[Drive], rank: int, ranks: int) -> tuple[Drive, ...]:
     """A rank's share of the drives, as ``Budget.of_rank`` deals their directories out."""
     if not drives or len(drives) >= ranks:
