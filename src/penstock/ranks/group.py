@@ -20,7 +20,7 @@ from penstock.ranks import levels
 from penstock.ranks.axes import PIPELINE, SHARD, Axes, axes_of
 from penstock.ranks.order import add_up
 from penstock.ranks.share import WHOLE, Share
-from penstock.ranks.waiting import LOOK, beside
+from penstock.ranks.waiting import LOOK, Beside, beside
 from penstock.ranks.watch import Place, Watch, host_count
 from penstock.schedule.lower.mesh import is_branch
 
@@ -276,6 +276,8 @@ class Together(Ranks):
         self.rank, self.size, self.copies = members.index(dist.get_rank()), len(members), axes.copies
         self.cp = axes.cp
         self.are_pipeline = axes.pipeline
+        self._beside: dict[int, Beside] = {}
+        """thread that sends and receives -> the one that waits for it"""
         self._pending: list[object] = []
         """objects that a broken-off collective may still write to"""
         try:
@@ -393,7 +395,10 @@ class Together(Ranks):
         there. ``tensors``: what it sends and receives."""
         try:
             with self._watch.waits():
-                beside(call, self.check)
+                thread = threading.get_ident()
+                if thread not in self._beside:
+                    self._beside[thread] = Beside()
+                self._beside[thread].make(call, self.check)
         except RankError:
             self._pending.append((call, tensors))  # the backend still has their addresses
             raise
@@ -458,6 +463,8 @@ class Together(Ranks):
 
     def close(self) -> None:
         self._watch.close()
+        for thread in self._beside.values():
+            thread.close()
 
     def _wait(self, work: Any, *tensors: torch.Tensor) -> None:
         """Block until a collective is done. ``tensors``: what it reads and writes."""

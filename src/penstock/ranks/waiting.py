@@ -1,5 +1,10 @@
-"""Calls of torch that wait for all ranks, be they alive or not."""
+"""Calls of torch that wait for all ranks, be they alive or not.
 
+Nothing ends such a call. So another thread makes it, and who needs its result looks meanwhile, again and again, whether
+there is still somebody to wait for.
+"""
+
+import queue
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,24 +15,57 @@ LOOK = 0.1
 """seconds after which who waits looks whether there is still somebody to wait for"""
 
 
+class Beside:
+    """A thread that makes one call after the other for one that waits for each."""
+
+    def __init__(self) -> None:
+        self._calls = queue.SimpleQueue[Callable[[], None] | None]()
+        self._made = queue.SimpleQueue[None]()
+        self._thread = threading.Thread(
+            target=_make, args=(self._calls, self._made), name="penstock-beside", daemon=True
+        )
+        self._thread.start()
+
+    def make(self, call: Callable[[], T], look: Callable[[], None]) -> T:
+        """The result of ``call``, or the error that it raises. Meanwhile ``look`` is called again and again; an error
+        of that is raised, and the call goes on: nothing else can be made here any more."""
+        found: list[T] = []
+        failed: list[BaseException] = []
+
+        def noted() -> None:
+            try:
+                found.append(call())
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                failed.append(error)
+
+        self._calls.put(noted)
+        while True:
+            try:
+                self._made.get(timeout=LOOK)
+            except queue.Empty:
+                look()
+            else:
+                break
+        if failed:
+            raise failed[0]
+        return found[0]
+
+    def close(self) -> None:
+        """End the thread, once it has made its call."""
+        self._calls.put(None)
+
+
+def _make(calls: "queue.SimpleQueue[Callable[[], None] | None]", made: "queue.SimpleQueue[None]") -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it has what it has found
+        made.put(None)
+
+
 def beside(call: Callable[[], T], look: Callable[[], None]) -> T:
-    """The result of ``call``, or the error that it raises. It is made in a thread of its own, since nothing ends it;
-    meanwhile ``look`` is called again and again, and an error of that is raised."""
-    found: list[T] = []
-    failed: list[BaseException] = []
-
-    def make() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:  # noqa: BLE001 - it is raised below
-            failed.append(error)
-
-    thread = threading.Thread(target=make, name="penstock-join", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(LOOK)
-        if thread.is_alive():
-            look()
-    if failed:
-        raise failed[0]
-    return found[0]
+    """As ``Beside.make``, in a thread for this call alone."""
+    thread = Beside()
+    try:
+        return thread.make(call, look)
+    finally:
+        thread.close()

@@ -3,9 +3,13 @@
 Before a tensor goes a *head* of some numbers, by which whoever receives it makes memory of the same strides, so that
 kernels sum in the order in which they would have. That of a gradient also says whether one has come at all, and whether
 a loss was no number. A head is not counted among the bytes that a schedule knows of.
+
+A small tensor goes in one message with its head, as many bytes as the probe has seen of it: what a message takes counts
+then, and not its bytes. One that has turned out otherwise comes in a message of its own.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +23,11 @@ from penstock.tape.tape import Tape
 
 _DIMENSIONS = 8
 _HEAD = 3 + 2 * _DIMENSIONS
-"""Numbers of a head: 1 if a loss was no number, 1 if a tensor follows, its dimensions, sizes and strides."""
+"""Numbers of a head: 1 if a loss was no number, where its tensor is, and the dimensions, sizes and strides of that."""
+_HEAD_BYTES = 8 * _HEAD
+_NO_TENSOR, _IN_ITS_MESSAGE, _IN_THE_NEXT = range(3)
+_SMALL = 1 << 18
+"""Bytes of a tensor up to which it goes with its head."""
 _WAYS: dict[str, Way] = {"A": "output", "D": "gradient", "X": "besides"}
 
 
@@ -46,53 +54,67 @@ class Crossing:
 
     def send(self, op: Op) -> None:
         k, m, way = op.id.stage, op.id.micro_batch, _WAYS[op.id.kind[1]]
-        self._send(self._elsewhere.take(way, k, m), op.peer)
+        self._send(self._elsewhere.take(way, k, m), self._elsewhere.kind(k, m), op.peer)
         if way == "output":
             self._elsewhere.drop(k, m)
 
     def receive(self, op: Op) -> None:
         k, m, way = op.id.stage, op.id.micro_batch, _WAYS[op.id.kind[1]]
-        self._elsewhere.put(way, k, m, self._receive(op, self._elsewhere.kind(k, m).dtype))
+        self._elsewhere.put(way, k, m, self._receive(op, self._elsewhere.kind(k, m)))
 
     def send_besides(self, op: Op) -> None:
         k, m = op.id.stage, op.id.micro_batch
-        for number, _ in self._elsewhere.kinds_besides(k, m):
-            self._send(self._elsewhere.shared(m, number), op.peer)
+        for number, kind in self._elsewhere.kinds_besides(k, m):
+            self._send(self._elsewhere.shared(m, number), kind, op.peer)
         self._elsewhere.require_as_they_were(m, "the model's own code")  # which runs on while this is sent
 
     def receive_besides(self, op: Op) -> None:
         k, m = op.id.stage, op.id.micro_batch
         for number, kind in self._elsewhere.kinds_besides(k, m):
-            received = self._receive(op, kind.dtype)
+            received = self._receive(op, kind)
             assert received is not None
             self._elsewhere.share(m, number, received)
 
-    def _send(self, tensor: torch.Tensor | None, peer: int) -> None:
+    def _send(self, tensor: torch.Tensor | None, kind: Kind, peer: int) -> None:
+        """``kind``: of what the probe has seen in the place of the tensor; None: there is none to send."""
+        message, where, numbers = _message(kind), _NO_TENSOR, [0] * (_HEAD - 2)
+        flat = torch.empty(0, dtype=torch.uint8)
+        if tensor is not None:
+            beyond = [0] * (_DIMENSIONS - tensor.dim())
+            numbers = [tensor.dim(), *tensor.shape, *beyond, *tensor.stride(), *beyond]
+            flat = tensor.detach().as_strided((Kind.of(tensor).span,), (1,)).view(torch.uint8)
+            where = _IN_ITS_MESSAGE if flat.numel() == message.numel() - _HEAD_BYTES else _IN_THE_NEXT
         failed = self._to.context.failure is not None
-        if tensor is None:
-            self._ranks.send(torch.tensor([failed] + [0] * (_HEAD - 1)), peer)
-            return
-        beyond = [0] * (_DIMENSIONS - tensor.dim())
-        head = [failed, 1, tensor.dim(), *tensor.shape, *beyond, *tensor.stride(), *beyond]
-        self._ranks.send(torch.tensor(head), peer)
-        flat = tensor.detach().as_strided((Kind.of(tensor).span,), (1,))
-        self._ranks.send(flat.view(torch.uint8), peer)
-        self._to.moved += flat.nbytes
+        message[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([failed, where, *numbers]))
+        if where == _IN_ITS_MESSAGE:
+            message[_HEAD_BYTES:].copy_(flat)
+        self._ranks.send(message, peer)
+        if where == _IN_THE_NEXT:
+            self._ranks.send(flat, peer)
+        self._to.moved += flat.numel()
 
-    def _receive(self, op: Op, dtype: torch.dtype) -> torch.Tensor | None:
-        head = torch.empty(_HEAD, dtype=torch.int64)
-        self._ranks.receive(head, op.peer)
-        failed, follows, dimensions, *numbers = head.tolist()
+    def _receive(self, op: Op, kind: Kind) -> torch.Tensor | None:
+        message = _message(kind)
+        self._ranks.receive(message, op.peer)
+        failed, where, dimensions, *numbers = message[:_HEAD_BYTES].view(torch.int64).tolist()
         if failed and self._to.context.failure is None:
             self._to.context.failure = NonFiniteError(
                 f"step {self._to.context.step}: a loss of rank 0 is infinite or NaN; that rank says which. Nothing was "
                 f"updated (found out in stage {op.id.stage})"
             )
-        if not follows:
+        if where == _NO_TENSOR:
             return None
         shape, stride = numbers[:dimensions], numbers[_DIMENSIONS : _DIMENSIONS + dimensions]
-        span = Kind(shape=tuple(shape), stride=tuple(stride), dtype=dtype, requires_grad=False).span
-        flat = torch.empty(span, dtype=dtype, device=self._to.arrays.device)
-        self._ranks.receive(flat.view(torch.uint8), op.peer)
+        span = replace(kind, shape=tuple(shape), stride=tuple(stride)).span
+        flat = torch.empty(span, dtype=kind.dtype, device=self._to.arrays.device)
+        if where == _IN_ITS_MESSAGE:
+            flat.view(torch.uint8).copy_(message[_HEAD_BYTES:])
+        else:
+            self._ranks.receive(flat.view(torch.uint8), op.peer)
         self._to.moved += flat.nbytes
         return flat.as_strided(shape, stride)
+
+
+def _message(kind: Kind) -> torch.Tensor:
+    """Memory for a head, and for what it goes with."""
+    return torch.zeros(_HEAD_BYTES + (kind.nbytes if kind.nbytes <= _SMALL else 0), dtype=torch.uint8)
