@@ -412,8 +412,7 @@ class Together(Ranks):
         under way."""
 
         def all_pieces() -> None:
-            size = _PIECE // next(iter(sent.values())).itemsize
-            cut = {rank: (sent[rank].split(size), got[rank].split(size)) for rank in sent}
+            cut = {rank: (_pieces(sent[rank]), _pieces(got[rank])) for rank in sent}
             under_way = deque[list[Any]]()
             for piece in range(max(len(theirs) for theirs, _ in cut.values())):
                 works = []
@@ -524,6 +523,11 @@ class Across(Some):
 
     def _trade(self, sent: Mapping[int, torch.Tensor], rows: torch.Tensor) -> None:
         self._all.trade_in(self._group, sent, {rank: rows[row] for rank, row in self._others.items()})
+
+
+def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
+    size = _PIECE // flat.itemsize
+    return [flat[start : start + size] for start in range(0, flat.numel(), size)]
 
 
 def _wait_for(works: Sequence[Any]) -> None:
