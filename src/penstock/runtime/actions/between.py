@@ -46,7 +46,7 @@ class Between:
                 self._sent(part, self._copy)
 
     def gather_between(self, op: Op) -> None:
-        """The same of the ranks with this one's place on all hosts."""
+        """A group's weights as far as the ranks with this one's place on all hosts have them."""
         for part, whole in zip(self._parts(op, op.reads[0]), self._wholes(op), strict=True):
             if part.numel():
                 levels.gather_between(self._place, whole, part)
@@ -103,8 +103,8 @@ class Between:
         self._add_up_pieces(op, self._ranks)
 
     def add_up_copies(self, op: Op) -> None:
-        """The same of the ranks that have it in several copies of the state, after each copy's own have added theirs
-        up."""
+        """A chunk of the sum of all copies' gradients, from what each has added up: each of the ranks that have it adds
+        up a piece, and all put the pieces together."""
         self._add_up_pieces(op, self._ranks.of_part)
 
     def _add_up_pieces(self, op: Op, ranks: Ranks) -> None:

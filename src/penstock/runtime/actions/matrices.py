@@ -99,7 +99,7 @@ class MatrixUpdates:
         self._to.moved += part.numel() * BF16 * (size - 1)
 
     def gather_between(self, op: Op) -> None:
-        """The same of the ranks with this one's place on all hosts."""
+        """A group's updates as far as the ranks with this one's place on all hosts have them."""
         own = self._to.bound.program.groups[op.id.group].trainable
         whole = self._to.view(op.writes[0], self._ranks.size * own, _UPDATE)
         levels.gather_between(self._place, whole, self._to.view(op.reads[0], own, _UPDATE))
