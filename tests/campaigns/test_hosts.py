@@ -135,8 +135,12 @@ def test_a_host_whose_drives_are_lost_takes_the_state_over(
     assert all("on host host1" in errors for _, _, errors in found[:2]), found
     shutil.rmtree(folder / "host1" / "drive")
     refused = on_hosts(two_hosts, folder, "-m", "penstock", *words, "--resume", each=2).outcomes()
-    assert all("drive/rank-2 is not there: is the drive mounted?" in errors for _, _, errors in refused), refused
-    (folder / "host1" / "drive").mkdir()  # the drive is there, and new
+    for rank, (_, _, errors) in enumerate(refused):
+        own = f"drive/rank-{max(rank, 2)}"
+        assert f"{own} is not there: is the drive mounted?" in errors
+        assert f"mkdir -p {own}" in errors
+    for rank in (2, 3):  # as the errors say
+        (folder / "host1" / "drive" / f"rank-{rank}").mkdir(parents=True)
     again = on_hosts(two_hosts, folder, "-m", "penstock", *words, "--resume", each=2).outcomes()
     assert [code for code, _, _ in again] == [0] * 4, again
     assert "rank 2: drive/rank-2: the state is taken over from rank 0" in again[2][2]
