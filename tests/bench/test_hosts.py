@@ -47,7 +47,7 @@ def found(name: str, seconds: float, predicted: float | None = None) -> Layout:
 
 def test_what_misses_is_said() -> None:
     good = found(FLAT, 1.1)
-    assert good.bound == ("net", 1.0)
+    assert good.bound == ("nic", 1.0)
     assert good.missed() == []
     assert ["1.20 times its largest" in line for line in found(FLAT, 1.2).missed()] == [True]
     assert ["0.90 s were predicted" in line for line in found(FLAT, 1.1, 0.9).missed()] == [True]
