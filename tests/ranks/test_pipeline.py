@@ -37,9 +37,10 @@ class Numbers:
     precision: str = "fp32"
     clip: float | None = 0.5
     lengths: tuple[int, ...] = LENGTHS
+    strands: int | None = None
 
     def settings(self) -> dict[str, Any]:
-        return {"precision": self.precision, "clip_grad_norm": self.clip}
+        return {"precision": self.precision, "clip_grad_norm": self.clip, "strands": self.strands}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ def alone(numbers: Numbers) -> dict[str, Any]:
 
 GPT2 = Numbers(model="gpt2")
 BF16 = Numbers(model="gpt2", precision="bf16")
+ONE_PIECE, LOOPED = {"schedule": "1f1b"}, {"schedule": "interleaved-1f1b"}
 WAYS: dict[str, tuple[Numbers, Run]] = {
     "in memory": (GPT2, Run()),
     "on disk, early, bf16": (BF16, Run(disk=True, settings={"speculate": True})),
@@ -93,6 +95,24 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "masked": (Numbers(model="bert"), Run()),
     "images": (Numbers(model="vit"), Run(disk=True)),
     "dealt unevenly": (BF16, Run(disk=True, settings={"deal": [2, 1]})),
+    "1f1b in memory": (GPT2, Run(settings=ONE_PIECE)),
+    "1f1b on disk, early, bf16": (BF16, Run(disk=True, settings=ONE_PIECE | {"speculate": True})),
+    "1f1b, all on disk": (
+        GPT2,
+        Run(
+            disk=True,
+            settings=ONE_PIECE | {"speculate": False},
+            budget={"gradients": "disk", "activations": "disk", "weights": "disk"},
+        ),
+    ),
+    "1f1b, one op at a time": (GPT2, Run(disk=True, settings=ONE_PIECE | {"overlap": False})),
+    "1f1b, two kinds of masks": (Numbers(model="gemma3"), Run(settings=ONE_PIECE)),
+    "1f1b, fp16": (Numbers(model="gpt2", precision="fp16"), Run(settings=ONE_PIECE)),
+    "1f1b, strands": (Numbers(model="gpt2", strands=2), Run(disk=True, settings=ONE_PIECE)),
+    "1f1b, dealt unevenly": (BF16, Run(disk=True, settings=ONE_PIECE | {"deal": [2, 1]})),
+    "interleaved in memory": (GPT2, Run(settings=LOOPED)),
+    "interleaved, one op at a time": (BF16, Run(disk=True, settings=LOOPED | {"overlap": False})),
+    "interleaved, dealt unevenly": (BF16, Run(disk=True, settings=LOOPED | {"deal": [2, 1]})),
 }
 IN_SHORT = (
     ("dealt unevenly", 2),
@@ -101,6 +121,14 @@ IN_SHORT = (
     ("two kinds of masks", 2),
     ("in memory", 4),
     ("one op at a time", 3),
+    ("1f1b in memory", 3),
+    ("1f1b on disk, early, bf16", 2),
+    ("1f1b, all on disk", 3),
+    ("1f1b, one op at a time", 2),
+    ("1f1b, two kinds of masks", 2),
+    ("1f1b, strands", 2),
+    ("interleaved in memory", 2),
+    ("interleaved, dealt unevenly", 2),
 )
 
 
