@@ -4,7 +4,8 @@ is what the schedule says; what cannot be sent is refused by name."""
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -389,7 +390,13 @@ class Written(Model):
 
 
 class Added(Block):
+    """``look``: told what it is handed besides its input."""
+
+    look: Callable[[torch.Tensor], None] | None = None
+
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if self.look is not None:
+            self.look(bias)
         return super().forward(x) + bias
 
 
@@ -410,6 +417,32 @@ def test_a_tensor_that_several_ranks_are_handed_and_that_is_written_to_is_refuse
     with pytest.raises(RankFailedError, match="in place") as error:
         pipeline(3, writing, later=later)
     assert error.value.kind == "ModelError"
+
+
+def handed_at_once(mesh: DeviceMesh, schedule: str) -> int:
+    """The most micro-batches at once of which a rank has what its blocks are handed besides their input."""
+    torch.manual_seed(0)
+    model, inputs, most = Written(), [{"x": torch.ones(2, 16)}] * 8, 0
+    model.at = None
+    seen: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def look(bias: torch.Tensor) -> None:
+        nonlocal most
+        seen[id(bias)] = weakref.ref(bias)
+        most = max(most, sum(ref() is not None for ref in seen.values()))
+
+    settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(b["x"]), "schedule": schedule}
+    with penstock.wrap(model, budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
+        engine.step(inputs)
+        for block in model.blocks:
+            block.look = look
+        engine.step(inputs)
+    return most
+
+
+def test_in_turn_masks_and_the_like_are_kept_of_micro_batches_that_are_under_way() -> None:
+    assert pipeline(2, handed_at_once, "vertical")[1] == 8
+    assert 1 <= pipeline(2, handed_at_once, "1f1b")[1] <= 3, "as many as the first rank has under way"
 
 
 def refused(mesh: DeviceMesh, model: str, **settings: Any) -> None:

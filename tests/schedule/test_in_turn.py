@@ -108,11 +108,11 @@ def test_forwards_and_backwards_of_one_micro_batch_take_turns() -> None:
         units = dict.fromkeys(part.unit for part in order if runs[part.unit.run].rank == rank)
         return " ".join(f"{unit.kind}{unit.run}m{unit.micro_batch}" for unit in units)
 
-    of_stages = (0, 0, 0, 1, 1, 1, 2, 2, 2, 0)
+    of_stages = (0, 0, 0, 1, 1, 2, 2, 0)
     runs, order = runs_of(of_stages), order_of_all(of_stages, 6)
-    assert [(run.rank, *run.stages) for run in runs] == [(0, 0, 1, 2), (1, 3, 4, 5), (2, 6, 7, 8), (0, 9)]
-    assert of_rank(2) == "F2m0 F2m1 B2m0 F2m2 B2m1 F2m3 B2m2 B2m3 F2m4 F2m5 B2m4 B2m5"
-    assert of_rank(1) == "F1m0 F1m1 F1m2 B1m0 F1m3 B1m1 F1m4 B1m2 F1m5 B1m3 B1m4 B1m5"
+    assert [(run.rank, *run.stages) for run in runs] == [(0, 0, 1, 2), (1, 3, 4), (2, 5, 6), (0, 7)]
+    assert of_rank(2) == "F2m0 F2m1 B2m0 F2m2 B2m1 F2m3 B2m2 B2m3 F2m4 B2m4 F2m5 B2m5"
+    assert of_rank(1) == "F1m0 F1m1 F1m2 B1m0 F1m3 B1m1 F1m4 B1m2 B1m3 F1m5 B1m4 B1m5"
     assert of_rank(0).startswith("F0m0 F0m1 F0m2 E3m0 F0m3 E3m1 E3m2 B0m0 E3m3 F0m4 B0m1 ")
 
 
@@ -202,11 +202,11 @@ def test_nothing_is_delayed() -> None:
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_ranks_overlap(name: str) -> None:
-    """With 16 micro-batches, four ranks take little more than a third of the time, with as much to do for each."""
+    """With 16 micro-batches, four ranks wait for no more than the three that a pipeline takes to fill and to drain."""
     costs = Costs(name="compute", seconds=lambda op: {"F": 1.0, "B": 3.0}.get(op.id.kind, 0.0) * (op.id.stage > 0))
     one, four = (
         simulate(build(request(name, 16, ranks, 16, weights="device", state="device", activations="device")), costs)
         for ranks in (1, 4)
     )
     assert one.time == 16 * 16 * 4
-    assert four.time < one.time * 0.35
+    assert four.time < one.time / 4 * (16 + 3) / 16 * 1.01

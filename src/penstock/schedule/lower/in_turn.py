@@ -7,7 +7,7 @@ first: as many micro-batches as there are ranks through all of its runs before t
 2104.04473). The loss is rank 0's, so each output of the last block goes back there before its backward: to the order
 that is one stage more behind all ranks.
 
-*The order is simulated*, once for all ranks, with stages that all take as long, and a backward three times as long. A
+*The order is simulated*, once for all ranks, with blocks that all take as long, and a backward three times as long. A
 rank does a forward after each backward, if one can be done, or else the backward that is there; as long as not too many
 forwards wait for their backward: as many as runs follow, itself included, and in loops as many as figure 4 of the
 second paper has. A loss, which the last rank waits for, comes between two stages of a run. Nothing of this asks for a
@@ -33,6 +33,8 @@ from penstock.schedule.program import Dealt, Program
 
 _BACKWARD = 3
 """times as long as a forward, which it begins with"""
+_STAGE = 8
+"""times as long as the first stage, which only looks up embeddings"""
 
 
 class Run(NamedTuple):
@@ -100,7 +102,7 @@ class _Simulated:
         count = self._count * (1 + 2 * self._runs[-1].stages[0])
         while len(ends) < count:
             start, rank, part = min(found for rank in range(self._ranks) if (found := self._next(rank)) is not None)
-            self._free[rank] = ends[part] = start + (_BACKWARD if part.unit.kind == "B" else 1)
+            self._free[rank] = ends[part] = start + _seconds(part)
             self._do(rank, part)
         return sorted(ends, key=lambda part: (ends[part], part))
 
@@ -169,6 +171,10 @@ class _Simulated:
         own, behind = len(self._of[rank]), self._ranks - rank
         looped = any(len(runs) > 1 for runs in self._of.values())
         return 1 + (2 * behind + (own - 1) * self._ranks if looped else behind)
+
+
+def _seconds(part: Part) -> int:
+    return (_STAGE if part.stage else 1) * (_BACKWARD if part.unit.kind == "B" else 1)
 
 
 def in_turn_route(program: Program, micro_batches: int) -> Route:
