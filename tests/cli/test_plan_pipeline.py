@@ -57,6 +57,15 @@ def test_each_rank_has_its_own_blocks_and_the_step_is_the_world_s(
     assert "a pipeline of 2 ranks, each with blocks of its own" in said
 
 
+def test_in_turn_less_crosses_and_less_is_kept(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loops, pieces = (planned(capsys, config, "--schedule", order) for order in ("interleaved-1f1b", "1f1b"))
+    vertical = planned(capsys, config)
+    sent = [sum(rank["bytes"]["send"] for rank in found["ranks"]) for found in (vertical, loops, pieces)]
+    assert sent[0] == sent[1] > sent[2] == 4 * 4 * 2 * 128 * 128 * 4, "of two blocks, there and back"
+    assert pieces["step"]["seconds"] > 0
+    assert [rank["blocks"] for rank in pieces["ranks"]] == [rank["blocks"] for rank in vertical["ranks"]]
+
+
 def test_a_slower_network_makes_a_longer_step_of_the_same_bytes(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -341,6 +341,12 @@ def test_help_of_wrap_names_what_is_needed_first_in_lines_that_can_be_read() -> 
         ([("speculate", "true"), ("clip_grad_norm", "null")], "no step waits for a norm"),
         ([("speculate", "false"), ("clip_grad_norm", "null")], "no step waits for a norm"),
         ([("delay", "0.5"), ("schedule", "horizontal")], "--delay has no effect with schedule 'horizontal'"),
+        (
+            [("delay", "0.5"), ("schedule", "1f1b"), ("pipeline", "2")],
+            "--delay has no effect with schedule '1f1b', which delays no step",
+        ),
+        ([("schedule", "1f1b")], "--schedule='1f1b' is an order of the ranks of a pipeline, and there is none: set"),
+        ([("schedule", "interleaved-1f1b")], "--schedule='interleaved-1f1b' is an order of the ranks of a pipeline"),
         ([("strands", "0")], "--strands=0: must be from 1 to 1024"),
         ([("delay", "0"), ("schedule", "own.schedule")], "--delay has no effect with a schedule of your own"),
         (

@@ -47,7 +47,11 @@ def unharmed(engine: penstock.Engine) -> Iterator[None]:
     [
         ({"clip_grad_norm": 0.0}, r"clip_grad_norm=0\.0: must be positive, or null \(None\) for no clipping"),
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan"),
-        ({"schedule": "diagonal"}, "schedule='diagonal': must be 'vertical', 'horizontal' or"),
+        (
+            {"schedule": "diagonal"},
+            "schedule='diagonal': must be one of 'vertical', 'horizontal', '1f1b'",
+        ),
+        ({"schedule": "1f1b"}, "schedule='1f1b' is an order of the ranks of a pipeline, and there is none: set pipe"),
         ({"precision": "fp8"}, "precision='fp8': must be one of fp32, bf16, fp16"),
         ({"io_threads": 0}, "io_threads=0: must be at least 1"),
         (

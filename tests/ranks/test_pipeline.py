@@ -4,7 +4,8 @@ is what the schedule says; what cannot be sent is refused by name."""
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -37,9 +38,10 @@ class Numbers:
     precision: str = "fp32"
     clip: float | None = 0.5
     lengths: tuple[int, ...] = LENGTHS
+    strands: int | None = None
 
     def settings(self) -> dict[str, Any]:
-        return {"precision": self.precision, "clip_grad_norm": self.clip}
+        return {"precision": self.precision, "clip_grad_norm": self.clip, "strands": self.strands}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ def alone(numbers: Numbers) -> dict[str, Any]:
 
 GPT2 = Numbers(model="gpt2")
 BF16 = Numbers(model="gpt2", precision="bf16")
+ONE_PIECE, LOOPED = {"schedule": "1f1b"}, {"schedule": "interleaved-1f1b"}
 WAYS: dict[str, tuple[Numbers, Run]] = {
     "in memory": (GPT2, Run()),
     "on disk, early, bf16": (BF16, Run(disk=True, settings={"speculate": True})),
@@ -93,6 +96,24 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "masked": (Numbers(model="bert"), Run()),
     "images": (Numbers(model="vit"), Run(disk=True)),
     "dealt unevenly": (BF16, Run(disk=True, settings={"deal": [2, 1]})),
+    "1f1b in memory": (GPT2, Run(settings=ONE_PIECE)),
+    "1f1b on disk, early, bf16": (BF16, Run(disk=True, settings=ONE_PIECE | {"speculate": True})),
+    "1f1b, all on disk": (
+        GPT2,
+        Run(
+            disk=True,
+            settings=ONE_PIECE | {"speculate": False},
+            budget={"gradients": "disk", "activations": "disk", "weights": "disk"},
+        ),
+    ),
+    "1f1b, one op at a time": (GPT2, Run(disk=True, settings=ONE_PIECE | {"overlap": False})),
+    "1f1b, two kinds of masks": (Numbers(model="gemma3"), Run(settings=ONE_PIECE)),
+    "1f1b, fp16": (Numbers(model="gpt2", precision="fp16"), Run(settings=ONE_PIECE)),
+    "1f1b, strands": (Numbers(model="gpt2", strands=2), Run(disk=True, settings=ONE_PIECE)),
+    "1f1b, dealt unevenly": (BF16, Run(disk=True, settings=ONE_PIECE | {"deal": [2, 1]})),
+    "interleaved in memory": (GPT2, Run(settings=LOOPED | {"deal": [2, 1]})),
+    "interleaved, one op at a time": (BF16, Run(disk=True, settings=LOOPED | {"deal": [2, 1], "overlap": False})),
+    "interleaved of many": (Numbers(model="gpt2", precision="bf16"), Run(disk=True, settings=LOOPED)),
 }
 IN_SHORT = (
     ("dealt unevenly", 2),
@@ -101,6 +122,14 @@ IN_SHORT = (
     ("two kinds of masks", 2),
     ("in memory", 4),
     ("one op at a time", 3),
+    ("1f1b in memory", 3),
+    ("1f1b on disk, early, bf16", 2),
+    ("1f1b, all on disk", 3),
+    ("1f1b, one op at a time", 2),
+    ("1f1b, two kinds of masks", 2),
+    ("1f1b, strands", 2),
+    ("interleaved in memory", 2),
+    ("interleaved, one op at a time", 2),
 )
 
 
@@ -130,16 +159,16 @@ def test_a_pipeline_of_any_size_has_the_bits_of_one_rank(campaign: Campaign, tmp
 CASE = MODELS["llama"]
 
 
-def steps(mesh: DeviceMesh | None, disk: Path, count: int) -> tuple[int, list[float]]:
+def steps(mesh: DeviceMesh | None, disk: Path, count: int, schedule: str = "vertical") -> tuple[int, list[float]]:
     """The step that a run on a store began after, and its losses."""
-    with wrap(CASE, budget(disk), mesh=mesh) as engine:
+    with wrap(CASE, budget(disk), mesh=mesh, schedule=schedule) as engine:
         begun = engine.step_count
         return begun, run_steps(engine, steps_of(CASE, count, first=begun + 1, lengths=LENGTHS)).losses
 
 
-def to_be_killed(mesh: DeviceMesh, disk: Path) -> None:
+def to_be_killed(mesh: DeviceMesh, disk: Path, schedule: str) -> None:
     """Rank 1 in its third step, in the forward of its block."""
-    with wrap(CASE, budget(disk), mesh=mesh, **AT_ONCE) as engine:
+    with wrap(CASE, budget(disk), mesh=mesh, schedule=schedule, **AT_ONCE) as engine:
         first, second, third = steps_of(CASE, 3, lengths=LENGTHS)
         engine.step(first)
         engine.step(second)
@@ -150,13 +179,14 @@ def to_be_killed(mesh: DeviceMesh, disk: Path) -> None:
         engine.step(third)
 
 
-def test_a_pipeline_whose_rank_is_killed_goes_on_from_its_last_commit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
+def test_a_pipeline_whose_rank_is_killed_goes_on_from_its_last_commit(schedule: str, tmp_path: Path) -> None:
     whole = steps(None, tmp_path / "alone", 4)[1]
-    world = World(2, to_be_killed, tmp_path / "store", axis="pp")
+    world = World(2, to_be_killed, tmp_path / "store", schedule, axis="pp")
     first, second = world.outcomes()
     assert isinstance(first, RankFailedError)
     assert (first.kind, first.said, second) == ("RankError", "rank 1 was killed", None)
-    assert pipeline(2, steps, tmp_path / "store", 2) == [(2, whole[2:])] * 2
+    assert pipeline(2, steps, tmp_path / "store", 2, schedule) == [(2, whole[2:])] * 2
 
 
 def steps_dealt(mesh: DeviceMesh, disk: Path, deal: list[int] | None) -> tuple[list[float], tuple[int, ...]]:
@@ -176,6 +206,33 @@ def test_a_pipeline_goes_on_as_its_store_was_dealt(tmp_path: Path) -> None:
     assert pipeline(2, steps_dealt, disk, [2, 1]) == [(whole[2:], (0, 1, 0))] * 2
     with pytest.raises(RankFailedError, match=r"deal=\[1, 2\], and the state in .* was dealt as \[2, 1\]"):
         pipeline(2, steps_dealt, disk, [1, 2])
+
+
+def steps_in(
+    mesh: DeviceMesh, disk: Path, schedule: str, deal: list[int] | None = None
+) -> tuple[list[float], str, tuple[int, ...]]:
+    """The losses of a step, the order in which it went, and the deal of the blocks."""
+    with wrap(MODELS["gpt2"], budget(disk), mesh=mesh, schedule=schedule, deal=deal) as engine:
+        first = engine.step_count + 1
+        losses = run_steps(engine, steps_of(MODELS["gpt2"], 1, first=first, lengths=LENGTHS)).losses
+        return losses, engine.plan.schedule.name, engine.inside.resources.dealt
+
+
+def test_a_run_changes_its_order_where_the_deal_of_its_store_fits(tmp_path: Path) -> None:
+    with wrap(MODELS["gpt2"], budget(tmp_path / "alone")) as engine:
+        whole = run_steps(engine, steps_of(MODELS["gpt2"], 3, lengths=LENGTHS)).losses
+    loops, piece = tmp_path / "loops", tmp_path / "one piece"
+    for step, order in enumerate(("interleaved-1f1b", "vertical", "interleaved-1f1b")):
+        found = pipeline(2, steps_in, loops, order, None if step else [2, 1])
+        assert found == [(whole[step : step + 1], order, (0, 1, 0))] * 2
+    with pytest.raises(RankFailedError, match=r"schedule='1f1b' has each rank's blocks in one piece, and the state in"):
+        pipeline(2, steps_in, loops, "1f1b")
+    for step in range(2):
+        found = pipeline(2, steps_in, piece, "1f1b", None if step else [2, 1])
+        assert found == [(whole[step : step + 1], "1f1b", (0, 0, 1))] * 2
+    for order in ("vertical", "interleaved-1f1b"):
+        with pytest.raises(RankFailedError, match=r"in loops, .* was dealt as \[0, 0, 1\] .*: give '1f1b' to go on"):
+            pipeline(2, steps_in, piece, order)
 
 
 def test_a_lost_store_of_a_pipeline_is_never_made_of_another_ranks(tmp_path: Path) -> None:
@@ -263,10 +320,11 @@ class Model(nn.Module):
         return x.square().mean() * (float("nan") if self.fails else 1.0)
 
 
-def misused(mesh: DeviceMesh, how: str) -> Any:
+def misused(mesh: DeviceMesh, how: str, schedule: str = "vertical") -> Any:
     torch.manual_seed(0)
     model, inputs = Model(), [{"x": torch.ones(2, 16)}] * 2
     settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(b["x"]), "clip_grad_norm": None}
+    settings |= {"schedule": schedule}
     with penstock.wrap(model, budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
         if how == "computes at once":
             model.computes = True
@@ -289,8 +347,9 @@ def test_code_that_computes_between_blocks_of_other_ranks_is_refused_and_gives_n
     assert error.value.kind == "ModelError"
 
 
-def test_a_loss_that_is_no_number_is_one_for_all_ranks_and_nothing_is_updated() -> None:
-    for said, unchanged, count in pipeline(2, misused, "fails"):
+@pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
+def test_a_loss_that_is_no_number_is_one_for_all_ranks_and_nothing_is_updated(schedule: str) -> None:
+    for said, unchanged, count in pipeline(2, misused, "fails", schedule):
         assert "the loss is nan" in said
         assert (unchanged, count) == (True, 1)
 
@@ -331,7 +390,13 @@ class Written(Model):
 
 
 class Added(Block):
+    """``look``: told what it is handed besides its input."""
+
+    look: Callable[[torch.Tensor], None] | None = None
+
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if self.look is not None:
+            self.look(bias)
         return super().forward(x) + bias
 
 
@@ -352,6 +417,32 @@ def test_a_tensor_that_several_ranks_are_handed_and_that_is_written_to_is_refuse
     with pytest.raises(RankFailedError, match="in place") as error:
         pipeline(3, writing, later=later)
     assert error.value.kind == "ModelError"
+
+
+def handed_at_once(mesh: DeviceMesh, schedule: str) -> int:
+    """The most micro-batches at once of which a rank has what its blocks are handed besides their input."""
+    torch.manual_seed(0)
+    model, inputs, most = Written(), [{"x": torch.ones(2, 16)}] * 8, 0
+    model.at = None
+    seen: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def look(bias: torch.Tensor) -> None:
+        nonlocal most
+        seen[id(bias)] = weakref.ref(bias)
+        most = max(most, sum(ref() is not None for ref in seen.values()))
+
+    settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(b["x"]), "schedule": schedule}
+    with penstock.wrap(model, budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
+        engine.step(inputs)
+        for block in model.blocks:
+            block.look = look
+        engine.step(inputs)
+    return most
+
+
+def test_in_turn_masks_and_the_like_are_kept_of_micro_batches_that_are_under_way() -> None:
+    assert pipeline(2, handed_at_once, "vertical")[1] == 8
+    assert 1 <= pipeline(2, handed_at_once, "1f1b")[1] <= 3, "as many as the first rank has under way"
 
 
 def refused(mesh: DeviceMesh, model: str, **settings: Any) -> None:
@@ -378,6 +469,7 @@ def test_ranks_of_a_pipeline_that_are_given_other_micro_batches_are_refused() ->
         ("gpt2", {"replan": True, "plan": "auto"}, "replan=True is not for the ranks of a pipeline"),
         ("gpt2", {"deal": [1, 1]}, "the model's 3 blocks each rank of a pipeline has: the sum must be that"),
         ("gpt2", {"deal": [1, 1, 1]}, "is for 3 ranks, and the pipeline has 2"),
+        ("gpt2", {"schedule": "1f1b", "delay": 0.5}, r"delay=0\.5 needs schedule='vertical': others go to every block"),
         ("gpt2", {"schedule": "horizontal"}, "schedule='horizontal' is not for the ranks of a pipeline"),
     ],
 )

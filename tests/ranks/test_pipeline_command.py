@@ -111,6 +111,7 @@ ON_THE_HOST = ("--budget.weights", "host", "--budget.state", "host", "--budget.h
 SETTINGS: dict[str, tuple[str, ...]] = {
     "commits now and then": ("--budget.durability", "interval", "--budget.interval", "2", *ON_THE_HOST),
     "delay": ("--delay", "0.5"),
+    "in loops, depth first": ("--schedule", "interleaved-1f1b"),
     "early": ("--speculate", "true"),
     "bf16": ("--precision", "bf16", "--grad_dtype", "bf16"),
     "strands": ("--strands", "4"),
@@ -135,7 +136,8 @@ def test_settings_of_a_run_are_those_of_one_process(what: str, tmp_path: Path) -
         if words:
             trained(2, tmp_path, "train", "config.yaml", *MORE, *SETTINGS[what], *words)
         else:
-            penstock(tmp_path, "train", "config.yaml", *MORE, *SETTINGS[what])
+            own = () if "--schedule" in SETTINGS[what] else SETTINGS[what]  # one process has no such order
+            penstock(tmp_path, "train", "config.yaml", *MORE, *own)
         penstock(tmp_path, "export", name, f"{name}-out")
         found.append(numbers(tmp_path / name))
     assert found[0] == found[1]
@@ -144,15 +146,34 @@ def test_settings_of_a_run_are_those_of_one_process(what: str, tmp_path: Path) -
     assert same == (names, [], [])
 
 
+def test_a_pipeline_in_turn_does_what_one_process_does_and_is_cut_as_it_needs(alone: Path, tmp_path: Path) -> None:
+    """Its stores can be cut for one process, and those of one process for it."""
+    write_run(tmp_path, run=tmp_path / "run")
+    words = [*MORE, *PIPELINE, "--schedule", "1f1b"]
+    ended = Launched(2, ["-c", STOPPED, "train", "config.yaml", *words], tmp_path).outcomes()
+    assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2, ended
+    penstock(tmp_path, "reshard", "run", "--ranks", "3", "--pipeline")
+    penstock(tmp_path, "reshard", "run", "--ranks", "2", "--pipeline")
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    trained(2, tmp_path, "resume", "run")
+    penstock(tmp_path / "copy", "reshard", "run", "--ranks", "1")
+    penstock(tmp_path / "copy", "resume", "run")
+    for folder in (tmp_path, tmp_path / "copy"):
+        assert numbers(folder / "run") == numbers(alone / "run")
+        penstock(folder, "export", "run", "out")
+        same_export(alone, folder)
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
 def test_a_run_is_predicted_and_has_the_same_numbers(
-    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    schedule: str, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planned for a machine, by the simulation of all ranks' steps; of which the report has the first rank's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     drive = replace(DRIVE, path=str(tmp_path))
     save_profile(measured_here(replace(MACHINE, drives=(drive,), network=Network(bandwidth=1e8, latency=1e-4))))
     write_run(tmp_path, run=tmp_path / "run")
-    words = ["train", "config.yaml", *MORE, *PIPELINE, "--plan", "auto"]
+    words = ["train", "config.yaml", *MORE, *PIPELINE, "--plan", "auto", "--schedule", schedule]
     (code, said, errors), (other, _, _) = launched(2, words, tmp_path)
     assert (code, other) == (0, 0), errors
     assert "a step predicted" in said

@@ -2,10 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import get_args
 
 from penstock.cli.run_folder import Start
 from penstock.cli.trackers import check_installed
-from penstock.config import DataConfig, ModelConfig, TrainConfig
+from penstock.config import DataConfig, Family, ModelConfig, TrainConfig
 from penstock.config.data import each_source
 from penstock.errors import ConfigError
 
@@ -21,7 +22,8 @@ def check_named_files(config: TrainConfig, start: Start) -> None:
     """
     if isinstance(config.schedule, Path) and not config.schedule.exists():
         raise ConfigError(
-            f"schedule={str(config.schedule)!r}: must be vertical, horizontal or a file, and there is no such file"
+            f"schedule={str(config.schedule)!r}: must be {', '.join(get_args(Family))} or a file, and there is no such "
+            "file"
         )
     check_installed(config.trackers)
     _check_data(config.data)

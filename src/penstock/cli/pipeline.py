@@ -65,7 +65,7 @@ def requests_of(
             inputs=count * profile.tokens * TOKEN_BYTES,
             step_temporaries=0 if kind == "cpu" else DEVICE_TEMPORARIES,
         )
-        for rank, program in enumerate(programs_of(profile.program, ranks, config.deal))
+        for rank, program in enumerate(programs_of(profile.program, ranks, config.deal, config.schedule))
     ]
 
 

@@ -12,6 +12,7 @@ from penstock.cli.settings import load
 from penstock.cli.task import task_of
 from penstock.config import format_size, parse_size
 from penstock.config.rates import parse_delay, parse_rate
+from penstock.config.step import IN_TURN
 from penstock.errors import ConfigError
 from penstock.hardware.hosts import Hosts, hosts_named
 from penstock.hardware.machine import Machine, Network
@@ -131,6 +132,11 @@ def _of_config(arguments: "FileArguments") -> Asked:
         raise ConfigError(
             f"schedule={str(config.schedule)!r} is a schedule of your own, which is one rank's: give --schedule "
             "vertical or horizontal"
+        )
+    if config.schedule in IN_TURN:
+        raise ConfigError(
+            f"schedule={config.schedule!r}: penstock plan --hosts compares vertical pipelines: give --schedule "
+            "vertical, or leave --hosts out for what a step of this one takes"
         )
     paths = config.budget.disk_paths
     hosts = _hosts(arguments, paths)

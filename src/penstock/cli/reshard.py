@@ -21,9 +21,9 @@ from penstock.cli.run_snapshots import strands_kept
 from penstock.cli.showing.progress import progress
 from penstock.cli.split import check_goes_on, dealt
 from penstock.cli.words import Words
-from penstock.config import TrainConfig
+from penstock.config import Family, TrainConfig
 from penstock.config.budget import is_of_rank
-from penstock.config.step import STRANDS, check_strands
+from penstock.config.step import IN_TURN, STRANDS, check_strands
 from penstock.errors import ConfigError, StoreError
 from penstock.store.directory import DirectoryLock, is_there, make_directory, sync_directory
 from penstock.store.manifest import DATA, Manifest
@@ -144,6 +144,7 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
                 weights=weights,
                 whole=config.parts(ranks) == 1 and not arguments.pipeline,
                 pipeline=arguments.pipeline,
+                family=_order(config),
                 show=bar.show,
             )
     except BaseException:
@@ -222,10 +223,21 @@ def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
             with suppress(OSError):  # something else is in it: not ours to remove
                 path.rmdir()
     strands = None if config.strands is None else asked.strands
-    settled = replace(config, strands=strands, pipeline=asked.ranks if asked.pipeline else 1)
+    back = config.schedule in IN_TURN and not asked.pipeline
+    settled = replace(
+        config,
+        strands=strands,
+        pipeline=asked.ranks if asked.pipeline else 1,
+        schedule="vertical" if back else config.schedule,
+    )
     if settled != config:
         write_settings(folder, settled)
     replace(record, ranks=asked.ranks, hosts=1, resharding=None).write(folder)
+
+
+def _order(config: TrainConfig) -> Family:
+    """The order of a pipeline's ranks, which says how its blocks are dealt out."""
+    return next((order for order in IN_TURN if config.schedule == order), "vertical")
 
 
 def _clear(staged: Sequence[Sequence[Path]]) -> None:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 from torch import nn
 
@@ -33,7 +33,7 @@ from penstock.cli.showing.summary import closing, opening, resident_bytes
 from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, check_goes_on, check_shared, cut_batch
 from penstock.cli.stretch import Stretch
-from penstock.config import Precision, StepConfig, Tier, TrainConfig, fields_of, format_size
+from penstock.config import Family, Precision, StepConfig, Tier, TrainConfig, fields_of, format_size
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
 from penstock.data.opening import Data, check_model, open_data, prepared_in
@@ -95,7 +95,7 @@ def _start(
     display: Display,
     run: Joint,
     optimizer: OptimizerSpec,
-    schedule: Literal["vertical", "horizontal"] | Schedule,
+    schedule: Family | Schedule,
     *,
     own_code: bool,
 ) -> int:
@@ -350,7 +350,7 @@ def _precision(config: TrainConfig) -> Precision:
     return config.precision_on(device_kind(config.device))
 
 
-def _schedule(asked: Literal["vertical", "horizontal"] | Path) -> Literal["vertical", "horizontal"] | Schedule:
+def _schedule(asked: Family | Path) -> Family | Schedule:
     """A family by its name, or the schedule that a file holds, checked.
 
     Raises:
@@ -359,7 +359,8 @@ def _schedule(asked: Literal["vertical", "horizontal"] | Path) -> Literal["verti
     if not isinstance(asked, Path):
         return asked
     if not asked.exists():
-        raise ConfigError(f"schedule={str(asked)!r}: must be vertical, horizontal or a file, and there is no such file")
+        known = ", ".join(get_args(Family))
+        raise ConfigError(f"schedule={str(asked)!r}: must be {known} or a file, and there is no such file")
     world = read_world(asked)
     if len(world.ranks) > 1:
         raise ConfigError(f"schedule={str(asked)!r} is for {len(world.ranks)} ranks: training runs one")
@@ -407,7 +408,7 @@ def _engine(
     weights: WeightSource | None,
     optimizer: OptimizerSpec,
     config: TrainConfig,
-    schedule: Literal["vertical", "horizontal"] | Schedule,
+    schedule: Family | Schedule,
     profile: Machine | None,
     run: Path,
 ) -> Engine:

@@ -7,14 +7,18 @@ settings takes these classes, or a class of its own that adds to them.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from penstock.config.budget import Budget, GradDtype, Precision
 from penstock.config.checked import check_fields
 from penstock.errors import ConfigError
 
-Family = Literal["vertical", "horizontal"]
-"""Orders of a schedule that the planner makes: block by block, or micro-batch by micro-batch."""
+Family = Literal["vertical", "horizontal", "1f1b", "interleaved-1f1b"]
+"""Orders of a schedule that the planner makes: block by block, or micro-batch by micro-batch; or of the ranks of a
+pipeline, forwards and backwards of one micro-batch at a time in turn."""
+
+IN_TURN: Final[tuple[Family, ...]] = ("1f1b", "interleaved-1f1b")
+"""Orders that only the ranks of a pipeline have."""
 
 ZeroStage = Literal[0, 1, 2, 3]
 """Stage of ZeRO: the tensors that several ranks have parts of."""
@@ -165,7 +169,7 @@ def check_pipeline(settings: StreamConfig, budget: Budget, schedule: object, rep
     """
     limited = "whose plans do not weigh yet what drives bear" if budget.endurance is not None else ""
     for name, value, why in (
-        ("schedule", schedule, "as each goes through its own blocks vertically" if schedule == "horizontal" else ""),
+        ("schedule", schedule, "which go vertically, or in turn (1f1b)" if schedule == "horizontal" else ""),
         ("stage", settings.stage, "each of which has all of its own blocks" if settings.stage is not None else ""),
         ("sync_buffers", settings.sync_buffers, "whose blocks change no buffers" if settings.sync_buffers else ""),
         ("replan", replan, "which keep the plans that they have made" if replan else ""),
@@ -176,6 +180,17 @@ def check_pipeline(settings: StreamConfig, budget: Budget, schedule: object, rep
                 f"{name}={value!r} is not for the ranks of a pipeline ({asked}), {why}: leave it out, or let ranks "
                 "share all state (without a pipeline)"
             )
+
+
+def check_in_turn(schedule: object) -> None:
+    """Raises:
+    ConfigError: it is an order of a pipeline, which is not asked for.
+    """
+    if schedule in IN_TURN:
+        raise ConfigError(
+            f"schedule={schedule!r} is an order of the ranks of a pipeline, and there is none: set pipeline (from "
+            "Python: give a mesh with the axis 'pp'), or give 'vertical' or 'horizontal'"
+        )
 
 
 def check_strands(strands: int, ranks: int) -> None:

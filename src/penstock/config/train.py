@@ -11,7 +11,7 @@ from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig
-from penstock.config.step import Family, StepConfig, check_pipeline
+from penstock.config.step import IN_TURN, Family, StepConfig, check_in_turn, check_pipeline
 from penstock.config.trackers import TrackerName
 from penstock.errors import ConfigError
 
@@ -54,7 +54,9 @@ class TrainConfig(StepConfig):
     which are then computed once more in the backward: memory for longer sequences; null: all |
     | ``attention_heads`` | query heads of a block's attention that are computed at a time, and then once more in the
     backward: memory for longer sequences; null: all |
-    | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file |
+    | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file;
+    of a pipeline ``vertical``, or with forwards and backwards in turn ``1f1b`` (each rank's blocks in one piece) or
+    ``interleaved-1f1b`` (in loops, as ``vertical``) |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
     | ``replan`` | whether the plan follows the machine, and changes between two steps when drives, links or processors
     are not as measured; null: true with ``plan: auto``, but not with a schedule's file |
@@ -142,6 +144,8 @@ class TrainConfig(StepConfig):
                 raise ConfigError(f"{key}={count}: must be at least 1")
         if self.pipeline > 1:
             self._check_pipeline()
+        else:
+            check_in_turn(self.schedule)
         if self.cp > 1 and self.compile:
             raise ConfigError(f"cp={self.cp} and compile: attention waits for other ranks. Leave one out")
         if not self.run:
@@ -246,7 +250,7 @@ class TrainConfig(StepConfig):
                 raise ConfigError(
                     f"{key} has no effect with a schedule of your own ({self.schedule}), which says it itself"
                 )
-        if self.delay is not None and self.schedule == "horizontal":
+        if self.delay is not None and self.schedule in ("horizontal", *IN_TURN):
             raise ConfigError(
-                "delay has no effect with schedule 'horizontal', which delays no step: drop it or use vertical"
+                f"delay has no effect with schedule {self.schedule!r}, which delays no step: drop it or use vertical"
             )

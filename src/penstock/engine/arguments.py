@@ -35,7 +35,8 @@ class LoopArguments(StreamConfig):
     | ``budget`` | memory per tier, and the directories of the disk tier. One that holds a store of the same model is
     continued from its last step. With directories all that is trained lives there and every step is durable, unless
     the budget says otherwise; without any, a kill costs what was not saved (``Engine.save``) |
-    | ``schedule`` | ``"vertical"``, ``"horizontal"``, or a schedule of your own, which is checked |
+    | ``schedule`` | ``"vertical"``, ``"horizontal"``, or a schedule of your own, which is checked; of a pipeline
+    ``"vertical"``, ``"1f1b"`` (each rank's blocks in one piece) or ``"interleaved-1f1b"`` (in loops, as vertically) |
     | ``plan`` | the machine to plan for. ``"auto"``: the profile that ``penstock doctor`` has stored for this machine
     with this kind of device and the budget's directories; what is not stored is measured, in a few seconds, and kept
     (``PENSTOCK_MEASURE=never`` in the environment: it is not). With a profile, placement, chunk size and depths are
@@ -231,7 +232,8 @@ def _weights(value: Any) -> None:
 
 def _schedule(value: Any) -> None:
     if not isinstance(value, Schedule) and value not in get_args(Family):
-        raise ConfigError(f"schedule={shown(value)}: must be 'vertical', 'horizontal' or a penstock.Schedule")
+        known = ", ".join(map(repr, get_args(Family)))
+        raise ConfigError(f"schedule={shown(value)}: must be one of {known}, or a penstock.Schedule")
 
 
 def _plan(value: Any) -> None:

@@ -4,13 +4,14 @@ handed is refused where it cannot be sent; and the plans of all of them, which t
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.config import Family
 from penstock.engine.probed import HandedOn
 from penstock.errors import BudgetError, ConfigError, ModelError
 from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of
 from penstock.planner.fit import Plan, Request
 from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
-from penstock.schedule.lower.dealt import blocks_of, dealt_as, holders_of, program_of_rank
+from penstock.schedule.lower.dealt import blocks_of, dealt_as, holders_of, in_one_piece, program_of_rank
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Dealt, GroupSpec, Program
 from penstock.shape.model import StageTimes
@@ -29,10 +30,11 @@ def deal_blocks(
     ranks: Ranks,
     counts: Sequence[int] | None,
     paths: Sequence[Path],
+    family: Family,
 ) -> tuple[list[int], list[int]]:
     """(the rank of a pipeline that has each block, the rank that has each group). All ranks come here. ``counts``: the
     number of each rank's blocks, if that is asked for; ``paths``: the directories of this rank's store, which a run
-    goes on with as it was dealt.
+    goes on with as it was dealt; ``family``: the order of the ranks, which has them in one piece or in loops.
 
     Raises:
         ConfigError: there are too few blocks, the counts are none of theirs, or the store was dealt otherwise.
@@ -42,14 +44,29 @@ def deal_blocks(
         raise ConfigError(f"deal={list(counts)} is for {len(counts)} ranks, and the pipeline has {ranks.size}")
     kept = _kept(groups, blocks, ranks, paths)
     if kept is None:
-        return holders_of(groups, blocks, ranks.size, None if counts is None else dealt_as(counts, len(blocks)))
+        dealt = None if counts is None else dealt_as(counts, len(blocks), family)
+        return holders_of(groups, blocks, ranks.size, dealt, family)
     had = [kept.count(rank) for rank in range(ranks.size)]
     if counts is not None and list(counts) != had:
         raise ConfigError(
             f"deal={list(counts)}, and the state in {paths[0]} was dealt as {had}: leave deal out to go on with it; or "
             "save a snapshot, and load it where there is no store yet"
         )
+    if in_one_piece(family) != (kept == tuple(sorted(kept))) and kept != _anew(groups, blocks, had, family):
+        other = "'vertical' or 'interleaved-1f1b'" if in_one_piece(family) else "'1f1b'"
+        raise ConfigError(
+            f"schedule={family!r} has each rank's blocks {'in one piece' if in_one_piece(family) else 'in loops'}, and "
+            f"the state in {paths[0]} was dealt as {list(kept)} (the rank of each block): give {other} to go on with "
+            "it; or save a snapshot, and load it where there is no store yet"
+        )
     return holders_of(groups, blocks, ranks.size, kept)
+
+
+def _anew(groups: Sequence[GroupSpec], blocks: Sequence[str], counts: Sequence[int], family: Family) -> tuple[int, ...]:
+    """The deal of so many blocks of each rank, by default or as asked for: with few blocks loops are one piece, too."""
+    default = tuple(holders_of(groups, blocks, len(counts), None, family)[0])
+    same = all(default.count(rank) == count for rank, count in enumerate(counts))
+    return default if same else dealt_as(counts, len(blocks), family)
 
 
 def _kept(

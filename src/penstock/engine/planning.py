@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.config import Tier, fields_of
+from penstock.config import Family, Tier, fields_of
 from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, times_of_all
@@ -398,7 +398,11 @@ class Planning:
         return dealt_program(whole, facts, list(calls.values()), shared.dealt, shared.share, shared.ranks.size)
 
     def _request(self, program: Program, count: int, nbytes: int, *, train: bool) -> Request:
-        name = self._schedule.name if isinstance(self._schedule, Schedule) else self._schedule
+        family: Family = "vertical"
+        if not isinstance(self._schedule, Schedule):
+            family = self._schedule
+        elif self._schedule.name == "horizontal":
+            family = "horizontal"
         ranks, asked = self._shared.ranks.sharing, self._asked
         inputs = ranks.gather_objects("inputs", count * nbytes)
         speculate, own = asked.steps_early(asked.budget), train and isinstance(self._schedule, Schedule)
@@ -412,7 +416,7 @@ class Planning:
             wait=asked.needs_norm,
             **fields_of(asked) | {"speculate": speculate, "strands": self._shared.strands // ranks.size},
             train=train,
-            family="horizontal" if name == "horizontal" else "vertical",
+            family=family,
             inputs=max(inputs),
             ranks=ranks.each,
             copies=ranks.copies,

@@ -25,6 +25,7 @@ from penstock.optim.precision import DTYPES, LossScale
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import Share
 from penstock.runtime.streams import DeviceStreams, HostStreams, streams_for
+from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.matrices import Piece, pieces
 from penstock.schedule.place import Format
 from penstock.state import numa
@@ -143,7 +144,8 @@ def open_resources(
     dealt, holders = list[int](), list[int]()
     if ranks.are_pipeline:
         specs, blocks = [g.spec for g in groups], [block.name for block in found]
-        dealt, holders = deal_blocks(specs, blocks, ranks, settings.deal, budget.disk_paths)
+        assert not isinstance(settings.schedule, Schedule), "wrap has refused it"
+        dealt, holders = deal_blocks(specs, blocks, ranks, settings.deal, budget.disk_paths, settings.schedule)
     share = ranks.share(parts, holders)
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     matrices = {id(s.parameter) for g in groups if g.spec.whole for s in g.slices if s.trainable}

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.config import Budget, Precision
 from penstock.config.meanings import model_and
-from penstock.config.step import check_pipeline
+from penstock.config.step import check_in_turn, check_pipeline
 from penstock.documents.typed import hints_of, shown
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments, check_model
@@ -77,6 +77,8 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
                         f"deal={list(asked.deal)} says how many blocks each rank of a pipeline has, and there is none: "
                         "leave it out"
                     )
+                if not ranks.are_pipeline:
+                    check_in_turn(asked.schedule)
                 if ranks.size > 1:
                     _check_shared(asked, ranks)
                     ranks.agree_on_each(_said(asked, budget, precision))

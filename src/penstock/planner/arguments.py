@@ -9,6 +9,7 @@ from penstock.config.checked import check_fields
 from penstock.config.counts import parse_count
 from penstock.config.optimizer import Moments
 from penstock.config.sizes import MEMORY_LEAST, check_size
+from penstock.config.step import check_in_turn
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 
@@ -52,6 +53,7 @@ class PlanSettings(StepConfig):
         for key in ("batch", "micro_batches", "micro_batch_size", "sequence_length"):
             if (count := getattr(self, key)) is not None and count < 1:
                 raise ConfigError(f"{key}={count}: must be a whole number of at least 1")
+        check_in_turn(self.schedule)
         if (self.micro_batches is None) != (self.micro_batch_size is None):
             raise ConfigError("micro_batches and micro_batch_size belong together: give both, or batch")
         if self.micro_batches is not None and self.batch is not None:

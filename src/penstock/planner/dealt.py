@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from penstock.config import Family
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.fit import Plan, Request, fit
 from penstock.planner.question import SIMULATED_OPS
@@ -72,14 +73,16 @@ def world_of(schedules: Sequence[Schedule]) -> World:
     return World(name=schedules[0].name, ranks=tuple(schedules), groups={everyone.name: everyone.members})
 
 
-def programs_of(program: Program, ranks: int, counts: Sequence[int] | None = None) -> list[Program]:
-    """The program of each rank of a pipeline, to which a model's blocks are dealt out. ``counts``: blocks of each rank;
-    None: as many.
+def programs_of(
+    program: Program, ranks: int, counts: Sequence[int] | None = None, family: Family = "vertical"
+) -> list[Program]:
+    """The program of each rank of a pipeline, to which a model's blocks are dealt out, as the ``family`` has them.
+    ``counts``: blocks of each rank; None: as many.
 
     Raises:
         ConfigError: there are too few blocks, or two ranks would need the same parameters.
     """
-    of_stages = stages_dealt(program, ranks, counts)
+    of_stages = stages_dealt(program, ranks, counts, family)
     return [program_of_rank(program, of_stages, rank, ranks) for rank in range(ranks)]
 
 
@@ -116,7 +119,8 @@ def _choices(first: Request) -> Iterable[tuple[bool | None, float | None]]:
     if first.train:
         if first.early is None and first.may_speculate:
             speculates = [None, False]
-        if first.delay is None and not (first.bottom == "disk" and first.budget.slots == 1):
+        may_delay = first.family == "vertical" and not (first.bottom == "disk" and first.budget.slots == 1)
+        if first.delay is None and may_delay:
             delays = list(DELAYS)
     return product(speculates, delays)
 
@@ -183,7 +187,9 @@ def _each(asked: Sequence[Asked]) -> list[Plan]:
         request = one.request
         key = None
         if one.keep is None and request.program.dealt is not None:
-            key = _likeness(request.program), bool(request.budget.disk_paths), request.micro_batches, request.inputs
+            asks = bool(request.budget.disk_paths), request.micro_batches, request.inputs
+            # in turn, ranks with stages that are alike have other numbers of micro-batches under way
+            key = _likeness(request.program), asks, request.program.dealt.rank if request.route.takes_turns else None
         if key is None or key not in known:
             plans.append(_of_rank(rank, one))
             known[key] = request.program, plans[-1].settings

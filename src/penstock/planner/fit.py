@@ -7,9 +7,9 @@ Peak memory is not estimated: it is what the schedule's own pools add up to.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from typing import Literal
 
@@ -22,7 +22,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, in_depth, narrow_groups
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import Seat, streaming_seat
-from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
+from penstock.schedule.lower.visits import horizontal, in_turn, route_of, vertical
 from penstock.schedule.meaning import narrow_groups_of
 from penstock.schedule.place import BF16, FP32, Depths, Format, Placement, Settings, Side, checksum_bytes, page_up
 from penstock.schedule.program import ALIGN, Program
@@ -33,6 +33,14 @@ _OF_STEP, _OF_GROUP = 256, 8
 H100 a step in 1,635 chunks took 2.7 s, of which compute's own kernels are 2.0."""
 _DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 _HOST_DEPTHS = (Depths(), Depths(stage_in=3, stage_out=3, state=3), Depths(stage_in=2, stage_out=2, state=2))
+
+
+_BUILDS: Mapping[Family, Callable[..., Schedule]] = {
+    "vertical": vertical,
+    "horizontal": horizontal,
+    "1f1b": partial(in_turn, name="1f1b"),
+    "interleaved-1f1b": partial(in_turn, name="interleaved-1f1b"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +119,7 @@ class Request(StreamConfig):
     hosts: int = 1
 
     def build(self, settings: Settings) -> Schedule:
-        build: Callable[..., Schedule] = horizontal if self.one_by_one else vertical
-        return build(self.program, settings, self.fixed(settings.place), seat=self.seat(settings))
+        return _BUILDS[self.order](self.program, settings, self.fixed(settings.place), seat=self.seat(settings))
 
     def seat(self, settings: Settings) -> Seat:
         """The seat of each rank."""
@@ -139,7 +146,7 @@ class Request(StreamConfig):
 
     @cached_property
     def route(self) -> Route:
-        return _route(self.program, self.micro_batches, one_by_one=self.one_by_one, train=self.train)
+        return _route(self.program, self.micro_batches, self.order, train=self.train)
 
     @property
     def early(self) -> bool | None:
@@ -174,11 +181,16 @@ class Request(StreamConfig):
     def check_update_mode(self) -> None:
         """As ``update_mode.check_update_mode``; an evaluation steps nothing and has no update mode."""
         if self.train:
-            check_update_mode(self, self.budget, wait=self.wait, horizontal=self.one_by_one)
+            check_update_mode(self, self.budget, wait=self.wait, delays=self.order == "vertical")
 
-    @cached_property
+    @property
+    def order(self) -> Family:
+        """The order of the step's visits: evaluations have one."""
+        return self.family if self.train else "vertical"
+
+    @property
     def one_by_one(self) -> bool:
-        return self.train and self.family == "horizontal"
+        return self.order == "horizontal"
 
     @cached_property
     def bottom(self) -> Literal["host", "disk"]:
@@ -199,7 +211,10 @@ class Request(StreamConfig):
             narrow = narrow_groups(self.route, settings)
             gradients = sum(g.trainable * (BF16 if g.index in narrow else FP32) for g in stepped)
         if self.train and place.activations == "disk":
-            activations = sum(page_up(s.activation) * stay.leaving(s.index, settings.depths.inputs) for s in stages)
+            of_stage = {s.index: stay.leaving(s.index, settings.depths.inputs) for s in stages}
+            if self.route.takes_turns:  # each micro-batch has an extent of its own
+                of_stage = {k: self.micro_batches * bool(leaving) for k, leaving in of_stage.items()}
+            activations = sum(page_up(s.activation) * of_stage[s.index] for s in stages)
         return gradients + activations
 
     def space_bytes(self, settings: Settings) -> int:
@@ -272,11 +287,9 @@ class Request(StreamConfig):
 
 
 @lru_cache(maxsize=32)
-def _route(program: Program, micro_batches: int, *, one_by_one: bool, train: bool) -> Route:
+def _route(program: Program, micro_batches: int, order: Family, *, train: bool) -> Route:
     """One for all requests that have it, and with it one key for what its settings take."""
-    if one_by_one:
-        return horizontal_route(program, micro_batches)
-    return vertical_route(program, micro_batches, train=train)
+    return route_of(program, micro_batches, order, train=train)
 
 
 @lru_cache(maxsize=4096)

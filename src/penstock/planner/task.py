@@ -82,7 +82,7 @@ class Task(StepConfig):
                 f"the profile of {self.machine.name} has no optimizer rate {self.rate_name}, only {known}: measure it "
                 "with penstock doctor"
             )
-        check_update_mode(self, self.budget, wait=self.needs_norm, horizontal="vertical" not in self.families)
+        check_update_mode(self, self.budget, wait=self.needs_norm, delays="vertical" in self.families)
         if self.budget.disk_paths and not self.machine.drives:
             raise ConfigError(f"the profile of {self.machine.name} has no drives, but a directory on disk is given")
 

@@ -37,18 +37,16 @@ def no_speculation(budget: Budget, *, wait: bool) -> str | None:
     return None
 
 
-def check_update_mode(asked: StreamConfig, budget: Budget, *, wait: bool, horizontal: bool) -> None:
-    """Refuse what is asked for and cannot be.
+def check_update_mode(asked: StreamConfig, budget: Budget, *, wait: bool, delays: bool) -> None:
+    """Refuse what is asked for and cannot be. ``delays``: the schedule may be one that can delay steps.
 
     Raises:
-        ConfigError: ``speculate=True`` where nothing can; a delay with the horizontal schedule.
+        ConfigError: ``speculate=True`` where nothing can; a delay with another schedule than the vertical one.
     """
     if asked.speculate and (why := no_speculation(budget, wait=wait)) is not None:
         raise ConfigError(f"speculate=True cannot be: {why}")
-    if asked.delay and horizontal:
-        raise ConfigError(
-            f"delay={asked.delay:g} needs schedule='vertical': horizontal goes to every block several times"
-        )
+    if asked.delay and not delays:
+        raise ConfigError(f"delay={asked.delay:g} needs schedule='vertical': others go to every block several times")
 
 
 def expected_repeats(config: StepConfig) -> float:

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from penstock.config import Family
 from penstock.schedule.lower.dealt import holders_of, names_of_blocks
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.program import VIEW_ALIGN, round_up
@@ -31,6 +32,7 @@ def reshard(
     weights: Sequence[Sequence[int]] | None = None,
     whole: bool = False,
     pipeline: bool = False,
+    family: Family = "vertical",
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write what the last commit of a run names into new stores, for as many ranks as these are.
@@ -38,8 +40,8 @@ def reshard(
     ``old``, ``new``: the directories of each rank's store, by rank; the new ones have none yet. ``names``: what these
     will be called. ``strands``: that the new ones say. ``weights``: by which each of them is striped over its
     directories; None: evenly. ``whole``: each has all of the state, and not a part of it; ``pipeline``: each has the
-    blocks that are dealt out to it. ``show``: told the bytes that are written, of so many in all. Needs 16 MiB of
-    memory.
+    blocks that are dealt out to it, as ranks have them in the order ``family``. ``show``: told the bytes that are
+    written, of so many in all. Needs 16 MiB of memory.
 
     Raises:
         ConfigError: nothing has been committed; or there are too few blocks for such a pipeline.
@@ -49,7 +51,7 @@ def reshard(
         record, *_ = [whole_commit(store, store.paths[0]) for store in opened]
         slots = max(extent.slots for extent in opened[0].layout.extents)
         made = []
-        models = described(opened[0].model, len(new), strands, whole=whole, pipeline=pipeline)
+        models = described(opened[0].model, len(new), strands, whole=whole, pipeline=pipeline, family=family)
         for paths, called, model, own in zip(new, names, models, weights or ((),) * len(new), strict=True):
             layout = layout_of(model, slots)
             made.append(Store.create(paths, layout, model=model, owner=opened[0].owner, names=called, weights=own))
@@ -73,10 +75,16 @@ def commit_first(store: Store, record: Mapping[str, Any], slots: Slots) -> None:
 
 
 def described(
-    model: Mapping[str, Any], ranks: int, strands: int, *, whole: bool = False, pipeline: bool = False
+    model: Mapping[str, Any],
+    ranks: int,
+    strands: int,
+    *,
+    whole: bool = False,
+    pipeline: bool = False,
+    family: Family = "vertical",
 ) -> list[dict[str, Any]]:
     """Descriptions of the state that the stores of so many ranks are made for, by rank. ``model``: the one that a store
-    of another number of ranks is made for. ``whole``, ``pipeline``: as of ``reshard``."""
+    of another number of ranks is made for. ``whole``, ``pipeline``, ``family``: as of ``reshard``."""
     padded = Mesh(data=1 if whole or pipeline else ranks).everyone().padded
     groups = []
     for group in model["groups"]:
@@ -96,7 +104,7 @@ def described(
     world, holders = uuid.uuid4().hex, None
     if pipeline:
         specs = groups_of(made)
-        holders = holders_of(specs, names_of_blocks(specs), ranks)[1]
+        holders = holders_of(specs, names_of_blocks(specs), ranks, None, family)[1]
     return [{**made, **of_rank(rank, ranks, whole=whole, holders=holders), "world": world} for rank in range(ranks)]
 
 

@@ -271,8 +271,12 @@ class Elsewhere:
                 suspended.route(source, gradient)
 
     def behind_backward(self, suspended: SuspendedForward, stage: int) -> None:
-        """A stage has run backward: the gradient of what it was handed is there."""
+        """A stage has run backward: the gradient of what it was handed is there. After this rank's last one nothing of
+        the micro-batch is kept."""
         key = (stage - 1, suspended.index)
         leaf = self._leaves.pop(key, None)
         if leaf is not None:
             self._out["gradient", *key] = leaf.take()
+        if stage == self._dealt.of_stages.index(self._dealt.rank):
+            suspended.close()
+            self._shared[suspended.index] = Sharing()

@@ -12,7 +12,7 @@ The last block's outputs are used by the epilogue at once and never leave; nor d
 
 Where stages are spread over ranks, outputs and gradients are received from the rank that has the stage before, or
 after, and sent on to the next one; what else a stage is handed (``Dealt.besides``) comes from rank 0, and stays until
-the step's end. Whoever reads first what has come, from another rank or tier, waits for it.
+the rank's last backward of the micro-batch. Whoever reads first what has come, from another rank or tier, waits for it.
 """
 
 from collections.abc import Sequence

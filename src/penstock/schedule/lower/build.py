@@ -78,7 +78,7 @@ class Builder:
 
     def strands_on_device(self, g: int) -> bool:
         """True if a group's strands are added up on the device: of one visit, or where all visits have one gradient."""
-        return self.s.strands > 1 and (self.route.at_once == self.s.micro_batches or not self._is_of_visit(g))
+        return self.s.strands > 1 and (self.route.together == self.s.micro_batches or not self._is_of_visit(g))
 
     def touched(self, index: int, m: int) -> Touched:
         """The buffers of weights that the next op of visit ``index``, for micro-batch ``m``, reads, and those of

@@ -16,6 +16,13 @@ h with L blocks on P ranks: where every block's output crosses, 2 T h L elements
 4 T h L / P bytes on average.
 
 Rank 0 runs the model's own code, and has the ends' parameters: it gets as many blocks fewer as those are worth.
+
+Where ranks take turns with forwards and backwards of one micro-batch (``in_turn``), nobody waits for all of them, and
+in 1F1B each rank has its blocks in one piece: less crosses, and fewer micro-batches are under way.
+
+    rank 0   code  b0  b1  b2                                      code
+    rank 1                     b3  b4  b5
+    rank 2                                 b6  b7  b8
 """
 
 from collections.abc import Sequence
@@ -24,11 +31,17 @@ from fractions import Fraction
 from itertools import cycle, islice
 from math import ceil
 
+from penstock.config import Family
 from penstock.errors import ConfigError
 from penstock.schedule.program import ALIGN, ELEMENTWISE, EXACT, OF_BLOCK, Dealt, GroupSpec, Program, Stage
 
 
-def dealt_out(blocks: int, ranks: int, ends: float) -> tuple[int, ...]:
+def in_one_piece(family: Family) -> bool:
+    """True if each rank's blocks follow each other in the model; otherwise they are dealt out in loops."""
+    return family == "1f1b"
+
+
+def dealt_out(blocks: int, ranks: int, ends: float, family: Family = "vertical") -> tuple[int, ...]:
     """The rank of each block, in the order of the model. ``ends``: the parameters outside all blocks, in blocks.
 
     Raises:
@@ -48,7 +61,7 @@ def dealt_out(blocks: int, ranks: int, ends: float) -> tuple[int, ...]:
             dealt.append(0)
         left = blocks - first - turn * (ranks - 1)
         dealt += islice(others, min(ranks - 1, left))
-    return tuple(dealt)
+    return tuple(sorted(dealt) if in_one_piece(family) else dealt)
 
 
 def blocks_of(groups: Sequence[GroupSpec], blocks: Sequence[str]) -> list[int | None]:
@@ -70,10 +83,14 @@ def _block_in(name: str) -> str | None:
 
 
 def holders_of(
-    groups: Sequence[GroupSpec], blocks: Sequence[str], ranks: int, dealt: Sequence[int] | None = None
+    groups: Sequence[GroupSpec],
+    blocks: Sequence[str],
+    ranks: int,
+    dealt: Sequence[int] | None = None,
+    family: Family = "vertical",
 ) -> tuple[list[int], list[int]]:
     """(the rank of each block, the rank that has each group): that of its block, and of what is in no block the first.
-    ``blocks``: their names; ``dealt``: the rank of each, if not as many on each.
+    ``blocks``: their names; ``dealt``: the rank of each, if not as many on each, as the ``family`` has them.
 
     Raises:
         ConfigError: as ``dealt_out``.
@@ -82,13 +99,13 @@ def holders_of(
     in_blocks = sum(g.numel for g, block in zip(groups, of_block, strict=True) if block is not None)
     ends = sum(g.numel for g in groups) - in_blocks
     if dealt is None:
-        dealt = dealt_out(len(blocks), ranks, ends * len(blocks) / max(in_blocks, 1))
+        dealt = dealt_out(len(blocks), ranks, ends * len(blocks) / max(in_blocks, 1), family)
     return list(dealt), [0 if block is None else dealt[block] for block in of_block]
 
 
-def dealt_as(counts: Sequence[int], blocks: int) -> tuple[int, ...]:
+def dealt_as(counts: Sequence[int], blocks: int, family: Family = "vertical") -> tuple[int, ...]:
     """The rank of each block, in the order of the model, where rank r is to have ``counts[r]`` of them: each rank's are
-    spread evenly over the model, in loops.
+    spread evenly over the model, in loops; or follow each other.
 
     Raises:
         ConfigError: they are not so many in all; or a rank has none, but for the first.
@@ -99,10 +116,13 @@ def dealt_as(counts: Sequence[int], blocks: int) -> tuple[int, ...]:
             "must be that, and each rank but the first needs one"
         )
     places = ((Fraction(2 * i + 1, 2 * count), rank) for rank, count in enumerate(counts) for i in range(count))
-    return tuple(rank for _, rank in sorted(places))
+    dealt = [rank for _, rank in sorted(places)]
+    return tuple(sorted(dealt) if in_one_piece(family) else dealt)
 
 
-def stages_dealt(program: Program, ranks: int, counts: Sequence[int] | None = None) -> tuple[int, ...]:
+def stages_dealt(
+    program: Program, ranks: int, counts: Sequence[int] | None = None, family: Family = "vertical"
+) -> tuple[int, ...]:
     """The rank of each stage of a program whose blocks are each called once: its model's own code is rank 0's.
     ``counts``: blocks of each rank; None: as many, but for the first. Raises as ``dealt_out`` and ``dealt_as``."""
     calls = [stage for stage in program.stages if stage.kind == "call"]
@@ -112,9 +132,9 @@ def stages_dealt(program: Program, ranks: int, counts: Sequence[int] | None = No
     if counts is not None and len(counts) != ranks:
         raise ConfigError(f"deal={list(counts)} is for {len(counts)} ranks, and the pipeline has {ranks}")
     if counts is None:
-        found = dealt_out(len(calls), ranks, ends * len(calls) / max(blocks, 1))
+        found = dealt_out(len(calls), ranks, ends * len(calls) / max(blocks, 1), family)
     else:
-        found = dealt_as(counts, len(calls))
+        found = dealt_as(counts, len(calls), family)
     dealt = iter(found)
     return tuple(next(dealt) if stage.kind == "call" else 0 for stage in program.stages)
 

@@ -224,6 +224,16 @@ FAMILIES: dict[str, Family] = {
         Streaming(order="vertical", dealt=True),
         *("wait", "delay", *_TIERS),
     ),
+    "streamed-1f1b": _streamed(
+        "a pipeline of ranks that stream, each its blocks in one piece, in the order of 1f1b; the first has the loss",
+        Streaming(order="1f1b", dealt=True),
+        *("wait", *_TIERS),
+    ),
+    "streamed-interleaved-1f1b": _streamed(
+        "a pipeline of ranks that stream: blocks dealt out in loops, depth first, in the order of interleaved-1f1b",
+        Streaming(order="interleaved-1f1b", dealt=True),
+        *("wait", *_TIERS),
+    ),
     "zero-offload": _streamed(
         "weights on the device, state in host memory; gradients go down as they are made, the CPU steps after the "
         "global norm (Ren et al., arXiv 2101.06840)",

@@ -26,9 +26,8 @@ vertical schedule, and for none in the horizontal one.
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
 
-from penstock.config import Tier
+from penstock.config import Family, Tier
 from penstock.config.step import parts_of
 from penstock.errors import ConfigError
 from penstock.schedule.ir.worlds import World
@@ -37,7 +36,7 @@ from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import fixed_bytes
 from penstock.schedule.lower.request import Request
 from penstock.schedule.lower.seat import Seat, Sharding, streaming_seat
-from penstock.schedule.lower.visits import horizontal, vertical
+from penstock.schedule.lower.visits import horizontal, in_turn, route_of, vertical
 from penstock.schedule.place import FP32, Depths, Placement, Settings
 from penstock.schedule.program import ALIGN, Program, round_up
 
@@ -49,9 +48,9 @@ _MOST_CHUNKS = 64
 class Streaming:
     """An order of visits and what it chooses where a request says nothing. ``device_share``: of the blocks whose state
     lives on the device. ``sharding``: how several ranks share, if not in a stage of ZeRO. ``dealt``: several ranks are
-    a pipeline, whose blocks are dealt out in loops (``dealt``)."""
+    a pipeline, to which blocks are dealt out (``dealt``)."""
 
-    order: Literal["vertical", "horizontal"]
+    order: Family
     weights: Tier = "disk"
     state: Tier = "disk"
     activations: Tier = "host"
@@ -71,26 +70,26 @@ def lower_program(request: Request, streaming: Streaming) -> World:
         ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
     """
     if streaming.dealt and request.ranks > 1:
-        return _lower_dealt(request, settings(request, streaming))
+        return _lower_dealt(request, settings(request, streaming), streaming.order)
     s, ranks, program = settings(request, streaming), Mesh(data=request.ranks).everyone(), _part(request, streaming)
     seat = streaming_seat(request.ranks, s.stage)
     if streaming.sharding is not None and request.ranks > 1:
         seat = Seat(shards=ranks, sharding=streaming.sharding)
-    build, at_once = (vertical, s.micro_batches) if streaming.order == "vertical" else (horizontal, 1)
+    build, at_once = (horizontal, 1) if streaming.order == "horizontal" else (vertical, s.micro_batches)
     return ranks.world(build(program, s, fixed_bytes(program, s.form, s.place, at_once), request.family, seat))
 
 
-def _lower_dealt(request: Request, s: Settings) -> World:
+def _lower_dealt(request: Request, s: Settings, order: Family) -> World:
     """A pipeline: each rank has some of the blocks, and goes through all micro-batches."""
     assert request.program is not None
     ranks = Mesh(stages=request.ranks).everyone()
-    of_stages = stages_dealt(request.program, ranks.size)
+    of_stages = stages_dealt(request.program, ranks.size, family=order)
     programs = [program_of_rank(request.program, of_stages, rank, ranks.size) for rank in ranks.members]
-    seat = streaming_seat(1, pipe=ranks.size)
-    schedules = [
-        vertical(program, s, fixed_bytes(program, s.form, s.place, s.micro_batches), request.family, seat)
-        for program in programs
-    ]
+    seat, build = streaming_seat(1, pipe=ranks.size), vertical if order == "vertical" else in_turn
+    schedules = []
+    for program in programs:
+        at_once = route_of(program, s.micro_batches, order).at_once
+        schedules.append(build(program, s, fixed_bytes(program, s.form, s.place, at_once), request.family, seat))
     return World(name=request.family, ranks=tuple(schedules), groups={ranks.name: ranks.members})
 
 

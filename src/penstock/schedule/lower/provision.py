@@ -25,6 +25,7 @@ from penstock.schedule.lower.kept import kept_groups, most_kept
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import ONE_RANK, Seat, not_streamed
 from penstock.schedule.lower.stay import Stay
+from penstock.schedule.lower.under_way import UnderWay, under_way
 from penstock.schedule.place import (
     BF16,
     FP32,
@@ -415,7 +416,7 @@ class Provision:
         levels."""
         part = {g: self._groups[g].trainable * FP32 for g in self.streamed()}
         sizes = tuple((g, self.whole_gradient(g)) for g in part)
-        of_visit = self.device_sums if self.route.at_once == self.s.micro_batches else 1
+        of_visit = self.device_sums if self.route.together == self.s.micro_batches else 1
         for pool, members in _by_class(self.route, "gradients", sizes, self.s.depths.gradients, of_visit):
             self.gradients_pool |= dict.fromkeys(members, pool.name)
             yield pool
@@ -445,12 +446,13 @@ class Provision:
         stay = self.s.train and self.s.place.activations == "device"
         if size:
             gradient = self.s.train and any(s.gradient for s in bodies)
-            count = self._put_out(stay=stay) + gradient
+            count = self._put_out(stay=stay) + (gradient and self._in_turn is None)
             yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
             if received := self._received(stay=stay):
                 yield Pool(name=RECEIVED, tier="device", size=size, count=received, backed=False)
         if self._away:
-            yield Pool(name=RESTORED, tier="device", size=page_up(size), count=min(at_once + 1, self._away))
+            count = at_once if self._in_turn is None else self._in_turn.restored
+            yield Pool(name=RESTORED, tier="device", size=page_up(size), count=min(count + 1, self._leave))
         if self.saved_activations_pool == "saved_activations":
             yield from self._host_activations("saved_activations")
         if self._away and self.s.place.activations == "disk":
@@ -460,6 +462,8 @@ class Provision:
         """Buffers of saved activations that this rank's stages put out. What is sent to another rank is gone once it is
         there. ``stay``: the others are on the device until their backward."""
         program, at_once = self.route.program, self.route.at_once
+        if self._in_turn is not None:
+            return self._in_turn.put_out + self.s.depths.inputs
         if program.dealt is None:
             return at_once * (len(program.stages) - 1) if stay else at_once + self.s.depths.inputs
         own = [k for k in range(len(program.stages) - 1) if program.has(k) and not program.dealt.crosses(k)]
@@ -472,6 +476,8 @@ class Provision:
         dealt = program.dealt
         if dealt is None:
             return 0
+        if self._in_turn is not None:
+            return self._in_turn.received
         last = len(program.stages) - 2
         inputs = [k for k in range(1, last + 1) if dealt.has(k) and dealt.crosses(k - 1)]
         if stay:
@@ -481,10 +487,25 @@ class Provision:
         return kept + at_once
 
     @cached_property
+    def _in_turn(self) -> UnderWay | None:
+        """The activations of a walk on which forwards and backwards take turns; None: it is no such walk."""
+        if not self.route.takes_turns:
+            return None
+        stages = range(len(self.route.program.stages))
+        return under_way(self.route, frozenset(k for k in stages if self.leaving(k, (0,))))
+
+    @cached_property
+    def _leave(self) -> int:
+        """The number of saved activations that leave the device in a step."""
+        return self._away if self._in_turn is None else self._in_turn.left
+
+    @cached_property
     def _away(self) -> int:
-        """The number of saved activations that are off the device at the end of the forward."""
-        under_way = range(self.route.at_once)
-        return sum(len(self.leaving(k, under_way)) for k in range(len(self.route.program.stages)))
+        """The most saved activations that are off the device at once: in the end of the forward, if that is one."""
+        if self._in_turn is not None:
+            return self._in_turn.away
+        everyone = range(self.route.at_once)
+        return sum(len(self.leaving(k, everyone)) for k in range(len(self.route.program.stages)))
 
     def _host_activations(self, name: str) -> Iterator[Pool]:
         bodies = self.route.program.stages[:-1]

@@ -47,7 +47,9 @@ class Route:
 
     | attribute | meaning |
     |---|---|
-    | ``at_once`` | micro-batches that are under way at the same time: M vertical, 1 horizontal |
+    | ``at_once`` | micro-batches that are under way at the same time: M vertical, 1 horizontal, and where they go in
+    turn (``in_turn``) as many as the walk has between their first step and their last |
+    | ``together`` | micro-batches of a visit |
     | ``times`` | how often each (kind, stage) is visited |
     | ``last_visit`` | group -> index of the last visit that needs it |
     | ``readers`` | group -> indices of the visits that need its weights |
@@ -58,12 +60,17 @@ class Route:
     | ``summed`` | (group, stage) whose gradient is made in more than one visit, so that parts are summed on the host |
     """
 
-    def __init__(self, program: Program, walk: Sequence[Visit | Message], *, train: bool) -> None:
+    def __init__(
+        self, program: Program, walk: Sequence[Visit | Message], *, train: bool, at_once: int | None = None
+    ) -> None:
+        """``at_once``: of a walk on which forwards and backwards take turns; None: all of a visit, of any other."""
         self.program = program
         self.walk = walk
         self.visits = tuple([step for step in walk if isinstance(step, Visit)])
         self.train = train
-        self.at_once = len(self.visits[0].micro_batches) if self.visits else 0
+        self.together = len(self.visits[0].micro_batches) if self.visits else 0
+        self.takes_turns = at_once is not None
+        self.at_once = self.together if at_once is None else at_once
         self._reads: dict[tuple[str, int], tuple[int, ...]] = {}
         self._trained: dict[tuple[str, int], tuple[int, ...]] = {}
         self._stays: dict[tuple[int, bool], Stay] = {}

@@ -10,16 +10,21 @@ ranks exchange them when all micro-batches are in that sum, once a step as in th
 *Breadth first* is the vertical order of a rank of a pipeline (``dealt``): it visits its own stages, each for all
 micro-batches, and between visits receives and sends what passes between its stages and those of others, one message for
 each micro-batch.
+
+*In turn* (``in_turn``) such a rank does forwards and backwards of one micro-batch at a time: 1F1B, and in loops
+interleaved. Its weights move, and its gradients are summed, as horizontally.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
+from penstock.config import Family
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.references import VisitId, stage_op, visit
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Emitter
+from penstock.schedule.lower.in_turn import in_turn_route
 from penstock.schedule.lower.provision import Fixed, Provision
 from penstock.schedule.lower.rank import lower_rank
 from penstock.schedule.lower.route import Message, Route, Visit
@@ -86,6 +91,13 @@ def horizontal_route(program: Program, micro_batches: int) -> Route:
     return Route(program, visits, train=True)
 
 
+def route_of(program: Program, micro_batches: int, family: Family, *, train: bool = True) -> Route:
+    """The route of a step in the order of a family. All evaluations are vertical."""
+    if family == "vertical" or not train:
+        return vertical_route(program, micro_batches, train=train)
+    return (horizontal_route if family == "horizontal" else in_turn_route)(program, micro_batches)
+
+
 def _there_and_back(program: Program, *, train: bool, micro_batch: int = -1) -> list[VisitId]:
     last = len(program.stages) - 1
     forward = [visit("E" if k == last else "F", k, micro_batch) for k in range(last + 1)]
@@ -112,6 +124,15 @@ def horizontal(
     assert settings.train, "an evaluation has one micro-batch order: use vertical()"
     assert not settings.delay, "only the vertical schedule delays steps"
     return _lower(horizontal_route(program, settings.micro_batches), settings, fixed, name, seat)
+
+
+def in_turn(
+    program: Program, settings: Settings, fixed: Fixed = (), name: str = "1f1b", seat: Seat = ONE_RANK
+) -> Schedule:
+    """The schedule of one training step of a rank of a pipeline that does forwards and backwards in turn."""
+    assert settings.train, "an evaluation has one micro-batch order: use vertical()"
+    assert not settings.delay, "only the vertical schedule delays steps"
+    return _lower(in_turn_route(program, settings.micro_batches), settings, fixed, name, seat)
 
 
 @no_collection()

@@ -1,0 +1,239 @@
+"""One forward and one backward in turn: the order of a pipeline whose ranks take one micro-batch after the other.
+
+A *run* is a stretch of stages that one rank has; the epilogue is one of its own. Each rank does the stages of a run for
+one micro-batch at a time, their backwards first where it can: then few micro-batches are under way at once, and few of
+their activations are kept (1F1B: Narayanan et al., arXiv 2006.09503). Where a rank has several runs, it goes depth
+first: as many micro-batches as there are ranks through all of its runs before the next ones (interleaved: arXiv
+2104.04473). The loss is rank 0's, so each output of the last block goes back there before its backward: to the order
+that is one stage more behind all ranks.
+
+*The order is simulated*, once for all ranks, with blocks that all take as long, and a backward three times as long. A
+rank does a forward after each backward, if one can be done, or else the backward that is there; as long as not too many
+forwards wait for their backward: as many as runs follow, itself included, and in loops as many as figure 4 of the
+second paper has. A loss, which the last rank waits for, comes between two stages of a run. Nothing of this asks for a
+multiple of anything: any number of micro-batches will do, and any deal of the blocks.
+
+*No rank waits for itself*, even if each does one op at a time and a message lies nowhere in between: ranks' walks are
+parts of one sequence, in which a message comes right after what it sends, for who sends and who receives it. The first
+of that sequence that is not done can always be.
+
+There is always a forward or a backward that can be done: of the first micro-batch whose backward is not done all
+forwards are allowed, since no more than (runs - 1) x ranks come between them on any rank, and then its backwards.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+from penstock.schedule.ir.references import stage_op, visit
+from penstock.schedule.lower.route import Message, Route, Visit
+from penstock.schedule.program import Dealt, Program
+
+_BACKWARD = 3
+"""times as long as a forward, which it begins with"""
+_STAGE = 8
+"""times as long as the first stage, which only looks up embeddings"""
+
+
+class Run(NamedTuple):
+    """A stretch of stages of one rank."""
+
+    rank: int
+    stages: range
+
+
+class Unit(NamedTuple):
+    """The work of a rank between two messages: a run's stages for one micro-batch. ``kind``: F, E or B."""
+
+    kind: str
+    run: int
+    micro_batch: int
+
+
+class Part(NamedTuple):
+    """One stage of a unit."""
+
+    unit: Unit
+    stage: int
+
+
+def runs_of(of_stages: Sequence[int]) -> tuple[Run, ...]:
+    """The runs of a pipeline, in the order of the forward. ``of_stages``: as of ``Dealt``."""
+    found, first, last = list[Run](), 0, len(of_stages) - 1
+    for rank, stretch in groupby(of_stages[:last]):
+        end = first + len(list(stretch))
+        found.append(Run(rank, range(first, end)))
+        first = end
+    return (*found, Run(of_stages[last], range(last, last + 1)))
+
+
+@lru_cache(maxsize=32)
+def order_of_all(of_stages: tuple[int, ...], micro_batches: int) -> tuple[Part, ...]:
+    """The work of all ranks in a step, in an order in which it could be done by one."""
+    return tuple(_Simulated(runs_of(of_stages), micro_batches).parts())
+
+
+class _Simulated:
+    """A step of all ranks, stage by stage in the order of their starts."""
+
+    def __init__(self, runs: tuple[Run, ...], micro_batches: int) -> None:
+        self._runs, self._count, self._ranks = runs, micro_batches, 1 + max(run.rank for run in runs)
+        self._ends: dict[Unit, int] = {}
+        self._free = [0] * self._ranks
+        self._of: dict[int, list[int]] = defaultdict(list)
+        """rank -> its runs but the epilogue"""
+        for n, run in enumerate(runs[:-1]):
+            self._of[run.rank].append(n)
+        self._forwards = [self._in_rounds(rank) for rank in range(self._ranks)]
+        """by rank, the forwards that are to come, the next one last"""
+        self._backwards = [0] * len(runs)
+        """run -> the micro-batch whose backward is next"""
+        self._waiting = [0] * self._ranks
+        """by rank, forwards whose backward is to come"""
+        self._begun: list[list[Part]] = [[] for _ in range(self._ranks)]
+        """by rank, the parts that are to come of a unit that it has begun, the next one last"""
+        self._goes_on_forward = [True] * self._ranks
+        """by rank, whether a forward's turn is next, if it can be done at once"""
+
+    def parts(self) -> list[Part]:
+        ends = dict[Part, int]()
+        count = self._count * (1 + 2 * self._runs[-1].stages[0])
+        while len(ends) < count:
+            start, rank, part = min(found for rank in range(self._ranks) if (found := self._next(rank)) is not None)
+            self._free[rank] = ends[part] = start + _seconds(part)
+            self._do(rank, part)
+        return sorted(ends, key=lambda part: (ends[part], part))
+
+    def _do(self, rank: int, part: Part) -> None:
+        unit, begun = part.unit, self._begun[rank]
+        if unit.kind != "E":
+            self._goes_on_forward[rank] = unit.kind == "B"
+        if begun and begun[-1] == part:
+            begun.pop()
+        else:
+            stages = self._runs[unit.run].stages
+            begun += [Part(unit, k) for k in (stages[:0:-1] if unit.kind != "B" else stages[:-1])]
+            if unit.kind == "F":
+                self._forwards[rank].pop()
+                self._waiting[rank] += 1
+            else:
+                self._backwards[unit.run] += 1
+                self._waiting[rank] -= unit.kind == "B"
+        if not any(other.unit == unit for other in begun):
+            self._ends[unit] = self._free[rank]
+
+    def _in_rounds(self, rank: int) -> list[Unit]:
+        forwards = [Unit("F", n, m) for n in self._of[rank] for m in range(self._count)]
+        return sorted(forwards, key=lambda unit: (unit.micro_batch // self._ranks, unit[1:]), reverse=True)
+
+    def _next(self, rank: int) -> tuple[int, int, Part] | None:
+        """(start, rank, part) of the next work of a rank; None: all of it has to wait for others' that is not done."""
+        now, last = self._free[rank], len(self._runs) - 1
+        found = list[tuple[int, int, int, Part]]()
+        if self._runs[last].rank == rank and (loss := self._backward(rank, last)) is not None:
+            found.append(loss)
+        if self._begun[rank]:
+            found.append((now, self._count, 0, self._begun[rank][-1]))
+        else:
+            found += [one for n in self._of[rank] if (one := self._backward(rank, n)) is not None]
+            found += self._forward(rank)
+        if not found:
+            return None
+        if self._goes_on_forward[rank]:
+            found = [one for one in found if one[3].unit.kind != "B" and one[0] == now] or found
+        start, _, _, part = min(found)
+        return start, rank, part
+
+    def _backward(self, rank: int, n: int) -> tuple[int, int, int, Part] | None:
+        """(start, round, which one first, part) of a run's next backward, or of the loss; None: as ``_next``."""
+        m, last = self._backwards[n], len(self._runs) - 1
+        before = Unit("F", n - 1, m) if n == last else Unit("E" if n + 1 == last else "B", n + 1, m)
+        if m == self._count or before not in self._ends:
+            return None
+        stages = self._runs[n].stages
+        part = Part(Unit("E" if n == last else "B", n, m), stages[-1])
+        return max(self._free[rank], self._ends[before]), m // self._ranks, -n, part
+
+    def _forward(self, rank: int) -> Iterator[tuple[int, int, int, Part]]:
+        """A rank's next forward, which any backward goes before."""
+        if not self._forwards[rank] or self._waiting[rank] >= self._most(rank):
+            return
+        unit = self._forwards[rank][-1]
+        before = Unit("F", unit.run - 1, unit.micro_batch)
+        if not unit.run or before in self._ends:
+            start = max(self._free[rank], self._ends.get(before, 0))
+            yield start, self._count, 0, Part(unit, self._runs[unit.run].stages[0])
+
+    def _most(self, rank: int) -> int:
+        """The most forwards of a rank that wait for their backward: with the loss a stage more than ranks."""
+        own, behind = len(self._of[rank]), self._ranks - rank
+        looped = any(len(runs) > 1 for runs in self._of.values())
+        return 1 + (2 * behind + (own - 1) * self._ranks if looped else behind)
+
+
+def _seconds(part: Part) -> int:
+    return (_STAGE if part.stage else 1) * (_BACKWARD if part.unit.kind == "B" else 1)
+
+
+def in_turn_route(program: Program, micro_batches: int) -> Route:
+    """The walk of the rank of a pipeline whose ``program`` it is, in training."""
+    dealt = program.dealt
+    assert dealt is not None
+    runs, order = runs_of(dealt.of_stages), order_of_all(dealt.of_stages, micro_batches)
+    walk = [step for part in order for step in _steps(program, dealt, runs, part)]
+    of_ranks = {dealt.rank}
+    if any(dealt.besides[k] for k in range(len(program.stages)) if dealt.has(k)):
+        of_ranks.add(0)  # what that sends of a micro-batch is here as soon as it begins with it
+    at_once = max(
+        _most_under_way(part.unit.micro_batch for part in order if runs[part.unit.run].rank == rank)
+        for rank in of_ranks
+    )
+    return Route(program, walk, train=True, at_once=at_once)
+
+
+def _steps(program: Program, dealt: Dealt, runs: Sequence[Run], part: Part) -> Iterator[Visit | Message]:
+    """A rank's step in a part: its visit, or none where that is another's, and its messages of what the unit makes."""
+    unit, k = part
+    run, m = runs[unit.run], unit.micro_batch
+    if run.rank == dealt.rank:
+        yield Visit(visit(unit.kind, k, m), (m,))
+    of, first, last = dealt.of_stages, run.stages[0], run.stages[-1]
+    if k != (last if unit.kind == "F" else first):
+        return
+
+    def message(kind: str, k: int, to: int) -> Iterator[Message]:
+        if dealt.rank == run.rank:
+            yield Message(stage_op(f"S{kind}", k, m), to)
+        elif dealt.rank == to:
+            yield Message(stage_op(f"R{kind}", k, m), run.rank)
+
+    if unit.kind != "F":
+        if first and dealt.crosses(first - 1) and program.stages[first - 1].gradient:
+            yield from message("D", first - 1, of[first - 1])
+        return
+    own = (n for n in range(unit.run + 1, len(runs)) if not runs[n].rank)
+    following = range(last + 1, runs[next(own, len(runs) - 1)].stages[0])
+    further = [] if run.rank else [k for k in following if dealt.besides[k]]
+    for k in further:
+        if k == last + 1:
+            yield from message("X", k, of[k])
+    if dealt.crosses(last):
+        yield from message("A", last, of[last + 1])
+    for k in further:
+        if k > last + 1:
+            yield from message("X", k, of[k])
+
+
+def _most_under_way(micro_batches: Iterable[int]) -> int:
+    """The most of them that are between their first and their last place in a sequence."""
+    sequence = list(micro_batches)
+    ends = {m: i for i, m in enumerate(sequence)}
+    under_way, most = set[int](), 0
+    for i, m in enumerate(sequence):
+        under_way.add(m)
+        most = max(most, len(under_way))
+        if ends[m] == i:
+            under_way.remove(m)
+    return most

@@ -1,0 +1,97 @@
+"""The most activations that a walk has anywhere at once, where forwards and backwards take turns.
+
+Vertically and horizontally that follows from the numbers of micro-batches and stages. Here it is counted: the walk is
+gone through once, in the order in which ``Activations`` writes ops down, with the buffers that each takes and gives
+back. As many are enough (``emitter``).
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from penstock.schedule.lower.route import Message, Route, Visit
+
+Output = tuple[str, int, int]
+"""A or D, stage, micro-batch: what a stage puts out, or the gradient with respect to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderWay:
+    """Numbers of activations. ``put_out``: those of this rank's own stages, and gradients that they make, on the
+    device; ``received``: those from other ranks, there; ``restored``: those that have come back there; ``away``: those
+    that have left; ``left``: those that ever do."""
+
+    put_out: int
+    received: int
+    restored: int
+    away: int
+    left: int
+
+
+@lru_cache(maxsize=256)
+def under_way(route: Route, leaving: frozenset[int]) -> UnderWay:
+    """``leaving``: the stages whose saved activations leave the device."""
+    walk = _Walk(route, leaving)
+    for step in route.walk:
+        if isinstance(step, Message):
+            walk.cross(step)
+        else:
+            walk.visit(step)
+    most = walk.most
+    return UnderWay(
+        put_out=most["put_out"],
+        received=most["received"],
+        restored=most["restored"],
+        away=most["away"],
+        left=walk.left,
+    )
+
+
+class _Walk:
+    """The place of each activation, step by step."""
+
+    def __init__(self, route: Route, leaving: frozenset[int]) -> None:
+        self._stages, self._leaving, self._following = route.program.stages, leaving, iter(route.visits[1:])
+        self._places: dict[Output, str] = {}
+        self._now, self.most = Counter[str](), Counter[str]()
+        self.left = 0
+
+    def cross(self, step: Message) -> None:
+        kind, k, m = step.ident.kind, step.ident.stage, step.ident.micro_batch
+        if kind in ("RA", "RD"):
+            self._take((kind[1], k, m), "received")
+        elif kind in ("SA", "SD"):
+            self._give((kind[1], k, m))
+
+    def visit(self, step: Visit) -> None:
+        kind, k, (m,) = step.kind, step.stage, step.micro_batches
+        if kind == "F":
+            self._take(("A", k, m), "put_out")
+            if k and k - 1 in self._leaving:
+                self._moves(("A", k - 1, m), "away")
+                self.left += 1
+        else:
+            self._take(("D", k - 1, m), "put_out")
+            self._give(("A", k - 1, m))
+            self._give(("D", k, m))
+        following = next(self._following, None)
+        if following is not None and following.kind == "B" and following.stage - 1 in self._leaving:
+            self._moves(("A", following.stage - 1, following.micro_batches[0]), "restored")
+
+    def _take(self, what: Output, place: str) -> None:
+        way, k, _ = what
+        if k >= 0 and (self._stages[k].activation if way == "A" else self._stages[k].gradient):
+            self._places[what] = place
+            self._now[place] += 1
+            self.most[place] = max(self.most[place], self._now[place])
+
+    def _give(self, what: Output) -> None:
+        place = self._places.pop(what, None)
+        if place is not None:
+            self._now[place] -= 1
+
+    def _moves(self, what: Output, place: str) -> None:
+        """The new buffer is taken before the one that is there is given back."""
+        before = self._places[what]
+        self._take(what, place)
+        self._now[before] -= 1
