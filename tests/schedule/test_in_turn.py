@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from random import Random
 
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.planner.dealt import world_of
 from penstock.schedule.check.order import run_orders
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.references import answer_to
@@ -25,6 +27,8 @@ from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.program import ALIGN, Program
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
+from tests.conftest import Campaign
+from tests.programs import random_case
 from tests.uniform import uniform_program
 
 FAMILY = {"1f1b": "streamed-1f1b", "interleaved-1f1b": "streamed-interleaved-1f1b"}
@@ -91,6 +95,34 @@ def test_every_rank_is_proved_and_all_are_safe_together(name: str, ranks: int, l
         for schedule, of in zip(world.ranks, programs(program(layers), name, ranks), strict=True):
             prove(schedule, needs(asked, of))
             assert schedule.bytes_per_lane().get("send", 0) == sent_bytes(of, micro_batches)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_whatever_is_trained_and_wherever_it_lives_ranks_are_proved_and_end(name: str, campaign: Campaign) -> None:
+    """Tied ends, frozen blocks, any tier for any group, strands, gradients in bf16, with the norm or before it."""
+    done = 0
+    for seed in range(campaign.cases(80, 4000)):
+        case, rng = random_case(seed, largest=8), Random(seed)
+        calls, ranks = len(case.program.stages) - 2, rng.randint(2, 4)
+        if not case.settings.train or calls < ranks - 1:
+            continue
+        s = replace(case.settings, strands=rng.choice((1, 1, 2, 4)))
+        of_stages = stages_dealt(case.program, ranks, family="1f1b" if name == "1f1b" else "interleaved-1f1b")
+        try:
+            of_ranks = [program_of_rank(case.program, of_stages, rank, ranks) for rank in range(ranks)]
+        except ConfigError:
+            continue  # a block reads what is rank 0's
+        seat = streaming_seat(1, pipe=ranks)
+        world = world_of([in_turn(of, s, (("device", "working", 900),), "any", seat) for of in of_ranks])
+        check_world(world)
+        for of, schedule in zip(of_ranks, world.ranks, strict=True):
+            prove(schedule, Needs.of(of, s))
+        result = simulate(world, Costs(name="uneven", seconds=lambda op: {"compute": 0.9}.get(op.lane, 0.31)))
+        for rank, schedule in enumerate(world.ranks):
+            for tier in ("device", "host"):
+                assert result.peak(rank)[tier] <= schedule.peak_bytes(tier)
+        done += 1
+    assert done > 20
 
 
 @pytest.mark.parametrize("name", FAMILY)

@@ -185,7 +185,7 @@ def _offload(arguments: Arguments) -> Case:
         )
     program = training.profile.program
     stages, chunks = len(program.stages), len(program.groups) * (arguments.chunks or 16)
-    visits = micro_batches if family.streaming.order == "horizontal" else 1
+    visits = 1 if family.streaming.order == "vertical" else micro_batches
     _check_size(ranks * (6 * stages * micro_batches + 8 * chunks * visits))
     world = build(
         Request(

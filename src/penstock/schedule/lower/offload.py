@@ -64,7 +64,8 @@ class Streaming:
 def lower_program(request: Request, streaming: Streaming) -> World:
     """The schedules of one step. Of several ranks all do the same, with an even part of every group's weights and state
     unless another stage of ZeRO is asked for: each brings its part to the device, all gather the whole for each visit,
-    and scatter the sum of their gradients, once a step or after each visit. Nothing lives on the device then.
+    and scatter the sum of their gradients, once a step or after each visit. Nothing lives on the device then. One rank
+    has nobody to take turns with, and goes horizontally instead.
 
     Raises:
         ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
@@ -75,7 +76,7 @@ def lower_program(request: Request, streaming: Streaming) -> World:
     seat = streaming_seat(request.ranks, s.stage)
     if streaming.sharding is not None and request.ranks > 1:
         seat = Seat(shards=ranks, sharding=streaming.sharding)
-    build, at_once = (horizontal, 1) if streaming.order == "horizontal" else (vertical, s.micro_batches)
+    build, at_once = (vertical, s.micro_batches) if streaming.order == "vertical" else (horizontal, 1)
     return ranks.world(build(program, s, fixed_bytes(program, s.form, s.place, at_once), request.family, seat))
 
 
