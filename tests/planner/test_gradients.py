@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.config import Family
 from penstock.hardware.crossing import step_rate
 from penstock.hardware.machine import Crossing, Machine
 from penstock.planner.costs import machine_costs
@@ -103,6 +104,16 @@ def test_without_a_profile_fewer_bytes_cross_and_wait() -> None:
     assert narrow.schedule.bytes_per_lane()["d2h"] * 2 == wide.schedule.bytes_per_lane()["d2h"]
     assert waits.scratch_bytes(narrow.settings) * 2 == waits.scratch_bytes(wide.settings)
     assert narrow.host_bytes < wide.host_bytes
+
+
+@pytest.mark.parametrize("family", ["vertical", "horizontal"])
+def test_what_waits_on_disk_has_an_extent_for_each_micro_batch(family: Family) -> None:
+    request = asked(family=family).request
+    away = replace(request, budget=replace(request.budget, activations="disk"))
+    plan = fit(away)
+    extents = {op.id: op.nbytes for op in plan.schedule.lanes["write"] if op.id.kind == "WC"}
+    assert len({ident.micro_batch for ident in extents}) == request.micro_batches > 1
+    assert away.scratch_bytes(plan.settings) == sum(extents.values())
 
 
 def test_the_costs_of_a_plan_are_those_that_it_was_chosen_by() -> None:

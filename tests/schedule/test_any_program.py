@@ -281,6 +281,14 @@ def planned(asked: Asked) -> tuple[Plan | None, list[tuple[str, int]]]:
         return None, [(found[1], int(found[2]))]
 
 
+def waiting_on_disk(plan: Plan) -> int:
+    """Bytes of what waits there no longer than a step: each saved activation, and whole gradients."""
+    written = plan.schedule.lanes["write"]
+    waiting = {op.id.group for op in written if op.id.kind == "WG"}
+    gradients = sum(plan.program.groups[g].trainable * (2 if g in plan.narrow else 4) for g in waiting)
+    return gradients + sum(op.nbytes for op in written if op.id.kind == "WC")
+
+
 def test_every_plan_is_safe_and_within_its_budget_or_refused_with_what_would_do(campaign: Campaign) -> None:
     """Whoever follows the refusals comes to a plan."""
 
@@ -297,5 +305,6 @@ def test_every_plan_is_safe_and_within_its_budget_or_refused_with_what_would_do(
         budget = asked.question.request.budget
         assert plan.device_bytes <= budget.device_bytes
         assert plan.host_bytes <= budget.host_bytes
+        assert asked.question.request.scratch_bytes(plan.settings) >= waiting_on_disk(plan)
 
     proved(campaign, questions(), holds, few=40)

@@ -212,7 +212,7 @@ class Request(StreamConfig):
             gradients = sum(g.trainable * (BF16 if g.index in narrow else FP32) for g in stepped)
         if self.train and place.activations == "disk":
             of_stage = {s.index: stay.leaving(s.index, settings.depths.inputs) for s in stages}
-            if self.route.takes_turns:  # each micro-batch has an extent of its own
+            if self.route.takes_turns or self.one_by_one:  # each micro-batch has an extent of its own
                 of_stage = {k: self.micro_batches * bool(leaving) for k, leaving in of_stage.items()}
             activations = sum(page_up(s.activation) * of_stage[s.index] for s in stages)
         return gradients + activations
