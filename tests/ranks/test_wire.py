@@ -37,6 +37,7 @@ class OneOfRanks(Together):
     def __init__(self) -> None:
         self._watch = Watch(dist.HashStore(), 0, [Place.here()])
         self._data = cast(Any, None)
+        self._beside = {}
 
 
 @pytest.mark.accelerator
