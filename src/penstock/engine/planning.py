@@ -41,7 +41,6 @@ from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program, Stage
@@ -188,7 +187,7 @@ class Planning:
             ranks.agree("schedule", hashlib.sha256(str(plan.schedule).encode()).hexdigest()[:16])
         if train:
             self._is_placed(plan.settings.place)
-        prediction = None if times is None else self._predict(plan, times)
+        prediction = None if times is None else self._predict(request, plan, times)
         return Ready(
             plan=plan,
             facts=facts,
@@ -222,7 +221,7 @@ class Planning:
             self._why = what_is_off(off, machine)
             self._machine = corrected(machine, factors)
             times = corrected_times(times, factors, ready.plan.program.stages)
-            ready = replace(ready, times=times, prediction=self._predict(ready.plan, times))
+            ready = replace(ready, times=times, prediction=self._predict(ready.request, ready.plan, times))
             self._plans[True] = ready
             following.corrected()
         if not following.due:
@@ -271,7 +270,7 @@ class Planning:
         ready = self._plans[True]
         plan = ready.request.plan(settings)
         self._check(plan, ready.request)
-        prediction = None if ready.times is None else self._predict(plan, ready.times)
+        prediction = None if ready.times is None else self._predict(ready.request, plan, ready.times)
         self._before = self._before or ready
         self._plans[True] = replace(ready, plan=plan, prediction=prediction)
 
@@ -333,15 +332,13 @@ class Planning:
         """The prediction for a plan that is in use; None: there is none."""
         return next((ready.prediction for ready in self._plans.values() if ready.plan is plan), None)
 
-    def _predict(self, plan: Plan, times: StageTimes) -> Simulation:
+    def _predict(self, request: Request, plan: Plan, times: StageTimes) -> Simulation:
         shared = self._shared
         assert self._machine is not None
         if shared.ranks.are_pipeline:
             return predicted_of_all(shared.ranks, plan, self._pace(times))
         costs = costs_of_plan(plan, self._machine, times, shared.rate, io_threads=shared.io_threads)
-        ranks = shared.ranks
-        seat = streaming_seat(ranks.each, copies=ranks.copies, hosts=ranks.hosts)
-        return simulate(seat.in_step(plan.schedule), costs)
+        return simulate(request.world(plan.schedule), costs)
 
     def close(self) -> None:
         """Give the runner's memory back; the plans stay."""

@@ -96,6 +96,10 @@ def machine_costs(
     flops = machine.device.flops
     orthogonal = times.orthogonal or (flops.get("bf16") or max(flops.values())) * EFFICIENCY[machine.device.kind]
 
+    links = [link for link in (machine.network, machine.across) if link is not None]
+    told = max((link.latency_of_all if isinstance(link, Collectives) else link.latency for link in links), default=0.0)
+    """the time in which, before a group's first chunk, all ranks tell each other which gradients there are"""
+
     def compute(op: Op) -> float:
         ident = op.id
         if ident.kind in ("F", "E"):
@@ -118,21 +122,17 @@ def machine_costs(
         if op.lane == "send" and link_to is not None:
             link = link_to(op.peer)
         assert link is not None
-        bandwidth, latency, times = link.bandwidth, link.latency, 1
+        bandwidth, latency, messages = link.bandwidth, link.latency, 1
         if isinstance(link, Collectives) and kind in ("AR", "AN"):
             bandwidth, latency = link.of_all, link.latency_of_all
         elif isinstance(link, Collectives) and kind == "SG":
             bandwidth = link.exchange
         if kind in ("GW", "HW") and ident.group < len(groups):
-            times = (groups[ident.group].trainable > 0) + (groups[ident.group].frozen > 0)
+            messages = (groups[ident.group].trainable > 0) + (groups[ident.group].frozen > 0)
         elif kind in ("AR", "HR"):  # an exchange of pieces, which are then gathered
-            times = 2
+            messages = 2
         tells = kind in ("SG", "AR") and ident.chunk == 0
-        return op.nbytes / bandwidth + latency * times + (of_all if tells else 0.0)
-
-    links = [link for link in (machine.network, machine.across) if link is not None]
-    of_all = sum(link.latency for link in links)
-    """the time in which, before a group's first chunk, all ranks tell each other which gradients there are"""
+        return op.nbytes / bandwidth + latency * messages + (told if tells else 0.0)
 
     def seconds(op: Op) -> float:
         lane = op.lane

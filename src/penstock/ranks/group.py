@@ -422,7 +422,8 @@ class Together(Ranks):
                 under_way.append(works)
                 if len(under_way) > 1:
                     _wait_for(under_way.popleft())
-            _wait_for(under_way.popleft())
+            for works in under_way:
+                _wait_for(works)
 
         self._message(all_pieces, *sent.values(), *got.values())
 

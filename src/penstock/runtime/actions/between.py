@@ -11,7 +11,6 @@ from penstock.ranks.group import Ranks
 from penstock.runtime.access import Access
 from penstock.runtime.actions.compute import Compute
 from penstock.schedule.ir.ops import Op
-from penstock.schedule.ir.references import Buffer
 from penstock.schedule.place import FP32
 
 
@@ -40,14 +39,14 @@ class Between:
 
     def gather(self, op: Op) -> None:
         """A group's weights, trainable part first, from the parts of all ranks."""
-        for part, whole in zip(self._parts(op, op.reads[0]), self._wholes(op), strict=True):
+        for part, whole in zip(self._parts(op), self._wholes(op), strict=True):
             if part.numel():
                 self._copy.gather(whole, part)
                 self._sent(part, self._copy)
 
     def gather_between(self, op: Op) -> None:
         """A group's weights as far as the ranks with this one's place on all hosts have them."""
-        for part, whole in zip(self._parts(op, op.reads[0]), self._wholes(op), strict=True):
+        for part, whole in zip(self._parts(op), self._wholes(op), strict=True):
             if part.numel():
                 levels.gather_between(self._place, whole, part)
                 self._sent(part, self._place)
@@ -59,10 +58,10 @@ class Between:
                 levels.gather_within(self._host, self._place.size, whole)
                 self._sent(whole[: whole.numel() // self._host.size], self._host)
 
-    def _parts(self, op: Op, name: Buffer) -> tuple[torch.Tensor, torch.Tensor]:
+    def _parts(self, op: Op) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's parts of a group's trainable and frozen weights."""
         own = self._to.bound.program.groups[op.id.group]
-        part = self._to.view(name, own.numel, self._to.arrays.dtype)
+        part = self._to.view(op.reads[0], own.numel, self._to.arrays.dtype)
         return part[: own.trainable], part[own.trainable :]
 
     def _wholes(self, op: Op) -> tuple[torch.Tensor, torch.Tensor]:
