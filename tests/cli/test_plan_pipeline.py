@@ -96,7 +96,7 @@ def test_the_cut_is_the_one_whose_world_is_fastest(config: Path) -> None:
         (("--tbw", "100"), "--tbw is not there yet for a pipeline"),
         (("--disk_free", "1MiB"), "the stores take"),
         (("--pipeline", "9"), "use at most 7 ranks"),
-        (("--budget.host", "1MiB"), "rank 0 of the pipeline: budget.host"),
+        (("--budget.host", "1MiB"), "rank 0 of the pipeline: budget.host=512 KiB for each rank is too small"),
     ],
 )
 def test_what_cannot_be_is_refused(

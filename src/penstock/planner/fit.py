@@ -127,6 +127,11 @@ class Request(StreamConfig):
         pipe = 1 if dealt is None else dealt.ranks
         return streaming_seat(self.ranks, settings.stage, self.copies, self.hosts, pipe=pipe)
 
+    @property
+    def is_of_several(self) -> bool:
+        """True if it is one of several ranks', whose budget has its share of host memory."""
+        return self.ranks * self.copies > 1 or self.program.dealt is not None
+
     def provision(self, settings: Settings) -> Provision:
         """The pools of a step with these settings, and what it takes of them."""
         return _provision(self.route, settings, self.seat(settings))
@@ -473,9 +478,13 @@ def _fit_host(request: Request, settings: Settings) -> Settings:
         if needs[-1] <= request.budget.host_bytes:
             return option
     advice = "" if request.bottom == "disk" else ", or give budget.disk a directory"
+    said, each, shared = _said(request.budget.host), "", ""
+    if request.is_of_several:
+        said = f"{format_size(request.budget.host_bytes)} for each rank"
+        each, shared = " for each", ", which the ranks of a host share"
     raise BudgetError(
-        f"budget.host={_said(request.budget.host)} is too small for this model: the smallest that works is "
-        f"{format_size(min(needs))} ({min(needs)} bytes). Raise budget.host{advice}"
+        f"budget.host={said} is too small for this model: the smallest that works is {format_size(min(needs))} "
+        f"({min(needs)} bytes){each}. Raise budget.host{shared}{advice}"
     )
 
 
