@@ -8,13 +8,13 @@ with a copy of it on each host, and with its blocks dealt out to a pipeline of a
 in the trace are those of its schedule, and what the kernel has counted on each host's link, with all headers, is within
 1% of the formula (``bench.hosts_run.formula``), with micro-batches of 4x96 tokens.
 
-With ``--timings`` also, at 200 Mbit/s between the hosts and with micro-batches of 16 tokens: a step takes at most 1.15
-times its largest lane bound, which is what the busiest lane of a rank works, or what its host's link takes for the
-formula's bytes. It takes as long as was predicted, to 10%, by the profile that ``penstock doctor`` measures of this
-machine, of which each host is a part. The pipeline is at least 2.5 times as fast as state that is cut over all ranks;
-it is as fast as torch's own pipelining package with each block a stage of its own, and 3 times as fast as DeepSpeed's
-ZeRO-3. All start from the same weights, see the same tokens, and their losses are compared. These need a machine that
-does nothing else; bytes do not. Needs root; DeepSpeed is installed as for ``bench.zero_infinity``.
+With ``--timings`` also, at 200 Mbit/s between the hosts and with micro-batches of 16 tokens (``--length``): a step
+takes at most 1.15 times its largest lane bound, which is what the busiest lane of a rank works, or what its host's link
+takes for the formula's bytes. It takes as long as was predicted, to 10%, by the profile that ``penstock doctor``
+measures of this machine, of which each host is a part. The pipeline is at least 2.5 times as fast as state that is cut
+over all ranks; it is as fast as torch's own pipelining package with each block a stage of its own, and 3 times as fast
+as DeepSpeed's ZeRO-3. All start from the same weights, see the same tokens, and their losses are compared. These need a
+machine that does nothing else; bytes do not. Needs root; DeepSpeed is installed as for ``bench.zero_infinity``.
 """
 
 import argparse
@@ -46,6 +46,8 @@ AT_MOST = 1.15
 AS_PREDICTED = 0.10
 FASTER = {FLAT: 2.5, "torch pipelining": 1.0, "DeepSpeed ZeRO-3": 3.0}
 """How many times as fast as each the pipeline has to be."""
+PAYLOAD = 1448 / 1514
+"""of a frame of Ethernet, which TCP and IP take the rest of"""
 LATENCY = 2e-4
 """Seconds of a message between the namespaces, besides what a collective takes within one."""
 _SAME = 1e-3
@@ -127,9 +129,9 @@ class Timed:
 
 def host_of(whole: Machine, mbit: float) -> Machine:
     """The profile of one of the hosts, which share this machine as so many ranks would, with a link of so many
-    Mbit/s."""
+    Mbit/s, headers included."""
     between = within_host(whole, RANKS)
-    nic = Network(bandwidth=mbit * 1e6 / 8, latency=LATENCY)
+    nic = Network(bandwidth=mbit * 1e6 / 8 * PAYLOAD, latency=LATENCY)
     inside = Between(ranks=EACH, bandwidth=between.bandwidth, latency=between.latency)
     return replace(of_each_rank(whole, HOSTS), network=None, nic=nic, between=(inside,))
 
@@ -241,6 +243,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-29m", help="of bench.workload.MODELS, with a large vocabulary")
     parser.add_argument("--timings", action="store_true", help="on a machine that does nothing else")
+    parser.add_argument("--length", type=int, default=16, help="tokens of a micro-batch, with --timings")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side, with --timings")
     parser.add_argument("--venv", type=Path, default=deepspeed_venv.default_place(), help="DeepSpeed's environment")
     parser.add_argument("--no-record", action="store_true", help="print, but leave the results file alone")
@@ -258,7 +261,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if arguments.timings:
                 python = deepspeed_venv.prepare(arguments.venv)
                 profile = host_of(load_machine(measure_machine(scratch, None, (EACH, RANKS))), MBIT)
-                work = job(arguments.model, 1, 16, 1 + arguments.steps, scratch)
+                work = job(arguments.model, 1, arguments.length, 1 + arguments.steps, scratch)
                 slow = measure(work, LAYOUTS, MBIT, profile)
                 peers = [measure_peer(peer, work, MBIT) for peer in _peers(python)]
         found = [Layout(name=n, ranks=r, slow=s) for n, r, s in zip(LAYOUTS, by_layout, slow, strict=True)]
@@ -269,9 +272,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     print(table(found, peers))
     if not arguments.no_record:
-        timings = " --timings" if arguments.timings else ""
+        timings = f" --timings --length {arguments.length}" if arguments.timings else ""
         note = f"`{COMMAND}{timings}`: {arguments.model}, fp32, {HOSTS} hosts of {EACH} ranks (network namespaces)"
-        path = write_section("hosts", f"{note}; {machine()}\n\n{table(found, peers)}", results_file())
+        title = f"hosts: {arguments.length} tokens" if arguments.timings else "hosts"
+        path = write_section(title, f"{note}; {machine()}\n\n{table(found, peers)}", results_file())
         print(f"written to {path.relative_to(ROOT)}")
     missed = [line for one in found for line in one.missed()]
     times = ratios({one.name: one for one in found if one.slow}, peers)

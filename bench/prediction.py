@@ -8,6 +8,11 @@ says after its first step, and the measurement is the median of the steps after 
 peak memory within 2%, step time within 10% in the median and 20% at worst. A step that is over the limit on the norm
 may run its schedule twice: the engine expects that of as many steps as there were so far, the measurement is the median
 of a run times the runs of a step, and bytes are compared run by run. Its row says how many steps were run twice.
+
+Processors that others use, too, do not keep their speed for minutes. The same products of matrices are timed before and
+after the first step, where stage times are measured for the prediction, and around the measured steps; a row with more
+than 5% between the two says nothing about a prediction, and is measured again, at most twice. What counts is the one
+with the least; what the processors' speed did in it is said beside its error.
 """
 
 import argparse
@@ -35,6 +40,7 @@ from bench.prediction_run import Case, Outcome
 from penstock.report.sentence import time_of_step
 
 MEDIAN, WORST, MEMORY = 0.10, 0.20, 0.02
+STEADY, TRIES = 0.05, 3
 HELD = DiskLimit(read=200 * MB, write=100 * MB)
 _DISK = {"weights": "disk", "state": "disk"}
 _HOST = {"weights": "host", "state": "host"}
@@ -99,7 +105,7 @@ class Row:
         moved = sum(o.predicted_bytes.values()) / len(o.measured) / 1e9
         return (
             f"| {self.case.schedule} | {self.case.micro_batches} x {self.case.size} | {places} | {o.predicted:.3f} | "
-            f"{self.measured:.3f} | {100 * self.error:+.1f}% | {o.lower_bound:.3f} | {peaks} | "
+            f"{self.measured:.3f} | {100 * self.error:+.1f}% | {100 * o.drift:+.1f}% | {o.lower_bound:.3f} | {peaks} | "
             f"{moved:.2f} GB {'equal' if self.bytes_equal else 'DIFFER'} |"
         )
 
@@ -115,15 +121,17 @@ def measure(steps: int, wanted: Sequence[int]) -> list[Row]:
         with TemporaryDirectory(dir=SCRATCH) as folder, disk_cgroup(HELD if held else None, Path(folder)) as group:
             profile = measure_machine(Path(folder), group)
             for case in chosen:
-                said = run_in(group, "bench.prediction_run", case.to_json(), str(profile), str(steps))
-                row = Row(case=case, held=held, outcome=Outcome(**json.loads(said.splitlines()[-1])))
-                print(row.line(), flush=True)
-                rows.append(row)
+                tries: list[Row] = []
+                while len(tries) < TRIES and all(abs(row.outcome.drift) > STEADY for row in tries):
+                    said = run_in(group, "bench.prediction_run", case.to_json(), str(profile), str(steps))
+                    tries.append(Row(case=case, held=held, outcome=Outcome(**json.loads(said.splitlines()[-1]))))
+                    print(tries[-1].line(), flush=True)
+                rows.append(min(tries, key=lambda row: abs(row.outcome.drift)))
     return rows
 
 
 _HEADER = (
-    "| schedule | micro-batches | state | predicted s | measured s | error | bound s | "
+    "| schedule | micro-batches | state | predicted s | measured s | error | processors took | bound s | "
     "peak MiB, predicted / measured | bytes per step, all lanes |"
 )
 
@@ -133,7 +141,7 @@ def describe(rows: Sequence[Row]) -> str:
         f"The demo's model (45.7M parameters, fp32, sequences of 256 tokens), CPU as the device; {machine()}",
         "",
         _HEADER,
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *(row.line() for row in rows),
         "",
         _verdict(rows),

@@ -3,10 +3,12 @@
 import json
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
@@ -19,6 +21,8 @@ from penstock.hardware.machine import load_machine
 from penstock.runtime import access
 
 _LENGTH = 256
+_SIDE, _TIMES = 1024, 24
+"""of the products of matrices that the processors' speed is told by, and how many: half a second of two cores"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,9 @@ class Case:
 class Outcome:
     """Predicted and measured: seconds of a step, bytes per lane of all steps, peak bytes per tier. ``runs``: of the
     schedule, in each measured step: two where the step went over the limit on the norm. ``expected_runs``: those that
-    the engine expected of a step after the first; ``predicted`` counts them."""
+    the engine expected of a step after the first; ``predicted`` counts them. ``drift``: how much longer the same
+    products of matrices took around the measured steps than when the machine was measured for the prediction, relative.
+    """
 
     predicted: float
     expected_runs: float
@@ -57,6 +63,18 @@ class Outcome:
     measured_bytes: dict[str, int]
     predicted_peak: dict[str, int]
     measured_peak: dict[str, int]
+    drift: float
+
+
+def speed() -> float:
+    """Seconds that some products of matrices take now, in the median."""
+    a = torch.ones(_SIDE, _SIDE)
+    found = []
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        torch.mm(a, a)
+        found.append(time.perf_counter() - began)
+    return median(found)
 
 
 class Counting:
@@ -111,13 +129,18 @@ def run(case: Case, profile: Path, steps: int, folder: Path) -> Outcome:
         device="cpu",
         plan=load_machine(profile),
     ) as engine:
+        first = [speed()]
         engine.step(step())
+        first.append(speed())
         prediction, expected = engine.prediction, engine.expected_seconds
         assert prediction is not None
         assert expected is not None
         expected_runs = engine.expected_runs
         before = counting.take(engine)
-        done = [engine.step(step()) for _ in range(steps)]
+        done, later = [], first[-1:]
+        for _ in range(steps):
+            done.append(engine.step(step()))
+            later.append(speed())
         after = counting.take(engine)
         said, runs = prediction.bytes_per_lane(), [1 + stats.repeats for stats in done]
         peak = prediction.peak(0)
@@ -131,6 +154,7 @@ def run(case: Case, profile: Path, steps: int, folder: Path) -> Outcome:
             measured_bytes={lane: after[lane] - before[lane] for lane in before},
             predicted_peak={tier: peak[tier] for tier in peak},
             measured_peak={tier: max(stats.peak_bytes[tier] for stats in done) for tier in done[0].peak_bytes},
+            drift=median(later) / median(first) - 1,
         )
 
 

@@ -1,5 +1,6 @@
-"""Hosts that are killed, cut off for good or for a moment, or slow: an error names the host within ten seconds, or the
-step goes on; and all go on from their last step, bit by bit. Hosts are network namespaces here.
+"""Two hosts of two ranks in each layout: what one process does. And hosts that are killed, cut off for good or for a
+moment, or slow: an error names the host within ten seconds, or the step goes on; and all go on from their last step,
+bit by bit. Hosts are network namespaces here.
 """
 
 import filecmp
@@ -37,6 +38,20 @@ sys.exit(main())
 """Steps of a second, so that there is a moment to do something in."""
 
 
+IN_FOUR = (*WORDS[:2], "--strands", "4", *WORDS[4:])
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "cut over all": (),
+    "cut over all, horizontal": ("--schedule", "horizontal"),
+    "a copy on each host": ("--copies", "2"),
+    "pipeline": ("--pipeline", "4"),
+    "1f1b": ("--pipeline", "4", "--schedule", "1f1b"),
+    "interleaved-1f1b": ("--pipeline", "4", "--schedule", "interleaved-1f1b"),
+    "cp": ("--cp", "2"),
+    "cp, horizontal": ("--cp", "2", "--schedule", "horizontal"),
+}
+"""What asks for each."""
+
+
 def steps(folder: Path) -> int:
     file = folder / "run" / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
@@ -66,6 +81,46 @@ def outcomes_after(running: Launched, happens: Callable[[], None]) -> tuple[list
     since = time.monotonic()
     found = running.outcomes()
     return found, time.monotonic() - since
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of a run of four steps by one process, and by two hosts of two ranks in each layout, exported."""
+    found = dict[str, Path]()
+    found["one process"] = alone = tmp_path_factory.mktemp("one-process")
+    write_run(alone, run=alone / "run")
+    (alone / "host0").mkdir()
+    assert penstock(alone / "host0", *IN_FOUR)[0] == 0
+    for layout, asked in LAYOUTS.items():
+        found[layout] = folder = tmp_path_factory.mktemp(layout.replace(" ", "-"))
+        with Cluster(2, folder) as hosts:
+            for code, _, errors in on_hosts(hosts, folder, "-m", "penstock", *IN_FOUR, *asked, each=2).outcomes():
+                assert code == 0, (layout, errors)
+        shutil.copytree(folder / "host1" / "drive", folder / "host0" / "drive", dirs_exist_ok=True)
+    for folder in found.values():
+        code, said = penstock(folder / "host0", "export", folder / "run", "out")
+        assert code == 0, said
+    return found
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_hosts_of_two_ranks_in_each_layout_do_what_one_process_does(
+    layout: str, exported: dict[str, Path], campaign: Campaign
+) -> None:
+    """No bit differs of losses, norms and weights. Where ranks share sequences, attention comes in other pieces: these
+    are as close as torch's own attention is, and no bit differs among the schedules."""
+    one, own = exported["one process"], exported[layout]
+    if "--cp" in LAYOUTS[layout]:
+        for line, other in zip(numbers(own / "run"), numbers(one / "run"), strict=True):
+            known = [value for value in other if value is not None]
+            assert [value for value in line if value is not None] == pytest.approx(known, rel=1e-4)
+        one = exported["cp"]
+    assert numbers(own / "run") == numbers(one / "run")
+    names = sorted(path.name for path in (one / "host0" / "out").iterdir())
+    assert filecmp.cmpfiles(one / "host0" / "out", own / "host0" / "out", names, shallow=False) == (names, [], [])
+    like = next(name for name, folder in exported.items() if folder is one)
+    campaign.found(f"two hosts of two ranks, {layout}: bit by bit as {like}")
 
 
 def test_a_host_that_is_cut_off_for_good_is_named_and_all_go_on(

@@ -5,6 +5,8 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.check.order import run_orders
@@ -90,13 +92,33 @@ def test_every_parameter_has_one_rank_and_every_stage_too() -> None:
         (8, 4, 1.0, (0, 1, 2, 3, 1, 2, 3, 1)),
         (4, 2, 9.0, (1, 1, 1, 1)),
         (2, 3, 5.0, (1, 2)),
-        (5, 3, 0.0, (0, 1, 2, 0, 1)),
+        (5, 3, 0.0, (0, 1, 2, 1, 2)),
+        (8, 4, 0.6, (0, 1, 2, 3, 0, 1, 2, 3)),
     ],
 )
 def test_blocks_are_dealt_out_in_loops_and_the_first_rank_has_fewer_for_the_ends(
     blocks: int, ranks: int, ends: float, expected: tuple[int, ...]
 ) -> None:
     assert dealt_out(blocks, ranks, ends) == expected
+
+
+@given(blocks=st.integers(1, 40), ranks=st.integers(2, 8), ends=st.floats(0, 9))
+def test_no_other_deal_leaves_the_busiest_rank_less_to_do(blocks: int, ranks: int, ends: float) -> None:
+    assume(blocks >= ranks - 1)
+    dealt = dealt_out(blocks, ranks, ends)
+    busiest = max(dealt.count(rank) + ends * (not rank) for rank in range(ranks))
+    others = (max(first + ends, -(-(blocks - first) // (ranks - 1))) for first in range(blocks - ranks + 2))
+    assert busiest == min(others)
+
+
+def test_rows_that_are_looked_up_are_no_work() -> None:
+    """The first has the embedding and the head, and as many blocks as without the embedding."""
+    groups = list(PROGRAM.groups)
+    large = replace(groups[0], trainable=100 * groups[0].trainable)
+    assert PROGRAM.stages[0].forward_reads == (0,)
+    assert 0 not in PROGRAM.stages[-1].forward_reads
+    grown = replace(PROGRAM, groups=(large, *groups[1:]))
+    assert stages_dealt(grown, 3) == stages_dealt(PROGRAM, 3)
 
 
 def test_what_cannot_be_dealt_out_is_refused() -> None:

@@ -1,7 +1,7 @@
 """The blocks of a model dealt out to the ranks of a pipeline, and its program as one of them has it: what blocks are
 handed is refused where it cannot be sent; and the plans of all of them, which the first makes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from penstock.config import Family
@@ -31,10 +31,12 @@ def deal_blocks(
     counts: Sequence[int] | None,
     paths: Sequence[Path],
     family: Family,
+    looked_up: Collection[int],
 ) -> tuple[list[int], list[int]]:
     """(the rank of a pipeline that has each block, the rank that has each group). All ranks come here. ``counts``: the
     number of each rank's blocks, if that is asked for; ``paths``: the directories of this rank's store, which a run
-    goes on with as it was dealt; ``family``: the order of the ranks, which has them in one piece or in loops.
+    goes on with as it was dealt; ``family``: the order of the ranks, which has them in one piece or in loops;
+    ``looked_up``: groups of embeddings alone.
 
     Raises:
         ConfigError: there are too few blocks, the counts are none of theirs, or the store was dealt otherwise.
@@ -45,14 +47,14 @@ def deal_blocks(
     kept = _kept(groups, blocks, ranks, paths)
     if kept is None:
         dealt = None if counts is None else dealt_as(counts, len(blocks), family)
-        return holders_of(groups, blocks, ranks.size, dealt, family)
+        return holders_of(groups, blocks, ranks.size, dealt, family, looked_up)
     had = [kept.count(rank) for rank in range(ranks.size)]
     if counts is not None and list(counts) != had:
         raise ConfigError(
             f"deal={list(counts)}, and the state in {paths[0]} was dealt as {had}: leave deal out to go on with it; or "
             "save a snapshot, and load it where there is no store yet"
         )
-    if in_one_piece(family) != (kept == tuple(sorted(kept))) and kept != _anew(groups, blocks, had, family):
+    if in_one_piece(family) != (kept == tuple(sorted(kept))) and kept != _anew(groups, blocks, had, family, looked_up):
         other = "'vertical' or 'interleaved-1f1b'" if in_one_piece(family) else "'1f1b'"
         raise ConfigError(
             f"schedule={family!r} has each rank's blocks {'in one piece' if in_one_piece(family) else 'in loops'}, and "
@@ -62,9 +64,15 @@ def deal_blocks(
     return holders_of(groups, blocks, ranks.size, kept)
 
 
-def _anew(groups: Sequence[GroupSpec], blocks: Sequence[str], counts: Sequence[int], family: Family) -> tuple[int, ...]:
+def _anew(
+    groups: Sequence[GroupSpec],
+    blocks: Sequence[str],
+    counts: Sequence[int],
+    family: Family,
+    looked_up: Collection[int],
+) -> tuple[int, ...]:
     """The deal of so many blocks of each rank, by default or as asked for: with few blocks loops are one piece, too."""
-    default = tuple(holders_of(groups, blocks, len(counts), None, family)[0])
+    default = tuple(holders_of(groups, blocks, len(counts), None, family, looked_up)[0])
     same = all(default.count(rank) == count for rank, count in enumerate(counts))
     return default if same else dealt_as(counts, len(blocks), family)
 

@@ -119,6 +119,13 @@ class EngineResources:
             all_of_it.callback(self.tape.close)
 
 
+def looked_up(model: nn.Module, groups: Sequence[ParamGroup]) -> frozenset[int]:
+    """The groups whose parameters are all the rows of embeddings, and of nothing else."""
+    of_modules = [(isinstance(m, nn.Embedding), id(p)) for m in model.modules() for p in m.parameters(recurse=False)]
+    rows = {p for is_rows, p in of_modules if is_rows} - {p for is_rows, p in of_modules if not is_rows}
+    return frozenset(g.spec.index for g in groups if g.slices and all(id(s.parameter) in rows for s in g.slices))
+
+
 def open_resources(
     model: nn.Module,
     settings: WrapArguments,
@@ -145,7 +152,9 @@ def open_resources(
     if ranks.are_pipeline:
         specs, blocks = [g.spec for g in groups], [block.name for block in found]
         assert not isinstance(settings.schedule, Schedule), "wrap has refused it"
-        dealt, holders = deal_blocks(specs, blocks, ranks, settings.deal, budget.disk_paths, settings.schedule)
+        dealt, holders = deal_blocks(
+            specs, blocks, ranks, settings.deal, budget.disk_paths, settings.schedule, looked_up(model, groups)
+        )
     share = ranks.share(parts, holders)
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     matrices = {id(s.parameter) for g in groups if g.spec.whole for s in g.slices if s.trainable}

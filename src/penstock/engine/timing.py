@@ -34,16 +34,18 @@ def time_stages(
     """Seconds of every stage for ``micro_batch``, whose tensors are on the device. Changes nothing of the model.
 
     ``load(group)`` attaches a group's weights on the device, ``unload(group)`` detaches them. Stages that are alike
-    (the blocks of a transformer) count with their median, so that one interruption does not tell; a short pass is made
-    up to three times and the fastest counts, so that a slow spell of the machine does not, either.
+    (the blocks of a transformer) count with their median, so that one interruption does not tell. A short pass is made
+    several times, and one counts that a quarter of them are faster than: a slow spell of the machine does not tell,
+    either, nor does a moment in which others who compute here stood still.
     """
     timed = partial(_pass, tape, program, facts, micro_batch, load, unload)
     if tape.compiled:  # what is compiled on the way is compiled once
         timed()
     began, passes = time.perf_counter(), [timed()]
-    while len(passes) < _PASSES and time.perf_counter() - began < _SHORT:
+    while (so_far := time.perf_counter() - began) < _SHORT and len(passes) < (_MANY if so_far < _BRIEF else _FEW):
         passes.append(timed())
-    return min(passes, key=lambda times: sum(times.forward) + sum(times.backward))
+    passes.sort(key=lambda times: sum(times.forward) + sum(times.backward))
+    return passes[len(passes) // 4]
 
 
 def orthogonal_rate(matrices: Sequence[Piece], device: torch.device) -> float | None:
@@ -66,9 +68,10 @@ def _nothing(group: int) -> None:
     """No weights are needed."""
 
 
-_PASSES = 3
-_SHORT = 2.0
-"""Seconds after which no further pass is begun."""
+_FEW, _SHORT = 3, 2.0
+"""passes that are made unless they take so many seconds"""
+_MANY, _BRIEF = 16, 0.5
+"""passes that are made as long as they take less"""
 
 
 def _pass(

@@ -15,7 +15,8 @@ Only activations and their gradients cross, and each rank's partial sums of the 
 h with L blocks on P ranks: where every block's output crosses, 2 T h L elements in all, so that in bf16 a rank sends
 4 T h L / P bytes on average.
 
-Rank 0 runs the model's own code, and has the ends' parameters: it gets as many blocks fewer as those are worth.
+Rank 0 runs the model's own code, and has the ends' parameters: it gets as many blocks fewer as those are worth, by what
+they compute, which is what a step with many tokens waits for. Rows of an embedding are looked up, and count nothing.
 
 Where ranks take turns with forwards and backwards of one micro-batch (``in_turn``), nobody waits for all of them, and
 in 1F1B each rank has its blocks in one piece: less crosses, and fewer micro-batches are under way.
@@ -25,11 +26,10 @@ in 1F1B each rank has its blocks in one piece: less crosses, and fewer micro-bat
     rank 2                                 b6  b7  b8
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import cycle, islice
-from math import ceil
 
 from penstock.config import Family
 from penstock.errors import ConfigError
@@ -42,7 +42,8 @@ def in_one_piece(family: Family) -> bool:
 
 
 def dealt_out(blocks: int, ranks: int, ends: float, family: Family = "vertical") -> tuple[int, ...]:
-    """The rank of each block, in the order of the model. ``ends``: the parameters outside all blocks, in blocks.
+    """The rank of each block, in the order of the model, so that the rank with the most work has as little as can be.
+    ``ends``: the work outside all blocks, in blocks.
 
     Raises:
         ConfigError: there are not enough blocks for each rank to have one, but for the first.
@@ -51,8 +52,14 @@ def dealt_out(blocks: int, ranks: int, ends: float, family: Family = "vertical")
         raise ConfigError(
             f"a pipeline of {ranks} ranks deals out blocks, and the model has {blocks}: use at most {blocks + 1} ranks"
         )
-    fair = (blocks + ends) / ranks - ends
-    first = max(ceil(fair - 0.5), 0)
+
+    def works(first: int) -> tuple[float, float, int]:
+        """The most of a rank, the sum of all squares, and what the first has, which has the ends in memory."""
+        each, more = divmod(blocks - first, ranks - 1)
+        of_all = [first + ends, *[each + 1] * more, *[each] * (ranks - 1 - more)]
+        return max(of_all), sum(work**2 for work in of_all), first
+
+    first = min(range(blocks - ranks + 2), key=works)
     rounds = -(-(blocks - first) // (ranks - 1))
     others = cycle(range(1, ranks))
     dealt: list[int] = []
@@ -62,6 +69,12 @@ def dealt_out(blocks: int, ranks: int, ends: float, family: Family = "vertical")
         left = blocks - first - turn * (ranks - 1)
         dealt += islice(others, min(ranks - 1, left))
     return tuple(sorted(dealt) if in_one_piece(family) else dealt)
+
+
+def _work_of_ends(ends: int, in_blocks: int, blocks: int) -> float:
+    """Of so many parameters outside all blocks, in blocks. A forward and a backward, which takes twice as long; that of
+    a block runs its forward again."""
+    return 3 / 4 * ends * blocks / max(in_blocks, 1)
 
 
 def blocks_of(groups: Sequence[GroupSpec], blocks: Sequence[str]) -> list[int | None]:
@@ -88,18 +101,20 @@ def holders_of(
     ranks: int,
     dealt: Sequence[int] | None = None,
     family: Family = "vertical",
+    looked_up: Collection[int] = (),
 ) -> tuple[list[int], list[int]]:
     """(the rank of each block, the rank that has each group): that of its block, and of what is in no block the first.
-    ``blocks``: their names; ``dealt``: the rank of each, if not as many on each, as the ``family`` has them.
+    ``blocks``: their names; ``dealt``: the rank of each, if not as much on each, as the ``family`` has them;
+    ``looked_up``: groups of embeddings alone.
 
     Raises:
         ConfigError: as ``dealt_out``.
     """
     of_block = blocks_of(groups, blocks)
     in_blocks = sum(g.numel for g, block in zip(groups, of_block, strict=True) if block is not None)
-    ends = sum(g.numel for g in groups) - in_blocks
+    ends = sum(g.numel for g in groups if g.index not in looked_up) - in_blocks
     if dealt is None:
-        dealt = dealt_out(len(blocks), ranks, ends * len(blocks) / max(in_blocks, 1), family)
+        dealt = dealt_out(len(blocks), ranks, _work_of_ends(ends, in_blocks, len(blocks)), family)
     return list(dealt), [0 if block is None else dealt[block] for block in of_block]
 
 
@@ -124,15 +139,15 @@ def stages_dealt(
     program: Program, ranks: int, counts: Sequence[int] | None = None, family: Family = "vertical"
 ) -> tuple[int, ...]:
     """The rank of each stage of a program whose blocks are each called once: its model's own code is rank 0's.
-    ``counts``: blocks of each rank; None: as many, but for the first. Raises as ``dealt_out`` and ``dealt_as``."""
+    ``counts``: blocks of each rank; None: as much on each. Raises as ``dealt_out`` and ``dealt_as``."""
     calls = [stage for stage in program.stages if stage.kind == "call"]
     in_blocks = {g for stage in calls for g in (*stage.forward_reads, *stage.backward_reads, *stage.gradients)}
     blocks = sum(program.groups[g].numel for g in in_blocks)
-    ends = sum(g.numel for g in program.groups) - blocks
+    ends = sum(program.groups[g].numel for g in {*program.stages[-1].forward_reads} - in_blocks)
     if counts is not None and len(counts) != ranks:
         raise ConfigError(f"deal={list(counts)} is for {len(counts)} ranks, and the pipeline has {ranks}")
     if counts is None:
-        found = dealt_out(len(calls), ranks, ends * len(calls) / max(blocks, 1), family)
+        found = dealt_out(len(calls), ranks, _work_of_ends(ends, blocks, len(calls)), family)
     else:
         found = dealt_as(counts, len(calls), family)
     dealt = iter(found)
