@@ -31,11 +31,19 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_run_of_two_ranks_has_the_bits_of_one_that_did_not_stop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.campaign)])
+def test_a_run_of_two_ranks_has_the_bits_of_one_that_did_not_stop(
+    hosts: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """The run has dropout, shuffled data, and a checkpoint within an epoch; what goes on begins with other values."""
+    cluster = None if hosts == 1 else request.getfixturevalue("two_hosts")
     (two := tmp_path / "two").mkdir()
-    (code, _, errors), (other, quiet, _) = Launched(2, ["-m", "tests.ranks.trained", two], ROOT).outcomes()
-    assert (code, other, quiet.split()) == (0, 0, []), errors  # preparing data prints empty lines
+    for own in (folders := [tmp_path / "host0", tmp_path / "host1"]):
+        own.mkdir()
+    words = ["-m", "tests.ranks.trained", two]
+    (code, _, errors), (other, quiet, _) = Launched(2, words, folders, cluster=cluster).outcomes()
+    assert (code, other) == (0, 0), errors
+    assert hosts > 1 or not quiet.split(), "preparing data prints empty lines, and the library speaks on each host"
     one = trainer(tmp_path / "one", 4)
     one.train()
     one.save_model(str(tmp_path / "one" / "out"))
@@ -60,7 +68,7 @@ def test_a_run_of_two_ranks_has_the_bits_of_one_that_did_not_stop(tmp_path: Path
     ).read_bytes()
     figures = json.loads((two / "fabric" / "figures.json").read_text())
     torch.testing.assert_close(torch.tensor(figures["own"]), torch.tensor(figures["plain"]), **CLOSE)
-    *steps, _ = on_engine(tmp_path / "loop", 1, range(4))
+    *steps, _ = on_engine(tmp_path / "loop", range(4))
     assert [norm for _, norm in figures["own"][:-1]] == [norm for _, norm in steps]
     assert all(norm > 0.5 for _, norm in steps)
 

@@ -1,8 +1,10 @@
 """Runs of libraries' loops as torchrun starts them: ``penstock.hf.Trainer``, which ends after a checkpoint, goes on
-from that, and saves; TRL's ``SFTTrainer`` and a loop on Fabric, the library's own and the engine's.
+from that, and saves; TRL's ``SFTTrainer`` and a loop on Fabric, the library's own and the engine's. On several hosts
+state is in a directory of each one's own.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,17 @@ from penstock.hf import SFTTrainer, Trainer
 from tests.library_runs import COMMON, StopAfter, arguments, examples, llama, on_disk, shown, tokenizer
 
 DATA, HELD_OUT = examples(16), examples(5)
+HOSTS, EACH = (int(os.environ.get(f"{whose}_WORLD_SIZE", 1)) for whose in ("GROUP", "LOCAL"))
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
     best, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]
     return {"accuracy": float((best == labels)[labels != -100].mean())}
+
+
+def drive(path: Path) -> Path:
+    """The path, or on several hosts one of this host's own."""
+    return path if HOSTS == 1 else Path("-".join(path.parts[-2:]))
 
 
 def trainer(folder: Path, each: int, seed: int = 0, **given: Any) -> Trainer:
@@ -33,7 +41,7 @@ def trainer(folder: Path, each: int, seed: int = 0, **given: Any) -> Trainer:
         train_dataset=DATA,
         eval_dataset=HELD_OUT,
         compute_metrics=accuracy,
-        engine=on_disk(folder / "store", strands=2),
+        engine=on_disk(drive(folder / "store"), strands=2),
         **given,
     )
 
@@ -67,7 +75,7 @@ def tuned(cls: type[trl.SFTTrainer], folder: Path, each: int, **given: Any) -> t
 def fine_tune(folder: Path) -> dict[str, Any]:
     """What both log, the engine's model being saved."""
     plain = tuned(trl.SFTTrainer, folder / "plain", 2)
-    own = tuned(SFTTrainer, folder, 2, engine=on_disk(folder / "store", strands=2))
+    own = tuned(SFTTrainer, folder, 2, engine=on_disk(drive(folder / "store"), strands=2))
     own.save_model(str(folder / "out"))
     found = {"plain": shown(plain), "own": shown(own)}
     own.end()
@@ -105,21 +113,22 @@ def looped(fabric: Fabric, mine: range, first: int = 0, last: int = 3, **paths: 
     return found
 
 
-def on_engine(disk: Path, devices: int, mine: range, *rest: Any, **paths: Path) -> list[Any]:
-    budget = on_disk(disk).budget
+def on_engine(disk: Path, mine: range, *rest: Any, **paths: Path) -> list[Any]:
+    budget = on_disk(drive(disk)).budget
     strategy = PenstockStrategy(budget=budget, plan=None, clip_grad_norm=0.5, strands=2)
-    found = looped(Fabric(accelerator="cpu", devices=devices, strategy=strategy), mine, *rest, **paths)
+    fabric = Fabric(accelerator="cpu", devices=EACH, num_nodes=HOSTS, strategy=strategy)
+    found = looped(fabric, mine, *rest, **paths)
     strategy.engine.close()
     return found
 
 
 def loop(folder: Path) -> dict[str, list[Any]]:
     folder.mkdir(exist_ok=True)
-    plain = Fabric(accelerator="cpu", devices=2)
+    plain = Fabric(accelerator="cpu", devices=EACH, num_nodes=HOSTS)
     plain.launch()
     mine = range(2 * plain.global_rank, 2 * plain.global_rank + 2)
-    begun = on_engine(folder / "first", 2, mine, 0, 2, save=folder / "saved")
-    resumed = on_engine(folder / "second", 2, mine, 2, resume=folder / "saved")
+    begun = on_engine(folder / "first", mine, 0, 2, save=folder / "saved")
+    resumed = on_engine(folder / "second", mine, 2, resume=folder / "saved")
     return {"plain": looped(plain, mine), "own": begun[:2] + resumed}
 
 

@@ -75,7 +75,8 @@ class PenstockStrategy(OneDevice):
     runs at once and returns its outputs.
 
     ``torchrun --nproc-per-node N`` starts N processes, with ``Fabric(devices=N)``: each runs its own micro-batches, and
-    gradients are the mean of all, as under Fabric's own strategies.
+    gradients are the mean of all, as under Fabric's own strategies. On several hosts with ``torchrun --nnodes H``, and
+    ``num_nodes=H``.
     """
 
     @takes(StrategyArguments)
@@ -131,15 +132,17 @@ class PenstockStrategy(OneDevice):
         """Refuse more devices, or fewer, than ``torchrun`` has started processes; or take this process's place among
         them."""
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        hosts = max(self.host_count, int(os.environ.get("GROUP_WORLD_SIZE", 1)) if by_torchrun else 1)
-        if hosts > 1:
-            raise ConfigError(f"Fabric on {hosts} hosts is not there yet: start all processes on one, and num_nodes=1")
-        started = int(os.environ["WORLD_SIZE"]) if by_torchrun else 1
-        if len(self._devices) != started:
+        started, hosts = (
+            int(os.environ.get(name, 1)) if by_torchrun else 1 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE")
+        )
+        devices, each = len(self._devices), started // hosts
+        if (devices, self.host_count) != (each, hosts):
+            several = f"--nnodes {self.host_count} " if self.host_count > 1 else ""
+            wanted = f"devices={each}" + (f", num_nodes={hosts}" if max(hosts, self.host_count) > 1 else "")
             raise ConfigError(
-                f"Fabric(devices={len(self._devices)}) in a run of {started} process(es): the engine trains on one "
-                f"device in each. Start it with torchrun --nproc-per-node {len(self._devices)} SCRIPT, or give devices="
-                f"{started}"
+                f"Fabric(devices={devices}, num_nodes={self.host_count}) in a run of {started} process(es) on {hosts} "
+                f"host(s): the engine trains on one device in each. Start it with torchrun {several}--nproc-per-node "
+                f"{devices} SCRIPT, or give {wanted}"
             )
         if started > 1:
             self._mesh = torchrun_mesh(self._devices[0].type)

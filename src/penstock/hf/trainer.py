@@ -145,14 +145,8 @@ class EngineMixin(TrainerSteps):
         ranks = join(torchrun_mesh(device.type) if self.args.world_size > 1 else None, device)
         try:
             with ranks.together():
-                if ranks.hosts > 1:
-                    raise ranks.of_all(
-                        ConfigError(
-                            f"Trainer on {ranks.hosts} hosts is not there yet: start all processes on one, or train "
-                            "with penstock train or penstock.wrap"
-                        )
-                    )
-                ranks.jointly("room for the state", partial(self._make_room, ranks))
+                for host in range(ranks.hosts):  # in turn: they may see the same directories
+                    ranks.jointly("room for the state", partial(self._make_room, ranks, host))
             engine = self._engine_of(ranks)
         except BaseException:
             ranks.close()
@@ -162,9 +156,9 @@ class EngineMixin(TrainerSteps):
         guard(engine.model, "use evaluate and predict, or load what save_model has written")
         return engine
 
-    def _make_room(self, ranks: Ranks) -> None:
+    def _make_room(self, ranks: Ranks, host: int) -> None:
         given = self._engine_arguments
-        if ranks.rank == 0:
+        if ranks.host == host and ranks.is_first_on_host:
             checkpoint.make_room(self._resumes, given.budget, overwrite=given.overwrite)
 
     def _engine_of(self, ranks: Ranks) -> Engine:
