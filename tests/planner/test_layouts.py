@@ -127,15 +127,15 @@ def test_a_slower_host_has_fewer_blocks_and_its_step_is_shorter_for_it() -> None
     (layout,) = (layout for layout in layouts(ALIKE) if layout.kind == "pipeline")
     found = pipeline(asked((FAST, 1), (SLOW, 1), layers=18), layout)
     fast, slow = found.hosts
-    assert found.even is not None
-    assert found.seconds < 0.9 * found.even
+    assert found.by_compute is not None
+    assert found.seconds < 0.9 * found.by_compute
     assert sum(found.deal) == 18 == fast.blocks + slow.blocks
     assert fast.blocks > slow.blocks
     assert found.settings["deal"] == list(found.deal)
     forced = pipeline(replace(DIFFERENT, task=asked((FAST, 1), layers=18, deal=found.deal).task), layout)
     assert (forced.seconds, forced.deal) == (found.seconds, found.deal)
     alike = pipeline(asked((FAST, 2), layers=18), layout)
-    assert (alike.deal, alike.even) == ((), None)
+    assert (alike.deal, alike.by_compute) == ((), None)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """``penstock plan --hosts``: the layouts of the ranks of several hosts beside each other, and which is the fastest."""
 
 import json
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from penstock.cli.launch import MOST_RANKS
 from penstock.cli.plan_text import LANES
 from penstock.cli.settings import load
 from penstock.cli.task import task_of
+from penstock.cli.words import columns
 from penstock.config import format_size, parse_size
 from penstock.config.rates import parse_delay, parse_rate
 from penstock.config.step import IN_TURN
@@ -20,7 +22,7 @@ from penstock.hardware.profiles import check_device, machine_named, on_directori
 from penstock.hardware.sharing import why_unknown
 from penstock.planner.ask import measured, task_for
 from penstock.planner.comparison import Comparison, compared
-from penstock.planner.layouts import Asked, OfHost, Outcome
+from penstock.planner.layouts import Asked, Outcome
 from penstock.planner.task import free_bytes, own_budget
 from penstock.report.sentence import format_time
 
@@ -175,36 +177,38 @@ def describe(found: Comparison, *, assumed: bool) -> Iterator[str]:
         yield ""
         yield "not possible:"
         for one in found.refused:
-            yield f"  {one.layout.name}: {one.why}"
+            yield from textwrap.wrap(
+                f"{one.layout.name}: {one.why}", columns(), initial_indent="  ", subsequent_indent="    "
+            )
     yield ""
     yield from _last_words(found)
 
 
 def _table(found: Comparison) -> Iterator[str]:
-    wide = max(len(one.layout.name) for one in found.outcomes) + 2
-    yield (
-        f"{'layout':<{wide}}{'a step':>10}{'tokens/s':>10}  {'busiest lane':<22}{'device':>10}{'host':>10}{'disk':>10}"
-        f"{'read':>10}{'written':>10}{'sent':>10}"
-    )
-    yield f"{'':<{wide}}{'':>10}{'':>10}  {'':<22}{'of a rank':>10}" + f"{'of each host, and bytes of a step':>50}"
+    """How long a step takes in each layout, and below that what it takes of the hosts."""
+    marks = {one.layout.name: "" if found.not_yet(one.layout) is None else "*" for one in found.outcomes}
     several = len(found.asked.hosts.kinds) > 1
+    kinds = [f"  {host.machine}" for one in found.outcomes for host in one.hosts if several]
+    wide = max(len(name) for name in [*(name + mark for name, mark in marks.items()), *kinds]) + 2
+    yield f"{'layout':<{wide}}{'a step':>10}{'tokens/s':>10}  the lane with the most work of a rank"
     for one in found.outcomes:
-        mark = "" if found.not_yet(one.layout) is None else "*"
-        head = f"{one.layout.name + mark:<{wide}}{_seconds(one.seconds):>10}{_rate(one.tokens_per_second):>10}  "
-        if not several:
-            yield head + _of_host(one.hosts[0], one)
-            continue
-        yield head.rstrip()
-        for host in one.hosts:
-            yield f"{'  ' + host.machine:<{wide + 20}}  " + _of_host(host, one)
+        name, busiest = one.layout.name + marks[one.layout.name], one.busiest
+        lane = f"{LANES[busiest.lane]}, {busiest.work / one.seconds:.0%} of the step"
+        on = f", on {busiest.machine}" if several else ""
+        yield f"{name:<{wide}}{_seconds(one.seconds):>10}{_rate(one.tokens_per_second):>10}  {lane}{on}"
     for why in dict.fromkeys(why for one in found.outcomes if (why := found.not_yet(one.layout))):
         yield f"* {why}"
-
-
-def _of_host(host: OfHost, one: Outcome) -> str:
-    lane = f"{LANES[host.lane]} {host.work / one.seconds:.0%}"
-    sizes = (host.device, host.host, host.disk, host.read, host.written, host.sent)
-    return f"{lane:<22}" + "".join(f"{format_size(size) if size else '-':>10}" for size in sizes)
+    yield ""
+    yield f"{'':<{wide}}{'a rank':>10}  each host, and its bytes of a step"
+    heads = ("device", "host", "disk", "read", "written", "sent")
+    yield f"{'layout':<{wide}}" + "".join(f"{head:>10}" for head in heads)
+    for one in found.outcomes:
+        if several:
+            yield one.layout.name + marks[one.layout.name]
+        for host in one.hosts:
+            name = f"  {host.machine}" if several else one.layout.name + marks[one.layout.name]
+            sizes = (host.device, host.host, host.disk, host.read, host.written, host.sent)
+            yield f"{name:<{wide}}" + "".join(f"{format_size(size) if size else '-':>10}" for size in sizes)
 
 
 def _last_words(found: Comparison) -> Iterator[str]:
@@ -223,12 +227,11 @@ def _last_words(found: Comparison) -> Iterator[str]:
 
 
 def _adapted(one: Outcome) -> Iterator[str]:
-    """Lines on hosts that differ: the blocks of each, and what equal shares cost."""
-    if one.deal and one.even is not None:
-        of_hosts = ", ".join(f"{host.blocks} on each {host.machine}" for host in one.hosts)
+    """Lines on ranks that do not have as much each: the blocks of each, and what equal shares cost."""
+    if one.deal and one.by_compute is not None:
         yield (
-            f"deal        {one.layout.name}: by what a block takes of each host, {of_hosts}; dealt evenly a step takes "
-            f"{_seconds(one.even)}"
+            f"deal        {one.layout.name}: {list(one.deal)} blocks, by what one takes of each rank's lanes; dealt by "
+            f"compute alone a step takes {_seconds(one.by_compute)}"
         )
     if one.in_proportion is not None and one.in_proportion < 0.98 * one.seconds:
         yield (

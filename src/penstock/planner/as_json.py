@@ -126,7 +126,7 @@ def comparison_as_json(found: "Comparison") -> dict[str, Any]:
                 "micro_batches": one.micro_batches,
                 "micro_batch_size": one.micro_batch_size,
                 "deal": list(one.deal) or None,
-                "even_deal_seconds": one.even,
+                "deal_by_compute_seconds": one.by_compute,
                 "in_proportion_seconds": one.in_proportion,
                 "hosts": [asdict(host) for host in one.hosts],
             }

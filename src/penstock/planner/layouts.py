@@ -111,7 +111,8 @@ class OfHost:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """A layout that fits, and its step. ``seconds``: on average, as some are run twice; ``micro_batches``: of a rank.
-    ``deal``: blocks of each rank of a pipeline, where they are not dealt evenly, which would take ``even`` seconds."""
+    ``deal``: blocks of each rank of a pipeline, where they are not dealt by compute, which would take ``by_compute``
+    seconds."""
 
     layout: Layout
     seconds: float
@@ -120,7 +121,7 @@ class Outcome:
     micro_batch_size: int
     hosts: tuple[OfHost, ...]
     deal: tuple[int, ...] = ()
-    even: float | None = None
+    by_compute: float | None = None
     in_proportion: float | None = None
     """seconds if each rank had a share in proportion to what its host does; None: all hosts are alike"""
 

@@ -2,8 +2,9 @@
 
 The ranks' plans are those of a run (``dealt``), and the whole world is simulated, every rank on its own host.
 
-Where hosts differ, blocks are dealt by what a block takes of each: the next one goes to the rank whose busiest lane is
-then done first, with what the ends take of the first rank.
+Blocks are dealt as a run deals them, by what they compute; and by what each takes of its rank's lanes, the drive's among
+them: the next one goes to the rank whose busiest lane is then done first, with what the ends take of the first rank. The
+faster deal of the two is the outcome.
 """
 
 from collections import defaultdict
@@ -53,12 +54,12 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
     """
     views, wanted = asked.views(), asked.task.deal
     found = _first(asked, views)
-    even = found
-    if not asked.hosts.alike and wanted is None:
+    by_compute = found
+    if wanted is None:
         counts = _deal(asked, found)
         if counts != found.counts:
             found = min(found, simulated(asked, views, found.size, counts), key=lambda one: one.step.seconds)
-    changed = found is not even
+    changed = found is not by_compute
     return Outcome(
         layout=layout,
         seconds=found.step.seconds,
@@ -67,12 +68,12 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
         micro_batch_size=found.size,
         hosts=tuple(_of_kind(asked, found, kind) for kind in range(len(views))),
         deal=found.counts if changed or wanted is not None else (),
-        even=even.step.seconds if changed else None,
+        by_compute=by_compute.step.seconds if changed else None,
     )
 
 
 def _first(asked: Asked, views: Sequence[Machine]) -> Simulated:
-    """The pipeline with an even deal, by the faster of the ways to cut the batch that are worth a look."""
+    """The pipeline as a run deals it, by the faster of the ways to cut the batch that are worth a look."""
     refusal: BudgetError | None = None
     found: list[Simulated] = []
     for size in _sizes(asked):
@@ -151,18 +152,18 @@ def _link(hosts: Hosts, rank: int, peer: int) -> Network:
     return found
 
 
-def _deal(asked: Asked, even: Simulated) -> tuple[int, ...]:
-    """Blocks of each rank by what they take of its host."""
-    hosts, blocks, simulation = asked.hosts, sum(even.counts), even.step.simulation
+def _deal(asked: Asked, now: Simulated) -> tuple[int, ...]:
+    """Blocks of each rank by what they take of its lanes."""
+    hosts, blocks, simulation = asked.hosts, sum(now.counts), now.step.simulation
     each: dict[int, dict[Lane, float]] = {}
     for rank in reversed(range(hosts.ranks)):
-        if rank and even.counts[rank]:
+        if rank and now.counts[rank]:
             work = simulation.work(rank)
-            each[hosts.kind_of(rank)] = {lane: seconds / even.counts[rank] for lane, seconds in work.items()}
+            each[hosts.kind_of(rank)] = {lane: seconds / now.counts[rank] for lane, seconds in work.items()}
     per_block = [each[hosts.kind_of(rank)] for rank in range(hosts.ranks)]
     ends: dict[Lane, float] = defaultdict(float)
     for lane, seconds in simulation.work(0).items():
-        ends[lane] = max(seconds - even.counts[0] * per_block[0].get(lane, 0.0), 0.0)
+        ends[lane] = max(seconds - now.counts[0] * per_block[0].get(lane, 0.0), 0.0)
     counts = [0] + [1] * (hosts.ranks - 1)
 
     def then(rank: int) -> float:
