@@ -2,9 +2,9 @@
 
 The ranks' plans are those of a run (``dealt``), and the whole world is simulated, every rank on its own host.
 
-Blocks are dealt as a run deals them, by what they compute; and by what each takes of its rank's lanes, the drive's among
-them: the next one goes to the rank whose busiest lane is then done first, with what the ends take of the first rank. The
-faster deal of the two is the outcome.
+Blocks are dealt as a run deals them, by what they compute; and by what each takes of its rank's lanes, the drive's
+among them: the next one goes to the rank whose busiest lane is then done first, with what the ends take of the first
+rank. The faster deal of the two is the outcome.
 """
 
 from collections import defaultdict
