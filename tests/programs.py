@@ -47,6 +47,8 @@ def transformer(
             kept=100,
             forward_peak=500,
             backward_peak=900,
+            split=3 * ACTIVATION if kind == "call" and index % 3 else None,
+            split_peak=3 * ACTIVATION + 900,
         )
 
     stages = [stage(0, "segment", (0,), ())]

@@ -38,6 +38,15 @@ def horizontal(stages: int, count: int) -> Iterator[tuple[str, int, int]]:
         yield from (("backward", s, mb) for s in reversed(range(stages - 1)))
 
 
+def in_two_parts(stages: int, count: int) -> Iterator[tuple[str, int, int]]:
+    """All micro-batches at once, as vertically; the second parts of backwards come after all that is left of a
+    micro-batch."""
+    yield from (("forward", s, mb) for s in range(stages) for mb in range(count))
+    for mb in range(count):
+        yield from (("backward_inputs", s, mb) for s in reversed(range(stages - 1)))
+        yield from (("backward_weights", s, mb) for s in reversed(range(stages - 1)))
+
+
 Order = Callable[[int, int], Iterator[tuple[str, int, int]]]
 
 
@@ -45,7 +54,13 @@ class Bench:
     """A model on a tape, all of whose weights live in flat buffers of the test."""
 
     def __init__(
-        self, case: Case, model: nn.Module, *, moving: bool = False, blocks: Sequence[nn.Module] | None = None
+        self,
+        case: Case,
+        model: nn.Module,
+        *,
+        moving: bool = False,
+        splits: bool = False,
+        blocks: Sequence[nn.Module] | None = None,
     ) -> None:
         first = next(model.parameters())
         self.dtype, self.device = first.dtype, first.device
@@ -59,7 +74,8 @@ class Bench:
                 flat[s.offset : s.offset + s.numel].copy_(s.parameter.detach().flatten())
             group.detach(self.dtype, self.device)
         self.attached: dict[int, torch.Tensor] = {}
-        self.tape = Tape(model, self.blocks, self.groups, case.loss_fn, seed=SEED, device=self.device)
+        loss_fn, device = case.loss_fn, self.device
+        self.tape = Tape(model, self.blocks, self.groups, loss_fn, seed=SEED, device=device, splits=splits)
         self.stages: tuple[Stage, ...] = ()
 
     def load(self, group: int) -> None:
@@ -114,9 +130,10 @@ class Bench:
     def run(self, order: Order, count: int) -> None:
         """All stages of all micro-batches, with weights and saved activations coming and going."""
         away: dict[tuple[int, int], list[torch.Tensor]] = {}
-        for direction, stage, mb in order(len(self.stages), count):
-            reads = self.stages[stage].forward_reads if direction == "forward" else self.stages[stage].backward_reads
-            if (stage - 1, mb) in away:
+        for direction, stage, mb in self.events(order, count):
+            own = self.stages[stage]
+            reads = {"forward": own.forward_reads, "backward_weights": ()}.get(direction, own.backward_reads)
+            if (stage - 1, mb) in away and direction != "backward_weights":
                 self.tape.restore(stage - 1, mb, [t.clone() for t in away[stage - 1, mb]])
             with self.weights(reads):
                 getattr(self.tape, direction)(stage, mb)
@@ -126,6 +143,14 @@ class Bench:
                     if k == stage and tensors:
                         away[k, mb] = [t.detach().clone() for t in tensors]
                     self.tape.drop(k, mb)
+
+    def events(self, order: "Order", count: int) -> Iterator[tuple[str, int, int]]:
+        """All stages of all micro-batches, with those backwards as a whole that cannot be run in two parts."""
+        for direction, stage, mb in order(len(self.stages), count):
+            if self.stages[stage].split is not None or not direction.startswith("backward_"):
+                yield direction, stage, mb
+            elif direction == "backward_inputs":
+                yield "backward", stage, mb
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], order: Order = vertical) -> list[torch.Tensor]:
         """The losses of a forward that keeps nothing."""

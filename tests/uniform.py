@@ -11,12 +11,14 @@ def uniform_program(
     head: int = 0,
     activation: int = 0,
     working: int = 0,
+    splits: bool = True,
 ) -> Program:
     """``layers`` blocks between an embedding and a head.
 
     ``block``, ``embedding``, ``head``: parameters of each, rounded up to multiples of ``ALIGN``; no end group for 0.
     ``activation``: bytes of the activations between two blocks for one micro-batch, and of the gradient with respect to
-    them. ``working``: bytes of a block's temporaries, forward and backward.
+    them. ``working``: bytes of a block's temporaries, forward and backward. ``splits``: backwards can be run in two
+    parts.
 
     A transformer block of width h has about 12 h**2 parameters, and b sequences of s tokens a bf16 saved activation of
     2 b s h bytes.
@@ -62,6 +64,8 @@ def uniform_program(
             kept=0,
             forward_peak=working,
             backward_peak=working,
+            split=2 * activation + ALIGN if splits else None,
+            split_peak=(2 * activation + ALIGN + working) * splits,
         )
 
     calls = tuple(call(i) for i in range(layers))

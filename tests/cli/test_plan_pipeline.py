@@ -66,6 +66,18 @@ def test_in_turn_less_crosses_and_less_is_kept(config: Path, capsys: pytest.Capt
     assert [rank["blocks"] for rank in pieces["ranks"]] == [rank["blocks"] for rank in vertical["ranks"]]
 
 
+def test_split_backwards_send_as_much_and_hold_more(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    room = ("--budget.device", "32MiB")
+    whole, split = (planned(capsys, config, *room, "--schedule", order) for order in ("1f1b", "zero-bubble"))
+    for one, other in zip(whole["ranks"], split["ranks"], strict=True):
+        assert one["bytes"]["send"] == other["bytes"]["send"]
+        assert one["memory"]["device"] < other["memory"]["device"] <= 32 << 20
+    assert split["step"]["seconds"] < whole["step"]["seconds"]
+    assert main(["plan", str(config), "--schedule", "zero-bubble", "--budget.device", "4MiB"]) != 0
+    said = capsys.readouterr().err
+    assert "rank 0 of the pipeline: budget.device=4MiB is too small for this model" in said
+
+
 def test_a_slower_network_makes_a_longer_step_of_the_same_bytes(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

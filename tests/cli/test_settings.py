@@ -349,6 +349,14 @@ def test_help_of_wrap_names_what_is_needed_first_in_lines_that_can_be_read() -> 
         ),
         ([("schedule", "1f1b")], "--schedule='1f1b' is an order of the ranks of a pipeline, and there is none: set"),
         ([("schedule", "interleaved-1f1b")], "--schedule='interleaved-1f1b' is an order of the ranks of a pipeline"),
+        (
+            [("schedule", "zero-bubble")],
+            "--schedule='zero-bubble' is an order of the ranks of a pipeline, and there is",
+        ),
+        (
+            [("schedule", "zero-bubble"), ("pipeline", "2"), ("compile", "true")],
+            "--schedule='zero-bubble' and compile: it runs a block's backward in two parts",
+        ),
         ([("strands", "0")], "--strands=0: must be from 1 to 1024"),
         ([("delay", "0"), ("schedule", "own.schedule")], "--delay has no effect with a schedule of your own"),
         (

@@ -210,6 +210,7 @@ def test_training_measures_anew_where_the_stored_profile_is_of_another_kind(
     ("given", "said"),
     [
         ({"schedule": "1f1b"}, "schedule='1f1b' is an order of the ranks of a pipeline, and there is none"),
+        ({"schedule": "zero-bubble"}, "schedule='zero-bubble' is an order of the ranks of a pipeline, and there is"),
         ({"schedule": "diagonal"}, "schedule='diagonal': must be one of vertical, horizontal"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0: must be positive"),
         ({"clip_grad_norm": "1"}, "clip_grad_norm='1': must be a number"),

@@ -77,7 +77,7 @@ def alone(numbers: Numbers) -> dict[str, Any]:
 
 GPT2 = Numbers(model="gpt2")
 BF16 = Numbers(model="gpt2", precision="bf16")
-ONE_PIECE, LOOPED = {"schedule": "1f1b"}, {"schedule": "interleaved-1f1b"}
+ONE_PIECE, LOOPED, SPLIT = ({"schedule": order} for order in ("1f1b", "interleaved-1f1b", "zero-bubble"))
 WAYS: dict[str, tuple[Numbers, Run]] = {
     "in memory": (GPT2, Run()),
     "on disk, early, bf16": (BF16, Run(disk=True, settings={"speculate": True})),
@@ -114,6 +114,22 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "interleaved in memory": (GPT2, Run(settings=LOOPED | {"deal": [2, 1]})),
     "interleaved, one op at a time": (BF16, Run(disk=True, settings=LOOPED | {"deal": [2, 1], "overlap": False})),
     "interleaved of many": (Numbers(model="gpt2", precision="bf16"), Run(disk=True, settings=LOOPED)),
+    "zero bubble in memory": (GPT2, Run(settings=SPLIT)),
+    "zero bubble of many": (
+        Numbers(model="llama_sdpa", precision="bf16", strands=2, lengths=(12,) * 9),
+        Run(disk=True, settings=SPLIT | {"speculate": True}),
+    ),
+    "zero bubble of one": (Numbers(model="llama", lengths=(12,)), Run(settings=SPLIT | {"overlap": False})),
+    "zero bubble, all on disk": (
+        GPT2,
+        Run(
+            disk=True,
+            settings=SPLIT | {"speculate": False},
+            budget={"gradients": "disk", "activations": "disk", "weights": "disk"},
+        ),
+    ),
+    "zero bubble, two kinds of masks": (Numbers(model="gemma3"), Run(settings=SPLIT)),
+    "zero bubble, fp16": (Numbers(model="gpt2", precision="fp16"), Run(settings=SPLIT)),
 }
 IN_SHORT = (
     ("dealt unevenly", 2),
@@ -130,6 +146,10 @@ IN_SHORT = (
     ("1f1b, strands", 2),
     ("interleaved in memory", 2),
     ("interleaved, one op at a time", 2),
+    ("zero bubble in memory", 3),
+    ("zero bubble of many", 2),
+    ("zero bubble of one", 2),
+    ("zero bubble, all on disk", 3),
 )
 
 
@@ -211,10 +231,16 @@ def test_a_pipeline_goes_on_as_its_store_was_dealt(tmp_path: Path) -> None:
 def steps_in(
     mesh: DeviceMesh, disk: Path, schedule: str, deal: list[int] | None = None
 ) -> tuple[list[float], str, tuple[int, ...]]:
-    """The losses of a step, the order in which it went, and the deal of the blocks."""
+    """The losses of a step, the order in which it went, and the deal of the blocks. Where the
+    backward is split, that of each block is."""
     with wrap(MODELS["gpt2"], budget(disk), mesh=mesh, schedule=schedule, deal=deal) as engine:
         first = engine.step_count + 1
         losses = run_steps(engine, steps_of(MODELS["gpt2"], 1, first=first, lengths=LENGTHS)).losses
+        own, parts = (
+            engine.inside.resources.dealt.count(mesh.get_rank()),
+            [op.id.kind for op in engine.plan.schedule.ops],
+        )
+        assert parts.count("W") == parts.count("I") == (schedule == "zero-bubble") * own * len(LENGTHS)
         return losses, engine.plan.schedule.name, engine.inside.resources.dealt
 
 
@@ -227,11 +253,13 @@ def test_a_run_changes_its_order_where_the_deal_of_its_store_fits(tmp_path: Path
         assert found == [(whole[step : step + 1], order, (0, 1, 0))] * 2
     with pytest.raises(RankFailedError, match=r"schedule='1f1b' has each rank's blocks in one piece, and the state in"):
         pipeline(2, steps_in, loops, "1f1b")
-    for step in range(2):
-        found = pipeline(2, steps_in, piece, "1f1b", None if step else [2, 1])
-        assert found == [(whole[step : step + 1], "1f1b", (0, 0, 1))] * 2
+    for step, order in enumerate(("1f1b", "zero-bubble")):
+        found = pipeline(2, steps_in, piece, order, None if step else [2, 1])
+        assert found == [(whole[step : step + 1], order, (0, 0, 1))] * 2
     for order in ("vertical", "interleaved-1f1b"):
-        with pytest.raises(RankFailedError, match=r"in loops, .* was dealt as \[0, 0, 1\] .*: give '1f1b' to go on"):
+        with pytest.raises(
+            RankFailedError, match=r"in loops, .* was dealt as \[0, 0, 1\] .*: give '1f1b' or 'zero-bubble' to go on"
+        ):
             pipeline(2, steps_in, piece, order)
 
 

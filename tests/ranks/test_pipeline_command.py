@@ -112,6 +112,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "commits now and then": ("--budget.durability", "interval", "--budget.interval", "2", *ON_THE_HOST),
     "delay": ("--delay", "0.5"),
     "in loops, depth first": ("--schedule", "interleaved-1f1b"),
+    "split backwards": ("--schedule", "zero-bubble"),
     "early": ("--speculate", "true"),
     "bf16": ("--precision", "bf16", "--grad_dtype", "bf16"),
     "strands": ("--strands", "4"),
@@ -146,10 +147,13 @@ def test_settings_of_a_run_are_those_of_one_process(what: str, tmp_path: Path) -
     assert same == (names, [], [])
 
 
-def test_a_pipeline_in_turn_does_what_one_process_does_and_is_cut_as_it_needs(alone: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("1f1b", marks=pytest.mark.campaign)])
+def test_a_pipeline_in_turn_does_what_one_process_does_and_is_cut_as_it_needs(
+    schedule: str, alone: Path, tmp_path: Path
+) -> None:
     """Its stores can be cut for one process, and those of one process for it."""
     write_run(tmp_path, run=tmp_path / "run")
-    words = [*MORE, *PIPELINE, "--schedule", "1f1b"]
+    words = [*MORE, *PIPELINE, "--schedule", schedule]
     ended = Launched(2, ["-c", STOPPED, "train", "config.yaml", *words], tmp_path).outcomes()
     assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2, ended
     penstock(tmp_path, "reshard", "run", "--ranks", "3", "--pipeline")
@@ -164,7 +168,7 @@ def test_a_pipeline_in_turn_does_what_one_process_does_and_is_cut_as_it_needs(al
         same_export(alone, folder)
 
 
-@pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
+@pytest.mark.parametrize("schedule", ["vertical", "zero-bubble", pytest.param("1f1b", marks=pytest.mark.campaign)])
 def test_a_run_is_predicted_and_has_the_same_numbers(
     schedule: str, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,13 +1,16 @@
-"""Ranks of a pipeline that take turns with forwards and backwards: every rank is proved, all are safe together even one
-op at a time, few micro-batches are under way, and pools are as large as that takes."""
+"""Ranks of a pipeline that take turns with forwards and backwards, whole or split: every rank is proved, all are safe
+together even one op at a time, few micro-batches are under way, and pools are as large as that takes."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.dealt import world_of
@@ -18,7 +21,7 @@ from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.dealt import dealt_as, dealt_out, program_of_rank, sent_bytes, stages_dealt
 from penstock.schedule.lower.families import FAMILIES, build
-from penstock.schedule.lower.in_turn import in_turn_route, order_of_all, runs_of
+from penstock.schedule.lower.in_turn import Part, in_turn_route, order_of_all, runs_of
 from penstock.schedule.lower.offload import settings
 from penstock.schedule.lower.request import Request
 from penstock.schedule.lower.seat import streaming_seat
@@ -31,7 +34,12 @@ from tests.conftest import Campaign
 from tests.programs import random_case
 from tests.uniform import uniform_program
 
-FAMILY = {"1f1b": "streamed-1f1b", "interleaved-1f1b": "streamed-interleaved-1f1b"}
+FAMILY = {
+    "1f1b": "streamed-1f1b",
+    "interleaved-1f1b": "streamed-interleaved-1f1b",
+    "zero-bubble": "streamed-zero-bubble",
+}
+SPLIT = {name: name == "zero-bubble" for name in FAMILY}
 
 
 def program(layers: int) -> Program:
@@ -107,13 +115,14 @@ def test_whatever_is_trained_and_wherever_it_lives_ranks_are_proved_and_end(name
         if not case.settings.train or calls < ranks - 1:
             continue
         s = replace(case.settings, strands=rng.choice((1, 1, 2, 4)))
-        of_stages = stages_dealt(case.program, ranks, family="1f1b" if name == "1f1b" else "interleaved-1f1b")
         try:
+            of_stages = stages_dealt(case.program, ranks, family=name)
             of_ranks = [program_of_rank(case.program, of_stages, rank, ranks) for rank in range(ranks)]
         except ConfigError:
-            continue  # a block reads what is rank 0's
+            continue  # a block reads what is rank 0's, or no backward can be split
         seat = streaming_seat(1, pipe=ranks)
-        world = world_of([in_turn(of, s, (("device", "working", 900),), "any", seat) for of in of_ranks])
+        fixed = (("device", "working", 900),)
+        world = world_of([in_turn(of, s, fixed, "any", seat, split=SPLIT[name]) for of in of_ranks])
         check_world(world)
         for of, schedule in zip(of_ranks, world.ranks, strict=True):
             prove(schedule, Needs.of(of, s))
@@ -179,7 +188,7 @@ def test_pools_of_activations_are_as_large_as_the_order_takes(name: str, ranks: 
                 most[pool] = max(most[pool], held[pool])
             held.subtract(pool_of[buffer] for buffer in op.gives)
         pools = {pool.name: pool.count for pool in schedule.pools}
-        for pool in ("activations", "received", "restored", "saved_activations"):
+        for pool in ("activations", "received", "restored", "saved_activations", "split"):
             assert pools.get(pool, 0) == most[pool] + (more.get(pool, 0) if pool in pools else 0), pool
 
 
@@ -209,18 +218,18 @@ def test_what_calls_are_handed_besides_comes_before_they_do(name: str, ranks: in
     s, seat, schedules = settings(asked, FAMILIES[asked.family].streaming), streaming_seat(1, pipe=ranks), []
     of_ranks = programs(of, name, ranks, besides)
     for one in of_ranks:
-        schedules.append(in_turn(one, s, (), "besides", seat))
+        schedules.append(in_turn(one, s, (), "besides", seat, split=SPLIT[name]))
         prove(schedules[-1], Needs.of(one, s))
         assert schedules[-1].bytes_per_lane()["send"] == sent_bytes(one, 9)
     world = World(name="besides", ranks=tuple(schedules), groups={"all": tuple(range(ranks))})
     check_world(world)
     meet(world)
-    first, *others = (in_turn_route(one, 9).at_once for one in of_ranks)
+    first, *others = (in_turn_route(one, 9, split=SPLIT[name]).at_once for one in of_ranks)
     assert all(other >= first for other in others), "they are there from when the first rank begins with a micro-batch"
 
 
 def test_blocks_are_dealt_in_one_piece() -> None:
-    assert dealt_out(8, 4, 1.0, "1f1b") == (0, 1, 1, 1, 2, 2, 3, 3)
+    assert dealt_out(8, 4, 1.0, "1f1b") == dealt_out(8, 4, 1.0, "zero-bubble") == (0, 1, 1, 1, 2, 2, 3, 3)
     assert dealt_out(8, 4, 1.0, "interleaved-1f1b") == dealt_out(8, 4, 1.0) == (0, 1, 2, 3, 1, 2, 3, 1)
     assert dealt_as([1, 3, 2], 6, "1f1b") == (0, 1, 1, 1, 2, 2)
     with pytest.raises(ConfigError, match=r"deal=\[1, 3\] says how many of the model's 6 blocks"):
@@ -232,13 +241,98 @@ def test_nothing_is_delayed() -> None:
         build(request("1f1b", 4, 2, 4, delay=0.5))
 
 
+def computes(**seconds: float) -> Costs:
+    """Compute alone takes time, in blocks."""
+    return Costs(name="compute", seconds=lambda op: seconds.get(op.id.kind, 0.0) * (op.id.stage > 0))
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_ranks_overlap(name: str) -> None:
     """With 16 micro-batches, four ranks wait for no more than the three that a pipeline takes to fill and to drain."""
-    costs = Costs(name="compute", seconds=lambda op: {"F": 1.0, "B": 3.0}.get(op.id.kind, 0.0) * (op.id.stage > 0))
+    costs = computes(F=1.0, B=3.0, I=2.0, W=1.0)
     one, four = (
         simulate(build(request(name, 16, ranks, 16, weights="device", state="device", activations="device")), costs)
         for ranks in (1, 4)
     )
     assert one.time == 16 * 16 * 4
     assert four.time < one.time / 4 * (16 + 3) / 16 * 1.01
+
+
+# ---- backwards in two parts
+
+
+DEALS = st.integers(2, 5).flatmap(
+    lambda ranks: st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks).map(
+        lambda counts: (0, *(r for r, n in enumerate(counts) for _ in range(max(n, r > 0))), 0)
+    )
+)
+
+
+@settings_of_hypothesis(max_examples=150, deadline=None)
+@given(DEALS, st.integers(1, 14), st.randoms(use_true_random=False))
+def test_each_part_comes_once_and_in_its_order_and_few_micro_batches_are_unfinished(
+    of_stages: tuple[int, ...], micro_batches: int, rng: Random
+) -> None:
+    ranks, last = 1 + max(of_stages), len(of_stages) - 1
+    split = frozenset(k for k in range(1, last) if rng.random() < 0.8)
+    runs, order = runs_of(of_stages), order_of_all(of_stages, micro_batches, split)
+    place = {(part.unit.kind, part.stage, part.unit.micro_batch): i for i, part in enumerate(order)}
+    assert len(place) == len(order) == micro_batches * (1 + 2 * last + len(split))
+    for k, m in product(range(last), range(micro_batches)):
+        back = next(place[kind, k, m] for kind in "BI" if (kind, k, m) in place)
+        above = next(place[kind, k + 1, m] for kind in "BIE" if (kind, k + 1, m) in place)
+        assert place["F", k, m] < above < back
+        assert (k in split) == (("W", k, m) in place)
+        assert k not in split or back < place["W", k, m]
+        assert k not in split or not m or place["W", k, m - 1] < place["W", k, m]
+    for rank in range(ranks):
+        left: dict[int, int] = {}
+        for part in order:
+            if runs[part.unit.run].rank == rank and part.unit.kind != "E":
+                m = part.unit.micro_batch
+                left[m] = left.get(m, of_stages[:last].count(rank)) - _ends(part, split)
+                left = {m: n for m, n in left.items() if n}
+                assert len(left) <= ranks + 1
+
+
+def _ends(part: Part, split: frozenset[int]) -> int:
+    """1 if the backward of a stage is over with a part."""
+    return int(part.unit.kind == "B" or part.unit.kind == ("W" if part.stage in split else "I"))
+
+
+@pytest.mark.parametrize(("ranks", "layers"), [(2, 4), (3, 6), (4, 8), (4, 16), (4, 9), (6, 18)])
+def test_split_backwards_fill_a_part_of_the_bubble(ranks: int, layers: int) -> None:
+    on_device = {"weights": "device", "state": "device", "activations": "device"}
+    costs = computes(F=1.0, B=3.0, I=2.0, W=1.0, E=1.0)
+    for micro_batches in (1, 2, 3, 5, 8, 16):
+        whole, split = (
+            simulate(build(request(name, layers, ranks, micro_batches, **on_device)), costs).time
+            for name in ("1f1b", "zero-bubble")
+        )
+        assert split < whole
+
+
+def test_a_program_that_cannot_be_split_is_refused_by_name() -> None:
+    of = uniform_program(4, block=ALIGN, activation=ALIGN, splits=False)
+    with pytest.raises(
+        ConfigError, match="schedule='zero-bubble' runs the backward of blocks in two parts, and none of"
+    ):
+        stages_dealt(of, 2, family="zero-bubble")
+
+
+def test_a_proof_knows_what_can_be_split_and_what_that_takes() -> None:
+    asked = request("zero-bubble", 6, 3, 7, activations="device")
+    schedule, of = build(asked).ranks[1], programs(program(6), "zero-bubble", 3)[1]
+
+    def with_split(change: Callable[[int], int | None]) -> Program:
+        stages = (s if s.split is None else replace(s, split=change(s.split)) for s in of.stages)
+        return replace(of, stages=tuple(stages))
+
+    with pytest.raises(
+        ScheduleError, match=r"op I\dm0 is the first part of a backward that can only be run as a whole"
+    ):
+        prove(schedule, needs(asked, with_split(lambda nbytes: None)))
+    with pytest.raises(
+        ScheduleError, match=r"op I\dm0 needs \d+ bytes on the device, counted for K\dm0, and pool split is"
+    ):
+        prove(schedule, needs(asked, with_split(lambda nbytes: nbytes + 1)))

@@ -10,7 +10,7 @@ from penstock.schedule.program import Stage
 from penstock.tape.watch import Watch
 from tests import models
 from tests.models import MODELS, Case
-from tests.tape_reference import Bench, vertical
+from tests.tape_reference import Bench, Order, in_two_parts, vertical
 
 HIDDEN = 2 * 12 * 32 * 4
 """Bytes of the small models' hidden states: rows x length x width, fp32."""
@@ -108,19 +108,23 @@ def test_a_probe_without_backward_says_so() -> None:
 # -- bytes ----------------------------------------------------------------------------------------------------------
 
 
-def predicted(stages: tuple[Stage, ...], count: int) -> Iterator[tuple[str, int, int]]:
+def predicted(bench: Bench, order: Order, count: int) -> Iterator[tuple[str, int, int]]:
     """Live bytes at most, op by op, as the fields of the stages say, when nothing leaves the device."""
+    stages: tuple[Stage, ...] = bench.stages
     alive: dict[tuple[str, int, int], int] = {}
-    for direction, s, mb in vertical(len(stages), count):
+    for direction, s, mb in bench.events(order, count):
         stage, below = stages[s], stages[s - 1] if s else None
         if direction == "forward":
             alive["activation", s, mb], alive["kept", s, mb] = stage.activation, stage.kept
-        if below is not None and (direction == "backward" or s == len(stages) - 1):
+        if below is not None and (direction in ("backward", "backward_inputs") or s == len(stages) - 1):
             alive["gradient", s - 1, mb] = below.gradient
-        peak = stage.forward_peak if direction == "forward" else stage.backward_peak
+        if direction == "backward_inputs":
+            alive["split", s, mb] = stage.split or 0
+        back = stage.peak(split=True) if order is in_two_parts else stage.backward_peak
+        peak = stage.forward_peak if direction == "forward" else back
         yield direction, s, sum(alive.values()) + peak
-        if direction == "backward" or s == len(stages) - 1:
-            for key in (("kept", s, mb), ("gradient", s, mb), ("activation", s - 1, mb)):
+        if direction in ("backward", "backward_weights") or s == len(stages) - 1:
+            for key in (("kept", s, mb), ("split", s, mb), ("gradient", s, mb), ("activation", s - 1, mb)):
                 alive.pop(key, None)
 
 
@@ -137,10 +141,11 @@ def predicted(stages: tuple[Stage, ...], count: int) -> Iterator[tuple[str, int,
         ("skips", 1.3),
     ],
 )
-def test_bytes_are_those_of_a_run(name: str, above: float) -> None:
+@pytest.mark.parametrize("order", [vertical, in_two_parts])
+def test_bytes_are_those_of_a_run(name: str, above: float, order: Order) -> None:
     """Every op of a tracked step stays below what the probe says, and the largest comes close to it."""
     case, count = MODELS[name], 3
-    bench = Bench(case, case.model())
+    bench = Bench(case, case.model(), splits=order is in_two_parts)
     micro_batches = case.micro_batches(1) * count  # what an expert computes depends on the tokens
     bench.probe(micro_batches[0])
     bench.load_all()
@@ -148,12 +153,12 @@ def test_bytes_are_those_of_a_run(name: str, above: float) -> None:
     watch = Watch({}, lambda group: None)
     bench.tape.begin(0, micro_batches, [1.0] * count, stages=bench.stages)
     measured = []
-    for direction, stage, mb in vertical(len(bench.stages), count):
+    for direction, stage, mb in bench.events(order, count):
         watch.peak = watch.live
         with watch:
             getattr(bench.tape, direction)(stage, mb)
         measured.append((direction, stage, watch.peak))
-    expected = list(predicted(bench.stages, count))
+    expected = list(predicted(bench, order, count))
     slack = 64 * count  # losses, and the step's own scalars
     # A hundredth more: a gradient that is a view keeps its siblings alive (router logits, which are concatenated).
     over = [(m, e) for m, e in zip(measured, expected, strict=True) if m[2] > 1.01 * e[2] + slack]
@@ -161,17 +166,18 @@ def test_bytes_are_those_of_a_run(name: str, above: float) -> None:
     assert max(e[2] for e in expected) <= above * max(m[2] for m in measured)
 
 
-def test_nothing_stays_alive_after_a_step() -> None:
+@pytest.mark.parametrize("order", [vertical, in_two_parts])
+def test_nothing_stays_alive_after_a_step(order: Order) -> None:
     """They go without the help of the garbage collector: activations must not hang on reference cycles."""
     for name in ("llama", "gpt2", "t5", "skips", "mixtral"):
         case = MODELS[name]
-        bench = Bench(case, case.model())
+        bench = Bench(case, case.model(), splits=order is in_two_parts)
         bench.probe(case.micro_batches(1)[0])
         bench.load_all()
         bench.tape.on_gradient = lambda p, stage, gradient: None
         watch = Watch({}, lambda group: None)
         bench.tape.begin(0, case.micro_batches(2), [1.0, 1.0], stages=bench.stages)
         with watch:
-            bench.run(vertical, 2)
+            bench.run(order, 2)
         bench.tape.finish()
         assert watch.live <= 3 * 4, name  # two losses and a placeholder of one element

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed, nn
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
@@ -180,6 +181,14 @@ def number_of(node: Node) -> int:
 def next_number() -> int:
     """The number that the next autograd node of this thread will get. Without: as ``number_of``."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def is_of_python(node: Node) -> bool:
+    """True if a backward written in Python runs at a node, which may keep anything, and look at it at any time.
+
+    Without: such a node between a product and its weights could read these where they have left.
+    """
+    return isinstance(node, BackwardCFunction)
 
 
 def saved_tensor_hooks() -> Any:

@@ -13,11 +13,11 @@ from penstock.config.budget import Budget, GradDtype, Precision
 from penstock.config.checked import check_fields
 from penstock.errors import ConfigError
 
-Family = Literal["vertical", "horizontal", "1f1b", "interleaved-1f1b"]
+Family = Literal["vertical", "horizontal", "1f1b", "interleaved-1f1b", "zero-bubble"]
 """Orders of a schedule that the planner makes: block by block, or micro-batch by micro-batch; or of the ranks of a
-pipeline, forwards and backwards of one micro-batch at a time in turn."""
+pipeline, forwards and backwards of one micro-batch at a time in turn, or with backwards in two parts."""
 
-IN_TURN: Final[tuple[Family, ...]] = ("1f1b", "interleaved-1f1b")
+IN_TURN: Final[tuple[Family, ...]] = ("1f1b", "interleaved-1f1b", "zero-bubble")
 """Orders that only the ranks of a pipeline have."""
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -190,6 +190,17 @@ def check_in_turn(schedule: object) -> None:
         raise ConfigError(
             f"schedule={schedule!r} is an order of the ranks of a pipeline, and there is none: set pipeline (from "
             "Python: give a mesh with the axis 'pp'), or give 'vertical' or 'horizontal'"
+        )
+
+
+def check_split(schedule: object, compiled: object) -> None:
+    """Raises:
+    ConfigError: backwards are to be run in two parts, and are compiled.
+    """
+    if schedule == "zero-bubble" and compiled:
+        raise ConfigError(
+            "schedule='zero-bubble' and compile: it runs a block's backward in two parts, and what is compiled is run "
+            "as a whole. Leave compile out, or give '1f1b'"
         )
 
 

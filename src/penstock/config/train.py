@@ -11,7 +11,7 @@ from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig
-from penstock.config.step import IN_TURN, Family, StepConfig, check_in_turn, check_pipeline
+from penstock.config.step import IN_TURN, Family, StepConfig, check_in_turn, check_pipeline, check_split
 from penstock.config.trackers import TrackerName
 from penstock.errors import ConfigError
 
@@ -55,8 +55,8 @@ class TrainConfig(StepConfig):
     | ``attention_heads`` | query heads of a block's attention that are computed at a time, and then once more in the
     backward: memory for longer sequences; null: all |
     | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file;
-    of a pipeline ``vertical``, or with forwards and backwards in turn ``1f1b`` (each rank's blocks in one piece) or
-    ``interleaved-1f1b`` (in loops, as ``vertical``) |
+    of a pipeline ``vertical``, or with forwards and backwards in turn ``1f1b`` (each rank's blocks in one piece),
+    ``interleaved-1f1b`` (in loops, as ``vertical``) or ``zero-bubble`` (in one piece, with backwards in two parts) |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
     | ``replan`` | whether the plan follows the machine, and changes between two steps when drives, links or processors
     are not as measured; null: true with ``plan: auto``, but not with a schedule's file |
@@ -146,6 +146,7 @@ class TrainConfig(StepConfig):
             self._check_pipeline()
         else:
             check_in_turn(self.schedule)
+        check_split(self.schedule, self.compile)
         if self.cp > 1 and self.compile:
             raise ConfigError(f"cp={self.cp} and compile: attention waits for other ranks. Leave one out")
         if not self.run:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.config import Budget, Family, StepConfig, StreamConfig
 from penstock.config.checked import check_value
+from penstock.config.step import check_split
 from penstock.documents.typed import hints_of, shown
 from penstock.engine.start import WeightSource
 from penstock.errors import ConfigError
@@ -36,7 +37,8 @@ class LoopArguments(StreamConfig):
     continued from its last step. With directories all that is trained lives there and every step is durable, unless
     the budget says otherwise; without any, a kill costs what was not saved (``Engine.save``) |
     | ``schedule`` | ``"vertical"``, ``"horizontal"``, or a schedule of your own, which is checked; of a pipeline
-    ``"vertical"``, ``"1f1b"`` (each rank's blocks in one piece) or ``"interleaved-1f1b"`` (in loops, as vertically) |
+    ``"vertical"``, ``"1f1b"`` (each rank's blocks in one piece), ``"interleaved-1f1b"`` (in loops, as vertically) or
+    ``"zero-bubble"`` (in one piece, with backwards in two parts) |
     | ``plan`` | the machine to plan for. ``"auto"``: the profile that ``penstock doctor`` has stored for this machine
     with this kind of device and the budget's directories; what is not stored is measured, in a few seconds, and kept
     (``PENSTOCK_MEASURE=never`` in the environment: it is not). With a profile, placement, chunk size and depths are
@@ -76,6 +78,7 @@ class LoopArguments(StreamConfig):
         super().__post_init__()
         self.budget.check_units()
         self.check_with(self.budget)
+        check_split(self.schedule, self.compile)
         if not 1 <= self.io_threads <= 32:
             raise ConfigError(f"io_threads={self.io_threads}: must be at least 1 and at most 32")
         if self.replan and self.plan is None:

@@ -55,7 +55,7 @@ def deal_blocks(
             "save a snapshot, and load it where there is no store yet"
         )
     if in_one_piece(family) != (kept == tuple(sorted(kept))) and kept != _anew(groups, blocks, had, family, looked_up):
-        other = "'vertical' or 'interleaved-1f1b'" if in_one_piece(family) else "'1f1b'"
+        other = "'vertical' or 'interleaved-1f1b'" if in_one_piece(family) else "'1f1b' or 'zero-bubble'"
         raise ConfigError(
             f"schedule={family!r} has each rank's blocks {'in one piece' if in_one_piece(family) else 'in loops'}, and "
             f"the state in {paths[0]} was dealt as {list(kept)} (the rank of each block): give {other} to go on with "
@@ -190,6 +190,7 @@ def times_of_all(ranks: Ranks, own: StageTimes | None, dealt: Dealt) -> StageTim
     return StageTimes(
         forward=tuple(by_rank[rank].forward[k] for k, rank in of_stages),
         backward=tuple(by_rank[rank].backward[k] for k, rank in of_stages),
+        weights=tuple(by_rank[rank].weights[k] for k, rank in of_stages) if by_rank[0].weights else (),
         orthogonal=min((times.orthogonal for times in by_rank if times.orthogonal is not None), default=None),
     )
 

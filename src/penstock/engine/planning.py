@@ -41,6 +41,7 @@ from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.lower.dealt import check_split
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program, Stage
@@ -178,6 +179,8 @@ class Planning:
         stages = self._join_ranks(every)
         if train and not any(stage.gradients for stage in stages):
             raise ModelError(NOTHING_TRAINS)
+        if train and self._schedule == "zero-bubble":
+            check_split(stages, self._schedule)
         calls = {shape: p.handed for shape, p in probed.items()}
         largest = max(nbytes, *(p.nbytes for p in every))
         request = self._request(self._program(stages, facts, calls), count, largest, train=train)

@@ -11,7 +11,7 @@ from penstock.tape import trees
 from penstock.tape.handed import Handed, Kind
 from penstock.tape.suspended import Facts, StageFacts
 
-_SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak")
+_SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak", "split_peak")
 
 
 def within(shape: batch.Shapes, others: Sequence[batch.Shapes]) -> bool:
@@ -39,6 +39,7 @@ def join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, 
             backward_reads=tuple(sorted({g for s in same for g in s.backward_reads})),
             gradients=tuple(sorted({g for s in same for g in s.gradients})),
             **{size: max(getattr(s, size) for s in same) for size in _SIZES},
+            split=_most([s.split for s in same]),
         )
         if len({f.offload for f in known}) > 1:  # what only some of them can move stays for the others
             stage = replace(stage, kept=stage.kept + stage.activation + stage.gradient)
@@ -46,6 +47,12 @@ def join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, 
                 stage = replace(stage, activation=0, gradient=0)
         joined.append(stage)
     return tuple(joined)
+
+
+def _most(sizes: Sequence[int | None]) -> int | None:
+    """The largest of sizes; None where one is not known."""
+    known = [size for size in sizes if size is not None]
+    return max(known) if len(known) == len(sizes) else None
 
 
 def _movable_for_all(known: Sequence[StageFacts]) -> tuple[trees.Place, ...]:
@@ -105,5 +112,6 @@ def slowest_of(times: Sequence[StageTimes | None]) -> StageTimes | None:
     return StageTimes(
         forward=tuple(max(same) for same in zip(*(t.forward for t in known), strict=True)),
         backward=tuple(max(same) for same in zip(*(t.backward for t in known), strict=True)),
+        weights=tuple(max(same) for same in zip(*(t.weights for t in known), strict=True)),
         orthogonal=min((t.orthogonal for t in known if t.orthogonal is not None), default=None),
     )

@@ -221,6 +221,7 @@ def open_resources(
             device=device,
             compile="inductor" if settings.compile is True else settings.compile or None,
             ulysses=None if spans is None else spans.ulysses,
+            splits=settings.schedule == "zero-bubble",
         )
         undo.callback(tape.close)
         resources = EngineResources(

@@ -83,7 +83,7 @@ def _pass(
     unload: Callable[[int], None],
 ) -> StageTimes:
     stages = program.stages
-    forward, backward = [0.0] * len(stages), [0.0] * len(stages)
+    forward, backward, weights = ([0.0] * len(stages) for _ in range(3))
     buffers = Buffers(tape.model)
     before = buffers.copies()
     on_gradient, tape.on_gradient = tape.on_gradient, _Sink(program, tape.device)
@@ -94,12 +94,20 @@ def _pass(
             forward[k] = _timed(tape.device, partial(tape.forward, k, 0), _needs(stage, k, stages), load, unload)
         for k, stage in reversed(list(enumerate(stages[:-1]))):
             reads = (*stage.backward_reads, *stage.gradients)
-            backward[k] = _timed(tape.device, partial(tape.backward, k, 0), reads, load, unload)
+            run = tape.backward if stage.split is None else tape.backward_inputs
+            backward[k] = _timed(tape.device, partial(run, k, 0), reads, load, unload)
+            if stage.split is not None:
+                weights[k] = _timed(tape.device, partial(tape.backward_weights, k, 0), (), load, unload)
+                backward[k] += weights[k]
     finally:
         tape.finish()
         tape.on_gradient = on_gradient
         buffers.put_back(before)
-    return StageTimes(forward=_typical(stages, program, forward), backward=_typical(stages, program, backward))
+    return StageTimes(
+        forward=_typical(stages, program, forward),
+        backward=_typical(stages, program, backward),
+        weights=_typical(stages, program, weights) if any(weights) else (),
+    )
 
 
 def _needs(stage: Stage, k: int, stages: Sequence[Stage]) -> tuple[int, ...]:

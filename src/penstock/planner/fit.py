@@ -40,6 +40,7 @@ _BUILDS: Mapping[Family, Callable[..., Schedule]] = {
     "horizontal": horizontal,
     "1f1b": partial(in_turn, name="1f1b"),
     "interleaved-1f1b": partial(in_turn, name="interleaved-1f1b"),
+    "zero-bubble": partial(in_turn, name="zero-bubble", split=True),
 }
 
 
@@ -194,6 +195,11 @@ class Request(StreamConfig):
         return self.family if self.train else "vertical"
 
     @property
+    def splits(self) -> bool:
+        """True if backwards are run in two parts, where they can be."""
+        return self.order == "zero-bubble"
+
+    @property
     def one_by_one(self) -> bool:
         return self.order == "horizontal"
 
@@ -288,6 +294,7 @@ class Request(StreamConfig):
             inputs=self.inputs,
             step_temporaries=self.step_temporaries,
             train=self.train,
+            split=self.splits,
         )
 
 
@@ -433,7 +440,7 @@ def _fit_device(request: Request, base: Placement) -> Settings:
         needs.append(request.peak_bytes(settings, "device"))
         if needs[-1] <= request.budget.device_bytes:
             return settings
-    working = max(max(s.forward_peak, s.backward_peak) for s in request.program.stages)
+    working = max(stage.peak(split=request.splits) for stage in request.program.stages)
     raise BudgetError(
         f"budget.device={_said(request.budget.device)} is too small for this model: the smallest that works is "
         f"{format_size(min(needs))} ({min(needs)} bytes), of which {format_size(working)} are temporaries of the "

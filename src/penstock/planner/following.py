@@ -231,6 +231,7 @@ def corrected_times(times: StageTimes, factors: Mapping[str, float], stages: Seq
         times,
         forward=tuple(seconds * factor for seconds, factor in zip(times.forward, by("F"), strict=True)),
         backward=tuple(seconds * factor for seconds, factor in zip(times.backward, by("B"), strict=True)),
+        weights=tuple(seconds * factor for seconds, factor in zip(times.weights, by("W"), strict=bool(times.weights))),
     )
 
 

@@ -88,6 +88,9 @@ class Stage:
     with respect to those outputs. ``kept``: bytes that stay on the device from this stage's forward
     until its backward (outputs with other readers, autograd graphs of segments).
     ``forward_peak`` / ``backward_peak``: bytes of temporaries on top of all that.
+    ``split``: bytes that a backward in two parts holds from the first, which makes the gradients of the
+    stage's input, to the second, which makes those of its weights, ``split_peak``: as ``backward_peak``, in two
+    parts, with what is held among it. None: it can only be run as a whole, or nobody has asked.
     """
 
     index: int
@@ -101,6 +104,13 @@ class Stage:
     kept: int
     forward_peak: int
     backward_peak: int
+    split: int | None = None
+    split_peak: int = 0
+
+    def peak(self, *, split: bool) -> int:
+        """Bytes of temporaries at most. ``split``: beside what a backward in two parts holds, where it can be."""
+        back = self.backward_peak if self.split is None or not split else self.split_peak - self.split
+        return max(self.forward_peak, back)
 
 
 @dataclass(frozen=True, kw_only=True)

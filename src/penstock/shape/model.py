@@ -67,10 +67,14 @@ class ModelShape(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Seconds of compute per micro-batch; index = stage. The epilogue's ``forward`` holds its backward too."""
+    """Seconds of compute per micro-batch; index = stage. The epilogue's ``forward`` holds its backward too.
+
+    ``weights``: of the backward, those of its second part, where it is run in two (``Stage.split``); empty: of none.
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    weights: tuple[float, ...] = ()
     orthogonal: float | None = None
     """FLOP/s at which updates of matrices are made orthogonal; None: nobody has measured it"""
 

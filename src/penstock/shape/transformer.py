@@ -232,7 +232,7 @@ class _Sizes:
     def call(self, layer: int) -> Stage:
         shape = self.shape
         groups = shape.of_block(layer, self.form)
-        forward, backward = self._gated_peaks() if shape.gated else self._gpt_peaks()
+        forward, backward, split = self._gated_peaks() if shape.gated else self._gpt_peaks()
         return Stage(
             index=1 + layer,
             kind="call",
@@ -245,6 +245,8 @@ class _Sizes:
             kept=0,
             forward_peak=forward,
             backward_peak=backward,
+            split=self._held(),
+            split_peak=max(split, self._held() + self._largest_matrix() - self._norms()),
         )
 
     def epilogue(self) -> Stage:
@@ -305,15 +307,36 @@ class _Sizes:
         sums = FP32 * self.tokens * shape.heads + (24 if self.weight_bytes != FP32 else 0)
         return self.tokens * shape.heads * shape.head_dim * self.weight_bytes + sums
 
-    def _gpt_peaks(self) -> tuple[int, int]:
-        """Forward: in the tanh form of GELU. Backward: there, or when the gradient of the second MLP matrix is made."""
-        shape, e, u, w = self.shape, self.weight_bytes, self.u, self.w
-        saved = 6 * u + 16 * self.tokens + self._attention()
-        matrix = (shape.intermediate + 1) * shape.hidden * e
-        return 2 * u + 4 * w, saved - u + max(6 * w + matrix, 7 * w)
+    def _held(self) -> int:
+        """Bytes between the two parts of a backward: what goes into each product and the gradient of what comes out,
+        but not of the block's output; and the gradients of the norms."""
+        shape, u, w = self.shape, self.u, self.w
+        if not shape.gated:
+            return 7 * u + 2 * w + self._norms()
+        q, k = (self.tokens * n * shape.head_dim * self.weight_bytes for n in (shape.heads, shape.kv_heads))
+        return 3 * u + 2 * q + 2 * k + 3 * w + self._norms()
 
-    def _gated_peaks(self) -> tuple[int, int]:
-        """Forward: in the MLP, or while rotating queries. Backward: at the MLP's product, or at its last matrix."""
+    def _norms(self) -> int:
+        """Bytes of a block's weights that are in no product."""
+        shape = self.shape
+        each = 2 * shape.hidden + 2 * shape.head_dim * shape.qk_norm if shape.gated else 4 * shape.hidden
+        return each * self.weight_bytes
+
+    def _largest_matrix(self) -> int:
+        """Bytes of the MLP's second matrix, whose gradient is the first of a block's."""
+        shape = self.shape
+        return (shape.intermediate + (not shape.gated)) * shape.hidden * self.weight_bytes
+
+    def _gpt_peaks(self) -> tuple[int, int, int]:
+        """Forward: in the tanh form of GELU. Backward: there, or when the gradient of the second MLP matrix is made.
+        First part of a backward: there."""
+        u, w = self.u, self.w
+        saved = 6 * u + 16 * self.tokens + self._attention()
+        return 2 * u + 4 * w, saved - u + max(6 * w + self._largest_matrix(), 7 * w), saved - u + 8 * w
+
+    def _gated_peaks(self) -> tuple[int, int, int]:
+        """Forward: in the MLP, or while rotating queries. Backward: at the MLP's product, or at its last matrix. First
+        part of a backward: at that product."""
         shape, e, u, w = self.shape, self.weight_bytes, self.u, self.w
         q, k = (self.tokens * n * shape.head_dim * e for n in (shape.heads, shape.kv_heads))
         saved = 2 * self._rms_norm(self.tokens, shape.hidden, output=True) + q + 2 * k + self._attention()
@@ -321,8 +344,8 @@ class _Sizes:
             saved += self._rms_norm(self.tokens * (shape.heads + shape.kv_heads), shape.head_dim, output=False)
         if e == FP32:  # norms keep their inputs; the first one's is the saved activation
             saved += u + (q + k if shape.qk_norm else 0)
-        matrix = shape.intermediate * shape.hidden * e
-        return max(u + 3 * w, 4 * q + 2 * k), saved - u + max(5 * w + matrix, 6 * w)
+        backward = max(5 * w + self._largest_matrix(), 6 * w)
+        return max(u + 3 * w, 4 * q + 2 * k), saved - u + backward, saved - u + 7 * w
 
 
 # ---- from a Hugging Face configuration

@@ -77,7 +77,8 @@ def dry_run(
     for group in groups:
         group.detach(dtype, _META)
     own = loss_fn or (lambda m, mb: m(**mb).loss)
-    tape = Tape(model, found, groups, own, seed=0, device=_META, ulysses=None if cp == 1 else Ulysses(model, cp))
+    ulysses = None if cp == 1 else Ulysses(model, cp)
+    tape = Tape(model, found, groups, own, seed=0, device=_META, ulysses=ulysses, splits=True)
     values = Values(kind)
     inputs = values.give(
         {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in micro_batch.items()}

@@ -22,7 +22,7 @@ from penstock.tape import graph, trees
 from penstock.tape.asked import Asked
 from penstock.tape.handed import Calls, Handed
 from penstock.tape.losses import Losses
-from penstock.tape.segments import Kept, Seen, Segment, Stages, Usage, see
+from penstock.tape.segments import InTwo, Kept, Seen, Segment, Stages, Usage, see
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, Facts, Site, StageFacts, SuspendedForward
 from penstock.tape.waits import Waits
@@ -341,8 +341,21 @@ class Probe:
             if any(segment.reached):
                 with self._measuring(segment.backward, segment.site):
                     self._tape.call_elsewise(suspended, index)
+                    segment.in_two = self._split(suspended, index) if self._tape.splits else None
                     self._begin(segment.backward)
                     self._tape.backward_call(suspended, index)
+
+    def _split(self, suspended: SuspendedForward, index: int) -> InTwo | None:
+        """Run a call's backward in two parts, besides: what each takes. None: it can only be run as a whole."""
+        watch, start = self._watch, self._watch.live
+        watch.peak = start
+        held = self._tape.try_split(suspended, index)
+        if held is None:
+            return None
+        first, kept = watch.peak - start, watch.live - start
+        watch.peak = watch.live
+        self._tape.run_held(held, index)
+        return InTwo(held=kept, first=first, second=watch.peak - start)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,13 +51,23 @@ class Kept:
     birth: Birth
 
 
+@dataclass(frozen=True, kw_only=True)
+class InTwo:
+    """Bytes of a call's backward in two parts: those that are held from the first to the second, and of each the most
+    with these, on top of what was there before."""
+
+    held: int
+    first: int
+    second: int
+
+
 @dataclass
 class Segment:
     """A piece of the forward between two events: a call (of ``site``), or the model's own code (None).
 
     Of a call: ``changed`` are the buffers that it changed, ``written`` the parameters that it wrote to and left as
     they were; for each output, ``needed`` says whether it depends on anything that trains, and ``reached`` whether a
-    gradient came to it.
+    gradient came to it; ``in_two`` what its backward takes in two parts, None where it is run as a whole.
     """
 
     site: Site | None
@@ -70,6 +80,7 @@ class Segment:
     written: tuple[nn.Parameter, ...] = ()
     kept_attributes: list["Kept"] = field(default_factory=list)
     reached: tuple[bool, ...] = ()
+    in_two: InTwo | None = None
 
 
 def see(place: trees.Place, tensor: torch.Tensor, birth: Birth | None) -> Seen:
@@ -192,6 +203,8 @@ class Stages:
         gradient_below = self._sizes(index - 1)[1] if index > 0 else 0
         start = segments[0].forward.start
         stays = max(0, segments[-1].forward.end - start - activation) if index < last else gradient_below
+        in_two = segments[0].in_two
+        parts = [] if in_two is None else [in_two.first - gradient_below, in_two.second]
         return Stage(
             index=index,
             kind="segment" if site is None else "call",
@@ -206,6 +219,8 @@ class Stages:
             backward_peak=max(
                 0, max(segment.backward.peak for segment in segments) - segments[-1].backward.start - gradient_below
             ),
+            split=None if in_two is None else in_two.held,
+            split_peak=max(0, *parts) if parts else 0,
         )
 
 

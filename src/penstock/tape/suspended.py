@@ -10,8 +10,8 @@ All of it runs in one thread: greenlets are bound to the thread that made them.
 
 import contextvars
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.likeness import alike, sample
 from penstock.tape.modes import Modes, Stacks, refuse_stacked
+from penstock.tape.split import Held, Splitting
 from penstock.tape.watch import CHANGES, put_back
 
 Event = Literal["call", "cut", "done"]
@@ -345,16 +346,41 @@ class SuspendedForward:
         call = self.calls.get(stage)
         return () if call is None else tuple(leaf.gradient is not None for leaf in call.outputs)
 
-    def backward_call(self, stage: int) -> None:
-        """Recompute a block call with a graph and run it backward, if a gradient has come to it."""
+    def backward_call(self, stage: int, splitting: Splitting | None = None) -> Held | None:
+        """Recompute a block call with a graph and run it backward, if a gradient has come to it. ``splitting``: the
+        first part alone is run, and what the second one needs is returned."""
         call = self.calls.pop(stage, None)
         if call is None:
-            return
-        gradients = [leaf.take() for leaf in call.outputs]
+            return None
+        held, found = self._run_back(stage, call, [leaf.take() for leaf in call.outputs], splitting)
+        for source, leaf_input in found:
+            gradient, leaf_input.grad = leaf_input.grad, None
+            if gradient is not None:
+                self.route(source, gradient)
+        return held
+
+    def try_split(self, stage: int) -> Held | None:
+        """In a probe: the first part of a call's backward, of which nothing comes to what was before the call."""
+        call = self.calls[stage]
+        samples, self.samples = self.samples, None  # the outputs are compared when the call is run back as a whole
+        try:
+            held, found = self._run_back(stage, call, [leaf.gradient for leaf in call.outputs], Splitting())
+            for _, leaf_input in found:  # which what is held still leads to
+                leaf_input.grad = None
+            return held
+        finally:
+            self.samples = samples
+
+    def _run_back(
+        self, stage: int, call: Call, gradients: list[torch.Tensor | None], splitting: Splitting | None
+    ) -> tuple[Held | None, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
+        """``backward_call`` of one that gradients have come to. Returns besides each input and the leaf in its place,
+        which has the gradient."""
         if all(g is None for g in gradients):
-            return
+            return None, ()
         fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        made = self._recompute(call, fresh)
+        with nullcontext() if splitting is None else splitting.hooks():
+            made = self._recompute(call, fresh)
         if len(made) != len(gradients):
             raise ModelError(
                 f"block {call.site.name!r} made {len(gradients)} tensors in the forward and {len(made)} when it was "
@@ -365,13 +391,12 @@ class SuspendedForward:
         del made
         pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
         del edges, gradients
-        if pairs:
+        held = None
+        if pairs and splitting is not None:
+            held = splitting.run_first(pairs, [leaf_input for _, leaf_input in fresh.values()])
+        elif pairs:
             torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
-        del pairs
-        for source, leaf_input in fresh.values():
-            gradient, leaf_input.grad = leaf_input.grad, None
-            if gradient is not None:
-                self.route(source, gradient)
+        return held, fresh.values()
 
     def see_buffers(self, stage: int, buffers: tuple[Buffer, ...]) -> None:
         """In a probe: keep what the buffers that a call has changed held before it, for its recomputation."""

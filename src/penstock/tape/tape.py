@@ -2,7 +2,8 @@
 
     begin(...)                              a step: its micro-batches, nothing run yet
     forward(stage, mb), ... forward(epilogue, mb)     the epilogue's backward runs at once after its forward
-    backward(stage, mb)                     from the last stage but one down to stage 0
+    backward(stage, mb)                     from the last stage but one down to stage 0; or of a call in two parts
+                                            (``split``): backward_inputs(stage, mb), later backward_weights(stage, mb)
     finish()
 
 For each micro-batch stages go up in the forward and down in the backward; between micro-batches any order will do and
@@ -35,6 +36,7 @@ from penstock.tape.losses import Compared
 from penstock.tape.parameters import GradientHooks, refuse_changed
 from penstock.tape.probe import Probe
 from penstock.tape.refusals import NOTHING_TRAINS
+from penstock.tape.split import Held, NotInTwoError, Splitting
 from penstock.tape.suspended import (
     Event,
     Facts,
@@ -96,11 +98,14 @@ class Tape:
         device: torch.device,
         compile: str | None = None,  # noqa: A002  the name of the setting, and torch's word
         ulysses: Ulysses | None = None,
+        splits: bool = False,
     ) -> None:
         """``compile``: the backend of ``torch.compile`` that blocks are compiled by; None: they are not. ``ulysses``:
-        the model's attention, of ranks that share each sequence; closed with the tape."""
+        the model's attention, of ranks that share each sequence; closed with the tape. ``splits``: the probe learns
+        which calls' backwards can be run in two parts, and what that takes."""
         self.model = model
         self.compiled = compile is not None
+        self.splits = splits
         self.groups = tuple(groups)
         self.device = device
         self.on_gradient: OnGradient = _drop_gradient
@@ -133,6 +138,8 @@ class Tape:
         self._weights: tuple[float, ...] = ()
         self._next: list[int] = []
         self._saved_activations: dict[tuple[int, int], list[Movable]] = {}
+        self._held: dict[tuple[int, int], Held] = {}  # of calls whose backward is half done
+        self._waiting: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that its first part makes
         self._losses: list[torch.Tensor | None] = []
         self._random: rng.RandomState | None = None
         self._step = self._first = 0
@@ -253,6 +260,26 @@ class Tape:
 
     def backward(self, stage: int, mb: int) -> None:
         """Run the backward of one stage but the epilogue's."""
+        self._backward(stage, mb)
+
+    def backward_inputs(self, stage: int, mb: int) -> None:
+        """Run the first part of the backward of a call, and of the code behind it: the gradients of its inputs. Those
+        of its weights come with ``backward_weights``, which needs no weights."""
+        self._backward(stage, mb, Splitting())
+
+    def backward_weights(self, stage: int, mb: int) -> None:
+        """Run the second part of the backward of a call."""
+        held = self._held.pop((stage, mb), None)
+        if held is None:  # no gradient has come to the call
+            return
+        rng.seed(self._seed, self._step, self._first + mb, stage, rng.BACKWARD, self.device)
+        try:
+            self.run_held(held, stage)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _backward(self, stage: int, mb: int, splitting: Splitting | None = None) -> None:
         assert self._train
         assert stage < len(self._stages) - 1
         suspended = self.suspended[mb]
@@ -261,7 +288,7 @@ class Tape:
                 self.elsewhere.before_backward(suspended, stage)
             self.backward_code(suspended, stage)
             if self.facts[stage].site is not None:
-                self.backward_call(suspended, stage)
+                self.backward_call(suspended, stage, splitting)
             if self.elsewhere is not None:
                 self.elsewhere.behind_backward(suspended, stage)
         except BaseException:
@@ -292,6 +319,8 @@ class Tape:
         set_at_work(self.model, False)
         all_suspended, self.suspended = self.suspended, []
         self._saved_activations.clear()
+        self._held.clear()
+        self._waiting.clear()
         if self._random is not None:
             self._random.restore()
             self._random = None
@@ -418,14 +447,48 @@ class Tape:
         if self.device.type != "meta":
             suspended.call_elsewise(stage)
 
-    def backward_call(self, suspended: SuspendedForward, stage: int) -> None:
-        """Recompute a block call and run it backward."""
+    def backward_call(self, suspended: SuspendedForward, stage: int, splitting: Splitting | None = None) -> None:
+        """Recompute a block call and run it backward; with ``splitting`` the first part of that."""
         rng.seed(self._seed, self._step, self._first + suspended.index, stage, rng.FORWARD, self.device)
+        with self._backward_of(stage, "call" if splitting is None else "inputs"):
+            held = suspended.backward_call(stage, splitting)
+        if held is not None:
+            self._held[stage, suspended.index] = self._with_waiting(held)
+
+    def try_split(self, suspended: SuspendedForward, stage: int) -> Held | None:
+        """In a probe: run the first part of a call's backward, of which nothing comes to other stages. None: it cannot
+        be run in two parts, or nothing would be left to the second."""
+        rng.seed(self._seed, self._step, self._first + suspended.index, stage, rng.FORWARD, self.device)
+        try:
+            with self._backward_of(stage, "inputs"):
+                held = suspended.try_split(stage)
+        except NotInTwoError:
+            held = None
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):  # which a transform of torch.func has no way to follow
+                raise
+            held = None
+        if held is None or not held.products:
+            self._waiting.clear()
+            return None
+        return self._with_waiting(held)
+
+    def _with_waiting(self, held: Held) -> Held:
+        """The rest of a backward, with the gradients of parameters that its first part has made itself."""
+        held.waiting, self._waiting = self._waiting, []
+        return held
+
+    def run_held(self, held: Held, stage: int) -> None:
+        """Run the second part of a call's backward, of which nothing is left then."""
         with self._backward_of(stage, "call"):
-            suspended.backward_call(stage)
+            while held.waiting:
+                parameter, gradient = held.waiting.pop(0)
+                self.on_gradient(parameter, stage, gradient)
+                del gradient
+            held.run()
 
     @contextmanager
-    def _backward_of(self, stage: int, what: Literal["segment", "call"]) -> Iterator[None]:
+    def _backward_of(self, stage: int, what: Literal["segment", "call", "inputs"]) -> Iterator[None]:
         self._stage, self._doing.what = stage, what
         try:
             yield
@@ -451,7 +514,9 @@ class Tape:
                 "backward() was called in the forward, where the gradients of weights would not be kept: add the "
                 "tensor that it is called on to the loss"
             )
-        if self._doing.what == "call":  # that of a segment has been seen before it was accumulated
+        if self._doing.what == "inputs":
+            self._waiting.append((parameter, gradient))
+        elif self._doing.what == "call":  # that of a segment has been seen before it was accumulated
             self.on_gradient(parameter, self._stage, gradient)
 
     # -- the same way for every micro-batch -----------------------------------------------------------------------
@@ -482,9 +547,10 @@ class Tape:
 
 @dataclass
 class Doing:
-    """A tape's present work: a forward (or nothing), or the backward of the model's own code or of a block call."""
+    """A tape's present work: a forward (or nothing), or the backward of the model's own code, of a block call, or of a
+    call's inputs alone."""
 
-    what: Literal["forward", "segment", "call"] = "forward"
+    what: Literal["forward", "segment", "call", "inputs"] = "forward"
 
 
 class Boundary:

@@ -27,7 +27,7 @@ const SENTENCES = {
   F: "forward of {stage}",
   B: facts.kind === "run" ? "recompute and backward of {stage}" : "backward of {stage}",
   E: facts.kind === "run" ? "forward, loss and backward of the last stage{mb}" : "loss{mb}",
-  I: "backward of {stage}: gradient of its input",
+  I: facts.kind === "run" ? "recompute of {stage}, and gradient of its input" : "backward of {stage}: gradient of its input",
   W: "backward of {stage}: gradient of its weights",
   RW: "weights of {group} from disk to host{for}",
   UW: "weights of {group} up to the device{for}",

@@ -30,7 +30,14 @@ class Compute:
         tape.on_gradient = self._accumulate
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
-        return {"F": self.forward, "E": self.epilogue, "B": self.backward, "AD": self.add_strand}
+        return {
+            "F": self.forward,
+            "E": self.epilogue,
+            "B": self.backward,
+            "I": self.backward_of_inputs,
+            "W": self.backward_of_weights,
+            "AD": self.add_strand,
+        }
 
     def forward(self, op: Op) -> None:
         self._attach(op)
@@ -47,10 +54,21 @@ class Compute:
             self._check_losses()
 
     def backward(self, op: Op) -> None:
+        self._backward(op, self._tape.backward)
+
+    def backward_of_inputs(self, op: Op) -> None:
+        """The first part of a backward, which adds to no gradient."""
+        self._backward(op, self._tape.backward_inputs)
+
+    def backward_of_weights(self, op: Op) -> None:
+        """The second part."""
+        self._backward(op, self._tape.backward_weights)
+
+    def _backward(self, op: Op, run: Callable[[int, int], None]) -> None:
         self._under_way = op
         self._attach(op)
         sent = self._tape.sent
-        self._tape.backward(op.id.stage, op.id.micro_batch)
+        run(op.id.stage, op.id.micro_batch)
         self._to.moved += self._tape.sent - sent
         self._detach(op)
 

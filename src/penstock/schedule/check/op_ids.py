@@ -123,7 +123,7 @@ class _Order:
         self._own = not schedule.chunk
         self._left = left
         self._visits: dict[VisitId, list[Op]] = defaultdict(list)
-        """ops that make gradients, by visit: ``B3``, ``B3m0``, ``E9``"""
+        """ops that make gradients, by visit: ``B3``, ``B3m0``, ``W3m0``, ``E9``"""
         self._sums: dict[int, list[Op]] = defaultdict(list)
         """ops that sum up a group's gradient"""
         self._stepped: dict[int, Op] = {}
@@ -133,6 +133,9 @@ class _Order:
                 kind = "E" if ident.kind == "E" else "B"
                 self._visits[visit(kind, ident.stage)].append(op)
                 self._visits[visit(kind, ident.stage, ident.micro_batch)].append(op)
+                if ident.kind == "W":
+                    self._visits[visit("W", ident.stage)].append(op)
+                    self._visits[visit("W", ident.stage, ident.micro_batch)].append(op)
             elif ident.kind in _SUMS:
                 self._sums[ident.group].append(op)
             elif ident.kind == "OP":

@@ -5,7 +5,8 @@
     D{k}m{m}   gradients with respect to them
     C{k}m{m}   the host copy (and C{k}m{m}.1 ... where it takes several buffers); c{k}m{m} the host copy that was read
                back from disk
-    K{k}m{m}   what the forward of stage k keeps for its backward besides its input
+    K{k}m{m}   what the forward of stage k keeps for its backward besides its input; or the first part of a backward for
+               the second, besides that and the gradient of its output
     C{k}m{m}   with partitioned activations: this rank's part of the input of stage k; N{k}m{m} all of it again
 
 The last block's outputs are used by the epilogue at once and never leave; nor do those of its inputs that have room.
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from penstock.schedule.ir.references import Buffer, OpId, stage_buffer, stage_op
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
-from penstock.schedule.lower.provision import RECEIVED, RESTORED
+from penstock.schedule.lower.provision import RECEIVED, RESTORED, SPLIT
 from penstock.schedule.lower.route import Message, Visit
 from penstock.schedule.place import page_up
 
@@ -37,7 +38,7 @@ class Activations:
         self._last_readers = ("BEW" if self.train else "FE") + ("F" if self._parted else "")
         self._moves = self.train and self.tier != "device"
         pools = builder.provision.pools
-        self._saves = "saved" in pools
+        self._saves, self._splits = "saved" in pools, SPLIT in pools
         self._gradients_pool = "activation_gradients" if "activation_gradients" in pools else "activations"
         self._puts_out: dict[Buffer, OpId] | None = None
         """buffer that may be sent to another rank -> the op that fills it; None: nothing is sent"""
@@ -80,6 +81,10 @@ class Activations:
                 used += [stage_buffer("K", k, m)] if self._saves else []
                 op.reads += used
                 op.gives += used if kind != "I" else []
+            if self._splits and kind == "I":
+                op.make(stage_buffer("K", k, m), SPLIT)
+            elif self._splits and kind == "W":
+                op.use_up(stage_buffer("K", k, m))
         if self._puts_out is not None:
             ident = stage_op(kind, k, m)
             if kind == "F":
@@ -93,11 +98,11 @@ class Activations:
 
     def _input(self, visit: Visit, m: int) -> Buffer:
         """The buffer in which a visit finds what the stage before it has put out."""
-        if visit.kind == "B":
-            if self._parted:
-                return stage_buffer("N", visit.stage, m)
-            if self._moves and m in self.b.provision.leaving(visit.stage - 1, visit.micro_batches):
-                return stage_buffer("a", visit.stage - 1, m)
+        if visit.kind == "B" and self._parted:
+            return stage_buffer("N", visit.stage, m)
+        back = visit.kind in ("B", "I", "W")
+        if back and self._moves and m in self.b.provision.leaving(visit.stage - 1, visit.micro_batches):
+            return stage_buffer("a", visit.stage - 1, m)
         return stage_buffer("A", visit.stage - 1, m)
 
     # ---- between tiers
@@ -111,7 +116,7 @@ class Activations:
         visit = self.b.visits[index]
         if visit.kind == "F":
             self._down(visit.stage - 1, visit.micro_batches)
-        if index + 1 < len(self.b.visits) and (following := self.b.visits[index + 1]).kind == "B":
+        if index + 1 < len(self.b.visits) and (following := self.b.visits[index + 1]).kind in "BI":
             self._up(following.stage - 1, following.micro_batches)
 
     def _down(self, k: int, micro_batches: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ Rank 0 runs the model's own code, and has the ends' parameters: it gets as many 
 they compute, which is what a step with many tokens waits for. Rows of an embedding are looked up, and count nothing.
 
 Where ranks take turns with forwards and backwards of one micro-batch (``in_turn``), nobody waits for all of them, and
-in 1F1B each rank has its blocks in one piece: less crosses, and fewer micro-batches are under way.
+in 1F1B and zero bubble each rank has its blocks in one piece: less crosses, and fewer micro-batches are under way.
 
     rank 0   code  b0  b1  b2                                      code
     rank 1                     b3  b4  b5
@@ -38,7 +38,18 @@ from penstock.schedule.program import ALIGN, ELEMENTWISE, EXACT, OF_BLOCK, Dealt
 
 def in_one_piece(family: Family) -> bool:
     """True if each rank's blocks follow each other in the model; otherwise they are dealt out in loops."""
-    return family == "1f1b"
+    return family in ("1f1b", "zero-bubble")
+
+
+def check_split(stages: Sequence[Stage], family: Family) -> None:
+    """Raises:
+    ConfigError: backwards are to be run in two parts, and none can be.
+    """
+    if family == "zero-bubble" and all(stage.split is None for stage in stages):
+        raise ConfigError(
+            "schedule='zero-bubble' runs the backward of blocks in two parts, and none of this model's can be: that "
+            "takes products of matrices (linear layers) with weights that train. Give '1f1b'"
+        )
 
 
 def dealt_out(blocks: int, ranks: int, ends: float, family: Family = "vertical") -> tuple[int, ...]:
@@ -139,11 +150,13 @@ def stages_dealt(
     program: Program, ranks: int, counts: Sequence[int] | None = None, family: Family = "vertical"
 ) -> tuple[int, ...]:
     """The rank of each stage of a program whose blocks are each called once: its model's own code is rank 0's.
-    ``counts``: blocks of each rank; None: as much on each. Raises as ``dealt_out`` and ``dealt_as``."""
+    ``counts``: blocks of each rank; None: as much on each. Raises as ``dealt_out``, ``dealt_as`` and
+    ``check_split``."""
     calls = [stage for stage in program.stages if stage.kind == "call"]
     in_blocks = {g for stage in calls for g in (*stage.forward_reads, *stage.backward_reads, *stage.gradients)}
     blocks = sum(program.groups[g].numel for g in in_blocks)
     ends = sum(program.groups[g].numel for g in {*program.stages[-1].forward_reads} - in_blocks)
+    check_split(program.stages, family)
     if counts is not None and len(counts) != ranks:
         raise ConfigError(f"deal={list(counts)} is for {len(counts)} ranks, and the pipeline has {ranks}")
     if counts is None:
@@ -189,9 +202,8 @@ def program_of_rank(
     def own(stage: Stage) -> Stage:
         if dealt.has(stage.index):
             return replace(stage, kept=stage.kept + dealt.besides[stage.index])
-        return replace(
-            stage, forward_reads=(), backward_reads=(), gradients=(), kept=0, forward_peak=0, backward_peak=0
-        )
+        found = replace(stage, forward_reads=(), backward_reads=(), gradients=(), kept=0)
+        return replace(found, forward_peak=0, backward_peak=0, split_peak=0)
 
     groups = tuple(g if holders[g.index] == rank else emptied(g) for g in program.groups)
     return Program(groups=groups, stages=tuple(map(own, program.stages)), dealt=dealt)

@@ -234,6 +234,11 @@ FAMILIES: dict[str, Family] = {
         Streaming(order="interleaved-1f1b", dealt=True),
         *("wait", *_TIERS),
     ),
+    "streamed-zero-bubble": _streamed(
+        "streamed-1f1b with backwards in two parts: gradients of weights fill the bubble (H1)",
+        Streaming(order="zero-bubble", dealt=True),
+        *("wait", *_TIERS),
+    ),
     "zero-offload": _streamed(
         "weights on the device, state in host memory; gradients go down as they are made, the CPU steps after the "
         "global norm (Ren et al., arXiv 2101.06840)",

@@ -13,6 +13,13 @@ forwards wait for their backward: as many as runs follow, itself included, and i
 second paper has. A loss, which the last rank waits for, comes between two stages of a run. Nothing of this asks for a
 multiple of anything: any number of micro-batches will do, and any deal of the blocks.
 
+*In two parts* (zero bubble, H1: Qi et al., arXiv 2401.10241) a backward first makes the gradients of its inputs, which
+the rank before waits for, and later those of its weights, for which nobody does. These fill the time in which a rank
+can do neither a forward nor a first part. They come before a forward if otherwise more micro-batches would be between
+their forward and the last of their backward than the first rank has under way in any case: that is the limit of each. A
+first part takes twice as long as a forward, a second one as long, and a loss no time: where it takes some, the first
+rank is given fewer blocks for that. Stages that cannot be split have all of their backward in the first part.
+
 *No rank waits for itself*, even if each does one op at a time and a message lies nowhere in between: ranks' walks are
 parts of one sequence, in which a message comes right after what it sends, for who sends and who receives it. The first
 of that sequence that is not done can always be.
@@ -21,18 +28,18 @@ There is always a forward or a backward that can be done: of the first micro-bat
 forwards are allowed, since no more than (runs - 1) x ranks come between them on any rank, and then its backwards.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from penstock.schedule.ir.references import stage_op, visit
 from penstock.schedule.lower.route import Message, Route, Visit
 from penstock.schedule.program import Dealt, Program
 
-_BACKWARD = 3
-"""times as long as a forward, which it begins with"""
+_TIMES: Final[Mapping[str, int]] = {"F": 1, "E": 1, "B": 3, "I": 2, "W": 1}
+"""as long as a forward, which a backward begins with"""
 _STAGE = 8
 """times as long as the first stage, which only looks up embeddings"""
 
@@ -45,7 +52,8 @@ class Run(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """The work of a rank between two messages: a run's stages for one micro-batch. ``kind``: F, E or B."""
+    """The work of a rank between two messages: a run's stages for one micro-batch. ``kind``: F, E or B; or of a
+    backward in two parts I, in which stages that cannot be split have all of it, and W."""
 
     kind: str
     run: int
@@ -70,16 +78,22 @@ def runs_of(of_stages: Sequence[int]) -> tuple[Run, ...]:
 
 
 @lru_cache(maxsize=32)
-def order_of_all(of_stages: tuple[int, ...], micro_batches: int) -> tuple[Part, ...]:
-    """The work of all ranks in a step, in an order in which it could be done by one."""
-    return tuple(_Simulated(runs_of(of_stages), micro_batches).parts())
+def order_of_all(
+    of_stages: tuple[int, ...], micro_batches: int, split: frozenset[int] = frozenset()
+) -> tuple[Part, ...]:
+    """The work of all ranks in a step, in an order in which it could be done by one. ``split``: the stages whose
+    backwards are done in two parts."""
+    return tuple(_Simulated(runs_of(of_stages), micro_batches, split).parts())
 
 
 class _Simulated:
     """A step of all ranks, stage by stage in the order of their starts."""
 
-    def __init__(self, runs: tuple[Run, ...], micro_batches: int) -> None:
+    def __init__(self, runs: tuple[Run, ...], micro_batches: int, split: frozenset[int]) -> None:
         self._runs, self._count, self._ranks = runs, micro_batches, 1 + max(run.rank for run in runs)
+        self._split = split
+        self._back = ["B" if split.isdisjoint(run.stages) else "I" for run in runs[:-1]] + ["E"]
+        """run -> the kind of the unit that makes the gradients of its inputs"""
         self._ends: dict[Unit, int] = {}
         self._free = [0] * self._ranks
         self._of: dict[int, list[int]] = defaultdict(list)
@@ -94,35 +108,48 @@ class _Simulated:
         """by rank, forwards whose backward is to come"""
         self._begun: list[list[Part]] = [[] for _ in range(self._ranks)]
         """by rank, the parts that are to come of a unit that it has begun, the next one last"""
+        self._halves: list[deque[Part]] = [deque() for _ in range(self._ranks)]
+        """by rank, the second parts that are to come"""
+        self._unfinished = [0] * self._ranks
+        """by rank, forwards whose backward is to come, or a part of it"""
         self._goes_on_forward = [True] * self._ranks
         """by rank, whether a forward's turn is next, if it can be done at once"""
 
     def parts(self) -> list[Part]:
         ends = dict[Part, int]()
-        count = self._count * (1 + 2 * self._runs[-1].stages[0])
+        count = self._count * (1 + 2 * self._runs[-1].stages[0] + len(self._split))
         while len(ends) < count:
             start, rank, part = min(found for rank in range(self._ranks) if (found := self._next(rank)) is not None)
-            self._free[rank] = ends[part] = start + _seconds(part)
+            self._free[rank] = ends[part] = start + self._seconds(part)
             self._do(rank, part)
         return sorted(ends, key=lambda part: (ends[part], part))
 
     def _do(self, rank: int, part: Part) -> None:
         unit, begun = part.unit, self._begun[rank]
+        if unit.kind == "W":
+            self._halves[rank].popleft()
+            self._unfinished[rank] -= all(half.unit != unit for half in self._halves[rank])
+            return
         if unit.kind != "E":
-            self._goes_on_forward[rank] = unit.kind == "B"
+            self._goes_on_forward[rank] = unit.kind != "F"
         if begun and begun[-1] == part:
             begun.pop()
         else:
             stages = self._runs[unit.run].stages
-            begun += [Part(unit, k) for k in (stages[:0:-1] if unit.kind != "B" else stages[:-1])]
+            begun += [Part(unit, k) for k in (stages[:0:-1] if unit.kind in "FE" else stages[:-1])]
             if unit.kind == "F":
                 self._forwards[rank].pop()
                 self._waiting[rank] += 1
+                self._unfinished[rank] += 1
             else:
                 self._backwards[unit.run] += 1
-                self._waiting[rank] -= unit.kind == "B"
+                self._waiting[rank] -= unit.kind != "E"
+                self._unfinished[rank] -= unit.kind == "B"
         if not any(other.unit == unit for other in begun):
             self._ends[unit] = self._free[rank]
+            if unit.kind == "I":
+                later, stages = unit._replace(kind="W"), self._runs[unit.run].stages
+                self._halves[rank] += [Part(later, k) for k in reversed(stages) if k in self._split]
 
     def _in_rounds(self, rank: int) -> list[Unit]:
         forwards = [Unit("F", n, m) for n in self._of[rank] for m in range(self._count)]
@@ -131,40 +158,54 @@ class _Simulated:
     def _next(self, rank: int) -> tuple[int, int, Part] | None:
         """(start, rank, part) of the next work of a rank; None: all of it has to wait for others' that is not done."""
         now, last = self._free[rank], len(self._runs) - 1
-        found = list[tuple[int, int, int, Part]]()
+        found, forward = list[tuple[int, int, int, Part]](), None
         if self._runs[last].rank == rank and (loss := self._backward(rank, last)) is not None:
             found.append(loss)
         if self._begun[rank]:
             found.append((now, self._count, 0, self._begun[rank][-1]))
         else:
             found += [one for n in self._of[rank] if (one := self._backward(rank, n)) is not None]
-            found += self._forward(rank)
+            forward = self._forward(rank)
+        is_full = forward is not None and self._is_full(rank)
+        if forward is not None and not is_full:
+            found.append(forward)
+        at_once = [one for one in found if one[0] == now]
+        if self._goes_on_forward[rank]:
+            others = [one for one in at_once if one[3].unit.kind in "FE"]
+            found = others or found
+            if is_full and forward is not None and forward[0] == now and not others:
+                at_once = []
+        if self._halves[rank] and not self._begun[rank] and not at_once:
+            return now, rank, self._halves[rank][0]
         if not found:
             return None
-        if self._goes_on_forward[rank]:
-            found = [one for one in found if one[3].unit.kind != "B" and one[0] == now] or found
         start, _, _, part = min(found)
         return start, rank, part
 
     def _backward(self, rank: int, n: int) -> tuple[int, int, int, Part] | None:
         """(start, round, which one first, part) of a run's next backward, or of the loss; None: as ``_next``."""
         m, last = self._backwards[n], len(self._runs) - 1
-        before = Unit("F", n - 1, m) if n == last else Unit("E" if n + 1 == last else "B", n + 1, m)
+        before = Unit("F", n - 1, m) if n == last else Unit(self._back[n + 1], n + 1, m)
         if m == self._count or before not in self._ends:
             return None
         stages = self._runs[n].stages
-        part = Part(Unit("E" if n == last else "B", n, m), stages[-1])
+        part = Part(Unit(self._back[n], n, m), stages[-1])
         return max(self._free[rank], self._ends[before]), m // self._ranks, -n, part
 
-    def _forward(self, rank: int) -> Iterator[tuple[int, int, int, Part]]:
+    def _forward(self, rank: int) -> tuple[int, int, int, Part] | None:
         """A rank's next forward, which any backward goes before."""
         if not self._forwards[rank] or self._waiting[rank] >= self._most(rank):
-            return
+            return None
         unit = self._forwards[rank][-1]
         before = Unit("F", unit.run - 1, unit.micro_batch)
-        if not unit.run or before in self._ends:
-            start = max(self._free[rank], self._ends.get(before, 0))
-            yield start, self._count, 0, Part(unit, self._runs[unit.run].stages[0])
+        if unit.run and before not in self._ends:
+            return None
+        start = max(self._free[rank], self._ends.get(before, 0))
+        return start, self._count, 0, Part(unit, self._runs[unit.run].stages[0])
+
+    def _is_full(self, rank: int) -> bool:
+        """True if a rank has to finish a backward before its next forward."""
+        return bool(self._split) and self._unfinished[rank] >= self._most(0)
 
     def _most(self, rank: int) -> int:
         """The most forwards of a rank that wait for their backward: with the loss a stage more than ranks."""
@@ -172,17 +213,25 @@ class _Simulated:
         looped = any(len(runs) > 1 for runs in self._of.values())
         return 1 + (2 * behind + (own - 1) * self._ranks if looped else behind)
 
+    def _seconds(self, part: Part) -> int:
+        kind = _kind_of(part, self._split)
+        at_once = not part.stage or (kind == "E" and self._split)
+        return (1 if at_once else _STAGE) * _TIMES[kind]
 
-def _seconds(part: Part) -> int:
-    return (_STAGE if part.stage else 1) * (_BACKWARD if part.unit.kind == "B" else 1)
+
+def _kind_of(part: Part, split: frozenset[int]) -> str:
+    """The kind of the op that does a part."""
+    return "B" if part.unit.kind == "I" and part.stage not in split else part.unit.kind
 
 
-def in_turn_route(program: Program, micro_batches: int) -> Route:
-    """The walk of the rank of a pipeline whose ``program`` it is, in training."""
+def in_turn_route(program: Program, micro_batches: int, *, split: bool = False) -> Route:
+    """The walk of the rank of a pipeline whose ``program`` it is, in training. ``split``: backwards are done in two
+    parts where they can be."""
     dealt = program.dealt
     assert dealt is not None
-    runs, order = runs_of(dealt.of_stages), order_of_all(dealt.of_stages, micro_batches)
-    walk = [step for part in order for step in _steps(program, dealt, runs, part)]
+    halved = frozenset(stage.index for stage in program.stages if split and stage.split is not None)
+    runs, order = runs_of(dealt.of_stages), order_of_all(dealt.of_stages, micro_batches, halved)
+    walk = [step for part in order for step in _steps(program, dealt, runs, part, _kind_of(part, halved))]
     of_ranks = {dealt.rank}
     if any(dealt.besides[k] for k in range(len(program.stages)) if dealt.has(k)):
         of_ranks.add(0)  # what that sends of a micro-batch is here as soon as it begins with it
@@ -193,23 +242,23 @@ def in_turn_route(program: Program, micro_batches: int) -> Route:
     return Route(program, walk, train=True, at_once=at_once)
 
 
-def _steps(program: Program, dealt: Dealt, runs: Sequence[Run], part: Part) -> Iterator[Visit | Message]:
+def _steps(program: Program, dealt: Dealt, runs: Sequence[Run], part: Part, kind: str) -> Iterator[Visit | Message]:
     """A rank's step in a part: its visit, or none where that is another's, and its messages of what the unit makes."""
     unit, k = part
     run, m = runs[unit.run], unit.micro_batch
     if run.rank == dealt.rank:
-        yield Visit(visit(unit.kind, k, m), (m,))
+        yield Visit(visit(kind, k, m), (m,))
     of, first, last = dealt.of_stages, run.stages[0], run.stages[-1]
-    if k != (last if unit.kind == "F" else first):
+    if kind == "W" or k != (last if kind == "F" else first):
         return
 
-    def message(kind: str, k: int, to: int) -> Iterator[Message]:
+    def message(what: str, k: int, to: int) -> Iterator[Message]:
         if dealt.rank == run.rank:
-            yield Message(stage_op(f"S{kind}", k, m), to)
+            yield Message(stage_op(f"S{what}", k, m), to)
         elif dealt.rank == to:
-            yield Message(stage_op(f"R{kind}", k, m), run.rank)
+            yield Message(stage_op(f"R{what}", k, m), run.rank)
 
-    if unit.kind != "F":
+    if kind != "F":
         if first and dealt.crosses(first - 1) and program.stages[first - 1].gradient:
             yield from message("D", first - 1, of[first - 1])
         return

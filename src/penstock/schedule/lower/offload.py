@@ -25,6 +25,7 @@ vertical schedule, and for none in the horizontal one.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 from penstock.config import Family, Tier
@@ -86,11 +87,14 @@ def _lower_dealt(request: Request, s: Settings, order: Family) -> World:
     ranks = Mesh(stages=request.ranks).everyone()
     of_stages = stages_dealt(request.program, ranks.size, family=order)
     programs = [program_of_rank(request.program, of_stages, rank, ranks.size) for rank in ranks.members]
-    seat, build = streaming_seat(1, pipe=ranks.size), vertical if order == "vertical" else in_turn
+    seat = streaming_seat(1, pipe=ranks.size)
+    split = order == "zero-bubble"
+    build = vertical if order == "vertical" else partial(in_turn, split=split)
     schedules = []
     for program in programs:
         at_once = route_of(program, s.micro_batches, order).at_once
-        schedules.append(build(program, s, fixed_bytes(program, s.form, s.place, at_once), request.family, seat))
+        fixed = fixed_bytes(program, s.form, s.place, at_once, split=split)
+        schedules.append(build(program, s, fixed, request.family, seat))
     return World(name=request.family, ranks=tuple(schedules), groups={ranks.name: ranks.members})
 
 

@@ -69,13 +69,14 @@ def fixed_bytes(
     inputs: int = 0,
     step_temporaries: int = 0,
     train: bool = True,
+    split: bool = False,
 ) -> Fixed:
     """Bytes that a step holds all the time besides its pools.
 
     ``at_once``: micro-batches that are under way at the same time. ``inputs``: bytes of all micro-batches on the
     device. ``step_temporaries``: bytes that the optimizer needs there besides the state, if any state is there; updates
     of matrices are added to it, and what it takes to make them orthogonal to what stages work with. ``train``: whether
-    anything is stepped.
+    anything is stepped; ``split``: backwards are run in two parts.
     """
     tiers: tuple[Tier, ...] = ("device", "host")
     groups = program.groups
@@ -86,7 +87,7 @@ def fixed_bytes(
     orthogonal = max((g.whole.scratch for g in groups if g.whole), default=0) if train else 0
     return (
         ("device", "inputs", inputs),
-        ("device", "working", max(*(max(s.forward_peak, s.backward_peak) for s in program.stages), orthogonal)),
+        ("device", "working", max(*(stage.peak(split=split) for stage in program.stages), orthogonal)),
         ("device", "kept", at_once * sum(s.kept for s in program.stages)),
         ("device", "optimizer", step_temporaries + updates if on_device else 0),
         ("device", "weights", weights["device"] * form.weight_bytes),
@@ -132,6 +133,9 @@ KEPT = "kept_weights"
 
 RECEIVED = "received"
 """The pool of activations, and gradients with respect to them, that come from other ranks of a pipeline."""
+
+SPLIT = "split"
+"""The pool of what the first part of a backward holds for the second."""
 
 RESTORED = "restored"
 """The pool of saved activations that have come back to the device."""
@@ -450,6 +454,9 @@ class Provision:
             yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
             if received := self._received(stay=stay):
                 yield Pool(name=RECEIVED, tier="device", size=size, count=received, backed=False)
+        if self._in_turn is not None and self._in_turn.split:
+            held = max(stage.split or 0 for stage in bodies if self.route.program.has(stage.index))
+            yield Pool(name=SPLIT, tier="device", size=held, count=self._in_turn.split, backed=False)
         if self._away:
             count = at_once if self._in_turn is None else self._in_turn.restored
             yield Pool(name=RESTORED, tier="device", size=page_up(size), count=min(count + 1, self._leave))

@@ -19,13 +19,14 @@ Output = tuple[str, int, int]
 class UnderWay:
     """Numbers of activations. ``put_out``: those of this rank's own stages, and gradients that they make, on the
     device; ``received``: those from other ranks, there; ``restored``: those that have come back there; ``away``: those
-    that have left; ``left``: those that ever do."""
+    that have left; ``left``: those that ever do. ``split``: stages whose backward is half done."""
 
     put_out: int
     received: int
     restored: int
     away: int
     left: int
+    split: int
 
 
 @lru_cache(maxsize=256)
@@ -44,6 +45,7 @@ def under_way(route: Route, leaving: frozenset[int]) -> UnderWay:
         restored=most["restored"],
         away=most["away"],
         left=walk.left,
+        split=most["split"],
     )
 
 
@@ -70,12 +72,17 @@ class _Walk:
             if k and k - 1 in self._leaving:
                 self._moves(("A", k - 1, m), "away")
                 self.left += 1
-        else:
+        elif kind != "W":
             self._take(("D", k - 1, m), "put_out")
+        if kind == "I":
+            self._now["split"] += 1
+            self.most["split"] = max(self.most["split"], self._now["split"])
+        elif kind != "F":
             self._give(("A", k - 1, m))
             self._give(("D", k, m))
+            self._now["split"] -= kind == "W"
         following = next(self._following, None)
-        if following is not None and following.kind == "B" and following.stage - 1 in self._leaving:
+        if following is not None and following.kind in "BI" and following.stage - 1 in self._leaving:
             self._moves(("A", following.stage - 1, following.micro_batches[0]), "restored")
 
     def _take(self, what: Output, place: str) -> None:

@@ -12,7 +12,7 @@ micro-batches, and between visits receives and sends what passes between its sta
 each micro-batch.
 
 *In turn* (``in_turn``) such a rank does forwards and backwards of one micro-batch at a time: 1F1B, and in loops
-interleaved. Its weights move, and its gradients are summed, as horizontally.
+interleaved; or zero bubble, where backwards are split. Its weights move, and its gradients are summed, as horizontally.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -95,7 +95,9 @@ def route_of(program: Program, micro_batches: int, family: Family, *, train: boo
     """The route of a step in the order of a family. All evaluations are vertical."""
     if family == "vertical" or not train:
         return vertical_route(program, micro_batches, train=train)
-    return (horizontal_route if family == "horizontal" else in_turn_route)(program, micro_batches)
+    if family == "horizontal":
+        return horizontal_route(program, micro_batches)
+    return in_turn_route(program, micro_batches, split=family == "zero-bubble")
 
 
 def _there_and_back(program: Program, *, train: bool, micro_batch: int = -1) -> list[VisitId]:
@@ -127,12 +129,19 @@ def horizontal(
 
 
 def in_turn(
-    program: Program, settings: Settings, fixed: Fixed = (), name: str = "1f1b", seat: Seat = ONE_RANK
+    program: Program,
+    settings: Settings,
+    fixed: Fixed = (),
+    name: str = "1f1b",
+    seat: Seat = ONE_RANK,
+    *,
+    split: bool = False,
 ) -> Schedule:
-    """The schedule of one training step of a rank of a pipeline that does forwards and backwards in turn."""
+    """The schedule of one training step of a rank of a pipeline that does forwards and backwards in turn. ``split``: as
+    of ``in_turn_route``."""
     assert settings.train, "an evaluation has one micro-batch order: use vertical()"
     assert not settings.delay, "only the vertical schedule delays steps"
-    return _lower(in_turn_route(program, settings.micro_batches), settings, fixed, name, seat)
+    return _lower(in_turn_route(program, settings.micro_batches, split=split), settings, fixed, name, seat)
 
 
 @no_collection()

@@ -53,7 +53,7 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules, CrossingRules
     def __init__(self, schedule: Schedule, needs: Needs, order: list[Op]) -> None:
         super().__init__(schedule, needs, order)
         self._kinds: dict[str, Callable[[Op], None]] = {
-            **dict.fromkeys(("F", "E", "B"), self._compute),
+            **dict.fromkeys(("F", "E", "B", "I", "W"), self._compute),
             "AD": self._add_strand,
             "RW": self._read_weights,
             "UW": self._load,
@@ -117,6 +117,9 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules, CrossingRules
             if forward < len(self.stages) or (self.needs.train and backward >= 0):
                 stage = f"F{forward}m{m}" if forward < len(self.stages) - 1 else f"E{forward}m{m}"
                 raise self._lacks(stage if forward < len(self.stages) else f"B{backward}m{m}")
+        if self.halves:
+            k, m = min(self.halves)
+            raise self._lacks(f"W{k}m{m}")
         for ident in self._to_cross():
             if ident not in self.crossed:
                 raise self._lacks(ident)

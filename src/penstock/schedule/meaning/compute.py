@@ -11,6 +11,7 @@ from penstock.schedule.meaning.values import (
     NOW,
     Activation,
     Gradient,
+    Half,
     Weights,
     refused,
 )
@@ -19,29 +20,34 @@ from penstock.schedule.program import Stage
 
 
 class ComputeRules(Ground):
-    """Rules of F, E, B and AD."""
+    """Rules of F, E, B, I, W and AD."""
 
     def _compute(self, op: Op) -> None:
         kind, k, m, last = op.id.kind, op.id.stage, op.id.micro_batch, len(self.stages) - 1
-        turn = self.backward[m] == k and self.forward[m] > last if kind == "B" else self.forward[m] == k
-        if k > last or (kind == "E") != (k == last) or not turn or (kind == "B" and not self.needs.train):
+        back = kind in ("B", "I")
+        turn = self.backward[m] == k and self.forward[m] > last if back else self.forward[m] == k
+        turn = (k, m) in self.halves if kind == "W" else turn
+        if k > last or (kind == "E") != (k == last) or not turn or (back and not self.needs.train):
             raise refused(op, "is not the stage that its micro-batch comes to next")
-        if kind != "B":
+        if kind == "I" and self.stages[k].split is None:
+            raise refused(op, "is the first part of a backward that can only be run as a whole: write B")
+        if kind in ("F", "E"):
             self._check_turn(op)
         stage, taken = self.stages[k], dict(op.takes)
         read = self._read_by(kind, stage)
         for g in read:
             self._check_weights(op, g)
-        added = stage.gradients if self.needs.train and kind in "BE" else ()
+        added = stage.gradients if self.needs.train and kind in "BEW" else ()
         self._check_no_more(op, {g for g in read if self.place.weights[g] != "device"}, added)
         self._check_activations(op, stage)
+        self._check_half(op, stage)
         if kind == "F":
             self._check_besides(op)
         for g in added:
             self._sum_on_device(op, g, taken)
-        if kind == "B":
+        if back:
             self.backward[m] = self._next(k, back=True)
-        else:
+        elif kind != "W":
             self.forward[m] = self._next(k)
 
     def _check_besides(self, op: Op) -> None:
@@ -75,7 +81,9 @@ class ComputeRules(Ground):
                     raise refused(op, f"has {name}, and its stage has no use for that")
 
     def _read_by(self, kind: str, stage: Stage) -> list[int]:
-        found = {*stage.backward_reads} if kind == "B" else {*stage.forward_reads}
+        if kind == "W":
+            return []  # it reads what the first part has left
+        found = {*stage.backward_reads} if kind in ("B", "I") else {*stage.forward_reads}
         if kind == "E" and self.needs.train:
             found |= {*stage.backward_reads}
         return sorted(g for g in found if self.cuts[g])
@@ -99,14 +107,14 @@ class ComputeRules(Ground):
         """The saved activation and the gradient that a stage reads are on the device; it puts out its own."""
         k, m, kind = stage.index, op.id.micro_batch, op.id.kind
         into = self.stages[k - 1] if k else None
-        fresh = tuple(name for name, _ in op.takes if name in op.writes and not self.pool_of[name].backed)
+        fresh = tuple(n for n, _ in op.takes if n in op.writes and n.holds != "saved" and not self.pool_of[n].backed)
         if into is not None and into.activation:
             self.accesses.read(op, "saved activation", k - 1, m)
             if self.activations.get((k - 1, m)) not in op.reads:
                 raise refused(op, f"needs stage {k - 1}'s saved activation on the device, in a buffer that it reads")
-            if kind != "F" or not self.needs.train:
+            if kind in ("B", "E", "W") or not self.needs.train:
                 del self.activations[k - 1, m]  # nobody reads it after that
-        if kind == "B" and stage.gradient:
+        if kind in ("B", "I", "W") and stage.gradient:
             found = [self.values.get(name) for name in op.reads]
             if Activation(k, m, True) not in found:
                 raise refused(op, f"needs the gradient of what stage {k} put out, in a buffer that it reads")
@@ -115,9 +123,21 @@ class ComputeRules(Ground):
             self._put(op, name, Activation(k, m, False), "device", stage.activation, backed=False)
             self.activations[k, m] = name
             self.accesses.write(op, "saved activation", k, m)
-        elif kind != "F" and self.needs.train and into is not None and into.gradient:
+        elif kind in ("B", "I", "E") and self.needs.train and into is not None and into.gradient:
             name = self._at(op, fresh, "the gradient of its input")
             self._put(op, name, Activation(k - 1, m, True), "device", into.gradient, backed=False)
+
+    def _check_half(self, op: Op, stage: Stage) -> None:
+        """The first part of a backward leaves something to the second, which takes it."""
+        k, m = stage.index, op.id.micro_batch
+        if op.id.kind == "I":
+            name = self._at(op, tuple(n for n in op.writes if n.holds == "saved"), "what the second part needs")
+            self._put(op, name, Half(k, m), "device", stage.split or 0, backed=False)
+            self.halves.add((k, m))
+        elif op.id.kind == "W":
+            if Half(k, m) not in [self.values.get(name) for name in op.reads]:
+                raise refused(op, "needs what the first part of its backward has left, in a buffer that it reads")
+            self.halves.remove((k, m))
 
     def _add_strand(self, op: Op) -> None:
         """One strand of a group's gradient, or a sum of some, to another one."""

@@ -12,7 +12,7 @@ from penstock.schedule.ir.references import ALONE, OF_STAGES, Buffer
 from penstock.schedule.meaning.values import refused
 from penstock.schedule.program import Program
 
-_COMPUTES = frozenset(("F", "E", "B"))
+_COMPUTES = frozenset(("F", "E", "B", "I", "W"))
 _MOVES_NOTHING = _COMPUTES | {"AD", "ND", "OD", "NS", "NORM", "CM"}
 _OF_GROUPS = frozenset(("ND", "OD", "GW", "HW", "GU", "HU", "NS"))
 _FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "UG", "GW", "HW", "SG", "HG", "AR", "HR"))

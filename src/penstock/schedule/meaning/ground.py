@@ -78,6 +78,8 @@ class Ground:
         self.turns = [0] * len(self.stages)
         """stage -> the micro-batch whose forward is next"""
         self.backward = [self._next(len(self.stages) - 1, back=True)] * schedule.micro_batches
+        self.halves: set[tuple[int, int]] = set()
+        """(stage, micro-batch) whose backward is half done"""
         self.kept_gradients: dict[ChunkAt, str] = {}
         """chunk that is left to the next step -> the buffer that its gradient is to be in at the end"""
         ends = {start: end for start, end, _ in schedule.carried}

@@ -106,6 +106,13 @@ class Activation(NamedTuple):
     gradient: bool
 
 
+class Half(NamedTuple):
+    """The tensors that the first part of a backward holds for the second."""
+
+    stage: int
+    micro_batch: int
+
+
 class Kept(NamedTuple):
     """One part of so many of a saved activation in host memory."""
 
@@ -115,8 +122,8 @@ class Kept(NamedTuple):
     parts: int
 
 
-Value = Weights | Gradient | AllParts | OfCopy | OfHost | OfPlace | State | Momentum | Update | Activation | Kept
-V = TypeVar("V", Weights, Gradient, AllParts, OfCopy, OfHost, OfPlace, State, Momentum, Update, Activation, Kept)
+Value = Weights | Gradient | AllParts | OfCopy | OfHost | OfPlace | State | Momentum | Update | Activation | Half | Kept
+V = TypeVar("V", Weights, Gradient, AllParts, OfCopy, OfHost, OfPlace, State, Momentum, Update, Activation, Half, Kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +243,7 @@ SHOWN: dict[type, str] = {
     Momentum: "momentum",
     Update: "updates",
     Activation: "an activation",
+    Half: "what the first part of a backward holds",
     Kept: "a saved activation",
 }
 
