@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.compat.torch import TorchDispatchMode, packet_of
+from penstock.errors import ModelError
 from tests.models import MODELS, Case
 from tests.stacks import WEIGHTS, WIDTH, Layer, stack, unequal
 from tests.tape.test_autograd import HONOURED
@@ -247,3 +248,30 @@ def test_products_of_weights_wait_and_the_rest_does_not() -> None:
     bench.tape.finish()
     assert not any(name.startswith("backward_inputs") for name in made)
     assert len(made["backward_weights model.layers.1"]) == 9
+
+
+class Changing(Layer):
+    """Recomputes a part of itself in the old way, from some micro-batch on."""
+
+    changes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.changes:
+            x = checkpoint(torch.tanh, x, use_reentrant=True)
+        return x + self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
+def test_a_block_that_can_no_longer_be_split_is_refused_by_name() -> None:
+    case = stack(Changing)
+    model = case.model()
+    bench = Bench(case, model, splits=True)
+    bench.probe(unequal(case)[0])
+    bench.load_all()
+    model.layers[1].changes = True
+    with pytest.raises(
+        ModelError, match=r"block 'layers\.1': its backward can only be run as a whole for micro-batch 0"
+    ):
+        bench.step(unequal(case), WEIGHTS, in_two_parts)
+    model.layers[1].changes = False
+    bench.step(unequal(case), WEIGHTS, in_two_parts)

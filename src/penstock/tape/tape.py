@@ -451,9 +451,20 @@ class Tape:
         """Recompute a block call and run it backward; with ``splitting`` the first part of that."""
         rng.seed(self._seed, self._step, self._first + suspended.index, stage, rng.FORWARD, self.device)
         with self._backward_of(stage, "call" if splitting is None else "inputs"):
-            held = suspended.backward_call(stage, splitting)
+            held = self._run_back(suspended, stage, splitting)
         if held is not None:
             self._held[stage, suspended.index] = self._with_waiting(held)
+
+    def _run_back(self, suspended: SuspendedForward, stage: int, splitting: Splitting | None) -> Held | None:
+        try:
+            return suspended.backward_call(stage, splitting)
+        except NotInTwoError as error:
+            site = self.facts[stage].site
+            assert site is not None
+            raise ModelError(
+                f"block {site.name!r}: its backward can only be run as a whole for micro-batch {suspended.index}, and "
+                "could be split for the first one of its shape: let it do the same for all, or give schedule='1f1b'"
+            ) from error
 
     def try_split(self, suspended: SuspendedForward, stage: int) -> Held | None:
         """In a probe: run the first part of a call's backward, of which nothing comes to other stages. None: it cannot
