@@ -46,6 +46,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "pipeline": ("--pipeline", "4"),
     "1f1b": ("--pipeline", "4", "--schedule", "1f1b"),
     "interleaved-1f1b": ("--pipeline", "4", "--schedule", "interleaved-1f1b"),
+    "zero-bubble": ("--pipeline", "4", "--schedule", "zero-bubble"),
     "cp": ("--cp", "2"),
     "cp, horizontal": ("--cp", "2", "--schedule", "horizontal"),
 }
