@@ -243,11 +243,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-29m", help="of bench.workload.MODELS, with a large vocabulary")
     parser.add_argument("--timings", action="store_true", help="on a machine that does nothing else")
-    parser.add_argument("--length", type=int, default=16, help="tokens of a micro-batch, with --timings")
+    parser.add_argument("--length", type=int, help="tokens of a micro-batch, with --timings (16)")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side, with --timings")
     parser.add_argument("--venv", type=Path, default=deepspeed_venv.default_place(), help="DeepSpeed's environment")
     parser.add_argument("--no-record", action="store_true", help="print, but leave the results file alone")
     arguments = parser.parse_args(words)
+    if arguments.length is not None and not arguments.timings:
+        parser.error("--length is of --timings, and has no effect without")
+    length = arguments.length or 16
     if (why := cluster.why_none()) is not None:
         print(f"bench.hosts: {why}", file=sys.stderr)
         return 2
@@ -261,7 +264,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if arguments.timings:
                 python = deepspeed_venv.prepare(arguments.venv)
                 profile = host_of(load_machine(measure_machine(scratch, None, (EACH, RANKS))), MBIT)
-                work = job(arguments.model, 1, arguments.length, 1 + arguments.steps, scratch)
+                work = job(arguments.model, 1, length, 1 + arguments.steps, scratch)
                 slow = measure(work, LAYOUTS, MBIT, profile)
                 peers = [measure_peer(peer, work, MBIT) for peer in _peers(python)]
         found = [Layout(name=n, ranks=r, slow=s) for n, r, s in zip(LAYOUTS, by_layout, slow, strict=True)]
@@ -272,9 +275,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     print(table(found, peers))
     if not arguments.no_record:
-        timings = f" --timings --length {arguments.length}" if arguments.timings else ""
+        timings = f" --timings --length {length}" if arguments.timings else ""
         note = f"`{COMMAND}{timings}`: {arguments.model}, fp32, {HOSTS} hosts of {EACH} ranks (network namespaces)"
-        title = f"hosts: {arguments.length} tokens" if arguments.timings else "hosts"
+        title = f"hosts: {length} tokens" if arguments.timings else "hosts"
         path = write_section(title, f"{note}; {machine()}\n\n{table(found, peers)}", results_file())
         print(f"written to {path.relative_to(ROOT)}")
     missed = [line for one in found for line in one.missed()]

@@ -46,7 +46,7 @@ def test_each_rank_has_its_own_blocks_and_the_step_is_the_world_s(
     assert planned(capsys, config, "--ranks", 2) == found
     first, second = found["ranks"]
     assert first["blocks"] + second["blocks"] == 6
-    assert 0 < first["blocks"] < second["blocks"]  # the first has the embedding and the head, too
+    assert 0 < first["blocks"] <= second["blocks"]  # the first has the head, too
     assert found["step"]["seconds"] > found["step"]["limit_seconds"] > 0
     # 4 micro-batches of 2 x 128 tokens of 128 fp32 numbers: what one rank puts out for the other, and its gradient back
     crossings = first["bytes"]["send"] // (4 * 2 * 128 * 128 * 4)

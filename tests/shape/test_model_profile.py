@@ -75,7 +75,8 @@ CASES: Mapping[str, Case] = {
 
 
 def dry(case: Case, *, dtype: torch.dtype = torch.float32, kind: DeviceKind = "cpu") -> Any:
-    return dry_run(build_on_meta(case.build), case.micro_batches(1)[0], dtype=dtype, kind=kind, loss_fn=case.loss_fn)
+    model, micro_batch = build_on_meta(case.build), case.micro_batches(1)[0]
+    return dry_run(model, micro_batch, dtype=dtype, kind=kind, loss_fn=case.loss_fn, splits=True)
 
 
 # ---- by dry run
@@ -261,7 +262,7 @@ def test_a_formula_knows_the_loss_in_tiles(
     name: str, rows: int, length: int, form: Format, kind: DeviceKind, tile: int
 ) -> None:
     shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind=kind, loss_tile=tile)
-    exact = replace(shape, exact=True).profile(rows, length, form)
+    exact = replace(shape, exact=True, splits=True).profile(rows, length, form)
     formula = transformer.from_config(FORMULAS[name], name=name)
     assert formula is not None
     assert formula.profile(rows, length, form, loss_tile=tile) == exact
@@ -279,7 +280,7 @@ def test_where_hidden_states_take_more_than_a_tile_what_is_planned_is_what_a_dry
 ) -> None:
     shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind="cuda" if form is BF16 else "cpu", loss_tile=tile)
     for rows in (1, tile // 2):
-        assert shape.profile(rows, 128, form) == replace(shape, exact=True).profile(rows, 128, form)
+        assert shape.profile(rows, 128, form) == replace(shape, exact=True, splits=True).profile(rows, 128, form)
 
 
 @pytest.mark.parametrize("name", ["gpt-175b", "llama-70b", "qwen3-8b"])
@@ -367,7 +368,7 @@ def test_where_a_formula_does_not_hold_the_model_is_run() -> None:
         (window, BF16),
     ):
         shape = HuggingFaceModel(name="odd", config=LLAMA | changes)
-        assert shape.profile(2, 64, form) == replace(shape, exact=True).profile(2, 64, form)
+        assert shape.profile(2, 64, form) == replace(shape, exact=True, splits=True).profile(2, 64, form)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["formula", "dry run"])

@@ -2,7 +2,6 @@
 twice, and no weights read in the second part."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from penstock.errors import ModelError
 from tests.models import MODELS, Case
 from tests.stacks import WEIGHTS, WIDTH, Layer, stack, unequal
 from tests.tape.test_autograd import HONOURED
+from tests.tape.test_refusals import Smoothed
 from tests.tape_reference import Bench, Gradients, in_two_parts, vertical
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -162,12 +162,10 @@ WHOLE = (
 )
 
 
-def steps(case: Case, change: Callable[[nn.Module], object] = lambda model: None) -> tuple[Bench, Gradients, Gradients]:
+def steps(case: Case) -> tuple[Bench, Gradients, Gradients]:
     """The gradients of a step whose backwards are whole, and of one whose backwards are split; weights leave between
     any two stages, and between the two parts."""
-    model = case.model()
-    change(model)
-    bench = Bench(case, model, moving=True, splits=True)
+    bench = Bench(case, case.model(), moving=True, splits=True)
     micro_batches = case.micro_batches(3) if case in MODELS.values() else unequal(case)
     bench.probe(micro_batches[0])
     (losses, whole), (again, split) = (bench.step(micro_batches, WEIGHTS, order) for order in (vertical, in_two_parts))
@@ -189,15 +187,26 @@ def test_a_backward_in_two_parts_has_the_bits_of_a_whole_one(name: str) -> None:
 
 
 def test_hooks_on_parameters_are_called_once_for_each_micro_batch() -> None:
-    seen = Counter[str]()
+    """Of a product that waits, of one weight of several, and of a norm."""
+    seen, case, names = Counter[str](), stack(Twice), ("once.weight", "linear.weight", "norm.bias")
+    model = case.model()
+    for name in names:
+        model.layers[1].get_parameter(name).register_hook(lambda g, name=name: seen.update([name]) or g * 2)
+    bench = Bench(case, model, moving=True, splits=True)
+    bench.probe(unequal(case)[0])
+    found = []
+    for order in (vertical, in_two_parts):
+        seen.clear()
+        found.append(bench.step(unequal(case), WEIGHTS, order)[1])
+        assert seen == dict.fromkeys(names, len(WEIGHTS))
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
 
-    def change(model: Any) -> None:
-        for name in ("linear.weight", "norm.bias"):
-            model.layers[1].get_parameter(name).register_hook(lambda g, name=name: seen.update([name]) or g * 2)
 
-    _, whole, split = steps(stack(Twice), change)
-    assert all(torch.equal(gradient, split[name]) for name, gradient in whole.items())
-    assert len(set(seen.values())) == 1
+def test_a_block_that_changes_its_buffers_is_tried_and_recomputed_from_what_they_were() -> None:
+    case = stack(Smoothed)
+    bench = Bench(case, case.model(), moving=True, splits=True)
+    bench.probe(unequal(case)[0])
+    assert all((stage.split is None) == (stage.kind == "segment") for stage in bench.stages)
 
 
 class Products(TorchDispatchMode):

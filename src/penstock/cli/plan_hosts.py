@@ -185,7 +185,7 @@ def describe(found: Comparison, *, assumed: bool) -> Iterator[str]:
 
 
 def _table(found: Comparison) -> Iterator[str]:
-    """How long a step takes in each layout, and below that what it takes of the hosts."""
+    """The seconds of a step in each layout, and below that the memory and bytes that it takes."""
     marks = {one.layout.name: "" if found.not_yet(one.layout) is None else "*" for one in found.outcomes}
     several = len(found.asked.hosts.kinds) > 1
     kinds = [f"  {host.machine}" for one in found.outcomes for host in one.hosts if several]

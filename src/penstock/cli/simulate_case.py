@@ -1,7 +1,7 @@
 """A case for ``penstock simulate``: a world, its costs, and how to speak of both."""
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from penstock.cli.simulate_arguments import Arguments
@@ -93,6 +93,7 @@ def training_of(arguments: Arguments, machine: Machine | None) -> Training:
     """
     name, precision = arguments.model or MODEL, arguments.precision or "bf16"
     shape = model_shape(name, kind="cuda" if machine is None else machine.device.kind)
+    shape = replace(shape, splits=arguments.name == "streamed-zero-bubble")
     if arguments.layers is not None:
         shape = shape.with_layers(arguments.layers)
         name += f" with {counted(arguments.layers, 'layer')}"

@@ -78,6 +78,7 @@ def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
         model_shape(given, kind=kind, loss_tile=config.loss_tile),
         change=_change(config),
         cp=config.cp,
+        splits=config.schedule == "zero-bubble",
         name=config.model.name,
     )
 

@@ -11,7 +11,7 @@ from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of
 from penstock.planner.fit import Plan, Request
 from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
-from penstock.schedule.lower.dealt import blocks_of, dealt_as, holders_of, in_one_piece, program_of_rank
+from penstock.schedule.lower.dealt import blocks_of, dealt_as, holders_of, in_one_piece, laid_out, program_of_rank
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Dealt, GroupSpec, Program
 from penstock.shape.model import StageTimes
@@ -54,7 +54,7 @@ def deal_blocks(
             f"deal={list(counts)}, and the state in {paths[0]} was dealt as {had}: leave deal out to go on with it; or "
             "save a snapshot, and load it where there is no store yet"
         )
-    if in_one_piece(family) != (kept == tuple(sorted(kept))) and kept != _anew(groups, blocks, had, family, looked_up):
+    if in_one_piece(family) != (kept == tuple(sorted(kept))) and not _as_dealt(kept, family):
         other = "'vertical' or 'interleaved-1f1b'" if in_one_piece(family) else "'1f1b' or 'zero-bubble'"
         raise ConfigError(
             f"schedule={family!r} has each rank's blocks {'in one piece' if in_one_piece(family) else 'in loops'}, and "
@@ -64,17 +64,10 @@ def deal_blocks(
     return holders_of(groups, blocks, ranks.size, kept)
 
 
-def _anew(
-    groups: Sequence[GroupSpec],
-    blocks: Sequence[str],
-    counts: Sequence[int],
-    family: Family,
-    looked_up: Collection[int],
-) -> tuple[int, ...]:
-    """The deal of so many blocks of each rank, by default or as asked for: with few blocks loops are one piece, too."""
-    default = tuple(holders_of(groups, blocks, len(counts), None, family, looked_up)[0])
-    same = all(default.count(rank) == count for rank, count in enumerate(counts))
-    return default if same else dealt_as(counts, len(blocks), family)
+def _as_dealt(kept: tuple[int, ...], family: Family) -> bool:
+    """True if a family deals blocks so, by default or as asked for: with few blocks loops are one piece, too."""
+    counts = [kept.count(rank) for rank in range(1 + max(kept))]
+    return kept in (laid_out(len(kept), len(counts), counts[0], family), dealt_as(counts, len(kept), family))
 
 
 def _kept(

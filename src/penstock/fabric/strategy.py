@@ -132,10 +132,10 @@ class PenstockStrategy(OneDevice):
         """Refuse more devices, or fewer, than ``torchrun`` has started processes; or take this process's place among
         them."""
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        started, hosts = (
-            int(os.environ.get(name, 1)) if by_torchrun else 1 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE")
+        started, hosts, each = (
+            int(os.environ.get(f"{whose}WORLD_SIZE", 1)) if by_torchrun else 1 for whose in ("", "GROUP_", "LOCAL_")
         )
-        devices, each = len(self._devices), started // hosts
+        devices = len(self._devices)
         if (devices, self.host_count) != (each, hosts):
             several = f"--nnodes {self.host_count} " if self.host_count > 1 else ""
             wanted = f"devices={each}" + (f", num_nodes={hosts}" if max(hosts, self.host_count) > 1 else "")

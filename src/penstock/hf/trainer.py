@@ -145,6 +145,12 @@ class EngineMixin(TrainerSteps):
         ranks = join(torchrun_mesh(device.type) if self.args.world_size > 1 else None, device)
         try:
             with ranks.together():
+                if ranks.hosts > 1 and self.args.save_on_each_node:
+                    raise ranks.of_all(
+                        ConfigError(
+                            "save_on_each_node=True: all hosts see output_dir, and one rank writes there: leave it out"
+                        )
+                    )
                 for host in range(ranks.hosts):  # in turn: they may see the same directories
                     ranks.jointly("room for the state", partial(self._make_room, ranks, host))
             engine = self._engine_of(ranks)

@@ -77,7 +77,7 @@ def programs_of(
     program: Program, ranks: int, counts: Sequence[int] | None = None, family: Family = "vertical"
 ) -> list[Program]:
     """The program of each rank of a pipeline, to which a model's blocks are dealt out, as the ``family`` has them.
-    ``counts``: blocks of each rank; None: as many.
+    ``counts``: blocks of each rank; None: by what they compute.
 
     Raises:
         ConfigError: there are too few blocks, or two ranks would need the same parameters.

@@ -9,6 +9,7 @@ rank. The faster deal of the two is the outcome.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -58,7 +59,8 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
     if wanted is None:
         counts = _deal(asked, found)
         if counts != found.counts:
-            found = min(found, simulated(asked, views, found.size, counts), key=lambda one: one.step.seconds)
+            with suppress(BudgetError):  # more blocks on some rank, which its memory or drives may not hold
+                found = min(found, simulated(asked, views, found.size, counts), key=lambda one: one.step.seconds)
     changed = found is not by_compute
     return Outcome(
         layout=layout,
@@ -108,7 +110,7 @@ def _sizes(asked: Asked) -> Iterator[int]:
 
 
 def simulated(asked: Asked, views: Sequence[Machine], size: int, counts: Sequence[int] | None = None) -> Simulated:
-    """A pipeline in micro-batches of ``size`` sequences. ``counts``: blocks of each rank; None: as many."""
+    """A pipeline in micro-batches of ``size`` sequences. ``counts``: of each rank; None: by compute."""
     ranks = asked.hosts.ranks
     task = asked.of_rank(views[0], families=("vertical",), stage=None)
     request = task.question(size, asked.batch // size).request
@@ -157,10 +159,11 @@ def _deal(asked: Asked, now: Simulated) -> tuple[int, ...]:
     hosts, blocks, simulation = asked.hosts, sum(now.counts), now.step.simulation
     each: dict[int, dict[Lane, float]] = {}
     for rank in reversed(range(hosts.ranks)):
-        if rank and now.counts[rank]:
+        if rank:  # which have blocks and nothing else
             work = simulation.work(rank)
             each[hosts.kind_of(rank)] = {lane: seconds / now.counts[rank] for lane, seconds in work.items()}
-    per_block = [each[hosts.kind_of(rank)] for rank in range(hosts.ranks)]
+    alone = next(iter(each.values()))  # rank 0, which is the only one of its kind: as others
+    per_block = [each.get(hosts.kind_of(rank), alone) for rank in range(hosts.ranks)]
     ends: dict[Lane, float] = defaultdict(float)
     for lane, seconds in simulation.work(0).items():
         ends[lane] = max(seconds - now.counts[0] * per_block[0].get(lane, 0.0), 0.0)

@@ -36,6 +36,8 @@ class HuggingFaceModel:
     change: Change | None = None
     cp: int = 1
     """ranks that share each sequence, of which the profile is of one"""
+    splits: bool = False
+    """whether a dry run tells what backwards in two parts take; formulas do in any case"""
 
     def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
         """See ``ModelShape.profile``. Weights of 2 bytes are bf16.
@@ -75,7 +77,13 @@ class HuggingFaceModel:
     @cached_property
     def _run(self) -> meta.MetaModel:
         return meta.from_config(
-            self.config, name=self.name, kind=self.kind, loss_tile=self.loss_tile, change=self.change, cp=self.cp
+            self.config,
+            name=self.name,
+            kind=self.kind,
+            loss_tile=self.loss_tile,
+            change=self.change,
+            cp=self.cp,
+            splits=self.splits,
         )
 
     def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format) -> bool:

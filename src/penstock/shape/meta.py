@@ -34,7 +34,7 @@ class MetaModel:
 
     ``repeats``: the forward is a loop over its blocks, so that equal ones need to be run only once. ``loss_fn``: as for
     ``penstock.wrap``. Weights of 2 bytes are bf16. ``cp``: ranks that share each sequence, of which this is one; the
-    model is one of transformers.
+    model is one of transformers. ``splits``: as of ``Tape``.
     """
 
     name: str
@@ -44,6 +44,7 @@ class MetaModel:
     kind: DeviceKind = "cuda"
     repeats: bool = False
     cp: int = 1
+    splits: bool = False
 
     def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
         """See ``ModelShape.profile``."""
@@ -62,6 +63,7 @@ class MetaModel:
             loss_fn=self.loss_fn,
             form=form,
             cp=self.cp,
+            splits=self.splits,
         )
         whole = (found.groups, found.stages, found.flops, found.sent) if names is None else _lengthen(found, names)
         if whole is None:
@@ -157,6 +159,7 @@ def from_config(
     loss_tile: int | None = None,
     change: "Change | None" = None,
     cp: int = 1,
+    splits: bool = False,
 ) -> MetaModel:
     """A causal language model of a Hugging Face configuration (``config.json``, ``model.config`` in settings).
 
@@ -173,6 +176,7 @@ def from_config(
         kind=kind,
         repeats=True,
         cp=cp,
+        splits=splits,
     )
 
 

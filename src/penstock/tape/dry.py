@@ -63,11 +63,13 @@ def dry_run(
     loss_fn: LossFn | None = None,
     form: Format | None = None,
     cp: int = 1,
+    splits: bool = False,
 ) -> DryRun:
     """Probe a model on the meta device. Its parameters are placeholders of ``dtype`` afterwards.
 
-    ``form``: as in ``group_parameters``. ``micro_batch``: tensors on the CPU, whose integers and booleans then have
-    values in the run, or on the meta device. ``cp``: ranks that share each sequence, of which this one has a span.
+    ``form``: as in ``group_parameters``. ``splits``: as of ``Tape``. ``micro_batch``: tensors on the CPU, whose
+    integers and booleans then have values in the run, or on the meta device. ``cp``: ranks that share each sequence, of
+    which this one has a span.
 
     Raises:
         ModelError: the model cannot be run block by block, or needs values that a dry run does not have.
@@ -78,7 +80,7 @@ def dry_run(
         group.detach(dtype, _META)
     own = loss_fn or (lambda m, mb: m(**mb).loss)
     ulysses = None if cp == 1 else Ulysses(model, cp)
-    tape = Tape(model, found, groups, own, seed=0, device=_META, ulysses=ulysses, splits=True)
+    tape = Tape(model, found, groups, own, seed=0, device=_META, ulysses=ulysses, splits=splits)
     values = Values(kind)
     inputs = values.give(
         {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in micro_batch.items()}

@@ -219,7 +219,7 @@ class Stages:
             backward_peak=max(
                 0, max(segment.backward.peak for segment in segments) - segments[-1].backward.start - gradient_below
             ),
-            split=None if in_two is None else in_two.held,
+            split=None if in_two is None else max(in_two.held, 1),
             split_peak=max(0, *parts) if parts else 0,
         )
 

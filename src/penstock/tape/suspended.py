@@ -360,8 +360,11 @@ class SuspendedForward:
         return held
 
     def try_split(self, stage: int) -> Held | None:
-        """In a probe: the first part of a call's backward, of which nothing comes to what was before the call."""
+        """In a probe: the first part of a call's backward, of which nothing comes to what was before the call, and
+        nothing to what it is run back from as a whole."""
         call = self.calls[stage]
+        buffers = tuple((module, name, before.clone()) for module, name, before in call.buffers)
+        call = replace(call, buffers=buffers, context=call.context.copy())
         samples, self.samples = self.samples, None  # the outputs are compared when the call is run back as a whole
         try:
             held, found = self._run_back(stage, call, [leaf.gradient for leaf in call.outputs], Splitting())

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError
 
 from penstock.compat.torch import buffers_of, next_number
 from penstock.errors import ModelError
@@ -473,7 +474,7 @@ class Tape:
         try:
             with self._backward_of(stage, "inputs"):
                 held = suspended.try_split(stage)
-        except NotInTwoError:
+        except (NotInTwoError, CheckpointError):  # a checkpoint within may save in other ways when it runs again
             held = None
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):  # which a transform of torch.func has no way to follow

@@ -70,7 +70,12 @@ def dealt_out(blocks: int, ranks: int, ends: float, family: Family = "vertical")
         of_all = [first + ends, *[each + 1] * more, *[each] * (ranks - 1 - more)]
         return max(of_all), sum(work**2 for work in of_all), first
 
-    first = min(range(blocks - ranks + 2), key=works)
+    return laid_out(blocks, ranks, min(range(blocks - ranks + 2), key=works), family)
+
+
+def laid_out(blocks: int, ranks: int, first: int, family: Family = "vertical") -> tuple[int, ...]:
+    """The rank of each block, in the order of the model, of which the first rank has so many and the others as many as
+    each other, or one more."""
     rounds = -(-(blocks - first) // (ranks - 1))
     others = cycle(range(1, ranks))
     dealt: list[int] = []
@@ -123,7 +128,7 @@ def holders_of(
     """
     of_block = blocks_of(groups, blocks)
     in_blocks = sum(g.numel for g, block in zip(groups, of_block, strict=True) if block is not None)
-    ends = sum(g.numel for g in groups if g.index not in looked_up) - in_blocks
+    ends = sum(g.numel for g, block in zip(groups, of_block, strict=True) if block is None and g.index not in looked_up)
     if dealt is None:
         dealt = dealt_out(len(blocks), ranks, _work_of_ends(ends, in_blocks, len(blocks)), family)
     return list(dealt), [0 if block is None else dealt[block] for block in of_block]
@@ -199,7 +204,11 @@ def program_of_rank(
         partials=max(sums),
     )
 
+    whole = _summed_later(program.stages)
+
     def own(stage: Stage) -> Stage:
+        if stage.index in whole:
+            stage = replace(stage, split=None, split_peak=0)
         if dealt.has(stage.index):
             return replace(stage, kept=stage.kept + dealt.besides[stage.index])
         found = replace(stage, forward_reads=(), backward_reads=(), gradients=(), kept=0)
@@ -207,6 +216,17 @@ def program_of_rank(
 
     groups = tuple(g if holders[g.index] == rank else emptied(g) for g in program.groups)
     return Program(groups=groups, stages=tuple(map(own, program.stages)), dealt=dealt)
+
+
+def _summed_later(stages: Sequence[Stage]) -> set[int]:
+    """Stages that make gradients for what an earlier one does, too: a second part of their backward could come after
+    that one's, and the sum would have another order."""
+    found, seen = set[int](), set[int]()
+    for stage in stages:
+        if not seen.isdisjoint(stage.gradients):
+            found.add(stage.index)
+        seen.update(stage.gradients)
+    return found
 
 
 def emptied(group: GroupSpec) -> GroupSpec:
