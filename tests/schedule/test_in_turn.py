@@ -336,3 +336,15 @@ def test_a_proof_knows_what_can_be_split_and_what_that_takes() -> None:
         ScheduleError, match=r"op I\dm0 needs \d+ bytes on the device, counted for K\dm0, and pool split is"
     ):
         prove(schedule, needs(asked, with_split(lambda nbytes: nbytes + 1)))
+
+
+def test_a_stage_that_shares_a_gradient_with_an_earlier_one_is_not_split_on_any_rank() -> None:
+    """The second part of its backward could come after the earlier one's, and the sum would have another order."""
+    of = uniform_program(6, block=64 * ALIGN, embedding=4 * ALIGN, head=4 * ALIGN, activation=10 * ALIGN)
+    shared = replace(of.stages[2], gradients=(*of.stages[1].gradients, *of.stages[2].gradients))
+    of = replace(of, stages=(*of.stages[:2], shared, *of.stages[3:]))
+    of_stages = stages_dealt(of, 2, family="zero-bubble")
+    assert of_stages[1] == of_stages[2]
+    for rank in range(2):
+        program = program_of_rank(of, of_stages, rank, 2)
+        assert [stage.split is None for stage in program.stages] == [True, False, True, *[False] * 4, True]
