@@ -178,7 +178,7 @@ def test_a_callable_is_run_on_the_meta_device() -> None:
         loss_fn=case.loss_fn,
         kind="cpu",
     )
-    profile = shape.profile(2, 12, FP32)
+    profile = replace(shape, splits=True).profile(2, 12, FP32)
     found = dry(case)
     assert (profile.program.stages, profile.tokens) == (found.stages, 24)
     assert profile.parameters == sum(p.numel() for p in case.model().parameters())
@@ -246,7 +246,7 @@ def test_a_formula_gives_what_a_dry_run_gives(
     formula = transformer.from_config(FORMULAS[name], name=name)
     assert formula is not None
     assert formula.is_usual
-    exact = meta.from_config(FORMULAS[name], name=name, kind=kind).profile(rows, length, form)
+    exact = meta.from_config(FORMULAS[name], name=name, kind=kind, splits=True).profile(rows, length, form)
     found = formula.profile(rows, length, form)
     assert found.program.groups == exact.program.groups
     for mine, theirs in zip(found.program.stages, exact.program.stages, strict=True):
@@ -280,12 +280,16 @@ def test_where_hidden_states_take_more_than_a_tile_what_is_planned_is_what_a_dry
 ) -> None:
     shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind="cuda" if form is BF16 else "cpu", loss_tile=tile)
     for rows in (1, tile // 2):
-        assert shape.profile(rows, 128, form) == replace(shape, exact=True, splits=True).profile(rows, 128, form)
+        assert replace(shape, splits=True).profile(rows, 128, form) == replace(shape, exact=True, splits=True).profile(
+            rows, 128, form
+        )
 
 
 @pytest.mark.parametrize("name", ["gpt-175b", "llama-70b", "qwen3-8b"])
 def test_a_large_model_by_formula_is_the_real_one(name: str) -> None:
-    assert named(name).profile(2, 2048, BF16) == meta.from_config(CONFIGS[name], name=name).profile(2, 2048, BF16)
+    assert named(name).profile(2, 2048, BF16) == meta.from_config(CONFIGS[name], name=name, splits=True).profile(
+        2, 2048, BF16
+    )
 
 
 @pytest.mark.parametrize(
@@ -298,7 +302,7 @@ def test_a_large_model_by_formula_is_the_real_one(name: str) -> None:
 def test_parameters_are_counted_with_biases(changes: dict[str, Any]) -> None:
     formula = transformer.from_config(LLAMA | changes, name="biased")
     assert formula is not None
-    exact = meta.from_config(LLAMA | changes, name="biased").profile(1, 16, BF16)
+    exact = meta.from_config(LLAMA | changes, name="biased", splits=True).profile(1, 16, BF16)
     found = formula.profile(1, 16, BF16)
     assert (found.parameters, found.program.groups) == (exact.parameters, exact.program.groups)
 
@@ -368,7 +372,9 @@ def test_where_a_formula_does_not_hold_the_model_is_run() -> None:
         (window, BF16),
     ):
         shape = HuggingFaceModel(name="odd", config=LLAMA | changes)
-        assert shape.profile(2, 64, form) == replace(shape, exact=True, splits=True).profile(2, 64, form)
+        assert replace(shape, splits=True).profile(2, 64, form) == replace(shape, exact=True, splits=True).profile(
+            2, 64, form
+        )
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["formula", "dry run"])

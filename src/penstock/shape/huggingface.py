@@ -37,7 +37,7 @@ class HuggingFaceModel:
     cp: int = 1
     """ranks that share each sequence, of which the profile is of one"""
     splits: bool = False
-    """whether a dry run tells what backwards in two parts take; formulas do in any case"""
+    """True if a dry run is to say what backwards in two parts take; formulas do in any case"""
 
     def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
         """See ``ModelShape.profile``. Weights of 2 bytes are bf16.

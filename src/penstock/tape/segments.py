@@ -205,6 +205,9 @@ class Stages:
         stays = max(0, segments[-1].forward.end - start - activation) if index < last else gradient_below
         in_two = segments[0].in_two
         parts = [] if in_two is None else [in_two.first - gradient_below, in_two.second]
+        if in_two is not None and len(segments) > 1:  # the code behind the call is run back first
+            behind = max(segment.backward.peak for segment in segments[1:])
+            parts.append(behind - segments[-1].backward.start - gradient_below)
         return Stage(
             index=index,
             kind="segment" if site is None else "call",

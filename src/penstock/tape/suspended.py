@@ -20,7 +20,7 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.compat.torch import buffers_of, next_number, version
+from penstock.compat.torch import buffers_of, next_number, unwatched, version
 from penstock.errors import ModelError
 from penstock.tape import graph, opaque, trees
 from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
@@ -363,7 +363,8 @@ class SuspendedForward:
         """In a probe: the first part of a call's backward, of which nothing comes to what was before the call, and
         nothing to what it is run back from as a whole."""
         call = self.calls[stage]
-        buffers = tuple((module, name, before.clone()) for module, name, before in call.buffers)
+        with unwatched():
+            buffers = tuple((module, name, before.clone()) for module, name, before in call.buffers)
         call = replace(call, buffers=buffers, context=call.context.copy())
         samples, self.samples = self.samples, None  # the outputs are compared when the call is run back as a whole
         try:

@@ -17,8 +17,8 @@ multiple of anything: any number of micro-batches will do, and any deal of the b
 the rank before waits for, and later those of its weights, for which nobody does. These fill the time in which a rank
 can do neither a forward nor a first part. They come before a forward if otherwise more micro-batches would be between
 their forward and the last of their backward than the first rank has under way in any case: that is the limit of each. A
-first part takes twice as long as a forward, a second one as long, and a loss no time: where it takes some, the first
-rank is given fewer blocks for that. Stages that cannot be split have all of their backward in the first part.
+first part takes twice as long as a forward, a second one as long, and a loss next to nothing: where it takes more, the
+first rank is given fewer blocks for that. Stages that cannot be split have all of their backward in the first part.
 
 *No rank waits for itself*, even if each does one op at a time and a message lies nowhere in between: ranks' walks are
 parts of one sequence, in which a message comes right after what it sends, for who sends and who receives it. The first
