@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of
-from penstock.config.step import check_copies
+from penstock.config.step import SPLIT, check_copies
 from penstock.errors import ConfigError
 from penstock.hardware.drives import striped_room
 from penstock.hardware.machine import DeviceKind, Drive, Machine
@@ -78,7 +78,7 @@ def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
         model_shape(given, kind=kind, loss_tile=config.loss_tile),
         change=_change(config),
         cp=config.cp,
-        splits=config.schedule == "zero-bubble",
+        splits=config.schedule in SPLIT,
         name=config.model.name,
     )
 

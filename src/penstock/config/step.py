@@ -20,6 +20,12 @@ pipeline, forwards and backwards of one micro-batch at a time in turn, or with b
 IN_TURN: Final[tuple[Family, ...]] = ("1f1b", "interleaved-1f1b", "zero-bubble")
 """Orders that only the ranks of a pipeline have."""
 
+IN_ONE_PIECE: Final[tuple[Family, ...]] = ("1f1b", "zero-bubble")
+"""Those of them in which each rank's blocks follow each other in the model."""
+
+SPLIT: Final[tuple[Family, ...]] = ("zero-bubble",)
+"""Those of them in which backwards are run in two parts, where they can be."""
+
 ZeroStage = Literal[0, 1, 2, 3]
 """Stage of ZeRO: the tensors that several ranks have parts of."""
 
@@ -193,13 +199,13 @@ def check_in_turn(schedule: object) -> None:
         )
 
 
-def check_split(schedule: object, compiled: object) -> None:
+def check_not_compiled(schedule: object, compiled: object) -> None:
     """Raises:
     ConfigError: backwards are to be run in two parts, and are compiled.
     """
-    if schedule == "zero-bubble" and compiled:
+    if schedule in SPLIT and compiled:
         raise ConfigError(
-            "schedule='zero-bubble' and compile: it runs a block's backward in two parts, and what is compiled is run "
+            f"schedule={schedule!r} and compile: it runs a block's backward in two parts, and what is compiled is run "
             "as a whole. Leave compile out, or give '1f1b'"
         )
 

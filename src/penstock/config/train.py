@@ -11,7 +11,7 @@ from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig
-from penstock.config.step import IN_TURN, Family, StepConfig, check_in_turn, check_pipeline, check_split
+from penstock.config.step import IN_TURN, Family, StepConfig, check_in_turn, check_not_compiled, check_pipeline
 from penstock.config.trackers import TrackerName
 from penstock.errors import ConfigError
 
@@ -146,7 +146,7 @@ class TrainConfig(StepConfig):
             self._check_pipeline()
         else:
             check_in_turn(self.schedule)
-        check_split(self.schedule, self.compile)
+        check_not_compiled(self.schedule, self.compile)
         if self.cp > 1 and self.compile:
             raise ConfigError(f"cp={self.cp} and compile: attention waits for other ranks. Leave one out")
         if not self.run:

@@ -179,7 +179,7 @@ class Planning:
         stages = self._join_ranks(every)
         if train and not any(stage.gradients for stage in stages):
             raise ModelError(NOTHING_TRAINS)
-        if train and self._schedule == "zero-bubble":
+        if train and not isinstance(self._schedule, Schedule):
             check_split(stages, self._schedule)
         calls = {shape: p.handed for shape, p in probed.items()}
         largest = max(nbytes, *(p.nbytes for p in every))

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
-from penstock.config.step import SyncBuffers, check_strands
+from penstock.config.step import SPLIT, SyncBuffers, check_strands
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.dealt import deal_blocks
@@ -221,7 +221,7 @@ def open_resources(
             device=device,
             compile="inductor" if settings.compile is True else settings.compile or None,
             ulysses=None if spans is None else spans.ulysses,
-            splits=settings.schedule == "zero-bubble",
+            splits=settings.schedule in SPLIT,
         )
         undo.callback(tape.close)
         resources = EngineResources(

@@ -14,6 +14,7 @@ from itertools import product
 from typing import Literal
 
 from penstock.config import Budget, Family, StreamConfig, Tier, format_size
+from penstock.config.step import SPLIT
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.phase_memory import arrays
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
@@ -197,7 +198,7 @@ class Request(StreamConfig):
     @property
     def splits(self) -> bool:
         """True if backwards are run in two parts, where they can be."""
-        return self.order == "zero-bubble"
+        return self.order in SPLIT
 
     @property
     def one_by_one(self) -> bool:

@@ -32,22 +32,23 @@ from fractions import Fraction
 from itertools import cycle, islice
 
 from penstock.config import Family
+from penstock.config.step import IN_ONE_PIECE, SPLIT
 from penstock.errors import ConfigError
 from penstock.schedule.program import ALIGN, ELEMENTWISE, EXACT, OF_BLOCK, Dealt, GroupSpec, Program, Stage
 
 
 def in_one_piece(family: Family) -> bool:
     """True if each rank's blocks follow each other in the model; otherwise they are dealt out in loops."""
-    return family in ("1f1b", "zero-bubble")
+    return family in IN_ONE_PIECE
 
 
 def check_split(stages: Sequence[Stage], family: Family) -> None:
     """Raises:
     ConfigError: backwards are to be run in two parts, and none can be.
     """
-    if family == "zero-bubble" and all(stage.split is None for stage in stages):
+    if family in SPLIT and all(stage.split is None for stage in stages):
         raise ConfigError(
-            "schedule='zero-bubble' runs the backward of blocks in two parts, and none of this model's can be: that "
+            f"schedule={family!r} runs the backward of blocks in two parts, and none of this model's can be: that "
             "takes products of matrices (linear layers) with weights that train. Give '1f1b'"
         )
 

@@ -29,7 +29,7 @@ from functools import partial
 from math import ceil
 
 from penstock.config import Family, Tier
-from penstock.config.step import parts_of
+from penstock.config.step import SPLIT, parts_of
 from penstock.errors import ConfigError
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.dealt import program_of_rank, stages_dealt
@@ -88,7 +88,7 @@ def _lower_dealt(request: Request, s: Settings, order: Family) -> World:
     of_stages = stages_dealt(request.program, ranks.size, family=order)
     programs = [program_of_rank(request.program, of_stages, rank, ranks.size) for rank in ranks.members]
     seat = streaming_seat(1, pipe=ranks.size)
-    split = order == "zero-bubble"
+    split = order in SPLIT
     build = vertical if order == "vertical" else partial(in_turn, split=split)
     schedules = []
     for program in programs:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from penstock.config import Family
+from penstock.config.step import SPLIT
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.references import VisitId, stage_op, visit
@@ -97,7 +98,7 @@ def route_of(program: Program, micro_batches: int, family: Family, *, train: boo
         return vertical_route(program, micro_batches, train=train)
     if family == "horizontal":
         return horizontal_route(program, micro_batches)
-    return in_turn_route(program, micro_batches, split=family == "zero-bubble")
+    return in_turn_route(program, micro_batches, split=family in SPLIT)
 
 
 def _there_and_back(program: Program, *, train: bool, micro_batch: int = -1) -> list[VisitId]:
