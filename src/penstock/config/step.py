@@ -21,10 +21,10 @@ IN_TURN: Final[tuple[Family, ...]] = ("1f1b", "interleaved-1f1b", "zero-bubble")
 """Orders that only the ranks of a pipeline have."""
 
 IN_ONE_PIECE: Final[tuple[Family, ...]] = ("1f1b", "zero-bubble")
-"""Those of them in which each rank's blocks follow each other in the model."""
+"""Orders of these with the blocks of each rank one behind the other in the model."""
 
 SPLIT: Final[tuple[Family, ...]] = ("zero-bubble",)
-"""Those of them in which backwards are run in two parts, where they can be."""
+"""Orders of these with backwards in two parts, where they can be."""
 
 ZeroStage = Literal[0, 1, 2, 3]
 """Stage of ZeRO: the tensors that several ranks have parts of."""
