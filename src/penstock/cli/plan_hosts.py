@@ -186,29 +186,29 @@ def describe(found: Comparison, *, assumed: bool) -> Iterator[str]:
 
 def _table(found: Comparison) -> Iterator[str]:
     """The seconds of a step in each layout, and below that the memory and bytes that it takes."""
-    marks = {one.layout.name: "" if found.not_yet(one.layout) is None else "*" for one in found.outcomes}
     several = len(found.asked.hosts.kinds) > 1
-    kinds = [f"  {host.machine}" for one in found.outcomes for host in one.hosts if several]
-    wide = max(len(name) for name in [*(name + mark for name, mark in marks.items()), *kinds]) + 2
+    not_yet = [found.not_yet(one.layout) for one in found.outcomes]
+    names = [one.layout.name + "*" * (why is not None) for one, why in zip(found.outcomes, not_yet, strict=True)]
+    kinds = [f"  {kind.name}" for kind in found.asked.hosts.kinds if several]
+    wide = max(map(len, [*names, *kinds])) + 2
     yield f"{'layout':<{wide}}{'a step':>10}{'tokens/s':>10}  the lane with the most work of a rank"
-    for one in found.outcomes:
-        name, busiest = one.layout.name + marks[one.layout.name], one.busiest
-        lane = f"{LANES[busiest.lane]}, {busiest.work / one.seconds:.0%} of the step"
-        on = f", on {busiest.machine}" if several else ""
+    for name, one in zip(names, found.outcomes, strict=True):
+        lane = f"{LANES[one.busiest.lane]}, {one.busiest.work / one.seconds:.0%} of the step"
+        on = f", on {one.busiest.machine}" if several else ""
         yield f"{name:<{wide}}{_seconds(one.seconds):>10}{_rate(one.tokens_per_second):>10}  {lane}{on}"
-    for why in dict.fromkeys(why for one in found.outcomes if (why := found.not_yet(one.layout))):
+    for why in dict.fromkeys(why for why in not_yet if why):
         yield f"* {why}"
     yield ""
     yield f"{'':<{wide}}{'a rank':>10}  each host, and its bytes of a step"
     heads = ("device", "host", "disk", "read", "written", "sent")
     yield f"{'layout':<{wide}}" + "".join(f"{head:>10}" for head in heads)
-    for one in found.outcomes:
+    for name, one in zip(names, found.outcomes, strict=True):
         if several:
-            yield one.layout.name + marks[one.layout.name]
+            yield name
         for host in one.hosts:
-            name = f"  {host.machine}" if several else one.layout.name + marks[one.layout.name]
             sizes = (host.device, host.host, host.disk, host.read, host.written, host.sent)
-            yield f"{name:<{wide}}" + "".join(f"{format_size(size) if size else '-':>10}" for size in sizes)
+            first = f"  {host.machine}" if several else name
+            yield f"{first:<{wide}}" + "".join(f"{format_size(size) if size else '-':>10}" for size in sizes)
 
 
 def _last_words(found: Comparison) -> Iterator[str]:

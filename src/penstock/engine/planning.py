@@ -159,7 +159,7 @@ class Planning:
         every = self._beside(probed, train=train)
         try:
             self._plans[train] = self._ready(every, count, nbytes, train=train)
-        except (BudgetError, ModelError):
+        except (BudgetError, ConfigError, ModelError):
             if len(every) == len(probed):
                 raise
             self._plans[train] = self._ready(probed, count, nbytes, train=train)

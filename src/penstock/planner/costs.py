@@ -64,8 +64,7 @@ def machine_costs(
     sends over the network's rate, and its latency as often as there is something to send. Of several ranks: the
     machine as each of them sees it (``hardware.sharing``). Besides, an op costs a hand-over, and compute what the ops
     of other lanes take of the interpreter. Updates are made orthogonal as fast as was measured, else at the rate of
-    large products in bf16 (or what is known) times what stages reach of it. Of a backward in two parts a third is for
-    the weights where nobody has measured that: it is the forward again, and two products for each of the forward's.
+    large products in bf16 (or what is known) times what stages reach of it.
 
     Raises:
         ConfigError: the machine has no rate for this optimizer.
@@ -108,9 +107,7 @@ def machine_costs(
         if ident.kind == "B":
             return times.backward[ident.stage] * op.items
         if ident.kind in ("I", "W"):
-            both = times.backward[ident.stage]
-            second = times.weights[ident.stage] if times.weights else both / 3
-            return (second if ident.kind == "W" else both - second) * op.items
+            return times.in_two(ident.stage)[ident.kind == "W"] * op.items
         whole = groups[ident.group].whole
         if ident.kind == "NS" and whole:
             return whole.flop / orthogonal

@@ -60,8 +60,8 @@ def layer_costs(
             ScheduleError for an op that no layer has.
     """
     block = _block(profile)
-    forward, backward = times.forward[block.index], times.backward[block.index]
-    seconds = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2, "E": times.forward[-1]}
+    first, second = times.in_two(block.index)
+    seconds = {"F": times.forward[block.index], "B": first + second, "I": first, "W": second, "E": times.forward[-1]}
     network, overhead = machine.network, machine.overhead
     distinct = {id(schedule): schedule for schedule in world.ranks}.values()
     if network is None and any(op.lane in _LINKS for schedule in distinct for op in schedule.ops):

@@ -78,6 +78,13 @@ class StageTimes:
     orthogonal: float | None = None
     """FLOP/s at which updates of matrices are made orthogonal; None: nobody has measured it"""
 
+    def in_two(self, stage: int) -> tuple[float, float]:
+        """Seconds of both parts of a stage's backward. A third is for the weights where nobody has measured that: a
+        backward is the forward again, and two products for each of the forward's."""
+        both = self.backward[stage]
+        second = self.weights[stage] if self.weights else both / 3
+        return both - second, second
+
 
 EFFICIENCY = {"cuda": 0.7, "cpu": 0.7}
 """The share of the rate of a large matrix product that a stage reaches, by kind of device.
