@@ -76,6 +76,7 @@ def test_split_backwards_send_as_much_and_hold_more(config: Path, capsys: pytest
     assert main(["plan", str(config), "--schedule", "zero-bubble", "--budget.device", "4MiB"]) != 0
     said = capsys.readouterr().err
     assert "rank 0 of the pipeline: budget.device=4MiB is too small for this model" in said
+    assert "another schedule than zero-bubble, which holds there what waits of backwards" in said
 
 
 def test_a_slower_network_makes_a_longer_step_of_the_same_bytes(

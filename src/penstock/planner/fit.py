@@ -447,6 +447,7 @@ def _fit_device(request: Request, base: Placement) -> Settings:
         f"{format_size(min(needs))} ({min(needs)} bytes), of which {format_size(working)} are temporaries of the "
         "largest stage. Raise budget.device, or use smaller or fewer micro-batches"
         + (f", or another stage of ZeRO than {settings.stage}, as all weights stay there" * (settings.stage in (1, 2)))
+        + (f", or another schedule than {request.order}, which holds there what waits of backwards" * request.splits)
     )
 
 
