@@ -91,6 +91,8 @@ class Stage:
     ``split``: bytes that a backward in two parts holds from the first, which makes the gradients of the
     stage's input, to the second, which makes those of its weights, ``split_peak``: as ``backward_peak``, in two
     parts, with what is held among it. None: it can only be run as a whole, or nobody has asked.
+    ``graph``: bytes that autograd's graph of a call, kept from its forward to its backward, holds besides weights
+    and the call's input. None: it cannot be kept, and the backward computes the block again.
     """
 
     index: int
@@ -106,6 +108,7 @@ class Stage:
     backward_peak: int
     split: int | None = None
     split_peak: int = 0
+    graph: int | None = None
 
     def peak(self, *, split: bool) -> int:
         """Bytes of temporaries at most. ``split``: beside what a backward in two parts holds, where it can be."""

@@ -85,6 +85,11 @@ class Cuts:
         self._wants_gradient = wants_gradient
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @property
+    def originals(self) -> list[torch.Tensor]:
+        """The tensors that were cut, in the order of ``outputs``."""
+        return [original for original, _ in self._made.values()]
+
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in self._passed or isinstance(tensor, nn.Parameter):
             return tensor

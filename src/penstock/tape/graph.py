@@ -6,13 +6,14 @@ on, once everything later has been run. The gradients that arrive at older nodes
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
-from penstock.compat.torch import number_of, storage_key
+from penstock.compat.torch import number_of, storage_key, version
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.cut import is_cut
@@ -20,6 +21,11 @@ from penstock.tape.cut import is_cut
 EdgeKey = tuple[Node, int]
 
 _CHECKPOINT = "CheckpointFunctionBackward"
+
+CHANGED_IN_PLACE = (
+    "a tensor of shape {} that the backward needs was changed in place after it was used (x += y, x[i] = y, relu_): "
+    "write the result to a new tensor"
+)
 
 
 class Pending:
@@ -183,12 +189,20 @@ class WeightView:
     geometry: tuple[torch.Size, tuple[int, ...], int] | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """Any other tensor as autograd keeps it, without its graph, which would hold itself; and its version."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class WeightPacker:
     """Lets a graph outlive its weights' place in memory.
 
     Between a segment's forward and its backward its weights may leave the device and come back elsewhere. Saved tensors
     that are views of a parameter are therefore kept as (parameter, view), and made again from where the parameter lives
-    when the backward asks for them. Use with ``torch.autograd.graph.saved_tensors_hooks(packer.pack, packer.unpack)``.
+    when the backward asks for them. Of all others the version is looked at, as autograd does not where there are hooks.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -202,6 +216,10 @@ class WeightPacker:
             self._known[id(p)] = p
             self._places.setdefault(storage_key(p), []).append(p)
 
+    def hooks(self) -> AbstractContextManager[None]:
+        """What is saved inside is packed."""
+        return saved_tensors_hooks(self.pack, self.unpack)
+
     def forget(self) -> None:
         """Forget every place: the weights have left. What was packed stays good."""
         self._known.clear()
@@ -211,17 +229,16 @@ class WeightPacker:
         """True if a tensor lies where a known parameter does."""
         return storage_key(tensor) in self._places
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | WeightView:
-        if not trees.has_storage(tensor):
-            return tensor
-        if id(tensor) in self._known:
-            return WeightView(parameter=self._known[id(tensor)], geometry=None)
-        p = self.parameter_of(tensor)
-        if p is None:
-            return tensor
-        assert tensor.dtype == p.dtype, "a weight was saved under another dtype"
-        offset = int(tensor.storage_offset()) - int(p.storage_offset())
-        return WeightView(parameter=p, geometry=(tensor.size(), tensor.stride(), offset))
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | WeightView:
+        if trees.has_storage(tensor):
+            if id(tensor) in self._known:
+                return WeightView(parameter=self._known[id(tensor)], geometry=None)
+            p = self.parameter_of(tensor)
+            if p is not None:
+                assert tensor.dtype == p.dtype, "a weight was saved under another dtype"
+                offset = int(tensor.storage_offset()) - int(p.storage_offset())
+                return WeightView(parameter=p, geometry=(tensor.size(), tensor.stride(), offset))
+        return SavedTensor(tensor=tensor.detach(), version=version(tensor))
 
     def parameter_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
         """The known parameter that a tensor begins in."""
@@ -229,9 +246,14 @@ class WeightPacker:
         here = self._places.get(storage_key(tensor), ())
         return next((p for p in here if 0 <= start - int(p.storage_offset()) < p.numel()), None)
 
-    def unpack(self, packed: torch.Tensor | WeightView) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+    def unpack(self, packed: SavedTensor | WeightView) -> torch.Tensor:
+        """Raises:
+        ModelError: what was saved has been changed in place.
+        """
+        if isinstance(packed, SavedTensor):
+            if version(packed.tensor) != packed.version:
+                raise ModelError(CHANGED_IN_PLACE.format(tuple(packed.tensor.shape)))
+            return packed.tensor
         now = packed.parameter.detach()
         if packed.geometry is None:
             return now

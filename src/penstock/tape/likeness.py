@@ -20,6 +20,17 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
         return part.to(torch.float64, copy=True)  # the tensor may be changed in place
 
 
+def fingerprint(tensor: torch.Tensor) -> int:
+    """A number that tensors of other bits hardly ever share; 0 where there are none to look at, as on the meta device.
+    Unseen by whoever watches ops."""
+    if tensor.is_meta or not trees.has_storage(tensor) or not tensor.numel():
+        return 0
+    with torch.no_grad(), unwatched():
+        flat = tensor.detach()
+        flat = torch.view_as_real(flat) if flat.is_complex() else flat
+        return int(torch.hash_tensor(flat).item())
+
+
 def alike(before: torch.Tensor, tensor: torch.Tensor, *, within: float = 0.0) -> bool:
     """True if a tensor is, but for rounding, the one that ``before`` is a sample of, or if that cannot be told.
     ``within``: the share of its norm by which rounding may make it differ, where that is more."""

@@ -21,6 +21,7 @@ from penstock.schedule.program import OF_BLOCK, Stage
 from penstock.tape import graph, trees
 from penstock.tape.asked import Asked
 from penstock.tape.handed import Calls, Handed
+from penstock.tape.kept_graph import Footprint
 from penstock.tape.losses import Losses
 from penstock.tape.segments import InTwo, Kept, Seen, Segment, Stages, Usage, see
 from penstock.tape.smuggled import Smuggled
@@ -205,13 +206,13 @@ class Probe:
         usage.start = self._watch.peak = self._watch.live
         usage.flops, usage.sent = -self._watch.flops, -self._tape.sent
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | graph.WeightView:
+    def _pack(self, tensor: torch.Tensor) -> graph.SavedTensor | graph.WeightView:
         birth = self._watch.birth(tensor)
         if birth is not None:
             birth.saved.add(self._watch.segment)
         return self._packer.pack(tensor)
 
-    def _unpack(self, packed: torch.Tensor | graph.WeightView) -> torch.Tensor:
+    def _unpack(self, packed: graph.SavedTensor | graph.WeightView) -> torch.Tensor:
         if isinstance(packed, graph.WeightView):
             self._touch(self._group_of[id(packed.parameter)])
         return self._packer.unpack(packed)
@@ -343,7 +344,10 @@ class Probe:
                     self._tape.call_elsewise(suspended, index)
                     segment.in_two = self._split(suspended, index) if self._tape.splits else None
                     self._begin(segment.backward)
+                    footprint = Footprint(self._packer, lambda: self._watch.peak)
+                    suspended.footprint = footprint
                     self._tape.backward_call(suspended, index)
+                    segment.graph = None if self._tape.compiled else _graph(footprint, segment)
 
     def _split(self, suspended: SuspendedForward, index: int) -> InTwo | None:
         """Run a call's backward in two parts, besides: what each takes. None: it can only be run as a whole."""
@@ -356,6 +360,15 @@ class Probe:
         watch.peak = watch.live
         self._tape.run_held(held, index)
         return InTwo(held=kept, first=first, second=watch.peak - start)
+
+
+def _graph(footprint: Footprint, segment: Segment) -> int | None:
+    """Bytes of a call's graph, if it can be kept: with what a forward that makes it takes more than one that does
+    not."""
+    if footprint.nbytes is None:
+        return None
+    forward, recomputed = segment.forward.peak - segment.forward.start, footprint.peak - segment.backward.start
+    return max(footprint.nbytes, recomputed - forward, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

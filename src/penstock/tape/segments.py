@@ -67,7 +67,8 @@ class Segment:
 
     Of a call: ``changed`` are the buffers that it changed, ``written`` the parameters that it wrote to and left as
     they were; for each output, ``needed`` says whether it depends on anything that trains, and ``reached`` whether a
-    gradient came to it; ``in_two`` what its backward takes in two parts, None where it is run as a whole.
+    gradient came to it; ``in_two`` what its backward takes in two parts, None where it is run as a whole; ``graph``
+    the bytes that its graph takes if it is kept, None where it cannot be.
     """
 
     site: Site | None
@@ -81,6 +82,7 @@ class Segment:
     kept_attributes: list["Kept"] = field(default_factory=list)
     reached: tuple[bool, ...] = ()
     in_two: InTwo | None = None
+    graph: int | None = None
 
 
 def see(place: trees.Place, tensor: torch.Tensor, birth: Birth | None) -> Seen:
@@ -224,6 +226,7 @@ class Stages:
             ),
             split=None if in_two is None else max(in_two.held, 1),
             split_peak=max(0, *parts) if parts else 0,
+            graph=None if segments[0].changed or segments[0].written else segments[0].graph,
         )
 
 

@@ -11,8 +11,9 @@ All of it runs in one thread: greenlets are bound to the thread that made them.
 import contextvars
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,9 +25,11 @@ from penstock.compat.torch import buffers_of, next_number, unwatched, version
 from penstock.errors import ModelError
 from penstock.tape import graph, opaque, trees
 from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
+from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, is_plain
 from penstock.tape.kv_cache import without_caches
-from penstock.tape.likeness import alike, sample
+from penstock.tape.likeness import alike, fingerprint, sample
 from penstock.tape.modes import Modes, Stacks, refuse_stacked
+from penstock.tape.rng import RandomState
 from penstock.tape.split import Held, Splitting
 from penstock.tape.watch import CHANGES, put_back
 
@@ -80,7 +83,7 @@ class StageFacts:
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """One block call as it is kept for its recomputation. ``inputs`` is (args, kwargs, values of ``containers``) as
-    they were before it.
+    they were before it. ``graph``: the one that its backward goes through; None: that has to be computed again.
     """
 
     site: Site
@@ -91,6 +94,7 @@ class Call:
     modes: Modes
     outputs: tuple[Leaf, ...]
     buffers: tuple[Buffer, ...]
+    graph: KeptGraph | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +132,11 @@ class SuspendedForward:
         self.outputs: list[torch.Tensor] = []  # what the latest call made, until the next event
         self.loss: torch.Tensor | None = None
         self.facts = Facts()
+        self.keeping: Callable[[], AbstractContextManager[None]] | None = None
+        """packs what the graph of the next call saves; None: the call is run without a graph"""
         self.samples: dict[int, list[torch.Tensor]] | None = None  # of each call's outputs, in a probe
+        self.prints: dict[int, list[int]] = {}  # likewise: all of their bits
+        self.footprint: Footprint | None = None  # of the next call that is recomputed, in a probe
         self.answer: Callable[[], Any] | None = (
             None  # what the call it is suspended at returns, which is made elsewhere
         )
@@ -139,6 +147,7 @@ class SuspendedForward:
         self.pending = graph.Pending()
         self.hooked = graph.Hooked()  # in a probe: where the model has hooks of its own
         self._stage = 0
+        self._device = device
         self._device_types = ("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type)
         self._modes: Modes | None = None
         self._stacks = Stacks.capture()
@@ -264,8 +273,14 @@ class SuspendedForward:
         wanted = modes.grad and (site.trainable or any(t.requires_grad for t in inputs))
         hidden = opaque.hidden(live)
         opaque.refuse_inputs(site.name, hidden)
-        with self._in_block(site), torch.no_grad(), _explained(f"block {site.name!r}"):
-            output = site.forward(*args, **kwargs)
+        keeping, self.keeping = self.keeping, None
+        leaves: Leaves | None = None
+        if keeping is not None and wanted and not held and self._can_keep(args, kwargs):
+            leaves = {}
+            output = self._run_with_graph(site, args, kwargs, keeping, leaves)
+        else:
+            with self._in_block(site), torch.no_grad(), _explained(f"block {site.name!r}"):
+                output = site.forward(*args, **kwargs)
         changed = any(version(t) != v for t, v in zip(inputs, versions, strict=True))
         self._look_beside((output, live))
         if wanted:
@@ -279,6 +294,7 @@ class SuspendedForward:
         self.outputs = cuts.outputs
         if self.samples is not None:
             self.samples[self._stage] = [sample(t) for t in self.outputs]
+            self.prints[self._stage] = [fingerprint(t) for t in self.outputs]
             self._shared.watch(site.name, self.outputs)
         if any(t.requires_grad for t in self.outputs):
             if changed:
@@ -295,8 +311,32 @@ class SuspendedForward:
                 modes=modes,
                 outputs=tuple(cuts.leaves),
                 buffers=saved,
+                graph=None if leaves is None else self._kept(cuts.originals, leaves),
             )
         return output
+
+    def _can_keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if a call's graph can be kept, as far as can be told before it runs."""
+        return not self.facts.buffers and not self.facts.written and is_plain((args, *kwargs.values()))
+
+    def _run_with_graph(
+        self,
+        site: Site,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        keeping: Callable[[], AbstractContextManager[None]],
+        leaves: Leaves,
+    ) -> Any:
+        """Run a block on ``leaves``, which are noted, with the graph that its recomputation would make."""
+        args, kwargs = trees.replace((args, kwargs), partial(_leaf, leaves))
+        with self._in_block(site), keeping(), _explained(f"block {site.name!r}"):
+            output = site.forward(*args, **kwargs)
+        sources = {id(leaf): source for source, leaf in leaves.values()}
+        return trees.replace(output, lambda tensor: sources.get(id(tensor), tensor))
+
+    def _kept(self, made: Sequence[torch.Tensor], leaves: Leaves) -> KeptGraph:
+        edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in made)
+        return KeptGraph(edges=edges, leaves=leaves, random=RandomState.capture(self._device))
 
     @contextmanager
     def _in_block(self, site: Site) -> Iterator[None]:
@@ -382,9 +422,12 @@ class SuspendedForward:
         which has the gradient."""
         if all(g is None for g in gradients):
             return None, ()
-        fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        if call.graph is not None:
+            assert splitting is None, "a backward in two parts computes its block again"
+            return None, _run_kept(call, call.graph, gradients)
+        fresh: Leaves = {}
         with nullcontext() if splitting is None else splitting.hooks():
-            made = self._recompute(call, fresh)
+            made = self._recompute(call, fresh) if self.footprint is None else self._recompute_seen(call, fresh)
         if len(made) != len(gradients):
             raise ModelError(
                 f"block {call.site.name!r} made {len(gradients)} tensors in the forward and {len(made)} when it was "
@@ -392,8 +435,13 @@ class SuspendedForward:
             )
         self._compare(stage, call.site, made)
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in made]
+        if self.footprint is not None:
+            if self.prints.pop(stage) != [fingerprint(t) for t in made]:
+                self.footprint.refused = True
+            self.footprint.look(edges)
+            self.footprint = None
         del made
-        pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
+        pairs = _pairs(edges, gradients)
         del edges, gradients
         held = None
         if pairs and splitting is not None:
@@ -446,22 +494,27 @@ class SuspendedForward:
                     "than torch's generators. A block must do the same on the same inputs"
                 )
 
-    def _recompute(self, call: Call, fresh: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    def _recompute_seen(self, call: Call, fresh: Leaves) -> list[torch.Tensor]:
+        """In a probe: ``_recompute``, with a look at what the graph saves."""
+        assert self.footprint is not None
+        args, kwargs, _ = call.inputs
+        self.footprint.refused = bool(call.containers) or not self._can_keep(args, kwargs)
+        random = RandomState.capture(self._device)
+        try:
+            with self.footprint.hooks(trees.tensors(call.inputs)):
+                return self._recompute(call, fresh)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):  # which a transform of torch.func has no way to follow
+                raise
+            self.footprint.refused = True
+        fresh.clear()
+        random.restore()
+        return self._recompute(call, fresh)
+
+    def _recompute(self, call: Call, fresh: Leaves) -> list[torch.Tensor]:
         """Run the block again on leaves (noted in ``fresh``). Returns its outputs, in the order of the forward's."""
-        if any(version(t) != v for t, v in zip(trees.tensors(call.inputs), call.versions, strict=True)):
-            raise ModelError(
-                f"an input of block {call.site.name!r} was changed in place after the block had run, so the block "
-                "cannot be recomputed from it: write the result to a new tensor"
-            )
-
-        def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
-                return tensor
-            if id(tensor) not in fresh:
-                fresh[id(tensor)] = (tensor, tensor.detach().requires_grad_())
-            return fresh[id(tensor)][1]
-
-        live = trees.replace(call.inputs, leaf_of)
+        _check_unchanged(call)
+        live = trees.replace(call.inputs, partial(_leaf, fresh))
         with self._as_it_was(call, call.buffers):
             return call.context.run(_run_again, call, live)
 
@@ -479,6 +532,43 @@ class SuspendedForward:
             outer.apply()
             for module, name, buffer in current:
                 buffers_of(module)[name] = buffer
+
+
+def _leaf(leaves: Leaves, tensor: torch.Tensor) -> torch.Tensor:
+    """The leaf that a block is run on in place of an input, which is noted; what has no gradient is handed on."""
+    if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+        return tensor
+    if id(tensor) not in leaves:
+        leaves[id(tensor)] = (tensor, tensor.detach().requires_grad_())
+    return leaves[id(tensor)][1]
+
+
+def _check_unchanged(call: Call) -> None:
+    if any(version(t) != v for t, v in zip(trees.tensors(call.inputs), call.versions, strict=True)):
+        raise ModelError(
+            f"an input of block {call.site.name!r} was changed in place after the block had run, so the block "
+            "cannot be recomputed from it: write the result to a new tensor"
+        )
+
+
+def _pairs(
+    edges: Iterable[GradientEdge | None], gradients: Iterable[torch.Tensor | None]
+) -> list[tuple[GradientEdge, torch.Tensor]]:
+    """The edges that a gradient has come to, each with it."""
+    return [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
+
+
+def _run_kept(
+    call: Call, kept: KeptGraph, gradients: list[torch.Tensor | None]
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Run a graph backward that was kept since the forward. Returns each input and its leaf, which has the gradient."""
+    _check_unchanged(call)
+    pairs = _pairs(kept.edges, gradients)
+    gradients.clear()
+    kept.random.restore()  # as behind a recomputation
+    if pairs:
+        torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
+    return kept.leaves.values()
 
 
 def _replaced(block: str, buffers: Sequence[tuple[Buffer, int]]) -> tuple[Buffer, ...]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
 from penstock.compat.torch import buffers_of, next_number
@@ -239,8 +239,9 @@ class Tape:
         runs_model = self.elsewhere is None or self.elsewhere.has(0)
         return self._loss_fn if runs_model or self.elsewhere is None else self.elsewhere.code(index)
 
-    def forward(self, stage: int, mb: int) -> None:
-        """Run one stage of one micro-batch; the epilogue's backward too, when training.
+    def forward(self, stage: int, mb: int, *, keep: bool = False) -> None:
+        """Run one stage of one micro-batch; the epilogue's backward too, when training. ``keep``: the graph of a call
+        (``Stage.graph``) for its backward, which then does not compute the block again.
 
         Raises:
             ModelError: the micro-batch takes another way through the model than the probe did.
@@ -251,7 +252,7 @@ class Tape:
         try:
             if self.elsewhere is not None:
                 self.elsewhere.before(self.suspended[mb], stage)
-            self._forward(stage, self.suspended[mb])
+            self._forward(stage, self.suspended[mb], keep=keep)
             if self.elsewhere is not None:
                 self.elsewhere.behind(self.suspended[mb], stage)
         except BaseException:
@@ -363,13 +364,14 @@ class Tape:
 
     # -- one stage ------------------------------------------------------------------------------------------------
 
-    def _forward(self, stage: int, suspended: SuspendedForward) -> None:
+    def _forward(self, stage: int, suspended: SuspendedForward, *, keep: bool) -> None:
         facts, last = self.facts[stage], len(self._stages) - 1
         if facts.site is None:
             with self._packing(stage):
                 event = self.run_code(suspended, stage)
         else:
             self.expect_call(suspended, stage, facts.site)
+            suspended.keeping = self._packer(stage).hooks if keep else None
             self.run_call(suspended, stage, facts.call)
             event = "cut"
             if self.facts[stage + 1].site is not None and (self.elsewhere is None or self.elsewhere.goes_on):
@@ -390,8 +392,12 @@ class Tape:
         reads = self._stages[stage].forward_reads
         if not self._train or stage == len(self._stages) - 1 or not reads:
             return nullcontext()
-        packer = graph.WeightPacker(s.parameter for g in reads for s in self.groups[g].slices)
-        return saved_tensors_hooks(packer.pack, packer.unpack)
+        return self._packer(stage).hooks()
+
+    def _packer(self, stage: int) -> graph.WeightPacker:
+        """Knows the weights that a stage's forward reads."""
+        reads = self._stages[stage].forward_reads
+        return graph.WeightPacker(s.parameter for g in reads for s in self.groups[g].slices)
 
     def _note_saved_activation(self, suspended: SuspendedForward, stage: int) -> None:
         places = self.facts[stage].offload
