@@ -47,6 +47,12 @@ def in_two_parts(stages: int, count: int) -> Iterator[tuple[str, int, int]]:
         yield from (("backward_weights", s, mb) for s in reversed(range(stages - 1)))
 
 
+def with_graphs(stages: int, count: int) -> Iterator[tuple[str, int, int]]:
+    """As vertically, with graphs kept from forwards to backwards."""
+    yield from (("forward_kept", s, mb) for s in range(stages) for mb in range(count))
+    yield from (("backward", s, mb) for s in reversed(range(stages - 1)) for mb in range(count))
+
+
 Order = Callable[[int, int], Iterator[tuple[str, int, int]]]
 
 
@@ -132,22 +138,29 @@ class Bench:
         away: dict[tuple[int, int], list[torch.Tensor]] = {}
         for direction, stage, mb in self.events(order, count):
             own = self.stages[stage]
-            reads = {"forward": own.forward_reads, "backward_weights": ()}.get(direction, own.backward_reads)
+            forward = direction in ("forward", "forward_kept")
+            reads = own.forward_reads if forward else () if direction == "backward_weights" else own.backward_reads
             if (stage - 1, mb) in away and direction != "backward_weights":
                 self.tape.restore(stage - 1, mb, [t.clone() for t in away[stage - 1, mb]])
             with self.weights(reads):
-                getattr(self.tape, direction)(stage, mb)
+                if forward:
+                    self.tape.forward(stage, mb, keep=direction == "forward_kept")
+                else:
+                    getattr(self.tape, direction)(stage, mb)
             if self.moving and direction == "forward":
                 for k in (stage, stage - 1):
                     tensors = self.tape.saved_activation(k, mb)
-                    if k == stage and tensors:
+                    if tensors and (k, mb) not in away:
                         away[k, mb] = [t.detach().clone() for t in tensors]
                     self.tape.drop(k, mb)
 
     def events(self, order: "Order", count: int) -> Iterator[tuple[str, int, int]]:
-        """All stages of all micro-batches, with those backwards as a whole that cannot be run in two parts."""
+        """All stages of all micro-batches, with those backwards as a whole that cannot be run in two parts, and those
+        forwards without a graph whose graph cannot be kept."""
         for direction, stage, mb in order(len(self.stages), count):
-            if self.stages[stage].split is not None or not direction.startswith("backward_"):
+            if direction == "forward_kept":
+                yield "forward" if self.stages[stage].graph is None else direction, stage, mb
+            elif self.stages[stage].split is not None or not direction.startswith("backward_"):
                 yield direction, stage, mb
             elif direction == "backward_inputs":
                 yield "backward", stage, mb

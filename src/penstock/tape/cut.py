@@ -101,7 +101,7 @@ class Cuts:
         leaf = Leaf()
         new = tensor.detach()
         if _can_have_gradient(tensor) and self._wants_gradient(tensor):
-            new = begun(tensor, leaf)
+            new = begun(new, leaf)
         self.leaves.append(leaf)
         self.outputs.append(new)
         return new

@@ -25,7 +25,7 @@ from penstock.compat.torch import buffers_of, next_number, unwatched, version
 from penstock.errors import ModelError
 from penstock.tape import graph, opaque, trees
 from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
-from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, is_plain
+from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, is_closed, is_plain
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.likeness import alike, fingerprint, sample
 from penstock.tape.modes import Modes, Stacks, refuse_stacked
@@ -275,7 +275,7 @@ class SuspendedForward:
         opaque.refuse_inputs(site.name, hidden)
         keeping, self.keeping = self.keeping, None
         leaves: Leaves | None = None
-        if keeping is not None and wanted and not held and self._can_keep(args, kwargs):
+        if keeping is not None and wanted and self._can_keep(before):
             leaves = {}
             output = self._run_with_graph(site, args, kwargs, keeping, leaves)
         else:
@@ -289,8 +289,13 @@ class SuspendedForward:
         self.starts[self._stage] = next_number()
         # Without grad mode an output has a gradient only if the block has switched it on.
         cuts = Cuts(inputs, lambda tensor: wanted if modes.grad else tensor.requires_grad)
-        output = trees.replace(output, cuts)
-        trees.settle(live, before, cuts)
+        sources = {id(leaf): source for source, leaf in leaves.values()} if leaves else {}
+
+        def outwards(tensor: torch.Tensor) -> torch.Tensor:
+            return cuts(sources.get(id(tensor), tensor))
+
+        output = trees.replace(output, outwards)
+        trees.settle(live, before, outwards)
         self.outputs = cuts.outputs
         if self.samples is not None:
             self.samples[self._stage] = [sample(t) for t in self.outputs]
@@ -311,13 +316,14 @@ class SuspendedForward:
                 modes=modes,
                 outputs=tuple(cuts.leaves),
                 buffers=saved,
-                graph=None if leaves is None else self._kept(cuts.originals, leaves),
+                graph=None if leaves is None else self._kept(cuts.originals, leaves, before),
             )
         return output
 
-    def _can_keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if a call's graph can be kept, as far as can be told before it runs."""
-        return not self.facts.buffers and not self.facts.written and is_plain((args, *kwargs.values()))
+    def _can_keep(self, inputs: Any) -> bool:
+        """True if a call's graph can be kept, as far as can be told before it runs. ``inputs``: as of ``Call``."""
+        args, kwargs, _ = inputs
+        return not (self.facts.buffers or self.facts.written) and is_plain((args, *kwargs.values()))
 
     def _run_with_graph(
         self,
@@ -330,12 +336,14 @@ class SuspendedForward:
         """Run a block on ``leaves``, which are noted, with the graph that its recomputation would make."""
         args, kwargs = trees.replace((args, kwargs), partial(_leaf, leaves))
         with self._in_block(site), keeping(), _explained(f"block {site.name!r}"):
-            output = site.forward(*args, **kwargs)
-        sources = {id(leaf): source for source, leaf in leaves.values()}
-        return trees.replace(output, lambda tensor: sources.get(id(tensor), tensor))
+            return site.forward(*args, **kwargs)
 
-    def _kept(self, made: Sequence[torch.Tensor], leaves: Leaves) -> KeptGraph:
+    def _kept(self, made: Sequence[torch.Tensor], leaves: Leaves, inputs: Any) -> KeptGraph | None:
+        """The graph behind what a call has made; None: it reaches into that of the model's own code, by what is in the
+        ``containers`` of the call."""
         edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in made)
+        if any(t.requires_grad for t in trees.tensors(inputs[-1])) and not is_closed(edges):
+            return None
         return KeptGraph(edges=edges, leaves=leaves, random=RandomState.capture(self._device))
 
     @contextmanager
@@ -438,7 +446,7 @@ class SuspendedForward:
         if self.footprint is not None:
             if self.prints.pop(stage) != [fingerprint(t) for t in made]:
                 self.footprint.refused = True
-            self.footprint.look(edges)
+            self.footprint.look(edges, _beside(call, fresh))
             self.footprint = None
         del made
         pairs = _pairs(edges, gradients)
@@ -497,8 +505,7 @@ class SuspendedForward:
     def _recompute_seen(self, call: Call, fresh: Leaves) -> list[torch.Tensor]:
         """In a probe: ``_recompute``, with a look at what the graph saves."""
         assert self.footprint is not None
-        args, kwargs, _ = call.inputs
-        self.footprint.refused = bool(call.containers) or not self._can_keep(args, kwargs)
+        self.footprint.refused = not self._can_keep(call.inputs)
         random = RandomState.capture(self._device)
         try:
             with self.footprint.hooks(trees.tensors(call.inputs)):
@@ -541,6 +548,13 @@ def _leaf(leaves: Leaves, tensor: torch.Tensor) -> torch.Tensor:
     if id(tensor) not in leaves:
         leaves[id(tensor)] = (tensor, tensor.detach().requires_grad_())
     return leaves[id(tensor)][1]
+
+
+def _beside(call: Call, leaves: Leaves) -> set[int]:
+    """The identities of the leaves in place of what is handed to a call in ``containers`` alone."""
+    args, kwargs, values = call.inputs
+    handed = {id(t) for t in trees.tensors((args, kwargs))}
+    return {id(leaves[id(t)][1]) for t in trees.tensors(values) if id(t) in leaves and id(t) not in handed}
 
 
 def _check_unchanged(call: Call) -> None:

@@ -1,0 +1,204 @@
+"""A backward through a graph that its forward has kept is the one that computes the block again: the same bits
+wherever weights are by then, nothing computed twice, and no more memory than the probe has found."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.compat.torch import storage_key
+from penstock.errors import ModelError
+from penstock.tape.watch import Watch
+from tests.models import MODELS, Case
+from tests.stacks import WEIGHTS, Layer, stack, unequal
+from tests.tape.test_autograd import HONOURED
+from tests.tape.test_refusals import Smoothed
+from tests.tape.test_split import ODD, Products
+from tests.tape_reference import Bench, Gradients, vertical, with_graphs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class ByGradient(Layer):
+    """Takes another way where a gradient is asked for, which rounds otherwise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return x + (y * 3 / 3 if torch.is_grad_enabled() else y)
+
+
+class Collects(Layer):
+    """Puts what it has computed into a list as well, which holds a tensor already."""
+
+    def forward(self, x: torch.Tensor, found: list[torch.Tensor] | None = None) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        if found is not None:
+            found.append(y)
+        return x + y
+
+
+class Random(Layer):
+    """Draws in its forward, and where its own gradient comes by."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(nn.functional.dropout(x, 0.2))
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * torch.rand(()))
+        return x + y
+
+
+class Through(Layer):
+    """Hands one of its inputs on as it is, beside what it computes."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + torch.tanh(self.linear(x)), x
+
+
+def hand_on(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """What a layer was handed, and has returned, is read besides."""
+    for layer in model.layers:
+        y, before = layer(x)
+        x = y + 0.1 * before
+    return x
+
+
+def collect(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Layers put what they compute into a list."""
+    found: list[torch.Tensor] = []
+    for layer in model.layers:
+        x = layer(x, found)
+    return x + torch.stack(found).sum(0)
+
+
+def change(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """The model's own code changes what its graph has saved."""
+    y = torch.exp(x)
+    y += 1
+    for layer in model.layers:
+        y = layer(y)
+    return y
+
+
+MORE: dict[str, type[nn.Module]] = {"random in both directions": Random}
+CASES: dict[str, Case] = {
+    **{f"model {name}": case for name, case in MODELS.items()},
+    **{name: stack(layer) for name, layer in (*ODD.items(), *MORE.items())},
+    **{name: stack(*HONOURED[name]) for name in HONOURED},
+}
+COMPUTED_AGAIN = (
+    "a function of its own",
+    "a reentrant checkpoint within a block",
+    "functions with a backward of their own",
+    "torch.func within a block",
+)
+
+
+def steps(case: Case) -> tuple[Bench, Gradients, Gradients]:
+    """The gradients of a step that computes blocks again, and of one that has kept their graphs; weights leave between
+    any two stages."""
+    bench = Bench(case, case.model(), moving=True)
+    micro_batches = case.micro_batches(3) if case in MODELS.values() else unequal(case)
+    bench.probe(micro_batches[0])
+    (losses, again), (also, kept) = (bench.step(micro_batches, WEIGHTS, order) for order in (vertical, with_graphs))
+    assert losses == also
+    return bench, again, kept
+
+
+@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
+@pytest.mark.sampled(12, values=False)
+@pytest.mark.parametrize("name", CASES)
+def test_a_backward_through_a_kept_graph_has_the_bits_of_one_that_computes_again(name: str) -> None:
+    bench, again, kept = steps(CASES[name])
+    assert again.keys() == kept.keys()
+    assert not [key for key, gradient in again.items() if not torch.equal(gradient, kept[key])]
+    assert not any(gradient.isnan().any() for gradient in kept.values())
+    assert all(stage.graph is None for stage in bench.stages if stage.kind == "segment")
+    if not name.startswith("model "):
+        assert any(stage.graph is not None for stage in bench.stages) == (name not in COMPUTED_AGAIN)
+
+
+@pytest.mark.parametrize("name", ["model llama_sdpa", "model gpt2", "model bert", "used several times", "an adapter"])
+def test_a_block_is_computed_once(name: str) -> None:
+    case = CASES[name]
+    bench = Bench(case, case.model())
+    micro_batches = case.micro_batches(2)
+    bench.probe(micro_batches[0])
+    bench.load_all()
+    forward = Products()
+    bench.tape.begin(0, micro_batches[:1], [1.0], stages=bench.stages)
+    with forward:
+        for stage in range(len(bench.stages) - 1):
+            bench.tape.forward(stage, 0)
+    bench.tape.abort()
+    counts = []
+    for order in (vertical, with_graphs):
+        with Products() as products:
+            bench.step(micro_batches, [1.0, 1.0], order)
+        counts.append(products.count)
+    assert counts[0] - counts[1] == 2 * forward.count > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["model llama_sdpa", "model gpt2", "model mixtral", "model t5", "dropout, casts and pieces"]
+)
+def test_a_graph_holds_no_more_than_the_probe_has_found(name: str) -> None:
+    case = CASES[name]
+    bench = Bench(case, case.model())
+    (micro_batch,) = case.micro_batches(1)
+    bench.probe(micro_batch)
+    bench.load_all()
+    bench.tape.begin(0, [micro_batch], [1.0], stages=bench.stages)
+    watch, checked = Watch({}, lambda _: None), 0
+    with watch:
+        for stage in bench.stages[:-1]:
+            before = watch.peak = watch.live
+            bench.tape.forward(stage.index, 0, keep=stage.graph is not None)
+            if stage.graph is not None:
+                put_out = stage.activation + stage.kept
+                assert watch.live - before <= stage.graph + put_out
+                assert watch.peak - before <= stage.graph + put_out + stage.forward_peak
+                checked += 1
+    bench.tape.abort()
+    assert checked > 1
+
+
+def test_what_a_call_hands_on_is_what_it_was_handed() -> None:
+    """It has its gradient from both: the model's own code, and the block."""
+    bench, again, kept = steps(stack(Through, hand_on))
+    assert all(torch.equal(gradient, kept[name]) for name, gradient in again.items())
+    assert all(stage.graph is not None for stage in bench.stages if stage.kind == "call")
+
+
+@pytest.mark.parametrize("case", [stack(ByGradient), stack(Smoothed), stack(Collects, collect)])
+def test_other_bits_buffers_and_containers_are_computed_again(case: Case) -> None:
+    bench = Bench(case, case.model(), moving=True)
+    bench.probe(unequal(case)[0])
+    assert all(stage.graph is None for stage in bench.stages)
+
+
+def test_what_is_changed_in_place_after_a_graph_has_saved_it_is_an_error() -> None:
+    """In the model's own code, too, whose graphs are packed: torch does not look where there are hooks."""
+    case = stack(Layer, change)
+    bench = Bench(case, case.model())
+    with pytest.raises(ModelError, match="changed in place after it was used"):
+        bench.probe(unequal(case)[0])
+
+
+def test_a_step_that_is_broken_off_lets_its_graphs_go() -> None:
+    case = CASES["model gpt2"]
+    bench = Bench(case, case.model())
+    (micro_batch,) = case.micro_batches(1)
+    bench.probe(micro_batch)
+    bench.load_all()
+    watch = Watch({}, lambda _: None)
+    bench.tape.begin(0, [micro_batch], [1.0], stages=bench.stages)
+    with watch:
+        before = watch.live
+        for stage in bench.stages[:-1]:
+            bench.tape.forward(stage.index, 0, keep=True)
+        held = watch.live - before
+        bench.tape.abort()
+    assert storage_key(bench.flats[0])
+    assert held > sum(stage.graph or 0 for stage in bench.stages) // 2
+    assert watch.live - before < held // 10
