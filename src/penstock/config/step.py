@@ -67,6 +67,9 @@ class StreamConfig:
     | ``deal`` | number of blocks that each rank of a pipeline has, in the order of ranks, as ``penstock plan --hosts``
     finds it for hosts that differ. Kept in the store. Changes no result; None: that of the store, or as many on each,
     but fewer on the first, which has the ends |
+    | ``recompute`` | whether the backward of a block computes the block again: ``true``: always; ``false``: never, what
+    autograd saves of every block stays on the device from its forward on, or the budget is too small. Changes no
+    result; None: the plan keeps as many blocks' graphs as pay and have room |
     | ``speculate`` | whether what is on disk steps before the gradients' norm is known; a step whose norm is over
     ``clip_grad_norm`` is run again. Changes no result; None: the plan chooses |
     """
@@ -74,6 +77,7 @@ class StreamConfig:
     grad_dtype: GradDtype = "fp32"
     delay: float | None = None
     speculate: bool | None = None
+    recompute: bool | None = None
     strands: int | None = None
     stage: ZeroStage | None = None
     sync_buffers: SyncBuffers | None = None

@@ -40,6 +40,7 @@ def join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, 
             gradients=tuple(sorted({g for s in same for g in s.gradients})),
             **{size: max(getattr(s, size) for s in same) for size in _SIZES},
             split=_most([s.split for s in same]),
+            graph=_most([s.graph for s in same]),
         )
         if len({f.offload for f in known}) > 1:  # what only some of them can move stays for the others
             stage = replace(stage, kept=stage.kept + stage.activation + stage.gradient)
@@ -114,4 +115,5 @@ def slowest_of(times: Sequence[StageTimes | None]) -> StageTimes | None:
         backward=tuple(max(same) for same in zip(*(t.backward for t in known), strict=True)),
         weights=tuple(max(same) for same in zip(*(t.weights for t in known), strict=True)),
         orthogonal=min((t.orthogonal for t in known if t.orthogonal is not None), default=None),
+        with_graph=max((t.with_graph for t in known if t.with_graph is not None), default=None),
     )

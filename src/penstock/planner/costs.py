@@ -105,7 +105,8 @@ def machine_costs(
         if ident.kind in ("F", "E"):
             return times.forward[ident.stage] * op.items
         if ident.kind == "B":
-            return times.backward[ident.stage] * op.items
+            has_graph = any(name.holds == "saved" for name in op.reads)
+            return (times.kept(ident.stage) if has_graph else times.backward[ident.stage]) * op.items
         if ident.kind in ("I", "W"):
             return times.in_two(ident.stage)[ident.kind == "W"] * op.items
         whole = groups[ident.group].whole

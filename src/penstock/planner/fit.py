@@ -6,6 +6,7 @@ blocks' save one read of all); then weights move up from disk, then optimizer st
 Peak memory is not estimated: it is what the schedule's own pools add up to.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from penstock.planner.phase_memory import arrays
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
 from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.graphs import all_graphs
 from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, in_depth, narrow_groups
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import Seat, streaming_seat
@@ -190,6 +192,11 @@ class Request(StreamConfig):
         if self.train:
             check_update_mode(self, self.budget, wait=self.wait, delays=self.order == "vertical")
 
+    @cached_property
+    def most_graphs(self) -> int:
+        """The buffers for graphs of calls that a step can use."""
+        return 0 if self.recompute else all_graphs(self.route)
+
     @property
     def order(self) -> Family:
         """The order of the step's visits: evaluations have one."""
@@ -211,7 +218,7 @@ class Request(StreamConfig):
 
     def scratch_bytes(self, settings: Settings) -> int:
         """Bytes on disk that a step needs besides the state: saved activations and gradients that wait there."""
-        place, stages, stay = settings.place, self.program.stages, self.route.stay(settings.depths.weights)
+        place, stages = settings.place, self.program.stages
         gradients = activations = 0
         if place.gradients == "disk":
             # with a delay alone, a share of each: but the extents are as large as the gradients
@@ -223,7 +230,8 @@ class Request(StreamConfig):
             narrow = narrow_groups(self.route, settings)
             gradients = sum(g.trainable * (BF16 if g.index in narrow else FP32) for g in stepped)
         if self.train and place.activations == "disk":
-            of_stage = {s.index: stay.leaving(s.index, settings.depths.inputs) for s in stages}
+            provision, everyone = self.provision(settings), range(self.route.at_once)
+            of_stage = {s.index: len(provision.leaving(s.index, everyone)) for s in stages}
             if self.route.takes_turns or self.one_by_one:  # each micro-batch has an extent of its own
                 of_stage = {k: self.micro_batches * bool(leaving) for k, leaving in of_stage.items()}
             activations = sum(page_up(s.activation) * of_stage[s.index] for s in stages)
@@ -252,12 +260,32 @@ class Request(StreamConfig):
         )
 
     def roomiest(self, settings: Settings) -> Settings:
-        """The settings with as many inputs of the last block on the device, from its forward to its backward, as the
-        budget has room for: they need not leave, and come back at once.
+        """The settings with as many graphs of calls on the device, from their forwards to their backwards, as the
+        budget has room for: their blocks need not be computed again. Then as many inputs of the last block: they need
+        not leave, and come back at once.
         """
+        return self._with_inputs(self.with_graphs(settings))
+
+    def with_graphs(self, settings: Settings) -> Settings:
+        """The settings with as many graphs of calls on the device as the budget has room for."""
+        if not settings.train or self.most_graphs <= settings.depths.graphs:
+            return settings
+
+        def having(count: int) -> Settings:
+            return replace(settings, depths=replace(settings.depths, graphs=count))
+
+        def is_too_much(count: int) -> bool:
+            return self.peak_bytes(having(count), "device") > self.budget.device_bytes
+
+        if not is_too_much(self.most_graphs):
+            return having(self.most_graphs)
+        counts = range(settings.depths.graphs + 1, self.most_graphs)
+        return having(settings.depths.graphs + bisect_left(counts, True, key=is_too_much))
+
+    def _with_inputs(self, settings: Settings) -> Settings:
         last, depths = len(self.program.stages) - 3, settings.depths
         away = settings.train and settings.place.activations != "device" and self.program.has(last + 1)
-        leaving = self.route.stay(depths.weights).leaving(last, depths.inputs) if away else 0
+        leaving = len(self.provision(settings).leaving(last, range(self.route.at_once))) if away else 0
         if not leaving:
             return settings
 
@@ -398,6 +426,8 @@ def base_placement(request: Request) -> Placement:
 
 def settings_of(request: Request, place: Placement, chunk: int, depths: Depths, *, keep: bool = False) -> Settings:
     largest = max(max(g.trainable, g.frozen) for g in request.program.groups)
+    if request.recompute is False:
+        depths = replace(depths, graphs=request.most_graphs)
     once = not request.train and bool(request.stage)  # there is no second use for which weights could stay
     return Settings(
         micro_batches=request.micro_batches,

@@ -21,7 +21,7 @@ from penstock.planner.fit import Request
 from penstock.planner.probes import Facts, Probes
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.ir.ops import Op
-from penstock.schedule.ir.references import group_op, single_op, stage_op
+from penstock.schedule.ir.references import group_op, single_op, stage_buffer, stage_op
 from penstock.schedule.lower.provision import narrow_groups
 from penstock.schedule.place import Placement, Settings, chunk_count, trained_chunks
 from penstock.sim.costs import Costs
@@ -90,6 +90,22 @@ class Prices:
             self._stages[key] = load
         return self._stages[key]
 
+    def of_graphs(self, activations: Tier, inputs: int) -> Load:
+        """What a buffer for graphs of calls saves, on average: the blocks that are not computed again, and the ways of
+        their inputs where saved activations live on a tier. No seconds are above 0."""
+        request, phases = self.probes.request, self.probes.phases
+        load, able = self.none(), [s.index for s in request.program.stages if s.graph is not None]
+        if not able:
+            return load
+        uses = request.micro_batches / request.route.at_once
+        ways = self.of_stages(activations, inputs) - self.of_stages("device", inputs)
+        load -= uses / (len(able) * request.micro_batches) * ways
+        ids = [(stage_op("B", k, 0), stage_buffer("K", k, 0)) for k in able]
+        again = [self._costs.seconds(Op(id=b)) - self._costs.seconds(Op(id=b, reads=(graph,))) for b, graph in ids]
+        for row, share in phases.backward_rows():
+            load[row, _LANE["compute"]] -= share * uses * sum(again) / len(able)
+        return load
+
     def alone(self, home: Home, gradients: Tier, *, late: bool) -> Load:
         """The ops that there is one of, where all groups live at one home."""
         load = self.none()
@@ -157,18 +173,30 @@ class PhaseCosts:
     def of_activations(self, tier: Tier) -> Load:
         inputs = self.s.depths.inputs
         found: Load = self.prices.of_stages(tier, inputs) - self.prices.of_stages("device", inputs)
+        if self.s.depths.graphs:
+            found = found + self.s.depths.graphs * (self.of_graphs(tier) - self.of_graphs("device"))
         return found
 
     @cached_property
     def of_compute(self) -> Load:
-        """Forward, recompute and backward, and the norm and the commit: as good as the same wherever anything lives."""
+        """Forward, recompute and backward, and the norm and the commit: as good as the same wherever anything lives.
+        What graphs besides those of the settings save is left out (``of_graphs``)."""
         found: Load = self.prices.of_stages("device", self.s.depths.inputs)
+        if self.s.depths.graphs:
+            found = found + self.s.depths.graphs * self.of_graphs("device")
         bottom = self.request.bottom
         return found + self.prices.alone((bottom, bottom), "host", late=self.s.delay > 0)
 
-    def of(self, place: Placement) -> Load:
-        """The load of a whole placement: shape (phases + 1, lanes)."""
+    def of_graphs(self, tier: Tier) -> Load:
+        """What each buffer for graphs saves where saved activations live on a tier."""
+        return self.prices.of_graphs(tier, self.s.depths.inputs)
+
+    def of(self, place: Placement, graphs: int = 0) -> Load:
+        """The load of a whole placement: shape (phases + 1, lanes). ``graphs``: buffers for graphs besides
+        those of the settings."""
         total = self.of_compute + self.of_activations(place.activations)
+        if graphs:
+            total = total + graphs * self.of_graphs(place.activations)
         homes = zip(place.weights, place.state, strict=True)
         return total + sum(self.of_group(g, home, place.gradients) for g, home in enumerate(homes))
 

@@ -10,6 +10,7 @@ Variables, all >= 0:
     y[k, w, s, q]   how many groups of class k have weights on tier w, state on tier s, and gradients that wait on q
     c[t]            share of the saved activations on tier t
     z[q]            share of the waiting gradients on tier q
+    g[t]            buffers for graphs of calls, which are not computed again, where saved activations are on tier t
 
 Minimise sum_p T[p] + epsilon * (all seconds of all lanes), the second so that of equal times the one that moves less
 wins, subject to
@@ -19,7 +20,8 @@ wins, subject to
     and the same of some phases together, with what is delayed and goes home (``bounds.StepBound``)
     sum_(w,s) y[k, w, s, q] = n[k] * z[q] for every class k and tier q; n[k]: groups of the class
     sum c = 1, sum z = 1
-    base[m](c, z) + sum y * bytes[m] <= budget[m]   for every tier m, in units of its budget
+    g[t] <= most * c[t]                       for every tier t; most: buffers that a step can use
+    base[m](c, z) + sum y * bytes[m] + sum g * bytes[m] <= budget[m]   for every tier m, in units of its budget
     sum_p load[p, write] <= most_writing, where drives must last; in units of it
 
 ``base`` is what the step's own pools (``Provision``) and fixed memory take with everything at the bottom, so
@@ -46,7 +48,7 @@ from penstock.planner.optimum import optimum
 from penstock.planner.phase_costs import PhaseCosts, Prices, columns
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.lower.provision import Provision
-from penstock.schedule.place import FP32, Placement, Settings, home_of_weights, trained_chunks
+from penstock.schedule.place import FP32, Placement, Settings, home_of_weights, page_up, trained_chunks
 from penstock.sim.costs import Costs
 
 Waits = Literal["host", "disk"]
@@ -66,6 +68,8 @@ class Shares:
     activations: Mapping[Tier, float]
     gradients: Mapping[Waits, float]
     seconds: float
+    graphs: float = 0.0
+    """buffers for graphs of calls"""
 
     @property
     def whole(self) -> bool:
@@ -196,6 +200,19 @@ class PlacementLP:
     def _settings(self, activations: Tier, gradients: Waits) -> Settings:
         return replace(self.s, place=replace(self.base, activations=activations, gradients=gradients))
 
+    @cached_property
+    def most_graphs(self) -> int:
+        """The buffers for graphs that a step can use besides those that the settings have."""
+        return max(self.request.most_graphs - self.s.depths.graphs, 0) if self.s.train else 0
+
+    def graph_sizes(self, activations: Tier) -> Sizes:
+        """Bytes that follow a buffer for graphs: the graph, and the input of its call, which stays on the device."""
+        stages = self.request.program.stages
+        inputs = max((stage.activation for stage in stages[:-1]), default=0) if activations != "device" else 0
+        graph = max((stage.graph for stage in stages if stage.graph is not None), default=0)
+        away = dict.fromkeys(TIERS, 0.0) | ({activations: -float(page_up(inputs))} if inputs else {})
+        return np.array([graph + inputs if tier == "device" else away[tier] for tier in TIERS])
+
     def base_sizes(self, activations: Tier, gradients: Waits) -> Sizes:
         """Bytes that are there wherever the groups are: pools, inputs, working memory, saved activations."""
         key = (activations, gradients)
@@ -257,6 +274,10 @@ class PlacementLP:
     def _model(self) -> "_Model":
         return _Model(self)
 
+    def compute_seconds(self, shares: Shares) -> float:
+        """The least seconds of a step that compute alone leaves, with the graphs that shares have."""
+        return self.bound.seconds(self.loads.of_compute + shares.graphs * self.loads.of_graphs("device"))
+
     @cached_property
     def relaxed(self) -> Shares | None:
         """The optimum with shares of everything; None if nothing fits."""
@@ -279,7 +300,7 @@ class PlacementLP:
 
 
 class _Model:
-    """The program's matrix for all tiers. Columns in the order T, c, z, y; times in units of ``unit`` seconds."""
+    """The program's matrix for all tiers. Columns in the order T, c, g, z, y; times in units of ``unit`` seconds."""
 
     def __init__(self, lp: PlacementLP) -> None:
         self.lp = lp
@@ -292,8 +313,9 @@ class _Model:
         self.phases = len(lp.loads.probes.phases.names) + 1
         none = np.zeros_like(lp.loads.of_compute)
         parts = [lp.loads.of_activations(tier) for tier in lp.activation_tiers]
+        graphs = [lp.loads.of_graphs(tier) if lp.most_graphs else none for tier in lp.activation_tiers]
         groups = lp.loads.of_columns(lp.gradient_tiers)
-        loads = np.array([*parts, *(none for _ in lp.gradient_tiers), *groups]) / self.unit
+        loads = np.array([*parts, *graphs, *(none for _ in lp.gradient_tiers), *groups]) / self.unit
         self._loads = loads
         self._cost = np.concatenate((np.ones(self.phases), _EPSILON * loads.sum(axis=(1, 2))))
         self._times, self._least = self._time_rows(loads)
@@ -302,18 +324,21 @@ class _Model:
         """The best shares with saved activations and gradients on these tiers; None if nothing fits."""
         chosen = [j for j, column in enumerate(self.columns) if column.gradients in waits]
         tiers, all_waits = self.lp.activation_tiers, self.lp.gradient_tiers
-        first_z = self.phases + len(on)
-        first_y = first_z + len(waits)
+        first_g, first_z, first_y = self._firsts(on, waits)
         kept = [
             *range(self.phases),
             *(self.phases + tiers.index(tier) for tier in on),
-            *(self.phases + len(tiers) + all_waits.index(q) for q in waits),
-            *(self.phases + len(tiers) + len(all_waits) + j for j in chosen),
+            *(self.phases + len(tiers) + tiers.index(tier) for tier in on),
+            *(self.phases + 2 * len(tiers) + all_waits.index(q) for q in waits),
+            *(self.phases + 2 * len(tiers) + len(all_waits) + j for j in chosen),
         ]
         columns = [self.columns[j] for j in chosen]
         sizes, most = self._size_rows(columns, on, waits)
         writing, least = self._writing_row(kept[self.phases :])
-        sizes, most = np.concatenate((sizes, writing)), np.concatenate((most, least))
+        sizes, most = (
+            np.concatenate((sizes, writing, self._graph_rows(on, len(columns) + len(waits)))),
+            np.concatenate((most, least, np.zeros(len(on)))),
+        )
         if len(on) == len(waits) == 1 and [column.kind for column in columns] == [*range(len(self.lp.classes))]:
             return self._only(columns, on[0], waits[0], kept[self.phases :], sizes, most)
         wholes, counts = self._whole_rows(columns, on, waits)
@@ -331,7 +356,8 @@ class _Model:
             homes[column.kind][column.home] = homes[column.kind].get(column.home, 0.0) + value
         return Shares(
             homes=tuple(homes),
-            activations=dict(zip(on, values[self.phases : first_z], strict=True)),
+            activations=dict(zip(on, values[self.phases : first_g], strict=True)),
+            graphs=float(values[first_g:first_z].sum()),
             gradients=dict(zip(waits, values[first_z:first_y], strict=True)),
             seconds=float(values[: self.phases].sum()) * self.unit,
         )
@@ -348,15 +374,19 @@ class _Model:
         """The solution where nothing is left to choose: tiers are given and every class has one home; None if it does
         not fit. ``kept``: the columns after T; ``sizes``, ``most``: of ``_size_rows``."""
         members = [len(self.lp.classes[column.kind].members) for column in columns]
-        counts = np.array([1.0, 1.0, *members])
-        if (sizes[:, self.phases :] @ counts > most + _TOLERANCE).any():
+        counts = np.array([1.0, 0.0, 1.0, *members])
+        left = most - sizes[:, self.phases :] @ counts
+        if (left < -_TOLERANCE).any():
             return None
+        each = sizes[:, self.phases + 1]
+        counts[1] = min([self.lp.most_graphs, *(np.maximum(left, 0)[each > 0] / each[each > 0])])
         load = self.lp.loads.of_compute + np.tensordot(counts, self._loads[np.array(kept) - self.phases], 1) * self.unit
         return Shares(
             homes=tuple({column.home: float(n)} for column, n in zip(columns, members, strict=True)),
             activations={activations: 1.0},
             gradients={gradients: 1.0},
             seconds=self.lp.bound.seconds(load),
+            graphs=float(counts[1]),
         )
 
     def _time_rows(self, loads: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -373,16 +403,25 @@ class _Model:
     def _whole_rows(
         self, columns: Sequence[_Column], on: Sequence[Tier], waits: Sequence[Waits]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        first_z = self.phases + len(on)
-        first_y = first_z + len(waits)
+        first_g, first_z, first_y = self._firsts(on, waits)
         rows = np.zeros((2 + len(self.lp.classes) * len(waits), first_y + len(columns)))
-        rows[0, self.phases : first_z] = rows[1, first_z:first_y] = 1.0
+        rows[0, self.phases : first_g] = rows[1, first_z:first_y] = 1.0
         for k, kind in enumerate(self.lp.classes):
             for i in range(len(waits)):
                 rows[2 + k * len(waits) + i, first_z + i] = -float(len(kind.members))
         for j, column in enumerate(columns):
             rows[2 + column.kind * len(waits) + waits.index(column.gradients), first_y + j] = 1.0
         return rows, np.array([1.0, 1.0, *[0.0] * (len(rows) - 2)])
+
+    def _firsts(self, on: Sequence[Tier], waits: Sequence[Waits]) -> tuple[int, int, int]:
+        """The first columns of g, z and y, of a program with saved activations and gradients on these tiers."""
+        first_g = self.phases + len(on)
+        return first_g, first_g + len(on), first_g + len(on) + len(waits)
+
+    def _graph_rows(self, on: Sequence[Tier], others: int) -> NDArray[np.float64]:
+        """The most graphs on each tier of saved activations. ``others``: columns behind those of g."""
+        ones, nothing = np.eye(len(on)), np.zeros((len(on), self.phases))
+        return np.concatenate((nothing, -float(self.lp.most_graphs) * ones, ones, np.zeros((len(on), others))), axis=1)
 
     def _size_rows(
         self, columns: Sequence[_Column], on: Sequence[Tier], waits: Sequence[Waits]
@@ -391,7 +430,8 @@ class _Model:
         first = self.lp.base_sizes(on[0], waits[0])
         by_c = [self.lp.base_sizes(c, waits[0]) for c in on]
         by_z = [self.lp.base_sizes(on[0], q) - first for q in waits]
-        sizes = np.array([*[np.zeros(len(TIERS))] * self.phases, *by_c, *by_z, *(c.sizes for c in columns)]).T
+        by_g = [self.lp.graph_sizes(c) for c in on]
+        sizes = np.array([*[np.zeros(len(TIERS))] * self.phases, *by_c, *by_g, *by_z, *(c.sizes for c in columns)]).T
         limited = np.isfinite(self.lp.budget)
         scale = np.maximum(self.lp.budget[limited], 1.0)
         return sizes[limited] / scale[:, None], self.lp.budget[limited] / scale

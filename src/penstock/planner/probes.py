@@ -149,7 +149,9 @@ class Probes:
         largest = max(max(g.trainable, g.frozen) for g in self.request.program.groups)
         settings = settings_of(self.request, place, largest, Depths(), keep=self.keep)
         # strands on the device are a few additions more, which the simulator counts; on the host there are as many
-        return replace(settings, wait=self.wait, speculate=self.speculate, delay=0.0, strands=1)
+        # and all blocks are computed again (``PhaseCosts.of_graphs`` has what graphs save)
+        depths = replace(settings.depths, graphs=0)
+        return replace(settings, wait=self.wait, speculate=self.speculate, delay=0.0, strands=1, depths=depths)
 
     @cached_property
     def _tied(self) -> set[int]:

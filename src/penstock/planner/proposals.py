@@ -101,7 +101,7 @@ class Proposals:
             lp = self._first_fitting(request, delay)
             if lp is None or lp.relaxed is None:
                 continue
-            expected, compute = lp.relaxed.seconds * self._runs(request), lp.bound.seconds(lp.loads.of_compute)
+            expected, compute = lp.relaxed.seconds * self._runs(request), lp.compute_seconds(lp.relaxed)
             best = min(found, default=(math.inf, 0.0))[0]
             found.append((expected, delay))
             if expected > best * EQUAL or lp.relaxed.seconds <= compute * EQUAL:
@@ -250,7 +250,7 @@ class Proposals:
     def _better(self, settings: Settings, request: Request) -> PlacementLP:
         """The program with weights kept, or without where that promises fewer seconds and compute alone takes less."""
         lp = self._with_kept_weights(settings, request)
-        if lp.relaxed is None or lp.relaxed.seconds <= lp.bound.seconds(lp.loads.of_compute) * EQUAL:
+        if lp.relaxed is None or lp.relaxed.seconds <= lp.compute_seconds(lp.relaxed) * EQUAL:
             return lp
         without = self.program(settings, request)
         return without if without.relaxed is not None and without.relaxed.seconds < lp.relaxed.seconds else lp
@@ -265,7 +265,10 @@ class Proposals:
                 yield self.proposal(with_keep(lp.request, placed, keep=placed.keep), lp.request, pattern)
 
     def program(self, settings: Settings, request: Request) -> PlacementLP:
-        """The linear program of a request with the chunks, depths and delay of some settings."""
+        """The linear program of a request with the chunks, depths and delay of some settings. How many graphs are kept
+        is its own to say."""
+        graphs = request.most_graphs if request.recompute is False else 0
+        settings = replace(settings, depths=replace(settings.depths, graphs=graphs))
         key = (
             request.family,
             request.speculates,
@@ -308,7 +311,8 @@ class Proposals:
         """A proposal of settings that fit."""
         self.considered += 1
         lp = self.program(settings, request)
-        load = lp.loads.of(settings.place)
+        graphs = request.with_graphs(settings).depths.graphs - lp.s.depths.graphs
+        load = lp.loads.of(settings.place, graphs)
         expected = self.q.expected(lp.bound.seconds(load), settings)
         return Proposal(request=request, settings=settings, pattern=pattern, estimate=expected, work=float(load.sum()))
 

@@ -55,6 +55,7 @@ class Rounding:
         self.limits = limits
         self.activations = shares.activation_tier
         self.gradients = shares.gradient_tier
+        self._graphs = int(shares.graphs + 1e-6)
         floors = [_floors(kind, found) for kind, found in zip(lp.classes, shares.homes, strict=True)]
         self.counts: list[dict[Home, int]] = [counts for counts, _ in floors]
         self._left = [left for _, left in floors]
@@ -70,6 +71,9 @@ class Rounding:
                         break
                     counts[k][home] -= 1
         settled = self._lowered(counts, pattern)
+        if settled is None and self._graphs:  # which cost what pools take besides
+            self._graphs = 0
+            return self.settings(pattern)
         return settled and self._raised(counts, pattern, settled)
 
     def _raised(self, counts: list[dict[Home, int]], pattern: Pattern, settled: Settings) -> Settings:
@@ -127,7 +131,8 @@ class Rounding:
             gradients=self.gradients,
             activations=self.activations,
         )
-        return replace(self.lp.s, place=place)
+        depths = self.lp.s.depths
+        return replace(self.lp.s, place=place, depths=replace(depths, graphs=depths.graphs + self._graphs))
 
 
 def _under(home: Home, other: Home) -> bool:

@@ -363,6 +363,8 @@ class Depths:
     inputs: int = 2
     """device buffers for activations besides those of the micro-batches under way: one on its way out, one on its way
     in, and so many inputs of the last block stay there for its backward; at least 2"""
+    graphs: int = 0
+    """device buffers for graphs that are kept from a call's forward to its backward (``lower.graphs``)"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -247,6 +247,7 @@ class _Sizes:
             backward_peak=backward,
             split=self._held(),
             split_peak=max(split, self._held() + self._largest_matrix() - self._norms()),
+            graph=self._saved() + self._saved_in_mlp(),
         )
 
     def epilogue(self) -> Stage:
@@ -327,23 +328,37 @@ class _Sizes:
         shape = self.shape
         return (shape.intermediate + (not shape.gated)) * shape.hidden * self.weight_bytes
 
-    def _gpt_peaks(self) -> tuple[int, int, int]:
-        """Forward: in the tanh form of GELU. Backward: there, or when the gradient of the second MLP matrix is made.
-        First part of a backward: there."""
-        u, w = self.u, self.w
-        saved = 6 * u + 16 * self.tokens + self._attention()
-        return 2 * u + 4 * w, saved - u + max(6 * w + self._largest_matrix(), 7 * w), saved - u + 8 * w
-
-    def _gated_peaks(self) -> tuple[int, int, int]:
-        """Forward: in the MLP, or while rotating queries. Backward: at the MLP's product, or at its last matrix. First
-        part of a backward: at that product."""
-        shape, e, u, w = self.shape, self.weight_bytes, self.u, self.w
+    def _saved(self) -> int:
+        """Bytes that a block's graph has saved when its MLP begins, besides weights and the block's input: of both
+        norms and of attention, with its queries, keys and values, and what goes into each product."""
+        shape, e, u = self.shape, self.weight_bytes, self.u
+        if not shape.gated:
+            return 6 * u + 16 * self.tokens + self._attention()
         q, k = (self.tokens * n * shape.head_dim * e for n in (shape.heads, shape.kv_heads))
         saved = 2 * self._rms_norm(self.tokens, shape.hidden, output=True) + q + 2 * k + self._attention()
         if shape.qk_norm:
             saved += self._rms_norm(self.tokens * (shape.heads + shape.kv_heads), shape.head_dim, output=False)
         if e == FP32:  # norms keep their inputs; the first one's is the saved activation
             saved += u + (q + k if shape.qk_norm else 0)
+        return saved
+
+    def _saved_in_mlp(self) -> int:
+        """Bytes that a block's graph saves in the MLP: what goes into SiLU, both factors of the gating product and what
+        goes into the last matrix; or of the tanh form of GELU what goes in, half of it, the tanh, one more than the
+        tanh, and what comes out."""
+        return (4 if self.shape.gated else 5) * self.w
+
+    def _gpt_peaks(self) -> tuple[int, int, int]:
+        """Forward: in the tanh form of GELU. Backward: there, or when the gradient of the second MLP matrix is made.
+        First part of a backward: there."""
+        u, w, saved = self.u, self.w, self._saved()
+        return 2 * u + 4 * w, saved - u + max(6 * w + self._largest_matrix(), 7 * w), saved - u + 8 * w
+
+    def _gated_peaks(self) -> tuple[int, int, int]:
+        """Forward: in the MLP, or while rotating queries. Backward: at the MLP's product, or at its last matrix. First
+        part of a backward: at that product."""
+        shape, u, w, saved = self.shape, self.u, self.w, self._saved()
+        q, k = (self.tokens * n * shape.head_dim * self.weight_bytes for n in (shape.heads, shape.kv_heads))
         backward = max(5 * w + self._largest_matrix(), 6 * w)
         return max(u + 3 * w, 4 * q + 2 * k), saved - u + backward, saved - u + 7 * w
 

@@ -42,7 +42,8 @@ class Compute:
     def forward(self, op: Op) -> None:
         self._attach(op)
         sent = self._tape.sent
-        self._tape.forward(op.id.stage, op.id.micro_batch)
+        keep = any(name.holds == "saved" for name in op.writes)
+        self._tape.forward(op.id.stage, op.id.micro_batch, keep=keep)
         self._to.moved += self._tape.sent - sent
         self._detach(op)
 

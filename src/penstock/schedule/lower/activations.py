@@ -5,8 +5,8 @@
     D{k}m{m}   gradients with respect to them
     C{k}m{m}   the host copy (and C{k}m{m}.1 ... where it takes several buffers); c{k}m{m} the host copy that was read
                back from disk
-    K{k}m{m}   what the forward of stage k keeps for its backward besides its input; or the first part of a backward for
-               the second, besides that and the gradient of its output
+    K{k}m{m}   what the forward of stage k keeps for its backward besides its input: its graph; or the first part of a
+               backward for the second, besides that and the gradient of its output
     C{k}m{m}   with partitioned activations: this rank's part of the input of stage k; N{k}m{m} all of it again
 
 The last block's outputs are used by the epilogue at once and never leave; nor do those of its inputs that have room.
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from penstock.schedule.ir.references import Buffer, OpId, stage_buffer, stage_op
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
+from penstock.schedule.lower.graphs import GRAPHS
 from penstock.schedule.lower.provision import RECEIVED, RESTORED, SPLIT
 from penstock.schedule.lower.route import Message, Visit
 from penstock.schedule.place import page_up
@@ -71,6 +72,8 @@ class Activations:
                 op.make(stage_buffer("A", k, m), "activations")
             if self._saves:
                 op.make(stage_buffer("K", k, m), "saved")
+            elif self._keeps_graph(visit, m):
+                op.make(stage_buffer("K", k, m), GRAPHS)
             if received and self._parted:
                 op.make(stage_buffer("C", k, m), "activation_shards")
         elif self.train:
@@ -78,7 +81,7 @@ class Activations:
                 op.make(stage_buffer("D", k - 1, m), self._gradients_pool)
             if kind != "E":
                 used = [stage_buffer("D", k, m)] if own.gradient else []
-                used += [stage_buffer("K", k, m)] if self._saves else []
+                used += [stage_buffer("K", k, m)] if self._saves or self._keeps_graph(visit, m) else []
                 op.reads += used
                 op.gives += used if kind != "I" else []
             if self._splits and kind == "I":
@@ -95,6 +98,10 @@ class Activations:
         if not self._came:
             return besides
         return besides + [self._came.pop(name) for name in (taken, stage_buffer("D", k, m)) if name in self._came]
+
+    def _keeps_graph(self, visit: Visit, m: int) -> bool:
+        """True if a visit's call of one micro-batch makes a graph that is kept, or has one that was."""
+        return visit.kind in "FB" and self.b.provision.keeps_graph(visit.stage, m, visit.micro_batches)
 
     def _input(self, visit: Visit, m: int) -> Buffer:
         """The buffer in which a visit finds what the stage before it has put out."""

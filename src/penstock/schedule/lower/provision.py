@@ -21,6 +21,7 @@ from typing import Literal
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Pool
+from penstock.schedule.lower.graphs import GRAPHS, kept_graphs
 from penstock.schedule.lower.kept import kept_groups, most_kept
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import ONE_RANK, Seat, not_streamed
@@ -169,6 +170,7 @@ class Provision:
 
     ``delayed``: streamed group -> indices of its chunks that step in the next step's forward; empty without a delay.
     ``kept``: group -> the visit whose load leaves the weights in host memory until they are stepped (``kept``).
+    ``graphs``: stage -> the number of its micro-batches under way, the last ones, whose graphs are kept (``graphs``).
     ``saved_activations_pool`` and ``held_pool``: where saved activations on the host, and gradients that wait, are
     taken from.
     ``activation_parts``: buffers that a saved activation on the host takes. Where the ``seat`` shares groups with other
@@ -185,6 +187,7 @@ class Provision:
         self.gradients_pool: dict[int, str] = {}
         self.delayed = self._delayed()
         self.kept = kept_groups(route, settings, self.stay, self._on_time) if settings.keep else {}
+        self.graphs = kept_graphs(route, settings.depths.graphs) if settings.train else {}
         self._narrow = narrow_groups(route, settings)
         self.saved_activations_pool, self.held_pool, self.activation_parts = "saved_activations", "gradients_held", 1
         self.gradient_parts_pool = "gradient_parts"
@@ -389,7 +392,13 @@ class Provision:
         """The micro-batches, of those under way, whose saved activation of a stage is moved off the device."""
         if not self.s.train or self.s.place.activations == "device" or not self._reads(stage):
             return ()
-        return micro_batches[: self.stay.leaving(stage, self.s.depths.inputs)]
+        leaving = self.stay.leaving(stage, self.s.depths.inputs) - self.graphs.get(stage + 1, 0)
+        return micro_batches[: max(leaving, 0)]
+
+    def keeps_graph(self, stage: int, micro_batch: int, micro_batches: Sequence[int]) -> bool:
+        """True if the graph of a stage's call is kept, of one of those that visit it together."""
+        first = len(micro_batches) - self.graphs.get(stage, 0)
+        return micro_batch in micro_batches[max(first, 0) :]
 
     def _reads(self, stage: int) -> bool:
         """True if it is this rank whose backward reads what a stage has put out."""
@@ -445,7 +454,8 @@ class Provision:
         comes back is written on another stream, for which the allocator would take other memory: it has buffers of its
         own, for the micro-batches under way and one on its way.
         """
-        bodies, at_once = self.route.program.stages[:-1], self.route.at_once
+        stages, at_once = self.route.program.stages, self.route.at_once
+        bodies = stages[:-1]
         size = max(s.activation for s in bodies)
         stay = self.s.train and self.s.place.activations == "device"
         if size:
@@ -454,6 +464,9 @@ class Provision:
             yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
             if received := self._received(stay=stay):
                 yield Pool(name=RECEIVED, tier="device", size=size, count=received, backed=False)
+        if self.graphs:
+            largest = max(stages[k].graph or 0 for k in self.graphs)
+            yield Pool(name=GRAPHS, tier="device", size=largest, count=sum(self.graphs.values()), backed=False)
         if self._in_turn is not None and self._in_turn.split:
             held = max(stage.split or 0 for stage in bodies if self.route.program.has(stage.index))
             yield Pool(name=SPLIT, tier="device", size=held, count=self._in_turn.split, backed=False)
@@ -467,14 +480,18 @@ class Provision:
 
     def _put_out(self, *, stay: bool) -> int:
         """Buffers of saved activations that this rank's stages put out. What is sent to another rank is gone once it is
-        there. ``stay``: the others are on the device until their backward."""
+        there. ``stay``: the others are on the device until their backward, as inputs of calls with a graph are."""
         program, at_once = self.route.program, self.route.at_once
         if self._in_turn is not None:
             return self._in_turn.put_out + self.s.depths.inputs
+        with_graph = {k - 1: n for k, n in self.graphs.items() if program.stages[k - 1].activation}
         if program.dealt is None:
-            return at_once * (len(program.stages) - 1) if stay else at_once + self.s.depths.inputs
+            if stay:
+                return at_once * (len(program.stages) - 1)
+            return at_once + self.s.depths.inputs + sum(with_graph.values())
         own = [k for k in range(len(program.stages) - 1) if program.has(k) and not program.dealt.crosses(k)]
-        return at_once * (len(own) if stay else bool(own)) + self.s.depths.inputs
+        kept = at_once * len(own) if stay else at_once * bool(own) + sum(with_graph.get(k, 0) for k in own)
+        return kept + self.s.depths.inputs
 
     def _received(self, *, stay: bool) -> int:
         """Buffers of what other ranks of a pipeline send: of all micro-batches of one visit, since nobody reads any of
@@ -489,8 +506,11 @@ class Provision:
         inputs = [k for k in range(1, last + 1) if dealt.has(k) and dealt.crosses(k - 1)]
         if stay:
             kept = at_once * len(inputs)
+        elif self.s.train:
+            with_graph = sum(self.graphs.get(k, 0) for k in inputs if k != last)
+            kept = with_graph + (at_once - len(self.leaving(last - 1, range(at_once))) if last in inputs else 0)
         else:
-            kept = at_once - len(self.leaving(last - 1, range(at_once))) if self.s.train and last in inputs else 0
+            kept = 0
         return kept + at_once
 
     @cached_property

@@ -11,6 +11,7 @@ from penstock.schedule.meaning.values import (
     NOW,
     Activation,
     Gradient,
+    Graph,
     Half,
     Weights,
     refused,
@@ -41,6 +42,7 @@ class ComputeRules(Ground):
         self._check_no_more(op, {g for g in read if self.place.weights[g] != "device"}, added)
         self._check_activations(op, stage)
         self._check_half(op, stage)
+        self._check_graph(op, stage)
         if kind == "F":
             self._check_besides(op)
         for g in added:
@@ -110,7 +112,8 @@ class ComputeRules(Ground):
         fresh = tuple(n for n, _ in op.takes if n in op.writes and n.holds != "saved" and not self.pool_of[n].backed)
         if into is not None and into.activation:
             self.accesses.read(op, "saved activation", k - 1, m)
-            if self.activations.get((k - 1, m)) not in op.reads:
+            self.inputs[k, m] = self.activations.get((k - 1, m))
+            if self.inputs[k, m] not in op.reads:
                 raise refused(op, f"needs stage {k - 1}'s saved activation on the device, in a buffer that it reads")
             if kind in ("B", "E", "W") or not self.needs.train:
                 del self.activations[k - 1, m]  # nobody reads it after that
@@ -138,6 +141,22 @@ class ComputeRules(Ground):
             if Half(k, m) not in [self.values.get(name) for name in op.reads]:
                 raise refused(op, "needs what the first part of its backward has left, in a buffer that it reads")
             self.halves.remove((k, m))
+
+    def _check_graph(self, op: Op, stage: Stage) -> None:
+        """A forward may keep its graph, which its backward then goes through; its input stays where the graph has it."""
+        k, m = stage.index, op.id.micro_batch
+        names = tuple(name for name in op.writes if name.holds == "saved")
+        if op.id.kind == "F" and names:
+            if stage.graph is None or not self.needs.train:
+                raise refused(op, f"has {names[0]}, and the graph of its stage cannot be kept")
+            name = self._at(op, names, "its graph")
+            self._put(op, name, Graph(k, m), "device", stage.graph, backed=False)
+            self.graphs[k, m] = self.inputs.get((k, m))
+        elif op.id.kind in ("B", "I") and (k, m) in self.graphs:
+            if op.id.kind == "I" or Graph(k, m) not in [self.values.get(name) for name in op.reads]:
+                raise refused(op, "needs the graph that its forward has kept, in a buffer that it reads: write B")
+            if self.graphs.pop((k, m)) != self.inputs.get((k, m)):
+                raise refused(op, "reads its input elsewhere than its forward, whose graph holds it where it was")
 
     def _add_strand(self, op: Op) -> None:
         """One strand of a group's gradient, or a sum of some, to another one."""

@@ -80,6 +80,10 @@ class Ground:
         self.backward = [self._next(len(self.stages) - 1, back=True)] * schedule.micro_batches
         self.halves: set[tuple[int, int]] = set()
         """(stage, micro-batch) whose backward is half done"""
+        self.inputs: dict[tuple[int, int], str | None] = {}
+        """(stage, micro-batch) -> the buffer in which its latest op has found its input"""
+        self.graphs: dict[tuple[int, int], str | None] = {}
+        """(stage, micro-batch) whose graph is kept -> the buffer of the input that it holds"""
         self.kept_gradients: dict[ChunkAt, str] = {}
         """chunk that is left to the next step -> the buffer that its gradient is to be in at the end"""
         ends = {start: end for start, end, _ in schedule.carried}

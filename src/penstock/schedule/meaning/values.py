@@ -113,6 +113,13 @@ class Half(NamedTuple):
     micro_batch: int
 
 
+class Graph(NamedTuple):
+    """The graph of a call, kept from its forward."""
+
+    stage: int
+    micro_batch: int
+
+
 class Kept(NamedTuple):
     """One part of so many of a saved activation in host memory."""
 
@@ -122,8 +129,24 @@ class Kept(NamedTuple):
     parts: int
 
 
-Value = Weights | Gradient | AllParts | OfCopy | OfHost | OfPlace | State | Momentum | Update | Activation | Half | Kept
-V = TypeVar("V", Weights, Gradient, AllParts, OfCopy, OfHost, OfPlace, State, Momentum, Update, Activation, Half, Kept)
+Value = (
+    Weights
+    | Gradient
+    | AllParts
+    | OfCopy
+    | OfHost
+    | OfPlace
+    | State
+    | Momentum
+    | Update
+    | Activation
+    | Half
+    | Graph
+    | Kept
+)
+V = TypeVar(
+    "V", Weights, Gradient, AllParts, OfCopy, OfHost, OfPlace, State, Momentum, Update, Activation, Half, Graph, Kept
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +267,7 @@ SHOWN: dict[type, str] = {
     Update: "updates",
     Activation: "an activation",
     Half: "what the first part of a backward holds",
+    Graph: "a call's graph",
     Kept: "a saved activation",
 }
 
