@@ -33,6 +33,7 @@ USED = {
         "schedule/": "what a built schedule was given",
         **dict.fromkeys(("planner/phases.py", "planner/probes.py"), "the phases and loads of such a schedule"),
     },
+    "recompute": {},
     "strands": {
         "schedule/": "what a built schedule was given",
         "engine/": "as many as there are ranks, or as the store has",

@@ -48,7 +48,7 @@ from penstock.planner.optimum import optimum
 from penstock.planner.phase_costs import PhaseCosts, Prices, columns
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.lower.provision import Provision
-from penstock.schedule.place import FP32, Placement, Settings, home_of_weights, page_up, trained_chunks
+from penstock.schedule.place import FP32, Placement, Settings, home_of_weights, trained_chunks
 from penstock.sim.costs import Costs
 
 Waits = Literal["host", "disk"]
@@ -206,12 +206,12 @@ class PlacementLP:
         return max(self.request.most_graphs - self.s.depths.graphs, 0) if self.s.train else 0
 
     def graph_sizes(self, activations: Tier) -> Sizes:
-        """Bytes that follow a buffer for graphs: the graph, and the input of its call, which stays on the device."""
+        """Bytes that follow a buffer for graphs: the graph, and the input of its call, which stays on the device. The
+        room that this one leaves where saved activations live does not count: as many graphs need not fit."""
         stages = self.request.program.stages
-        inputs = max((stage.activation for stage in stages[:-1]), default=0) if activations != "device" else 0
+        inputs = max(stage.activation for stage in stages[:-1]) if activations != "device" else 0
         graph = max((stage.graph for stage in stages if stage.graph is not None), default=0)
-        away = dict.fromkeys(TIERS, 0.0) | ({activations: -float(page_up(inputs))} if inputs else {})
-        return np.array([graph + inputs if tier == "device" else away[tier] for tier in TIERS])
+        return np.array([graph + inputs if tier == "device" else 0.0 for tier in TIERS])
 
     def base_sizes(self, activations: Tier, gradients: Waits) -> Sizes:
         """Bytes that are there wherever the groups are: pools, inputs, working memory, saved activations."""

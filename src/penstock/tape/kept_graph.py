@@ -16,6 +16,7 @@ Whether that gives the same bits, and what it holds, is found out in the probe, 
 - where a call changes buffers or writes to weights, which its graph would find changed.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Footprint:
         self._packer = packer
         self._peak = peak
         self._inputs: set[int] = set()
-        self._sizes: dict[int, int] = {}
+        self._saved: list[weakref.ref[graph.SavedTensor]] = []  # a node that is dropped lets go of its own
         self.nbytes: int | None = None
         self.peak = 0
         self.refused = False
@@ -74,7 +75,7 @@ class Footprint:
             if not trees.has_storage(tensor):
                 self.refused = True
             elif storage_key(tensor) not in self._inputs:
-                self._sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+                self._saved.append(weakref.ref(packed))
         return packed
 
     def look(self, edges: Sequence[GradientEdge | None], beside: Collection[int]) -> None:
@@ -82,7 +83,8 @@ class Footprint:
         that would not be leaves if the graph was made in the forward."""
         self.peak = self._peak()
         if not self.refused and is_closed(edges, beside):
-            self.nbytes = sum(self._sizes.values())
+            held = [packed.tensor for saved in self._saved if (packed := saved()) is not None]
+            self.nbytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in held}.values())
 
 
 def is_closed(edges: Iterable[GradientEdge | None], beside: Collection[int] = ()) -> bool:

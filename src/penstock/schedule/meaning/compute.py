@@ -143,7 +143,7 @@ class ComputeRules(Ground):
             self.halves.remove((k, m))
 
     def _check_graph(self, op: Op, stage: Stage) -> None:
-        """A forward may keep its graph, which its backward then goes through; its input stays where the graph has it."""
+        """A forward may keep its graph, for its backward to go through. Its input stays where the graph has it."""
         k, m = stage.index, op.id.micro_batch
         names = tuple(name for name in op.writes if name.holds == "saved")
         if op.id.kind == "F" and names:
