@@ -61,6 +61,7 @@ def _stage(draw: st.DrawFn, index: int, size: int, groups: list[GroupSpec], read
         kept=draw(st.sampled_from(BYTES)),
         forward_peak=500,
         backward_peak=900,
+        graph=draw(st.sampled_from((None, 700, 7000))) if kind == "call" else None,
     )
 
 
@@ -122,6 +123,7 @@ def depths(draw: st.DrawFn) -> Depths:
         state=draw(few),
         activations=draw(few),
         inputs=draw(st.integers(2, 4)),
+        graphs=draw(st.sampled_from((0, 0, 1, 3, 30))),
     )
 
 

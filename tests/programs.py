@@ -49,6 +49,7 @@ def transformer(
             backward_peak=900,
             split=3 * ACTIVATION if kind == "call" and index % 3 else None,
             split_peak=3 * ACTIVATION + 900,
+            graph=7 * ACTIVATION if kind == "call" and index % 4 != 2 else None,
         )
 
     stages = [stage(0, "segment", (0,), ())]
@@ -130,6 +131,7 @@ def random_case(seed: int, *, largest: int = 4) -> Case:
         stage_out=rng.randint(1, 3),
         state=rng.randint(1, 3),
         activations=rng.randint(1, 3),
+        graphs=rng.choice((0, 1, 3, 30)),
     )
     settings = Settings(
         micro_batches=rng.randint(1, largest),

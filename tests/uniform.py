@@ -12,13 +12,14 @@ def uniform_program(
     activation: int = 0,
     working: int = 0,
     splits: bool = True,
+    graph: int | None = None,
 ) -> Program:
     """``layers`` blocks between an embedding and a head.
 
     ``block``, ``embedding``, ``head``: parameters of each, rounded up to multiples of ``ALIGN``; no end group for 0.
     ``activation``: bytes of the activations between two blocks for one micro-batch, and of the gradient with respect to
     them. ``working``: bytes of a block's temporaries, forward and backward. ``splits``: backwards can be run in two
-    parts.
+    parts. ``graph``: bytes of what a block's graph holds; None: it cannot be kept.
 
     A transformer block of width h has about 12 h**2 parameters, and b sequences of s tokens a bf16 saved activation of
     2 b s h bytes.
@@ -66,6 +67,7 @@ def uniform_program(
             backward_peak=working,
             split=2 * activation + ALIGN if splits else None,
             split_peak=(2 * activation + ALIGN + working) * splits,
+            graph=graph,
         )
 
     calls = tuple(call(i) for i in range(layers))

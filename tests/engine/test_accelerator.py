@@ -53,8 +53,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float 
     @cache
     def run(precision: str, clip: float | None) -> Result:
         disk = tmp_path_factory.mktemp("oracle") / "store"
-        settings: Setting = {"precision": precision, "clip_grad_norm": clip, "overlap": False, "device": DEVICE}
-        return train(CASE, budget(disk), STEPS, **settings)
+        settings: Setting = {"precision": precision, "clip_grad_norm": clip, "overlap": False, "recompute": True}
+        return train(CASE, budget(disk), STEPS, device=DEVICE, **settings)
 
     return run
 
@@ -66,6 +66,8 @@ VARIANTS: dict[str, tuple[Where, Setting]] = {
     "disk_all_horizontal": (lambda p: budget(p, activations="disk", gradients="disk"), {"schedule": "horizontal"}),
     "activations_on_host": (lambda p: budget(p, activations="host"), {}),
     "activations_on_disk_horizontal": (lambda p: budget(p, activations="disk"), {"schedule": "horizontal"}),
+    "recomputed": (lambda p: budget(p), {"recompute": True}),
+    "some_recomputed": (lambda p: budget(p, device="3MiB"), {}),
     "host": (lambda p: budget(None, weights="host", state="host"), {}),
     "host_horizontal": (lambda p: budget(None, weights="host", state="host"), {"schedule": "horizontal"}),
     "device": (lambda p: budget(None, weights="device", state="device"), {}),
@@ -282,6 +284,7 @@ def test_what_the_allocator_reserves_for_saved_activations_that_come_back_is_pla
     rows, slack = (1 << 17, 64 << 20) if DEVICE == "cuda" else (4096, 1 << 18)
     where = budget(tmp_path / "store", activations="host", device="1GiB", host="1GiB", durability="none")
     settings: Setting = {"device": DEVICE, "precision": "fp32", "schedule": schedule, "optimizer": penstock.AdamW()}
+    settings["recompute"] = True
     micro_batches = [{"x": torch.randn(rows, Wide.WIDTH)} for _ in range(6)]
     torch.accelerator.empty_cache()
     before = torch.accelerator.memory_reserved()

@@ -60,7 +60,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]
     @cache
     def run(precision: str, clip: float | None, optimizer: OptimizerSpec | None = None) -> Result:
         disk = tmp_path_factory.mktemp("oracle") / "store"
-        more: Setting = {} if optimizer is None else {"optimizer": optimizer}
+        more: Setting = {"recompute": True} | ({} if optimizer is None else {"optimizer": optimizer})
         return train(CASE, budget(disk), STEPS, precision=precision, clip_grad_norm=clip, overlap=False, **more)
 
     return run
@@ -87,6 +87,10 @@ VARIANTS: dict[str, tuple[Where, Setting]] = {
     "six_threads": (lambda p: budget(p), {"io_threads": 6}),
     "weights_on_device": (lambda p: budget(p, weights="device"), {}),
     "weights_on_host": (lambda p: budget(p, weights="host"), {}),
+    "recomputed": (lambda p: budget(p), {"recompute": True}),
+    "recomputed_horizontal": (lambda p: budget(p), {"schedule": "horizontal", "recompute": True}),
+    "some_recomputed": (lambda p: budget(p, device="700KiB"), {}),
+    "some_recomputed_horizontal": (lambda p: budget(p, device="560KiB"), {"schedule": "horizontal"}),
     "state_on_host": (lambda p: budget(p, weights="device", state="host"), {"schedule": "horizontal"}),
 }
 
@@ -201,7 +205,8 @@ def steps_and_oracle(name: str, precision: str) -> tuple[list[MicroBatches], Res
     case = MODELS[name]
     steps = steps_of(case, 3)
     with TemporaryDirectory() as folder:
-        wanted = train(case, budget(Path(folder, "store")), steps, precision=precision, overlap=False)
+        common: Setting = {"precision": precision, "overlap": False, "recompute": True}
+        wanted = train(case, budget(Path(folder, "store")), steps, **common)
     return steps, wanted
 
 

@@ -1,6 +1,6 @@
 """Steps before the norm is known and steps in the next forward: the bits of a serial run that waits, wherever state is.
 
-The oracle has no overlap, no speculation, no delay: everything on disk, one op at a time.
+The oracle has no overlap, no speculation, no delay, no graph that is kept: everything on disk, one op at a time.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def places(precision: str) -> list[str]:
 def oracle(path: Path, steps: Sequence[MicroBatches], **settings: Any) -> Result:
     if settings.get("clip_grad_norm", 1.0) is not None or settings.get("precision") == "fp16":
         settings["speculate"] = False
-    return train(CASE, budget(path), steps, overlap=False, delay=0.0, **settings)
+    return train(CASE, budget(path), steps, overlap=False, delay=0.0, recompute=True, **settings)
 
 
 @cache

@@ -35,7 +35,7 @@ def test_unequal_drives_have_their_shares_and_the_bits_are_those_of_one(
     with wrap(case, budget(tmp_path / "one", activations="disk")) as engine:
         plain = run_steps(engine, steps)
     places = replace(budget(tmp_path / "one", activations="disk"), disk=paths)
-    with caplog.at_level(logging.INFO, "penstock"), wrap(case, places, plan=known) as engine:
+    with caplog.at_level(logging.INFO, "penstock"), wrap(case, places, plan=known, recompute=True) as engine:
         run_steps(engine, steps[:2])
         commits = engine.inside.resources.commits
         assert commits.store is not None

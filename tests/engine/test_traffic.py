@@ -146,7 +146,7 @@ def test_bytes_of_saved_activations_and_waiting_gradients(schedule: str, tmp_pat
         "host": {"activations": "host"},
         "disk": {"activations": "disk", "gradients": "disk"},
     }.items():
-        with wrap(CASE, budget(tmp_path / name, **places), schedule=schedule) as engine:
+        with wrap(CASE, budget(tmp_path / name, **places), schedule=schedule, recompute=True) as engine:
             engine.step(STEPS[0])
             bytes_of[name] = moved(engine)
     each, base = 4 * ACTIVATION, bytes_of["device"]

@@ -280,6 +280,7 @@ def test_a_recomputed_block_repeats_its_dropout(name: str, tmp_path: Path) -> No
         precision="fp32",
         device="cpu",
         clip_grad_norm=None,
+        recompute=True,
     ) as engine:
         micro_batches = steps_of(architecture)[0][:1]
         engine.step(micro_batches)

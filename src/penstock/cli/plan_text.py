@@ -12,6 +12,7 @@ from penstock.planner.as_json import shares
 from penstock.planner.ask import PlanReport
 from penstock.planner.batches import Point
 from penstock.planner.durability import kill_seconds
+from penstock.planner.fit import Plan
 from penstock.planner.forecast import Forecast
 from penstock.planner.longest import SHORTEST, Longest
 from penstock.planner.task import Task
@@ -172,6 +173,8 @@ def _memory(f: Forecast) -> Iterator[str]:
         yield f"            {_of_blocks(f)}"
     waits = f"; gradients wait on {place.gradients}" if f.gradients_wait else ""
     yield f"saved activations on {place.activations}{waits}"
+    if (kept := f.choice.plan.graphs_kept) and f.choice.plan.settings.train:
+        yield f"blocks      graphs of {kept} of {f.choice.plan.calls} calls stay on the device{_again(f.choice.plan)}"
     if settings.grad_dtype == "bf16":
         where = "on the device" if settings.cast == "device" else "as the optimizer reads them"
         yield f"gradients   in bf16, rounded {where}"
@@ -190,6 +193,11 @@ def _memory(f: Forecast) -> Iterator[str]:
             continue
         cells = [size, *(f.memory[phase][tier] for phase in _PHASES)]
         yield f"{tier:<12}" + "".join(f"{format_size(cell):>10}" for cell in cells)
+
+
+def _again(plan: Plan) -> str:
+    left = plan.calls - plan.graphs_kept
+    return f", {left} are computed again" if left else ": none is computed again"
 
 
 def _disk(report: PlanReport) -> Iterator[str]:

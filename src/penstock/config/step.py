@@ -67,9 +67,9 @@ class StreamConfig:
     | ``deal`` | number of blocks that each rank of a pipeline has, in the order of ranks, as ``penstock plan --hosts``
     finds it for hosts that differ. Kept in the store. Changes no result; None: that of the store, or as many on each,
     but fewer on the first, which has the ends |
-    | ``recompute`` | whether the backward of a block computes the block again: ``true``: always; ``false``: never, what
-    autograd saves of every block stays on the device from its forward on, or the budget is too small. Changes no
-    result; None: the plan keeps as many blocks' graphs as pay and have room |
+    | ``recompute`` | whether the backward of a block computes the block again: ``true``: always; ``false``: of no block
+    whose graph can be kept, so that what autograd saves of all of them has to have room on the device. Changes no
+    result; None: the plan keeps as many graphs as pay and have room |
     | ``speculate`` | whether what is on disk steps before the gradients' norm is known; a step whose norm is over
     ``clip_grad_norm`` is run again. Changes no result; None: the plan chooses |
     """
@@ -212,6 +212,20 @@ def check_not_compiled(schedule: object, compiled: object) -> None:
             f"schedule={schedule!r} and compile: it runs a block's backward in two parts, and what is compiled is run "
             "as a whole. Leave compile out, or give '1f1b'"
         )
+
+
+def check_recompute(recompute: bool | None, schedule: object, compiled: object) -> None:
+    """Raises:
+    ConfigError: no block is to be computed again, and all of them have to be.
+    """
+    if recompute is not False:
+        return
+    for name, asked, why in (
+        ("schedule", schedule if schedule in SPLIT else None, "whose backwards in two parts begin with the block"),
+        ("compile", compiled, "as graphs of compiled blocks are not kept"),
+    ):
+        if asked:
+            raise ConfigError(f"recompute=False with {name}={asked!r}, {why}: leave one of the two out")
 
 
 def check_strands(strands: int, ranks: int) -> None:

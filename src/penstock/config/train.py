@@ -11,7 +11,15 @@ from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig
-from penstock.config.step import IN_TURN, Family, StepConfig, check_in_turn, check_not_compiled, check_pipeline
+from penstock.config.step import (
+    IN_TURN,
+    Family,
+    StepConfig,
+    check_in_turn,
+    check_not_compiled,
+    check_pipeline,
+    check_recompute,
+)
 from penstock.config.trackers import TrackerName
 from penstock.errors import ConfigError
 
@@ -147,6 +155,7 @@ class TrainConfig(StepConfig):
         else:
             check_in_turn(self.schedule)
         check_not_compiled(self.schedule, self.compile)
+        check_recompute(self.recompute, self.schedule, self.compile)
         if self.cp > 1 and self.compile:
             raise ConfigError(f"cp={self.cp} and compile: attention waits for other ranks. Leave one out")
         if not self.run:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.config import Budget, Family, StepConfig, StreamConfig
 from penstock.config.checked import check_value
-from penstock.config.step import check_not_compiled
+from penstock.config.step import check_not_compiled, check_recompute
 from penstock.documents.typed import hints_of, shown
 from penstock.engine.start import WeightSource
 from penstock.errors import ConfigError
@@ -79,6 +79,7 @@ class LoopArguments(StreamConfig):
         self.budget.check_units()
         self.check_with(self.budget)
         check_not_compiled(self.schedule, self.compile)
+        check_recompute(self.recompute, self.schedule, self.compile)
         if not 1 <= self.io_threads <= 32:
             raise ConfigError(f"io_threads={self.io_threads}: must be at least 1 and at most 32")
         if self.replan and self.plan is None:

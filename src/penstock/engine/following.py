@@ -216,6 +216,8 @@ def differences(old: Settings, new: Settings) -> str:
         parts.append(f"ZeRO stage {old.stage} -> {new.stage}")
     if old.keep != new.keep:
         parts.append(f"weights {'stay' if new.keep else 'do not stay'} in host memory until their step")
+    if old.depths.graphs != new.depths.graphs:
+        parts.append(f"buffers for {old.depths.graphs} -> {new.depths.graphs} graphs of blocks' calls")
     if old.chunk != new.chunk:
         parts.append(f"chunks of {format_size(old.chunk * FP32)} -> {format_size(new.chunk * FP32)}")
     return ", ".join(parts) or "other numbers of buffers"

@@ -180,6 +180,7 @@ def _plan(f: Forecast) -> dict[str, Any]:
         "weights": shares(f, place.weights, frozen=True),
         "state": shares(f, place.state, frozen=False),
         "activations": place.activations,
+        "graphs_kept": f.choice.plan.graphs_kept,
         "gradients": place.gradients if f.gradients_wait else None,
         "ops": len(f.choice.plan.schedule.ops),
     }

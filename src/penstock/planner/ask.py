@@ -69,7 +69,9 @@ class PlanReport:
     @cached_property
     def roofline(self) -> Roofline:
         f = self.forecast
-        return roofline(f.choice.question, f.task.profile(f.micro_batch_size).tokens)
+        plan = f.choice.plan
+        kept = plan.graphs_kept / max(plan.calls, 1)
+        return roofline(f.choice.question, f.task.profile(f.micro_batch_size).tokens, kept)
 
     @cached_property
     def alternatives(self) -> Alternatives:

@@ -63,6 +63,17 @@ class Plan:
         """Groups whose gradients cross to the host, and wait, in bf16."""
         return narrow_groups_of(self.schedule)
 
+    @cached_property
+    def graphs_kept(self) -> int:
+        """The number of calls of blocks in a step whose graph is kept for their backward."""
+        return sum(op.id.kind == "F" and any(name.holds == "saved" for name in op.writes) for op in self.schedule.ops)
+
+    @property
+    def calls(self) -> int:
+        """The number of calls of blocks in a step, of this rank's."""
+        own = sum(stage.kind == "call" and self.program.has(stage.index) for stage in self.program.stages)
+        return own * self.settings.micro_batches
+
     @property
     def device_bytes(self) -> int:
         return self.schedule.peak_bytes("device")

@@ -139,6 +139,13 @@ def _check_settings(request: Request, schedule: Schedule, place: Placement, late
         raise ScheduleError(
             f"the schedule itself delays the steps of {len(late)} chunks: leave delay={request.delay} out"
         )
+    kept = sum(op.id.kind == "F" and any(name.holds == "saved" for name in op.writes) for op in schedule.ops)
+    able = sum(stage.graph is not None for stage in request.program.stages) * request.micro_batches
+    if (request.recompute is True and kept) or (request.recompute is False and kept < able):
+        raise ScheduleError(
+            f"the schedule keeps the graphs of {kept} calls, of {able} that could: leave "
+            f"recompute={request.recompute} out"
+        )
     budget, base = request.budget, base_placement(request)
     for g, group in enumerate(request.program.groups):
         for kind, pin, tier, may in (

@@ -29,7 +29,8 @@ class Roofline:
     can, the optimizer's arithmetic on the host, and the busier direction of the link between host and device, each on
     its own; disk None: there is none. ``balance_tokens``: T* = (F/8) (r/Br + w/Bw), the tokens from which compute takes
     as long as a disk that reads and writes in turns, with r and w bytes per parameter read and written (14 and 12 in
-    bf16 with Adam), F FLOP/s that the model reaches and 8 FLOP per parameter and token with recomputation.
+    bf16 with Adam), F FLOP/s that the model reaches and 8 FLOP per parameter and token, 6 of
+    blocks that are not computed again.
     ``disk_tokens``: the same for ``disk_seconds``.
     """
 
@@ -75,13 +76,16 @@ def _host_work(form: Format, groups: Sequence[GroupSpec]) -> float:
     return touched / (form.step_bytes_each() * sum(group.trainable for group in groups))
 
 
-def roofline(question: Question, tokens: int) -> Roofline:
-    """The roofline of a question's model, optimizer and machine. ``tokens``: of one micro-batch."""
+def roofline(question: Question, tokens: int, kept: float = 0.0) -> Roofline:
+    """The roofline of a question's model, optimizer and machine. ``tokens``: of one micro-batch; ``kept``: share of the
+    calls of blocks whose graphs are kept."""
     request, machine, times = question.request, question.machine, question.times
     form, trained = request.form, [group for group in request.program.groups if group.trainable]
     parameters = sum(group.trainable for group in trained)
     weights = sum(group.numel for group in request.program.groups) * request.form.weight_bytes
-    rate = tokens / (sum(times.forward) + sum(times.backward))
+    calls = [stage.index for stage in request.program.stages if stage.kind == "call"]
+    saved = kept * sum(times.backward[k] - times.kept(k) for k in calls)
+    rate = tokens / (sum(times.forward) + sum(times.backward) - saved)
     disk = together(machine.drives) if machine.drives else None
     read, write = moved_per_parameter(form, trained)
     turns = at_once = None
@@ -100,6 +104,6 @@ def roofline(question: Question, tokens: int) -> Roofline:
         * parameters
         / max(step_rate(machine, question.optimizer, way) for way in ways),
         link_seconds=max((2 * weights + updates) / machine.device.h2d, down),
-        balance_tokens=None if turns is None else rate * turns,  # rate = F / (8 parameters)
+        balance_tokens=None if turns is None else rate * turns,  # rate = F / (8 parameters), or more
         disk_tokens=None if at_once is None else rate * at_once,
     )

@@ -392,6 +392,8 @@ class Provision:
         """The micro-batches, of those under way, whose saved activation of a stage is moved off the device."""
         if not self.s.train or self.s.place.activations == "device" or not self._reads(stage):
             return ()
+        if stage + 1 in self.graphs and self.route.takes_turns:
+            return ()
         leaving = self.stay.leaving(stage, self.s.depths.inputs) - self.graphs.get(stage + 1, 0)
         return micro_batches[: max(leaving, 0)]
 

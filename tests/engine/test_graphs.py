@@ -1,0 +1,80 @@
+"""Graphs of blocks' calls that are kept in a step, as many as the device has room for: the bits of one that computes
+all blocks again, and no more memory than was planned."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import BudgetError, ConfigError
+from tests.models import MODELS
+from tests.training import assert_same, budget, run_steps, steps_of, train, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASE = MODELS["llama"]
+STEPS = steps_of(CASE, 2)
+CALLS = 3 * len(STEPS[0])
+ON_HOST: Mapping[str, Any] = {"weights": "host", "state": "host", "activations": "host"}
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_as_many_graphs_as_there_is_room_for_change_no_bit(schedule: str) -> None:
+    wanted = train(CASE, budget(None, **ON_HOST), STEPS, schedule=schedule, recompute=True, overlap=False)
+    with wrap(CASE, budget(None, **ON_HOST), schedule=schedule, recompute=False) as engine:
+        assert_same(run_steps(engine, STEPS), wanted)
+        most = engine.plan.device_bytes
+        assert engine.plan.graphs_kept == engine.plan.calls == CALLS
+    with wrap(CASE, budget(None, **ON_HOST), schedule=schedule, recompute=True) as engine:
+        engine.step(STEPS[0])
+        least = engine.plan.device_bytes
+        assert engine.plan.graphs_kept == 0
+    kept = []
+    for share in (0.0, 0.3, 0.7, 1.0):
+        device = round(least + share * (most - least))
+        with wrap(CASE, budget(None, **ON_HOST, device=f"{device}B"), schedule=schedule) as engine:
+            result = run_steps(engine, STEPS)
+            assert_same(result, wanted)
+            assert max(stats.peak_bytes["device"] for stats in result.stats) <= engine.plan.device_bytes <= device
+            kept.append(engine.plan.graphs_kept)
+    assert kept == sorted(kept)
+    assert kept[0] < kept[2] < CALLS == kept[3]
+
+
+def test_what_does_not_fit_is_refused_with_what_would() -> None:
+    with (
+        wrap(CASE, budget(None, **ON_HOST, device="600KiB"), recompute=False) as engine,
+        pytest.raises(BudgetError, match="the smallest that works is"),
+    ):
+        engine.step(STEPS[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"schedule": "zero-bubble"}, "recompute=False with schedule='zero-bubble', whose backwards in two parts"),
+        ({"compile": True}, "recompute=False with compile=True, as graphs of compiled blocks are not kept"),
+    ],
+)
+def test_what_has_to_compute_all_again_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        wrap(CASE, budget(None), recompute=False, **settings)
+
+
+def test_a_step_that_is_repeated_keeps_its_graphs_again(tmp_path: Path) -> None:
+    """Over the limit of the norm: the same schedule runs a second time."""
+    common: dict[str, Any] = {"clip_grad_norm": 1e-3, "speculate": True}
+    wanted = train(CASE, budget(tmp_path / "a"), STEPS, recompute=True, **common)
+    found = train(CASE, budget(tmp_path / "b"), STEPS, recompute=False, **common)
+    assert all(stats.repeats for stats in found.stats)
+    assert_same(found, wanted)
+
+
+def test_an_evaluation_between_steps_changes_nothing() -> None:
+    found = []
+    for recompute in (True, False):
+        with wrap(CASE, budget(None, **ON_HOST), recompute=recompute) as engine:
+            first = engine.step(STEPS[0]).loss
+            found.append((first, engine.evaluate(STEPS[0]), engine.step(STEPS[1]).loss, engine.step(STEPS[0]).loss))
+    assert found[0] == found[1]
