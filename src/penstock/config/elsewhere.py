@@ -159,7 +159,7 @@ ELSEWHERE: Mapping[str, Counterpart] = {
     **_named("load_in_4bit load_in_8bit", _is(differs=_STREAMED)),
     **_named(
         "gradient_checkpointing activation_checkpointing",
-        _is("budget.activations", differs="each block is recomputed in any case; this is the tier of its inputs"),
+        _is("recompute", differs="left out, as few blocks as budget.device allows are computed again"),
     ),
     **_named("offload_optimizer offload_optimizer_device", _is("budget.state", differs="device, host or disk")),
     **_named("offload_param offload_param_device", _is("budget.weights", differs="device, host or disk")),

@@ -22,6 +22,7 @@ from penstock.planner.probes import Facts, Probes
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import group_op, single_op, stage_buffer, stage_op
+from penstock.schedule.lower.graphs import all_graphs
 from penstock.schedule.lower.provision import narrow_groups
 from penstock.schedule.place import Placement, Settings, chunk_count, trained_chunks
 from penstock.sim.costs import Costs
@@ -45,6 +46,7 @@ class Prices:
         self._groups: dict[tuple[object, ...], Load] = {}
         self._columns: dict[tuple[object, ...], Load] = {}
         self._stages: dict[tuple[Tier, int], Load] = {}
+        self._graphs: dict[tuple[Tier, int], Load] = {}
 
     def of_group(self, small: int, home: Home, gradients: Tier, *, late: bool, deep: bool) -> Load:
         """The load of a group of the sample in whole parts, and the load that each further chunk of the trainable and
@@ -91,19 +93,25 @@ class Prices:
         return self._stages[key]
 
     def of_graphs(self, activations: Tier, inputs: int) -> Load:
-        """What a buffer for graphs of calls saves, on average: the blocks that are not computed again, and the ways of
-        their inputs where saved activations live on a tier. No seconds are above 0."""
+        """The load that a buffer for graphs saves, on average, in seconds below 0: of blocks that are not computed
+        again, and of the ways of their inputs where saved activations live on a tier."""
+        key = (activations, inputs)
+        if key not in self._graphs:
+            self._graphs[key] = self._of_graphs(activations, inputs)
+        return self._graphs[key]
+
+    def _of_graphs(self, activations: Tier, inputs: int) -> Load:
         request, phases = self.probes.request, self.probes.phases
         load, able = self.none(), [s.index for s in request.program.stages if s.graph is not None]
         if not able:
             return load
-        uses = request.micro_batches / request.route.at_once
-        ways = self.of_stages(activations, inputs) - self.of_stages("device", inputs)
-        load -= uses / (len(able) * request.micro_batches) * ways
+        calls = len(able) * request.micro_batches
+        each = calls / all_graphs(request.route)  # horizontally a buffer serves all micro-batches
+        load -= each / calls * (self.of_stages(activations, inputs) - self.of_stages("device", inputs))
         ids = [(stage_op("B", k, 0), stage_buffer("K", k, 0)) for k in able]
         again = [self._costs.seconds(Op(id=b)) - self._costs.seconds(Op(id=b, reads=(graph,))) for b, graph in ids]
         for row, share in phases.backward_rows():
-            load[row, _LANE["compute"]] -= share * uses * sum(again) / len(able)
+            load[row, _LANE["compute"]] -= share * each * sum(again) / len(able)
         return load
 
     def alone(self, home: Home, gradients: Tier, *, late: bool) -> Load:
@@ -188,7 +196,7 @@ class PhaseCosts:
         return found + self.prices.alone((bottom, bottom), "host", late=self.s.delay > 0)
 
     def of_graphs(self, tier: Tier) -> Load:
-        """What each buffer for graphs saves where saved activations live on a tier."""
+        """The load that each buffer for graphs saves where saved activations live on a tier."""
         return self.prices.of_graphs(tier, self.s.depths.inputs)
 
     def of(self, place: Placement, graphs: int = 0) -> Load:

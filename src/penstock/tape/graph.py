@@ -217,7 +217,7 @@ class WeightPacker:
             self._places.setdefault(storage_key(p), []).append(p)
 
     def hooks(self) -> AbstractContextManager[None]:
-        """What is saved inside is packed."""
+        """Packs what graphs save inside."""
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def forget(self) -> None:
