@@ -65,6 +65,7 @@ def penstock_host(work: Work, device: str, host: str) -> Iterator[Step]:
         budget=penstock.Budget(device=device, host=host, weights="host", state="host", durability="none"),
         precision="bf16",
         clip_grad_norm=None,
+        recompute=True,  # as the others do
         device="cuda",
     ) as engine:
         yield lambda micro_batches: engine.step(micro_batches).loss

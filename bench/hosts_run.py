@@ -60,6 +60,7 @@ def look(layout: str, work: Work, hosts: int, machine: Machine | None) -> Found:
         budget=penstock.Budget(device="1GiB", host="4GiB", durability="none"),
         precision="fp32",
         clip_grad_norm=None,
+        recompute=True,  # as the others do
         device="cpu",
         mesh=mesh,
         stage=None if layout == PIPELINE else 3,

@@ -25,6 +25,7 @@ def train(work: Work, report: Report, device: str, host: str) -> None:
         budget=budget,
         precision="fp32",
         clip_grad_norm=None,
+        recompute=True,  # as DeepSpeed does
         device="cpu",
     ) as engine:
         report.start()

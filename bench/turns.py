@@ -106,6 +106,7 @@ class Planned:
     """What a variant's plan is. ``settings``: but for whether it waits for the norm and speculates.
 
     ``predicted``, ``work``: seconds of a step and of each lane's ops alone; None and empty without a profile.
+    ``graphs``: calls of blocks, of all ``calls``, whose graph is kept; ``device_bytes``: peak of the device.
     """
 
     settings: str
@@ -114,6 +115,9 @@ class Planned:
     speculates: bool
     predicted: float | None
     work: Mapping[str, float]
+    graphs: int
+    calls: int
+    device_bytes: int
 
     @property
     def lower_bound(self) -> float:

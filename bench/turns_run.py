@@ -84,6 +84,9 @@ class Side:
             speculates=plan.schedule.speculative,
             predicted=None if prediction is None else prediction.time,
             work={} if prediction is None else {str(lane): seconds for lane, seconds in prediction.work(0).items()},
+            graphs=plan.graphs_kept,
+            calls=plan.calls,
+            device_bytes=plan.device_bytes,
         )
 
     def _trace(self, step: int) -> MeasuredStep:

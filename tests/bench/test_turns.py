@@ -139,8 +139,9 @@ def test_over_busy_compares_each_step_with_its_own_busiest_lane() -> None:
     steps = [_taken(2.0), _taken(9.0, busy={"write": 3.0, "read": 8.0}), _taken(4.0, busy={"write": 1.0})]
     assert roofline.over_busy(steps) == 2.0
     plan = Planned(
-        settings="", described="", delay=0.0, speculates=False, predicted=2.0, work={"read": 1.0, "cpu": 0.5}
-    )
+        settings="", described="", delay=0.0, speculates=False, predicted=2.0, work={"read": 1.0, "cpu": 0.5},
+        graphs=0, calls=8, device_bytes=1,
+    )  # fmt: skip
     assert roofline.over_plan(plan, steps) == 4.0
 
 
