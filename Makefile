@@ -75,6 +75,7 @@ bench: $(READY)
 	$(BIN)/python -m bench.prediction
 	$(BIN)/python -m bench.lp_vs_brute_force
 	$(BIN)/python -m bench.clipping
+	$(BIN)/python -m bench.graphs
 	$(BIN)/python -m bench.alpha
 	$(BIN)/python -m bench.commit
 	$(BIN)/python -m bench.roofline

@@ -25,7 +25,7 @@ def train(work: Work, report: Report, device: str, host: str) -> None:
         budget=budget,
         precision="fp32",
         clip_grad_norm=None,
-        recompute=True,  # as DeepSpeed does
+        recompute=True,  # as the other sides do
         device="cpu",
     ) as engine:
         report.start()

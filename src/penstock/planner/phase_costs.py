@@ -22,13 +22,15 @@ from penstock.planner.probes import Facts, Probes
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import group_op, single_op, stage_buffer, stage_op
-from penstock.schedule.lower.graphs import all_graphs
+from penstock.schedule.lower.graphs import all_graphs, kept_graphs
 from penstock.schedule.lower.provision import narrow_groups
 from penstock.schedule.place import Placement, Settings, chunk_count, trained_chunks
 from penstock.sim.costs import Costs
 
 _LANE = {lane: i for i, lane in enumerate(STREAM_LANES)}
 _PARTS = ("trainable", "frozen")
+_WAYS = ("DC", "WC", "RC", "UC")
+"""Kinds of ops on the way of a saved activation."""
 T = TypeVar("T", bound=Tier)
 
 
@@ -45,8 +47,7 @@ class Prices:
         self._costs = costs
         self._groups: dict[tuple[object, ...], Load] = {}
         self._columns: dict[tuple[object, ...], Load] = {}
-        self._stages: dict[tuple[Tier, int], Load] = {}
-        self._graphs: dict[tuple[Tier, int], Load] = {}
+        self._stages: dict[tuple[Tier, int, int], Load] = {}
 
     def of_group(self, small: int, home: Home, gradients: Tier, *, late: bool, deep: bool) -> Load:
         """The load of a group of the sample in whole parts, and the load that each further chunk of the trainable and
@@ -79,40 +80,36 @@ class Prices:
             load += count / len(kind.members) * self.of_group(small, home, gradients, late=late, deep=deep)
         return load
 
-    def of_stages(self, activations: Tier, inputs: int) -> Load:
-        """All compute, and the ways of saved activations that live on a tier: shape (phases + 1, lanes)."""
-        key = (activations, inputs)
+    def of_stages(self, activations: Tier, inputs: int, graphs: int = 0) -> Load:
+        """All compute, and the ways of saved activations that live on a tier: shape (phases + 1, lanes). ``inputs``,
+        ``graphs``: as in ``Depths``."""
+        key = (activations, inputs, graphs)
         if key not in self._stages:
-            load, facts = self.none(), dict[int, Facts]()
+            load, facts, route = self.none(), dict[int, Facts](), self.probes.request.route
+            kept, stay = kept_graphs(route, graphs), route.stay(0)
             for stage, small in enumerate(self.probes.sample.stages):
                 if small not in facts:
                     facts[small] = self.probes.of_stage(small, activations, inputs)
+                leaving = stay.leaving(stage, inputs)
+                stays = min(kept.get(stage + 1, 0) / leaving, 1.0) if leaving else 0.0
+                with_graph = kept.get(stage, 0) / route.at_once
                 for (row, kind, _, nbytes), count in facts[small].items():
-                    self._add(load, row, Op(id=stage_op(kind, stage, 0), nbytes=nbytes), count)
+                    left = 1 - stays if kind in _WAYS else 1 - with_graph if kind == "B" else 1.0
+                    self._add(load, row, Op(id=stage_op(kind, stage, 0), nbytes=nbytes), left * count)
+                    if kind == "B" and with_graph:
+                        graph = (stage_buffer("K", stage, 0),)
+                        self._add(load, row, Op(id=stage_op(kind, stage, 0), reads=graph), with_graph * count)
             self._stages[key] = load
         return self._stages[key]
 
     def of_graphs(self, activations: Tier, inputs: int) -> Load:
         """The load that a buffer for graphs saves, on average, in seconds below 0: of blocks that are not computed
         again, and of the ways of their inputs where saved activations live on a tier."""
-        key = (activations, inputs)
-        if key not in self._graphs:
-            self._graphs[key] = self._of_graphs(activations, inputs)
-        return self._graphs[key]
-
-    def _of_graphs(self, activations: Tier, inputs: int) -> Load:
-        request, phases = self.probes.request, self.probes.phases
-        load, able = self.none(), [s.index for s in request.program.stages if s.graph is not None]
-        if not able:
-            return load
-        calls = len(able) * request.micro_batches
-        each = calls / all_graphs(request.route)  # horizontally a buffer serves all micro-batches
-        load -= each / calls * (self.of_stages(activations, inputs) - self.of_stages("device", inputs))
-        ids = [(stage_op("B", k, 0), stage_buffer("K", k, 0)) for k in able]
-        again = [self._costs.seconds(Op(id=b)) - self._costs.seconds(Op(id=b, reads=(graph,))) for b, graph in ids]
-        for row, share in phases.backward_rows():
-            load[row, _LANE["compute"]] -= share * each * sum(again) / len(able)
-        return load
+        most = all_graphs(self.probes.request.route)
+        if not most:
+            return self.none()
+        saved: Load = self.of_stages(activations, inputs, most) - self.of_stages(activations, inputs)
+        return saved / most
 
     def alone(self, home: Home, gradients: Tier, *, late: bool) -> Load:
         """The ops that there is one of, where all groups live at one home."""
@@ -179,20 +176,19 @@ class PhaseCosts:
         return (share if late else 1 - share) * np.array([1.0, *more])
 
     def of_activations(self, tier: Tier) -> Load:
-        inputs = self.s.depths.inputs
-        found: Load = self.prices.of_stages(tier, inputs) - self.prices.of_stages("device", inputs)
-        if self.s.depths.graphs:
-            found = found + self.s.depths.graphs * (self.of_graphs(tier) - self.of_graphs("device"))
+        found: Load = self._of_stages(tier) - self._of_stages("device")
         return found
+
+    def _of_stages(self, tier: Tier, more_graphs: int = 0) -> Load:
+        depths = self.s.depths
+        return self.prices.of_stages(tier, depths.inputs, depths.graphs + more_graphs)
 
     @cached_property
     def of_compute(self) -> Load:
         """Forward, recompute and backward, and the norm and the commit: as good as the same wherever anything lives.
         What graphs besides those of the settings save is left out (``of_graphs``)."""
-        found: Load = self.prices.of_stages("device", self.s.depths.inputs)
-        if self.s.depths.graphs:
-            found = found + self.s.depths.graphs * self.of_graphs("device")
         bottom = self.request.bottom
+        found: Load = self._of_stages("device")
         return found + self.prices.alone((bottom, bottom), "host", late=self.s.delay > 0)
 
     def of_graphs(self, tier: Tier) -> Load:
@@ -200,11 +196,9 @@ class PhaseCosts:
         return self.prices.of_graphs(tier, self.s.depths.inputs)
 
     def of(self, place: Placement, graphs: int = 0) -> Load:
-        """The load of a whole placement: shape (phases + 1, lanes). ``graphs``: buffers for graphs besides
-        those of the settings."""
-        total = self.of_compute + self.of_activations(place.activations)
-        if graphs:
-            total = total + graphs * self.of_graphs(place.activations)
+        """The load of a whole placement: shape (phases + 1, lanes). ``graphs``: buffers for graphs besides those of the
+        settings."""
+        total = self.of_compute + self._of_stages(place.activations, graphs) - self._of_stages("device")
         homes = zip(place.weights, place.state, strict=True)
         return total + sum(self.of_group(g, home, place.gradients) for g, home in enumerate(homes))
 

@@ -67,13 +67,6 @@ class Phases:
         last = self.split_last and visit.micro_batches[-1] == self.micro_batches - 1
         return self._index["last" if last else "backward"]
 
-    def backward_rows(self) -> list[tuple[int, float]]:
-        """The rows of the compute of backwards, each with its share of all micro-batches."""
-        if not self.split_last:
-            return [(self._index["backward"], 1.0)]
-        last = 1 / self.micro_batches
-        return [(self._index["backward"], 1 - last), (self._index["last"], last)]
-
     def load_row(self, index: int) -> int:
         """The row of the loads of a visit's weights."""
         if index <= self._started:
