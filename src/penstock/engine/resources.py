@@ -222,6 +222,7 @@ def open_resources(
             compile="inductor" if settings.compile is True else settings.compile or None,
             ulysses=None if spans is None else spans.ulysses,
             splits=settings.schedule in SPLIT,
+            keeps=settings.recompute is not True,
         )
         undo.callback(tape.close)
         resources = EngineResources(

@@ -197,6 +197,11 @@ class SavedTensor:
     version: int
 
 
+def is_plain_view(tensor: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """True if a view of a parameter can be made again from its place alone."""
+    return tensor.dtype == parameter.dtype and not (tensor.is_conj() or tensor.is_neg())
+
+
 class WeightPacker:
     """Lets a graph outlive its weights' place in memory.
 
@@ -235,7 +240,11 @@ class WeightPacker:
                 return WeightView(parameter=self._known[id(tensor)], geometry=None)
             p = self.parameter_of(tensor)
             if p is not None:
-                assert tensor.dtype == p.dtype, "a weight was saved under another dtype"
+                if not is_plain_view(tensor, p):
+                    raise ModelError(
+                        f"a view of a weight of shape {tuple(p.shape)} is needed for the backward under another dtype, "
+                        "or conjugated, and the weight leaves the device in between: copy the view (.clone())"
+                    )
                 offset = int(tensor.storage_offset()) - int(p.storage_offset())
                 return WeightView(parameter=p, geometry=(tensor.size(), tensor.stride(), offset))
         return SavedTensor(tensor=tensor.detach(), version=version(tensor))

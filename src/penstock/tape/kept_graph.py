@@ -11,13 +11,15 @@ Whether that gives the same bits, and what it holds, is found out in the probe, 
   for);
 - where it is handed containers, which would have to be the caller's own, or reads what others have put into those of a
   context variable;
-- where a backward is written in Python, which may keep a view of a weight, and where it goes through a transform of
-  torch.func, which knows no packing of what is saved;
+- where a backward is written in Python, which may keep a view of a weight, where weights are needed under another
+  dtype, and where it goes through a transform of torch.func, which knows no packing of what is saved;
 - where a call changes buffers or writes to weights, which its graph would find changed.
+
+Where a model changes what a block has returned, which may be in the block's graph, that call is computed again.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -25,22 +27,48 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from penstock.compat.torch import is_of_python, storage_key
+from penstock.compat.torch import is_of_python, number_of, storage_key, version
 from penstock.tape import graph, trees
 from penstock.tape.rng import RandomState
+from penstock.tape.watch import Watch
 
 Leaves = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Identity of an input -> the input, and the leaf that a block was run on in its place."""
 
 
+class Keeping:
+    """Packs what the graph of a call saves that is to be kept. ``number``: of the first node that the call makes."""
+
+    def __init__(self, packer: graph.WeightPacker, number: int) -> None:
+        self._packer = packer
+        self.number = number
+        self.saved: list[weakref.ref[graph.SavedTensor]] = []  # a node that is dropped lets go of its own
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """On while the call runs."""
+        return saved_tensors_hooks(self._pack, self._packer.unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> graph.SavedTensor | graph.WeightView:
+        packed = self._packer.pack(tensor)
+        if isinstance(packed, graph.SavedTensor):
+            self.saved.append(weakref.ref(packed))
+        return packed
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeptGraph:
     """The graph of one call. ``edges``: of its outputs, in their order, None of those without a gradient. ``random``:
-    as the block has left it."""
+    as the block has left it; ``saved``: by the graph."""
 
     edges: tuple[GradientEdge | None, ...]
     leaves: Leaves
     random: RandomState
+    saved: Sequence["weakref.ref[graph.SavedTensor]"]
+
+    def is_intact(self) -> bool:
+        """True if nothing that it has saved was changed since: what a block returns may be, and is in its graph too."""
+        found = (saved() for saved in self.saved)
+        return all(packed.version == version(packed.tensor) for packed in found if packed is not None)
 
 
 def is_plain(value: Any) -> bool:
@@ -54,10 +82,10 @@ class Footprint:
     """In a probe: what a call's graph holds, seen while the call is recomputed. ``nbytes``: besides weights and the
     call's inputs, None where it cannot be kept; ``peak``: of live bytes, when the call had run."""
 
-    def __init__(self, packer: graph.WeightPacker, peak: Callable[[], int]) -> None:
-        """``peak``: the most live bytes so far."""
+    def __init__(self, packer: graph.WeightPacker, watch: Watch) -> None:
         self._packer = packer
-        self._peak = peak
+        self._watch = watch
+        self._start = watch.live
         self._inputs: set[int] = set()
         self._saved: list[weakref.ref[graph.SavedTensor]] = []  # a node that is dropped lets go of its own
         self.nbytes: int | None = None
@@ -67,34 +95,45 @@ class Footprint:
     def hooks(self, inputs: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
         """On while the call with these inputs is recomputed."""
         self._inputs = {storage_key(t) for t in inputs if trees.has_storage(t)}
+        self._start = self._watch.live
         return saved_tensors_hooks(self._pack, self._packer.unpack)
 
     def _pack(self, tensor: torch.Tensor) -> graph.SavedTensor | graph.WeightView:
+        weight = self._packer.parameter_of(tensor) if trees.has_storage(tensor) else None
+        if not trees.has_storage(tensor) or (weight is not None and not graph.is_plain_view(tensor, weight)):
+            self.refused = True
+            return graph.SavedTensor(tensor=tensor.detach(), version=version(tensor))
         packed = self._packer.pack(tensor)
-        if isinstance(packed, graph.SavedTensor):
-            if not trees.has_storage(tensor):
-                self.refused = True
-            elif storage_key(tensor) not in self._inputs:
-                self._saved.append(weakref.ref(packed))
+        if isinstance(packed, graph.SavedTensor) and storage_key(tensor) not in self._inputs:
+            self._saved.append(weakref.ref(packed))
         return packed
 
-    def look(self, edges: Sequence[GradientEdge | None], beside: Collection[int]) -> None:
-        """The call has been recomputed. ``edges``: of its outputs; ``beside``: identities of leaves in place of tensors
-        that would not be leaves if the graph was made in the forward."""
-        self.peak = self._peak()
-        if not self.refused and is_closed(edges, beside):
-            held = [packed.tensor for saved in self._saved if (packed := saved()) is not None]
-            self.nbytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in held}.values())
+    def look(self, made: Iterable[torch.Tensor], edges: Sequence[GradientEdge | None], beside: Collection[int]) -> None:
+        """The call has been recomputed, and has ``made`` these outputs. ``edges``: of them; ``beside``: identities of
+        leaves in place of tensors that would not be leaves if the graph was made in the forward."""
+        self.peak = self._watch.peak
+        if self.refused or not is_closed(edges, beside):
+            return
+        held = _sizes(packed.tensor for saved in self._saved if (packed := saved()) is not None)
+        outputs = {key: size for key, size in _sizes(made).items() if key not in held}
+        more = self._watch.live - self._start - sum(outputs.values())  # what functions within it have kept, too
+        self.nbytes = max(sum(held.values()), more)
 
 
-def is_closed(edges: Iterable[GradientEdge | None], beside: Collection[int] = ()) -> bool:
-    """True if a graph ends in leaves alone, none of them ``beside`` (by identity), and no backward in it is written in
-    Python, as is the one at the end of the model's own code (``cut``)."""
+def _sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of the storages of tensors, by their identity."""
+    return {storage_key(t): t.untyped_storage().nbytes() for t in tensors if trees.has_storage(t)}
+
+
+def is_closed(edges: Iterable[GradientEdge | None], beside: Collection[int] = (), number: int = 0) -> bool:
+    """True if a graph ends in leaves alone, none of them ``beside`` (by identity), all of its nodes were made from
+    ``number`` on, and no backward in it is written in Python, as is the one at the end of the model's own code
+    (``cut``)."""
     stack = [edge.node for edge in edges if edge is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if is_of_python(node) or id(getattr(node, "variable", None)) in beside:
+        if is_of_python(node) or number_of(node) < number or id(getattr(node, "variable", None)) in beside:
             return False
         for below, _ in node.next_functions:
             if below is not None and below not in seen:

@@ -94,6 +94,7 @@ class Probe:
         try:
             suspended = tape.suspended[0]
             suspended.samples, suspended.hooked = {}, self._asked.hooked
+            suspended.prints = {} if tape.keeps else None
             self._run_forward(suspended)
             self._forward_done = True
             self._refuse_replaced(tape.model)
@@ -344,10 +345,9 @@ class Probe:
                     self._tape.call_elsewise(suspended, index)
                     segment.in_two = self._split(suspended, index) if self._tape.splits else None
                     self._begin(segment.backward)
-                    footprint = Footprint(self._packer, lambda: self._watch.peak)
-                    suspended.footprint = footprint
+                    footprint = suspended.footprint = Footprint(self._packer, self._watch) if self._tape.keeps else None
                     self._tape.backward_call(suspended, index)
-                    segment.graph = None if self._tape.compiled else _graph(footprint, segment)
+                    segment.graph = None if footprint is None else _graph(footprint, segment)
 
     def _split(self, suspended: SuspendedForward, index: int) -> InTwo | None:
         """Run a call's backward in two parts, besides: what each takes. None: it can only be run as a whole."""

@@ -11,7 +11,7 @@ All of it runs in one thread: greenlets are bound to the thread that made them.
 import contextvars
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from penstock.compat.torch import buffers_of, next_number, unwatched, version
 from penstock.errors import ModelError
 from penstock.tape import graph, opaque, trees
 from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
-from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, is_closed, is_plain
+from penstock.tape.kept_graph import Footprint, Keeping, KeptGraph, Leaves, is_closed, is_plain
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.likeness import alike, fingerprint, sample
 from penstock.tape.modes import Modes, Stacks, refuse_stacked
@@ -132,10 +132,9 @@ class SuspendedForward:
         self.outputs: list[torch.Tensor] = []  # what the latest call made, until the next event
         self.loss: torch.Tensor | None = None
         self.facts = Facts()
-        self.keeping: Callable[[], AbstractContextManager[None]] | None = None
-        """packs what the graph of the next call saves; None: the call is run without a graph"""
+        self.keeping: Keeping | None = None  # of the next call, whose graph is kept
         self.samples: dict[int, list[torch.Tensor]] | None = None  # of each call's outputs, in a probe
-        self.prints: dict[int, list[int]] = {}  # likewise: all of their bits
+        self.prints: dict[int, list[int]] | None = None  # likewise: all of their bits, where graphs may be kept
         self.footprint: Footprint | None = None  # of the next call that is recomputed, in a probe
         self.answer: Callable[[], Any] | None = (
             None  # what the call it is suspended at returns, which is made elsewhere
@@ -299,7 +298,8 @@ class SuspendedForward:
         self.outputs = cuts.outputs
         if self.samples is not None:
             self.samples[self._stage] = [sample(t) for t in self.outputs]
-            self.prints[self._stage] = [fingerprint(t) for t in self.outputs]
+            if self.prints is not None:
+                self.prints[self._stage] = [fingerprint(t) for t in self.outputs]
             self._shared.watch(site.name, self.outputs)
         if any(t.requires_grad for t in self.outputs):
             if changed:
@@ -316,7 +316,7 @@ class SuspendedForward:
                 modes=modes,
                 outputs=tuple(cuts.leaves),
                 buffers=saved,
-                graph=None if leaves is None else self._kept(cuts.originals, leaves, before),
+                graph=self._kept(cuts.originals, leaves, before, keeping),
             )
         return output
 
@@ -330,21 +330,27 @@ class SuspendedForward:
         site: Site,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        keeping: Callable[[], AbstractContextManager[None]],
+        keeping: Keeping,
         leaves: Leaves,
     ) -> Any:
         """Run a block on ``leaves``, which are noted, with the graph that its recomputation would make."""
         args, kwargs = trees.replace((args, kwargs), partial(_leaf, leaves))
-        with self._in_block(site), keeping(), _explained(f"block {site.name!r}"):
+        with self._in_block(site), keeping.hooks(), _explained(f"block {site.name!r}"):
             return site.forward(*args, **kwargs)
 
-    def _kept(self, made: Sequence[torch.Tensor], leaves: Leaves, inputs: Any) -> KeptGraph | None:
-        """The graph behind what a call has made; None: it reaches into that of the model's own code, by what is in the
-        ``containers`` of the call."""
-        edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in made)
-        if any(t.requires_grad for t in trees.tensors(inputs[-1])) and not is_closed(edges):
+    def _kept(
+        self, made: Sequence[torch.Tensor], leaves: Leaves | None, inputs: Any, keeping: Keeping | None
+    ) -> KeptGraph | None:
+        """The graph behind what a call has made, if it was run with one; None: it reaches into that of the model's own
+        code, by what is in the ``containers`` of the call."""
+        if leaves is None or keeping is None:
             return None
-        return KeptGraph(edges=edges, leaves=leaves, random=RandomState.capture(self._device))
+        edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in made)
+        reads = any(t.requires_grad for t in trees.tensors(inputs[-1]))
+        if reads and not is_closed(edges, number=keeping.number):
+            return None
+        random = RandomState.capture(self._device)
+        return KeptGraph(edges=edges, leaves=leaves, random=random, saved=keeping.saved)
 
     @contextmanager
     def _in_block(self, site: Site) -> Iterator[None]:
@@ -430,7 +436,7 @@ class SuspendedForward:
         which has the gradient."""
         if all(g is None for g in gradients):
             return None, ()
-        if call.graph is not None:
+        if call.graph is not None and call.graph.is_intact():
             assert splitting is None, "a backward in two parts computes its block again"
             return None, _run_kept(call, call.graph, gradients)
         fresh: Leaves = {}
@@ -444,9 +450,9 @@ class SuspendedForward:
         self._compare(stage, call.site, made)
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in made]
         if self.footprint is not None:
-            if self.prints.pop(stage) != [fingerprint(t) for t in made]:
+            if self.prints is None or self.prints.pop(stage) != [fingerprint(t) for t in made]:
                 self.footprint.refused = True
-            self.footprint.look(edges, _beside(call, fresh))
+            self.footprint.look(made, edges, _beside(call, fresh))
             self.footprint = None
         del made
         pairs = _pairs(edges, gradients)
@@ -507,9 +513,12 @@ class SuspendedForward:
         assert self.footprint is not None
         self.footprint.refused = not self._can_keep(call.inputs)
         random = RandomState.capture(self._device)
+        with unwatched():
+            buffers = tuple((module, name, before.clone()) for module, name, before in call.buffers)
+        tried = replace(call, buffers=buffers, context=call.context.copy())
         try:
             with self.footprint.hooks(trees.tensors(call.inputs)):
-                return self._recompute(call, fresh)
+                return self._recompute(tried, fresh)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):  # which a transform of torch.func has no way to follow
                 raise
@@ -551,10 +560,9 @@ def _leaf(leaves: Leaves, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _beside(call: Call, leaves: Leaves) -> set[int]:
-    """The identities of the leaves in place of what is handed to a call in ``containers`` alone."""
-    args, kwargs, values = call.inputs
-    handed = {id(t) for t in trees.tensors((args, kwargs))}
-    return {id(leaves[id(t)][1]) for t in trees.tensors(values) if id(t) in leaves and id(t) not in handed}
+    """The identities of the leaves in place of what is in the ``containers`` of a call: in the forward a block finds
+    there what the model's own code has put in."""
+    return {id(leaves[id(t)][1]) for t in trees.tensors(call.inputs[-1]) if id(t) in leaves}
 
 
 def _check_unchanged(call: Call) -> None:

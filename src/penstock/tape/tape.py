@@ -32,6 +32,7 @@ from penstock.tape.elsewhere import Elsewhere
 from penstock.tape.groups import ParamGroup
 from penstock.tape.guard import set_at_work
 from penstock.tape.handed import Handed, Kind
+from penstock.tape.kept_graph import Keeping
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.losses import Compared
 from penstock.tape.parameters import GradientHooks, refuse_changed
@@ -100,13 +101,16 @@ class Tape:
         compile: str | None = None,  # noqa: A002  the name of the setting, and torch's word
         ulysses: Ulysses | None = None,
         splits: bool = False,
+        keeps: bool = True,
     ) -> None:
         """``compile``: the backend of ``torch.compile`` that blocks are compiled by; None: they are not. ``ulysses``:
         the model's attention, of ranks that share each sequence; closed with the tape. ``splits``: the probe learns
-        which calls' backwards can be run in two parts, and what that takes."""
+        which calls' backwards can be run in two parts, and what that takes; ``keeps``: likewise, which graphs can be
+        kept, of blocks that are not compiled."""
         self.model = model
         self.compiled = compile is not None
         self.splits = splits
+        self.keeps = keeps and compile is None
         self.groups = tuple(groups)
         self.device = device
         self.on_gradient: OnGradient = _drop_gradient
@@ -371,7 +375,7 @@ class Tape:
                 event = self.run_code(suspended, stage)
         else:
             self.expect_call(suspended, stage, facts.site)
-            suspended.keeping = self._packer(stage).hooks if keep else None
+            suspended.keeping = Keeping(self._packer(stage), next_number()) if keep else None
             self.run_call(suspended, stage, facts.call)
             event = "cut"
             if self.facts[stage + 1].site is not None and (self.elsewhere is None or self.elsewhere.goes_on):
