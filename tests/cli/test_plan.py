@@ -525,7 +525,7 @@ def test_the_text_tells_how_many_blocks_have_their_state_on_the_device(
     told = set()
     for device, host in ((10, 12), (13, 12), (16, 12), (64, 6)):
         where = ("--budget.device", f"{device}MiB", "--budget.host", f"{host}MiB", "--budget.durability", "none")
-        options = (config, *where, "--delay", 0)
+        options = (config, *where, "--delay", 0, "--recompute", "true")
         share = json.loads(answered(capsys, *options, "--json"))["plan"]["state"].get("device", 0.0)
         lines = [
             line.strip() for line in answered(capsys, *options).splitlines() if line.strip().startswith("state of")

@@ -308,7 +308,7 @@ def test_help_shows_every_setting_once_by_section(columns: int, monkeypatch: pyt
     assert len(blocks[1:]) == len(set(blocks)), "each section is one paragraph"
     assert shown[:4] == ["run", "steps", "epochs", "micro_batch_size"]
     assert blocks[1:6] == ["model", "data", "optimizer", "batch", "budget"]
-    assert (blocks[-1], shown[-5:]) == ("", ["speculate", "strands", "stage", "sync_buffers", "deal"]), (
+    assert (blocks[-1], shown[-5:]) == ("", ["recompute", "strands", "stage", "sync_buffers", "deal"]), (
         "what is rarely needed comes last"
     )
     at = lines.index("  --clip_grad_norm                  a number or null; default 1.0")
@@ -332,7 +332,7 @@ def test_help_of_wrap_names_what_is_needed_first_in_lines_that_can_be_read() -> 
     assert max(map(len, said.splitlines())) <= 116
     order = list(inspect.signature(penstock.wrap).parameters)
     assert order[:4] == ["model", "optimizer", "budget", "loss_fn"]
-    assert order[-5:] == ["speculate", "strands", "stage", "sync_buffers", "deal"]
+    assert order[-5:] == ["recompute", "strands", "stage", "sync_buffers", "deal"]
     explained = re.findall(r"^    (\w+): ", said.partition("Keyword arguments:")[2], re.MULTILINE)
     assert explained == order[1:]
 

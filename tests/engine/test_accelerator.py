@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[Where, Setting]] = {
     "activations_on_host": (lambda p: budget(p, activations="host"), {}),
     "activations_on_disk_horizontal": (lambda p: budget(p, activations="disk"), {"schedule": "horizontal"}),
     "recomputed": (lambda p: budget(p), {"recompute": True}),
-    "some_recomputed": (lambda p: budget(p, device="3MiB"), {}),
+    "some_recomputed": (lambda p: budget(p, device="600KiB"), {}),
     "host": (lambda p: budget(None, weights="host", state="host"), {}),
     "host_horizontal": (lambda p: budget(None, weights="host", state="host"), {"schedule": "horizontal"}),
     "device": (lambda p: budget(None, weights="device", state="device"), {}),

@@ -89,8 +89,8 @@ VARIANTS: dict[str, tuple[Where, Setting]] = {
     "weights_on_host": (lambda p: budget(p, weights="host"), {}),
     "recomputed": (lambda p: budget(p), {"recompute": True}),
     "recomputed_horizontal": (lambda p: budget(p), {"schedule": "horizontal", "recompute": True}),
-    "some_recomputed": (lambda p: budget(p, device="700KiB"), {}),
-    "some_recomputed_horizontal": (lambda p: budget(p, device="560KiB"), {"schedule": "horizontal"}),
+    "some_recomputed": (lambda p: budget(p, device="600KiB"), {}),
+    "some_recomputed_horizontal": (lambda p: budget(p, device="450KiB"), {"schedule": "horizontal"}),
     "state_on_host": (lambda p: budget(p, weights="device", state="host"), {"schedule": "horizontal"}),
 }
 

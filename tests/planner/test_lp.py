@@ -180,7 +180,7 @@ def test_a_budget_for_everything_on_the_device_is_used() -> None:
     asked = question(transformer(5), form=ADAM16, device=1 << 40, host=1 << 40)
     alone = fitted(asked.request)
     device, _ = asked.request.peaks(alone)
-    request = replace(asked.request, budget=replace(asked.request.budget, device=device))
+    request = replace(asked.request, budget=replace(asked.request.budget, device=device), recompute=True)
     lp = PlacementLP(request, settings_of(request, alone.place, 1 << 16, Depths()), asked.costs)
     placed = Rounding(lp, lp.solve_whole()[0], Limits.of(request, None)).settings("last")
     assert placed is not None

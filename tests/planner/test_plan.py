@@ -275,7 +275,7 @@ def test_pins_are_kept_or_refused(pins: dict[str, Tier], form: Format, device: i
 
 def test_what_the_device_has_left_keeps_the_inputs_of_the_last_block_until_its_backward() -> None:
     pins: dict[str, Tier] = {"weights": "disk", "state": "disk", "activations": "host"}
-    least = fit(replace(request(micro_batches=6, **pins), micro_batches=6))  # type: ignore[arg-type]
+    least = fit(replace(request(micro_batches=6, **pins), recompute=True))  # type: ignore[arg-type]
     assert least.settings.depths.inputs == 6
     assert not [op for op in least.schedule.ops if op.id.kind in ("DC", "UC") and op.id.stage == 3]
     for taken in range(5):

@@ -53,7 +53,9 @@ def task_of(config: TrainConfig, machine: Machine, *, disk_free: int, ranks: int
         whole=config.optimizer.whole,
         families=(config.schedule,),
         disk_free=disk_free,
-        **fields_of(config, StepConfig) | {"precision": config.precision_on(machine.device.kind)},
+        **fields_of(config, StepConfig)
+        | {"precision": config.precision_on(machine.device.kind)}
+        | ({"recompute": True} if config.compile else {}),  # of which no graph is kept
     )
 
 

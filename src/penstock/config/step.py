@@ -214,18 +214,20 @@ def check_not_compiled(schedule: object, compiled: object) -> None:
         )
 
 
-def check_recompute(recompute: bool | None, schedule: object, compiled: object) -> None:
+def check_recompute(recompute: bool | None, schedule: object, compiled: object, cp: int = 1) -> None:
     """Raises:
-    ConfigError: no block is to be computed again, and all of them have to be.
+    ConfigError: it is said whether blocks are computed again, and all of them have to be.
     """
-    if recompute is not False:
+    if recompute is None:
         return
     for name, asked, why in (
         ("schedule", schedule if schedule in SPLIT else None, "whose backwards in two parts begin with the block"),
         ("compile", compiled, "as graphs of compiled blocks are not kept"),
+        ("cp", cp if cp > 1 else None, "where attention waits for other ranks in the backward, too"),
     ):
         if asked:
-            raise ConfigError(f"recompute=False with {name}={asked!r}, {why}: leave one of the two out")
+            effect = "has no effect" if recompute else "cannot be"
+            raise ConfigError(f"recompute={recompute} {effect} with {name}={asked!r}, {why}: leave recompute out")
 
 
 def check_strands(strands: int, ranks: int) -> None:

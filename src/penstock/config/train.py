@@ -155,7 +155,7 @@ class TrainConfig(StepConfig):
         else:
             check_in_turn(self.schedule)
         check_not_compiled(self.schedule, self.compile)
-        check_recompute(self.recompute, self.schedule, self.compile)
+        check_recompute(self.recompute, self.schedule, self.compile, self.cp)
         if self.cp > 1 and self.compile:
             raise ConfigError(f"cp={self.cp} and compile: attention waits for other ranks. Leave one out")
         if not self.run:

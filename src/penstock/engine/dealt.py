@@ -185,7 +185,6 @@ def times_of_all(ranks: Ranks, own: StageTimes | None, dealt: Dealt) -> StageTim
         backward=tuple(by_rank[rank].backward[k] for k, rank in of_stages),
         weights=tuple(by_rank[rank].weights[k] for k, rank in of_stages) if by_rank[0].weights else (),
         orthogonal=min((times.orthogonal for times in by_rank if times.orthogonal is not None), default=None),
-        with_graph=max((times.with_graph for times in by_rank if times.with_graph is not None), default=None),
     )
 
 

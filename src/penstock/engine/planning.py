@@ -49,7 +49,7 @@ from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 from penstock.tape import trees
-from penstock.tape.refusals import NOTHING_TRAINS
+from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
 from penstock.tape.suspended import Facts, StageFacts
 from penstock.tape.waits import sentence
 
@@ -181,6 +181,8 @@ class Planning:
             raise ModelError(NOTHING_TRAINS)
         if train and not isinstance(self._schedule, Schedule):
             check_split(stages, self._schedule)
+        if train and self._asked.recompute is False and all(stage.graph is None for stage in stages):
+            raise ModelError(NO_GRAPHS)
         calls = {shape: p.handed for shape, p in probed.items()}
         largest = max(nbytes, *(p.nbytes for p in every))
         request = self._request(self._program(stages, facts, calls), count, largest, train=train)

@@ -115,5 +115,4 @@ def slowest_of(times: Sequence[StageTimes | None]) -> StageTimes | None:
         backward=tuple(max(same) for same in zip(*(t.backward for t in known), strict=True)),
         weights=tuple(max(same) for same in zip(*(t.weights for t in known), strict=True)),
         orthogonal=min((t.orthogonal for t in known if t.orthogonal is not None), default=None),
-        with_graph=max((t.with_graph for t in known if t.with_graph is not None), default=None),
     )

@@ -84,7 +84,6 @@ def _pass(
 ) -> StageTimes:
     stages = program.stages
     forward, backward, weights = ([0.0] * len(stages) for _ in range(3))
-    kept = _to_keep(stages, program)
     buffers = Buffers(tape.model)
     before = buffers.copies()
     on_gradient, tape.on_gradient = tape.on_gradient, _Sink(program, tape.device)
@@ -92,8 +91,7 @@ def _pass(
     tape.begin(0, [micro_batch], [1.0], stages=stages)
     try:
         for k, stage in enumerate(stages):
-            run_forward = partial(tape.forward, k, 0, keep=k == kept)
-            forward[k] = _timed(tape.device, run_forward, _needs(stage, k, stages), load, unload)
+            forward[k] = _timed(tape.device, partial(tape.forward, k, 0), _needs(stage, k, stages), load, unload)
         for k, stage in reversed(list(enumerate(stages[:-1]))):
             reads = (*stage.backward_reads, *stage.gradients)
             run = tape.backward if stage.split is None else tape.backward_inputs
@@ -105,22 +103,11 @@ def _pass(
         tape.finish()
         tape.on_gradient = on_gradient
         buffers.put_back(before)
-    through = backward[kept]
-    usual = _typical(stages, program, backward, without=kept)
     return StageTimes(
         forward=_typical(stages, program, forward),
-        backward=usual,
+        backward=_typical(stages, program, backward),
         weights=_typical(stages, program, weights) if any(weights) else (),
-        with_graph=min(through / usual[kept], 1.0) if kept >= 0 and usual[kept] else None,
     )
-
-
-def _to_keep(stages: Sequence[Stage], program: Program) -> int:
-    """A call whose graph is kept, so that what is left of its backward shows beside those of calls that are alike; -1:
-    there is no such call. One alone: all graphs together may take more than the device has."""
-    able = [stage for stage in stages if stage.graph is not None and stage.split is None]
-    kinds = Counter(_kind(stage, program) for stage in able)
-    return next((stage.index for stage in reversed(able) if kinds[_kind(stage, program)] > 1), -1)
 
 
 def _needs(stage: Stage, k: int, stages: Sequence[Stage]) -> tuple[int, ...]:
@@ -155,23 +142,19 @@ def _settle(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _typical(
-    stages: Sequence[Stage], program: Program, seconds: Sequence[float], *, without: int = -1
-) -> tuple[float, ...]:
-    """The median over stages that are alike: calls with the same sizes on as many parameters. ``without``: a stage
-    whose own does not count."""
+def _typical(stages: Sequence[Stage], program: Program, seconds: Sequence[float]) -> tuple[float, ...]:
+    """The median over stages that are alike: calls with the same sizes on as many parameters."""
+
+    def kind(stage: Stage) -> tuple[object, ...]:
+        if stage.kind == "segment":
+            return (stage.index,)
+        sizes = tuple(program.groups[g].numel for g in stage.forward_reads)
+        return (sizes, stage.activation, stage.gradient, stage.forward_peak, stage.backward_peak)
+
     alike: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for stage, value in zip(stages, seconds, strict=True):
-        if stage.index != without:
-            alike[_kind(stage, program)].append(value)
-    return tuple(statistics.median(alike[_kind(stage, program)]) for stage in stages)
-
-
-def _kind(stage: Stage, program: Program) -> tuple[object, ...]:
-    if stage.kind == "segment":
-        return (stage.index,)
-    sizes = tuple(program.groups[g].numel for g in stage.forward_reads)
-    return (sizes, stage.activation, stage.gradient, stage.forward_peak, stage.backward_peak)
+        alike[kind(stage)].append(value)
+    return tuple(statistics.median(alike[kind(stage)]) for stage in stages)
 
 
 class _Sink:

@@ -106,7 +106,7 @@ class EngineMixin(TrainerSteps):
         check_launch(self)
         if getattr(self.model, "is_activation_checkpointing", False):
             raise ConfigError(
-                "the model has activation checkpointing switched on, and the engine recomputes each block by itself: "
+                "the model has activation checkpointing switched on, and the engine recomputes blocks by itself: "
                 "call model.activation_checkpointing_disable()"
             )
 

@@ -55,7 +55,8 @@ ENGINE: Mapping[str, str] = {
     "max_grad_norm": "clipping, exact; 0: none",
     "bf16": "weights that compute are bf16, and their master copy is fp32; there is no autocast",
     "fp16": "as bf16, with a loss scale",
-    "activation_checkpointing": "what the engine does anyway: each block is recomputed from its input",
+    "activation_checkpointing": "what the engine does where device memory is short: blocks are recomputed from their "
+    "inputs, as few as have to be. EngineArguments(recompute=True) recomputes all",
     "gradient_checkpointing": "the old name of activation_checkpointing",
 }
 
@@ -63,7 +64,7 @@ _RANKS = "the engine shares the state among the processes that torchrun has star
 _NO_DDP = "no model is wrapped in DistributedDataParallel: the engine adds up gradients itself"
 _MEMORY = "the engine keeps device memory within its budget by itself"
 _COMPILE = "it compiles the model as a whole: EngineArguments(compile=True), or a backend's name, compiles its blocks"
-_RECOMPUTE = "each block is recomputed from its input by the engine, and nothing about that can be chosen"
+_RECOMPUTE = "blocks are recomputed by the engine, and EngineArguments(recompute=...) is all that there is to choose"
 
 REFUSED: Mapping[str, str] = {
     "optim_target_modules": "the optimizers that take it (GaLore, APOLLO) are not among the engine's",

@@ -489,6 +489,7 @@ def _fit_device(request: Request, base: Placement) -> Settings:
         "largest stage. Raise budget.device, or use smaller or fewer micro-batches"
         + (f", or another stage of ZeRO than {settings.stage}, as all weights stay there" * (settings.stage in (1, 2)))
         + (f", or another schedule than {request.order}, which holds there what waits of backwards" * request.splits)
+        + (", or leave recompute out, to keep as many graphs of blocks as fit" * (request.recompute is False))
     )
 
 

@@ -140,7 +140,8 @@ def _check_settings(request: Request, schedule: Schedule, place: Placement, late
             f"the schedule itself delays the steps of {len(late)} chunks: leave delay={request.delay} out"
         )
     kept = sum(op.id.kind == "F" and any(name.holds == "saved" for name in op.writes) for op in schedule.ops)
-    able = sum(stage.graph is not None for stage in request.program.stages) * request.micro_batches
+    own = (stage for stage in request.program.stages if request.program.has(stage.index))
+    able = sum(stage.graph is not None for stage in own) * request.micro_batches
     if (request.recompute is True and kept) or (request.recompute is False and kept < able):
         raise ScheduleError(
             f"the schedule keeps the graphs of {kept} calls, of {able} that could: leave "

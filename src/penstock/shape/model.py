@@ -77,14 +77,12 @@ class StageTimes:
     weights: tuple[float, ...] = ()
     orthogonal: float | None = None
     """FLOP/s at which updates of matrices are made orthogonal; None: nobody has measured it"""
-    with_graph: float | None = None
-    """share of a call's backward that is left where its graph was kept; None: nobody has measured it"""
 
     def kept(self, stage: int) -> float:
-        """Seconds of the backward of a call whose graph was kept: it does not compute the block again. That is the
-        forward less where nobody has measured it, and at least half of it, for two products of three."""
+        """Seconds of the backward of a call whose graph was kept: without the forward, and at least half of the whole,
+        for two products of three."""
         both = self.backward[stage]
-        return max(both - self.forward[stage], both / 2) if self.with_graph is None else both * self.with_graph
+        return max(both - self.forward[stage], both / 2)
 
     def in_two(self, stage: int) -> tuple[float, float]:
         """Seconds of both parts of a stage's backward. A third is for the weights where nobody has measured that: a

@@ -28,7 +28,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
         return 0
     with torch.no_grad(), unwatched():
         there = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().flatten().view(torch.uint8)
-        return xxhash.xxh3_64_intdigest(memoryview(there.numpy()))
+        return xxhash.xxh3_64_intdigest(there.numpy().data)
 
 
 def alike(before: torch.Tensor, tensor: torch.Tensor, *, within: float = 0.0) -> bool:

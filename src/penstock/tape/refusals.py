@@ -10,6 +10,12 @@ from penstock.compat.marks import is_moved
 from penstock.compat.torch import accumulation_hooks, gradient_hooks, is_compiled
 from penstock.errors import ModelError
 
+NO_GRAPHS = (
+    "recompute=False: no block's graph can be kept, as they have backwards written in Python, change buffers, are "
+    "handed containers, or put out other bits where a gradient is asked for: leave recompute out"
+)
+"""For who asks that no block is computed again."""
+
 NOTHING_TRAINS = (
     "the loss does not depend on any parameter that is trained: is requires_grad False everywhere, or does loss_fn "
     "detach?"
@@ -34,7 +40,7 @@ def refuse(model: nn.Module) -> None:
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ModelError(
                 f"gradient checkpointing is switched on in the model (in {name or type(model).__name__!r}), but "
-                "Penstock recomputes blocks by itself: call model.gradient_checkpointing_disable()"
+                "Penstock recomputes blocks by itself, where it has to: call model.gradient_checkpointing_disable()"
             )
         if is_moved(module):
             raise ModelError(
