@@ -197,7 +197,7 @@ def _memory(f: Forecast) -> Iterator[str]:
 
 def _again(plan: Plan) -> str:
     left = plan.calls - plan.graphs_kept
-    return f", {left} are computed again" if left else ": none is computed again"
+    return f", {left} {'is' if left == 1 else 'are'} computed again" if left else ": none is computed again"
 
 
 def _disk(report: PlanReport) -> Iterator[str]:
