@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = MODELS["llama"]
 STEPS = steps_of(CASE, 2)
 CALLS = 3 * len(STEPS[0])
-ON_HOST: Mapping[str, Any] = {"weights": "host", "state": "host", "activations": "host"}
+ON_HOST: Mapping[str, Any] = {"weights": "host", "state": "host"}
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
@@ -58,6 +58,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"budget": budget(None, activations="host")}, "budget.activations='host' has no effect with recompute=False"),
         ({"compile": True, "recompute": True}, "recompute=True has no effect with compile=True"),
         (
             {"schedule": "zero-bubble"},
@@ -68,7 +69,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
 )
 def test_what_has_to_compute_all_again_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        wrap(CASE, budget(None), **({"recompute": False} | settings))
+        wrap(CASE, settings.pop("budget", budget(None)), **({"recompute": False} | settings))
 
 
 def test_a_step_that_is_repeated_keeps_its_graphs_again(tmp_path: Path) -> None:

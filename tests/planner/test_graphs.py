@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config import Family
+from penstock.config import Family, Tier
 from penstock.errors import ScheduleError
 from penstock.planner.fit import Request, fit, fitted, settings_of
 from penstock.planner.own_schedule import own_plan
@@ -85,7 +85,7 @@ def test_the_programs_optimum_counts_what_graphs_save_and_take() -> None:
 def test_what_is_pinned_leaves_its_room_to_graphs() -> None:
     """Nothing else is to be chosen: the program is solved without the solver."""
     q = asked(3 * MIB, compute=1.0)
-    budget = replace(q.request.budget, weights="disk", state="disk", activations="host", gradients=None)
+    budget = replace(q.request.budget, weights="disk", state="disk", activations="device", gradients=None)
     request = replace(q.request, budget=budget)
     lp = PlacementLP(request, settings_of(request, fitted(request).place, 1 << 16, Depths()), q.costs)
     shares = lp.relaxed
@@ -100,7 +100,7 @@ def fits(request: Request, sizes: Sequence[int]) -> list[int]:
 
 def test_more_room_keeps_no_fewer_graphs() -> None:
     request = asked(1 << 40, compute=1.0).request
-    request = replace(request, budget=replace(request.budget, weights="disk", state="disk", activations="host"))
+    request = replace(request, budget=replace(request.budget, weights="disk", state="disk", activations="device"))
     counts = fits(request, [size * MIB // 4 for size in range(8, 40, 4)])
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
@@ -115,3 +115,11 @@ def test_a_schedule_of_ones_own_that_keeps_graphs_is_what_it_says() -> None:
         own_plan(replace(request, speculate=None, delay=None, recompute=what), schedule)
         with pytest.raises(ScheduleError, match=f"leave recompute={not what} out"):
             own_plan(replace(request, speculate=None, delay=None, recompute=not what), schedule)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_saved_activations_that_are_to_leave_the_device_do(tier: Tier) -> None:
+    request = asked(1 << 40, compute=1.0).request
+    plan = fit(replace(request, budget=replace(request.budget, activations=tier)))
+    assert plan.graphs_kept == 0
+    assert {"DC", "UC"} <= {op.id.kind for op in plan.schedule.ops}

@@ -69,7 +69,7 @@ class StreamConfig:
     but fewer on the first, which has the ends |
     | ``recompute`` | whether the backward of a block computes the block again: ``true``: always; ``false``: of no block
     whose graph can be kept, so that what autograd saves of all of them has to have room on the device. Changes no
-    result; None: the plan keeps as many graphs as pay and have room |
+    result; None: the plan keeps as many graphs as pay and have room, none where ``budget.activations`` is host or disk |
     | ``speculate`` | whether what is on disk steps before the gradients' norm is known; a step whose norm is over
     ``clip_grad_norm`` is run again. Changes no result; None: the plan chooses |
     """
@@ -104,6 +104,11 @@ class StreamConfig:
         """Raises:
         ConfigError: settings of the step and of the budget contradict each other.
         """
+        if self.recompute is False and budget.activations in ("host", "disk"):
+            raise ConfigError(
+                f"budget.activations={budget.activations!r} has no effect with recompute=False: the inputs of blocks "
+                "that are not computed again stay on the device. Leave one out"
+            )
         if budget.gradients is not None and self.speculate and not self.delay:
             raise ConfigError(
                 f"budget.gradients={budget.gradients!r} has no effect with speculate=True: no gradient waits. Leave "

@@ -205,8 +205,10 @@ class Request(StreamConfig):
 
     @cached_property
     def most_graphs(self) -> int:
-        """The buffers for graphs of calls that a step can use."""
-        return 0 if self.recompute else all_graphs(self.route)
+        """The buffers for graphs of calls that a step can use: none if saved activations are to leave the device, as
+        the input of a call with a graph stays."""
+        leave = self.recompute is None and self.budget.activations in ("host", "disk")
+        return 0 if self.recompute or leave else all_graphs(self.route)
 
     @property
     def order(self) -> Family:

@@ -439,6 +439,7 @@ class SuspendedForward:
         if call.graph is not None and call.graph.is_intact():
             assert splitting is None, "a backward in two parts computes its block again"
             return None, _run_kept(call, call.graph, gradients)
+        call = replace(call, graph=None)  # one that was changed is not needed any more
         fresh: Leaves = {}
         with nullcontext() if splitting is None else splitting.hooks():
             made = self._recompute(call, fresh) if self.footprint is None else self._recompute_seen(call, fresh)
