@@ -69,7 +69,7 @@ class StreamConfig:
     but fewer on the first, which has the ends |
     | ``recompute`` | whether the backward of a block computes the block again: ``true``: always; ``false``: of no block
     whose graph can be kept, so that what autograd saves of all of them has to have room on the device. Changes no
-    result; None: the plan keeps as many graphs as pay and have room, none where ``budget.activations`` is host or disk |
+    result; None: the plan keeps as many graphs as pay and have room, none if ``budget.activations`` is host or disk |
     | ``speculate`` | whether what is on disk steps before the gradients' norm is known; a step whose norm is over
     ``clip_grad_norm`` is run again. Changes no result; None: the plan chooses |
     """
