@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.tape.blocks import Block
-from tests.models import VOCABULARY, Case, MicroBatch, draw_tokens
+from tests.models import MODELS, VOCABULARY, Case, MicroBatch, draw_tokens
 from tests.tape_reference import Bench, Gradients, Order, plain_step, relative_error, vertical
 
 WIDTH = 8
@@ -90,6 +90,24 @@ def of(build: Callable[[], nn.Module]) -> Case:
 
 def unequal(case: Case, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[MicroBatch]:
     return [case.micro_batches(1, seed=seed + m, length=length)[0] for m, length in enumerate(lengths)]
+
+
+def beside_vertical(case: Case, order: Order, *, splits: bool = False) -> tuple[Bench, Gradients, Gradients]:
+    """The gradients of a vertical step, and of one in another order, whose losses are the same; weights leave between
+    any two stages. ``splits``: as of ``Bench``."""
+    bench = Bench(case, case.model(), moving=True, splits=splits)
+    micro_batches = case.micro_batches(3) if case in MODELS.values() else unequal(case)
+    bench.probe(micro_batches[0])
+    (losses, usual), (others, found) = (bench.step(micro_batches, WEIGHTS, each) for each in (vertical, order))
+    assert losses == others
+    return bench, usual, found
+
+
+def assert_same_gradients(found: Gradients, wanted: Gradients) -> None:
+    """To the last bit, and none of what a weight that has left reads as."""
+    assert found.keys() == wanted.keys()
+    assert not [name for name, gradient in wanted.items() if not torch.equal(gradient, found[name])]
+    assert not any(gradient.isnan().any() for gradient in found.values())
 
 
 def both(

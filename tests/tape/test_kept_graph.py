@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import ModelError
 from penstock.tape.watch import Watch
 from tests.models import MODELS, Case
-from tests.stacks import WEIGHTS, WIDTH, Layer, stack, unequal
+from tests.stacks import WIDTH, Layer, assert_same_gradients, beside_vertical, stack, unequal
 from tests.tape.test_autograd import HONOURED
 from tests.tape.test_refusals import Smoothed
 from tests.tape.test_split import ODD, Products
-from tests.tape_reference import Bench, Gradients, vertical, with_graphs
+from tests.tape_reference import Bench, vertical, with_graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,25 +95,12 @@ COMPUTED_AGAIN = (
 )
 
 
-def steps(case: Case) -> tuple[Bench, Gradients, Gradients]:
-    """The gradients of a step that computes blocks again, and of one that has kept their graphs; weights leave between
-    any two stages."""
-    bench = Bench(case, case.model(), moving=True)
-    micro_batches = case.micro_batches(3) if case in MODELS.values() else unequal(case)
-    bench.probe(micro_batches[0])
-    (losses, again), (also, kept) = (bench.step(micro_batches, WEIGHTS, order) for order in (vertical, with_graphs))
-    assert losses == also
-    return bench, again, kept
-
-
 @pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
 @pytest.mark.sampled(12, values=False)
 @pytest.mark.parametrize("name", CASES)
 def test_a_backward_through_a_kept_graph_has_the_bits_of_one_that_computes_again(name: str) -> None:
-    bench, again, kept = steps(CASES[name])
-    assert again.keys() == kept.keys()
-    assert not [key for key, gradient in again.items() if not torch.equal(gradient, kept[key])]
-    assert not any(gradient.isnan().any() for gradient in kept.values())
+    bench, again, kept = beside_vertical(CASES[name], with_graphs)
+    assert_same_gradients(kept, again)
     assert all(stage.graph is None for stage in bench.stages if stage.kind == "segment")
     if not name.startswith("model "):
         assert any(stage.graph is not None for stage in bench.stages) == (name not in COMPUTED_AGAIN)
@@ -167,8 +154,8 @@ def test_a_graph_holds_no_more_than_the_probe_has_found(name: str) -> None:
 
 def test_what_a_call_hands_on_is_what_it_was_handed() -> None:
     """It has its gradient from both: the model's own code, and the block."""
-    bench, again, kept = steps(stack(Through, hand_on))
-    assert all(torch.equal(gradient, kept[name]) for name, gradient in again.items())
+    bench, again, kept = beside_vertical(stack(Through, hand_on), with_graphs)
+    assert_same_gradients(kept, again)
     assert all(stage.graph is not None for stage in bench.stages if stage.kind == "call")
 
 
@@ -296,9 +283,8 @@ ASKED: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", ASKED)
 def test_what_a_graph_cannot_follow_is_computed_again(name: str) -> None:
-    bench, again, kept = steps(ASKED[name])
-    assert again.keys() == kept.keys()
-    assert not [key for key, gradient in again.items() if not torch.equal(gradient, kept[key])]
+    bench, again, kept = beside_vertical(ASKED[name], with_graphs)
+    assert_same_gradients(kept, again)
     able = [stage.graph is not None for stage in bench.stages if stage.kind == "call"]
     assert all(able) if name in ("changes what is returned", "odd outputs", "closes over") else not any(able)
 

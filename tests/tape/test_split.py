@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from penstock.compat.torch import TorchDispatchMode, packet_of
 from penstock.errors import ModelError
 from tests.models import MODELS, Case
-from tests.stacks import WEIGHTS, WIDTH, Layer, stack, unequal
+from tests.stacks import WEIGHTS, WIDTH, Layer, assert_same_gradients, beside_vertical, stack, unequal
 from tests.tape.test_autograd import HONOURED
 from tests.tape.test_refusals import Smoothed
-from tests.tape_reference import Bench, Gradients, in_two_parts, vertical
+from tests.tape_reference import Bench, in_two_parts, vertical
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,26 +162,12 @@ WHOLE = (
 )
 
 
-def steps(case: Case) -> tuple[Bench, Gradients, Gradients]:
-    """The gradients of a step whose backwards are whole, and of one whose backwards are split; weights leave between
-    any two stages, and between the two parts."""
-    bench = Bench(case, case.model(), moving=True, splits=True)
-    micro_batches = case.micro_batches(3) if case in MODELS.values() else unequal(case)
-    bench.probe(micro_batches[0])
-    (losses, whole), (again, split) = (bench.step(micro_batches, WEIGHTS, order) for order in (vertical, in_two_parts))
-    assert losses == again
-    return bench, whole, split
-
-
 @pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
 @pytest.mark.sampled(12, values=False)
 @pytest.mark.parametrize("name", CASES)
 def test_a_backward_in_two_parts_has_the_bits_of_a_whole_one(name: str) -> None:
-    bench, whole, split = steps(CASES[name])
-    assert whole.keys() == split.keys()
-    different = [key for key, gradient in whole.items() if not torch.equal(gradient, split[key])]
-    assert not different
-    assert not any(gradient.isnan().any() for gradient in split.values())
+    bench, whole, split = beside_vertical(CASES[name], in_two_parts, splits=True)
+    assert_same_gradients(split, whole)
     assert any(stage.split is not None for stage in bench.stages) == (name not in WHOLE)
     assert all(stage.split is None for stage in bench.stages if stage.kind == "segment")
 

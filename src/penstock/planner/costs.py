@@ -10,6 +10,7 @@ from penstock.hardware.machine import Collectives, Machine, Network
 from penstock.planner.fit import Plan
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.lower.graphs import has_graph
 from penstock.schedule.place import BF16, FP32, Format
 from penstock.schedule.program import Program
 from penstock.shape.model import EFFICIENCY, StageTimes
@@ -105,8 +106,7 @@ def machine_costs(
         if ident.kind in ("F", "E"):
             return times.forward[ident.stage] * op.items
         if ident.kind == "B":
-            has_graph = any(name.holds == "saved" for name in op.reads)
-            return (times.kept(ident.stage) if has_graph else times.backward[ident.stage]) * op.items
+            return (times.kept(ident.stage) if has_graph(op) else times.backward[ident.stage]) * op.items
         if ident.kind in ("I", "W"):
             return times.in_two(ident.stage)[ident.kind == "W"] * op.items
         whole = groups[ident.group].whole

@@ -21,7 +21,7 @@ from penstock.planner.phase_memory import arrays
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
 from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.graphs import all_graphs
+from penstock.schedule.lower.graphs import all_graphs, graphs_kept
 from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, in_depth, narrow_groups
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import Seat, streaming_seat
@@ -66,7 +66,7 @@ class Plan:
     @cached_property
     def graphs_kept(self) -> int:
         """The number of calls of blocks in a step whose graph is kept for their backward."""
-        return sum(op.id.kind == "F" and any(name.holds == "saved" for name in op.writes) for op in self.schedule.ops)
+        return graphs_kept(self.schedule)
 
     @property
     def calls(self) -> int:

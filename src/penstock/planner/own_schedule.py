@@ -11,6 +11,7 @@ from penstock.planner.update_mode import no_speculation
 from penstock.schedule.check import check
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule
+from penstock.schedule.lower.graphs import graphs_kept
 from penstock.schedule.meaning import Needs, narrow_groups_of, prove
 from penstock.schedule.place import GRAIN, PAGE, Depths, Placement, Settings, on_grain, page_up
 from penstock.schedule.program import ALIGN
@@ -139,7 +140,7 @@ def _check_settings(request: Request, schedule: Schedule, place: Placement, late
         raise ScheduleError(
             f"the schedule itself delays the steps of {len(late)} chunks: leave delay={request.delay} out"
         )
-    kept = sum(op.id.kind == "F" and any(name.holds == "saved" for name in op.writes) for op in schedule.ops)
+    kept = graphs_kept(schedule)
     own = (stage for stage in request.program.stages if request.program.has(stage.index))
     able = sum(stage.graph is not None for stage in own) * request.micro_batches
     if (request.recompute is True and kept) or (request.recompute is False and kept < able):

@@ -29,9 +29,8 @@ class Roofline:
     can, the optimizer's arithmetic on the host, and the busier direction of the link between host and device, each on
     its own; disk None: there is none. ``balance_tokens``: T* = (F/8) (r/Br + w/Bw), the tokens from which compute takes
     as long as a disk that reads and writes in turns, with r and w bytes per parameter read and written (14 and 12 in
-    bf16 with Adam), F FLOP/s that the model reaches and 8 FLOP per parameter and token, 6 of
-    blocks that are not computed again.
-    ``disk_tokens``: the same for ``disk_seconds``.
+    bf16 with Adam), F FLOP/s that the model reaches and 8 FLOP per parameter and token, 6 of blocks that are
+    not computed again. ``disk_tokens``: the same for ``disk_seconds``.
     """
 
     compute_tokens_per_second: float

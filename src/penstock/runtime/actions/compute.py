@@ -9,6 +9,7 @@ from penstock.errors import ModelError, NonFiniteError
 from penstock.runtime.access import Access
 from penstock.runtime.context import Mode, NonFinite
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.lower.graphs import has_graph
 from penstock.tape.groups import ParamGroup
 from penstock.tape.tape import Tape
 
@@ -42,8 +43,7 @@ class Compute:
     def forward(self, op: Op) -> None:
         self._attach(op)
         sent = self._tape.sent
-        keep = any(name.holds == "saved" for name in op.writes)
-        self._tape.forward(op.id.stage, op.id.micro_batch, keep=keep)
+        self._tape.forward(op.id.stage, op.id.micro_batch, keep=has_graph(op))
         self._to.moved += self._tape.sent - sent
         self._detach(op)
 
