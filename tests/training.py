@@ -58,8 +58,11 @@ ADAMW = penstock.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def wrap(case: Case, where: penstock.Budget, *, model: nn.Module | None = None, **settings: Any) -> penstock.Engine:
-    """An engine on a case's model (a new one if none is given), on the CPU unless ``settings`` say otherwise."""
-    common = {"optimizer": ADAMW, "seed": SEED, "loss_fn": case.loss_fn, "precision": "fp32", "device": "cpu"}
+    """An engine on a case's model (a new one if none is given), on the CPU unless ``settings`` say otherwise; of ranks
+    on what their mesh is of."""
+    mesh = settings.get("mesh")
+    device = "cpu" if mesh is None else mesh.device_type
+    common = {"optimizer": ADAMW, "seed": SEED, "loss_fn": case.loss_fn, "precision": "fp32", "device": device}
     settings = common | settings
     return penstock.wrap(case.model() if model is None else model, budget=where, **settings)
 

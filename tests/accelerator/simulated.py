@@ -32,6 +32,8 @@ class Simulated:
             ("sim_host_access", (pointer, size, ctypes.c_int, text), None),
             ("sim_tell", (size,), None),
             ("sim_hear", (size,), None),
+            ("sim_close_gate", (), size),
+            ("sim_open_gate", (size,), None),
             ("sim_meet_autograd", (), None),
             ("sim_label", (text,), None),
             ("sim_findings", (), text),
@@ -110,6 +112,14 @@ class Simulated:
 
     def hear(self, key: int) -> None:
         self._library.sim_hear(key)
+
+    def close_gate(self) -> int:
+        """The current stream does not go on until the gate, of this number, is opened."""
+        return int(self._library.sim_close_gate())
+
+    def open_gate(self, gate: int) -> None:
+        """... and then it does, once; a gate may be opened again."""
+        self._library.sim_open_gate(gate)
 
     def meet_autograd(self) -> None:
         """A backward of the calling thread begins or ends: autograd's threads work for it."""

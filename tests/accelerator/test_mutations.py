@@ -3,13 +3,9 @@
 Each mutation takes one line from the engine. It is found whatever the timing was, and mostly the bits are still right.
 """
 
-import inspect
-import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +18,7 @@ from penstock.runtime.streams import DeviceStreams
 from penstock.state import background
 from penstock.state.memory import HostSlab
 from tests.accelerator import DEVICE, simulated, watching
+from tests.accelerator.mutation import Mutation
 from tests.models import MODELS
 from tests.state.test_background import ORDER, Run
 from tests.training import budget, run_steps, steps_of, wrap
@@ -90,75 +87,59 @@ def written_by_who_changes(path: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mutation:
-    """A line of a function, and what stands there instead."""
+class Missed(Mutation):
+    """... by whoever is ``doing`` something."""
 
-    owner: Any
-    name: str
-    line: str
-    instead: str = "pass"
     doing: Doing = from_disk
-    found: str = "not ordered after"
-    """in each finding"""
 
 
 MUTATIONS = {
-    "a stream waits for an op of another": Mutation(
+    "a stream waits for an op of another": Missed(
         owner=watching.PLAIN, name="begin", line="stream.wait_event(other.done)"
     ),
-    "a host thread waits for an op of a stream": Mutation(
+    "a host thread waits for an op of a stream": Missed(
         owner=watching.PLAIN, name="begin", line="other.done.synchronize()"
     ),
-    "an op's event is recorded": Mutation(
+    "an op's event is recorded": Missed(
         owner=watching.PLAIN, name="end", line="mark.done.record(self.streams[mark.lane])"
     ),
-    "whoever takes a buffer waits for its last user": Mutation(
+    "whoever takes a buffer waits for its last user": Missed(
         owner=Executor,
         name="_take",
         line="waits += [self._users[slot] for slot in taken if slot in self._users]",
     ),
-    "a saved activation's memory is kept until it is down": Mutation(
+    "a saved activation's memory is kept until it is down": Missed(
         owner=SavedActivations, name="down", line='self._streams.used_on("d2h", data)'
     ),
-    "what is copied from and to is page-locked": Mutation(
+    "what is copied from and to is page-locked": Missed(
         owner=HostSlab,
         name="__init__",
         line='if beside is not None and beside.type != "cpu":',
         instead="if beside is not None and False:",
         found="not page-locked",
     ),
-    "a background write comes after what was queued before it": Mutation(
+    "a background write comes after what was queued before it": Missed(
         owner=background.DeviceCopies,
         name="copy_beside",
         line="self._stream.wait_event(self._begun)",
         doing=changed_and_written,
     ),
-    "who writes before he changes comes after what was queued before it": Mutation(
+    "who writes before he changes comes after what was queued before it": Missed(
         owner=background.DeviceCopies,
         name="copy_here",
         line="self._its.current_stream(source.device).wait_event(self._begun)",
         doing=written_by_who_changes,
     ),
-    "a background write has copied what may change": Mutation(
+    "a background write has copied what may change": Missed(
         owner=background.DeviceCopies, name="copy_beside", line="self._copied.synchronize()", doing=written_behind
     ),
-    "a step comes after what its caller has queued": Mutation(
+    "a step comes after what its caller has queued": Missed(
         owner=DeviceStreams, name="around_caller", line="compute.wait_stream(own)"
     ),
-    "what a caller queues comes after the step": Mutation(
+    "what a caller queues comes after the step": Missed(
         owner=DeviceStreams, name="around_caller", line="own.wait_stream(compute)"
     ),
 }
-
-
-def mutated(mutation: Mutation) -> Callable[..., Any]:
-    plain = inspect.unwrap(getattr(mutation.owner, mutation.name))
-    source = textwrap.dedent(inspect.getsource(plain))
-    assert source.count(mutation.line) == 1, "the engine has changed: so must its mutation"
-    names = dict(vars(sys.modules[plain.__module__]))
-    exec(compile(source.replace(mutation.line, mutation.instead), plain.__code__.co_filename, "exec"), names)
-    made: Callable[..., Any] = names[plain.__name__]
-    return made
 
 
 def found_while(doing: Doing, path: Path) -> list[str]:
@@ -183,7 +164,7 @@ def test_the_engine_leaves_nothing_to_chance(doing: Doing, microseconds: float |
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_it_is_found_where_nothing_says_that(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation = MUTATIONS[name]
-    monkeypatch.setattr(mutation.owner, mutation.name, mutated(mutation))
+    monkeypatch.setattr(mutation.owner, mutation.name, mutation.made())
     found = found_while(mutation.doing, tmp_path / "store")
     assert found
     assert all(mutation.found in each for each in found), found

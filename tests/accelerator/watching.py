@@ -13,7 +13,7 @@
 
 What waits for the device tells the clocks by itself. Host memory is looked at where the engine touches it: in the
 store's reads and writes, copies by numpy, and the optimizer's kernels. Only what is page-locked counts, because a
-device reads and writes no other host memory after a call has returned.
+device reads and writes no other host memory after a call has returned. What ranks send each other is host memory, too.
 """
 
 import itertools
@@ -29,6 +29,7 @@ import torch
 
 from penstock.optim import kernels
 from penstock.optim.codes import Codes
+from penstock.ranks.group import Together
 from penstock.runtime.actions import Actions
 from penstock.runtime.executor import Executor
 from penstock.runtime.streams import DeviceStreams, Mark
@@ -236,6 +237,8 @@ def _watch_memory(sim: Simulated) -> None:
 
         setattr(owner, name, call)
 
+    watched(Together, "send", "a message that is sent", reads=(1,))
+    watched(Together, "receive", "a message that has come", writes=(1,))
     watched(Store, "read", "a read from disk", writes=(3,))
     watched(Store, "write", "a write to disk", reads=(3,))
     watched(np, "copyto", "a copy on the host", reads=(1,), writes=(0,))

@@ -17,11 +17,11 @@ from penstock.hardware.profiles import machine_named
 from penstock.planner.advice import advice, refusal, round_up, smallest
 from penstock.planner.ask import plan, report
 from penstock.planner.batches import choose, curve, saturating, splits
-from penstock.planner.fit import Request, fit, fitted
+from penstock.planner.fit import DEVICE_TEMPORARIES, Request, fit, fitted
 from penstock.planner.forecast import Forecast, forecast
 from penstock.planner.roofline import moved_per_parameter, roofline
 from penstock.planner.search import best, estimate, fits, search
-from penstock.planner.task import DEVICE_TEMPORARIES, Task, free_bytes, own_budget
+from penstock.planner.task import Task, free_bytes, own_budget
 from penstock.schedule.check import check
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.worlds import World

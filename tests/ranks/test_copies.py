@@ -30,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def copies_of(mesh: DeviceMesh, copies: int = 2) -> DeviceMesh:
     """The same ranks with so many copies."""
-    return init_device_mesh("cpu", (copies, mesh.size() // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh(
+        mesh.device_type, (copies, mesh.size() // copies), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
 
 
 def trained_in_copies(mesh: DeviceMesh, numbers: Numbers, run: Run, disk: Path | None) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | No
     with wrap(case, where, mesh=mesh, **numbers.settings(), **run.settings) as engine:
         found = results(engine, run_steps(engine, steps_of(case, steps, lengths=numbers.lengths)))
         found["evaluated"] = engine.evaluate(steps_of(case, 1, first=50, lengths=numbers.lengths)[0])
-        if mesh is None:
+        if mesh is None or mesh.size() == 1:
             return found
         engine.step(steps_of(case, 1, first=60, lengths=(12, 12, 12))[0])
         moved = sum(event.bytes for event in engine.trace if event.lane == "send")

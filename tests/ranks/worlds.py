@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import RankError
+from tests.accelerator import DEVICE
 from tests.patience import PATIENCE, until
 from tests.warm import server
 
@@ -29,9 +30,18 @@ class RankFailedError(AssertionError):
 
 
 class World:
-    """Ranks that run ``what(mesh, ...)``, whose mesh has one ``axis``. ``processes`` are there to be killed."""
+    """Ranks that run ``what(mesh, ...)``, whose mesh has one ``axis``. ``on_device``: each has an accelerator, a GPU or
+    a simulated one. ``processes`` are there to be killed."""
 
-    def __init__(self, size: int, what: Callable[..., Any], *args: Any, axis: str = "dp_shard", **given: Any) -> None:
+    def __init__(
+        self,
+        size: int,
+        what: Callable[..., Any],
+        *args: Any,
+        axis: str = "dp_shard",
+        on_device: bool = False,
+        **given: Any,
+    ) -> None:
         self.size = size
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # that of torchrun's agent
         self._store = store
@@ -40,7 +50,8 @@ class World:
         context = server()
         for rank in range(size):
             mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, size, axis, store.port, theirs, what, args, given))
+            words = (rank, size, axis, on_device, store.port, theirs, what, args, given)
+            process = context.Process(target=_rank, args=words)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -99,22 +110,52 @@ def _settled(world: World) -> list[Any]:
 
 
 def _rank(
-    rank: int, size: int, axis: str, port: int, end: Connection, what: Callable[..., Any], args: Any, given: Any
+    rank: int,
+    size: int,
+    axis: str,
+    on_device: bool,
+    port: int,
+    end: Connection,
+    what: Callable[..., Any],
+    args: Any,
+    given: Any,
 ) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, is_master=False)
     try:
+        kind, check = _device(rank) if on_device else ("cpu", lambda: None)
         try:
+            backend = dist.get_default_backend_for_device(kind)
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
+                backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
             )
-            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
+            mesh = init_device_mesh(kind, (size,), mesh_dim_names=(axis,))
             store.add("joined", 1)
         except RuntimeError as error:  # torch's own: another rank was killed
             raise RankError(str(error)) from error
         said: tuple[Any, ...] = (True, what(mesh, *args, **given))
+        check()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
         said = (False, type(error).__name__, str(error), traceback.format_exc())
     text = io.BytesIO()
     torch.save(said, text)
     end.send_bytes(text.getvalue())
+
+
+def _device(rank: int) -> tuple[str, Callable[[], None]]:
+    """The kind of this rank's accelerator, which is there from now on, and what finds out whether all was in order."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        return DEVICE, lambda: None
+    from tests.accelerator import collectives, simulated, watching
+
+    sim = simulated.start()
+    watching.install(sim)
+    collectives.register()
+
+    def check() -> None:
+        findings, failed = sim.findings(), sim.clear()
+        if findings or failed:
+            raise AssertionError("\n".join(["found by the simulated accelerator:", *findings[:20], *failed]))
+
+    return DEVICE, check

@@ -17,7 +17,7 @@ from penstock.planner.batches import cuts
 from penstock.planner.costs import costs_of_plan
 from penstock.planner.dealt import Asked, Foreseen, Pace, fastest_of, programs_of
 from penstock.planner.fit import Request
-from penstock.planner.task import DEVICE_TEMPORARIES, MOST_OPS, TOKEN_BYTES, moments_of, rate_name_of
+from penstock.planner.task import MOST_OPS, TOKEN_BYTES, moments_of, rate_name_of
 from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.place import Format
 from penstock.shape.model import ModelProfile, ModelShape, stage_times
@@ -63,7 +63,7 @@ def requests_of(
             **fields_of(config) | {"strands": config.strands or 1},
             family=config.schedule,
             inputs=count * profile.tokens * TOKEN_BYTES,
-            step_temporaries=0 if kind == "cpu" else DEVICE_TEMPORARIES,
+            accelerated=kind != "cpu",
         )
         for rank, program in enumerate(programs_of(profile.program, ranks, config.deal, config.schedule))
     ]

@@ -19,7 +19,7 @@ from penstock.planner.batches import choose, cuts, splits
 from penstock.planner.dealt import Asked, plans_of
 from penstock.planner.durability import settled
 from penstock.planner.fit import Request, fit
-from penstock.planner.task import DEVICE_TEMPORARIES, TOKEN_BYTES
+from penstock.planner.task import TOKEN_BYTES
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.mesh import Mesh
 from penstock.shape.model import ModelShape
@@ -204,5 +204,5 @@ def _request(
         copies=config.copies,
         family=config.schedule,
         inputs=count * profile.tokens * TOKEN_BYTES,
-        step_temporaries=0 if kind == "cpu" else DEVICE_TEMPORARIES,
+        accelerated=kind != "cpu",
     )

@@ -29,7 +29,6 @@ from penstock.errors import BudgetError, ConfigError, ModelError, StoreError
 from penstock.hardware.drives import together
 from penstock.hardware.sharing import of_each_rank, of_pipeline
 from penstock.optim.agreement import KINDS, other_bits
-from penstock.optim.fallback import DEVICE_TEMPORARIES
 from penstock.planner.costs import contention, costs_of_plan
 from penstock.planner.dealt import Pace, world_of
 from penstock.planner.fit import Plan, Request, fit, off_device
@@ -423,7 +422,7 @@ class Planning:
             ranks=ranks.each,
             copies=ranks.copies,
             hosts=ranks.hosts,
-            step_temporaries=0 if self._shared.device.type == "cpu" else DEVICE_TEMPORARIES,
+            accelerated=self._shared.device.type != "cpu",
         )
 
     def _times(self, own: Sequence[StageTimes | None], program: Program) -> StageTimes | None:

@@ -22,11 +22,13 @@ from penstock.runtime.context import StepContext
 from penstock.runtime.executor import Executor
 from penstock.runtime.pools import Pools
 from penstock.runtime.serial import SerialExecutor
+from penstock.runtime.staging import Staging
 from penstock.runtime.stepping import Stepping
 from penstock.runtime.streams import Mark
 from penstock.schedule.check.order import run_orders
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.lower.dealt import message_piece
 from penstock.schedule.program import ALIGN
 from penstock.state.arrays import Late
 from penstock.state.numa import binding_for
@@ -84,6 +86,9 @@ class Runner:
                 undo.callback(_remove, self.scratch, shared.scratch_paths)
             self.pools = Pools(plan.schedule, shared.device)
             undo.callback(self._close_pools)
+            staging = self._staging()
+            if staging is not None:
+                undo.callback(staging.close)
             self.actions = Actions(
                 self.bound,
                 self.pools,
@@ -94,6 +99,7 @@ class Runner:
                 self._streams,
                 stepping,
                 shared.ranks,
+                staging,
             )
             undo.callback(self.actions.release)
             self._executor = self._executor_of(plan.schedule, self._order())
@@ -113,6 +119,12 @@ class Runner:
             binding=binding_for(shared.device),
             failed=shared.ranks.fail,
         )
+
+    def _staging(self) -> Staging | None:
+        """The host memory that messages of a pipeline pass through; None: there are none, or they are on the host."""
+        if self.plan.program.dealt is None or self._shared.device.type == "cpu":
+            return None
+        return Staging(message_piece(self.plan.program), self._shared.device)
 
     def _order(self) -> Sequence[Op] | None:
         """The order in which this rank of a pipeline runs one op at a time, by which no two wait for each other: what

@@ -10,6 +10,7 @@ from penstock.hardware.machine import Collectives, Machine, Network
 from penstock.planner.fit import Plan
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.lower.dealt import message_piece
 from penstock.schedule.lower.graphs import has_graph
 from penstock.schedule.place import BF16, FP32, Format
 from penstock.schedule.program import Program
@@ -63,9 +64,10 @@ def machine_costs(
     the measured rate; a gradient that is rounded on its way what doctor has measured of that (``crossing``); sums and
     norms on the host are bound by memory like the step, and take its bytes per second. A collective takes what a rank
     sends over the network's rate, and its latency as often as there is something to send. Of several ranks: the
-    machine as each of them sees it (``hardware.sharing``). Besides, an op costs a hand-over, and compute what the ops
-    of other lanes take of the interpreter. Updates are made orthogonal as fast as was measured, else at the rate of
-    large products in bf16 (or what is known) times what stages reach of it.
+    machine as each of them sees it (``hardware.sharing``). A message from one accelerator to another takes longer by
+    one piece's copies; the others are made while it crosses (``runtime.staging``). Besides, an op costs a hand-over,
+    and compute what the ops of other lanes take of the interpreter. Updates are made orthogonal as fast as was
+    measured, else at the rate of large products in bf16 (or what is known) times what stages reach of it.
 
     Raises:
         ConfigError: the machine has no rate for this optimizer.
@@ -86,6 +88,8 @@ def machine_costs(
     host = machine.host.optimizer[optimizer] * touched
     device = machine.device.optimizer.get(optimizer, 0.0) or host / touched
     disk = together(machine.drives) if machine.drives else None
+    piece = 0 if machine.device.kind == "cpu" else message_piece(program)
+    """bytes of a message that are copied before the first of it crosses, and when the last has"""
     rates: dict[Lane, float] = {"h2d": machine.device.h2d, "d2h": machine.device.d2h, "cpu": host}
     if disk is not None:
         rates |= {"read": disk.read, "write": disk.write}
@@ -133,14 +137,15 @@ def machine_costs(
         elif kind in ("AR", "HR"):  # an exchange of pieces, which are then gathered
             messages = 2
         tells = kind in ("SG", "AR") and ident.chunk == 0
-        return op.nbytes / bandwidth + latency * messages + (told if tells else 0.0)
+        copied = min(op.nbytes, piece) / rates["d2h"] if op.lane == "send" else 0.0
+        return op.nbytes / bandwidth + latency * messages + copied + (told if tells else 0.0)
 
     def seconds(op: Op) -> float:
         lane = op.lane
         if lane == "compute":
             return machine.overhead + compute(op)
         if lane == "recv":
-            return 0.0
+            return min(op.nbytes, piece) / rates["h2d"]
         if lane not in rates:
             raise KeyError(f"op {op.id} of lane {lane}: {machine.name} has none")
         ident = op.id

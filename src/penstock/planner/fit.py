@@ -21,6 +21,7 @@ from penstock.planner.phase_memory import arrays
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
 from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.dealt import message_bytes
 from penstock.schedule.lower.graphs import all_graphs, graphs_kept
 from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, in_depth, narrow_groups
 from penstock.schedule.lower.route import Route
@@ -34,6 +35,8 @@ _CHUNKS = tuple(2**power for power in range(21, 15, -1))  # elements: 8 MiB down
 _OF_STEP, _OF_GROUP = 256, 8
 """Chunks of all groups together, and of the largest, that larger chunks are to leave. More of them only cost ops: on an
 H100 a step in 1,635 chunks took 2.7 s, of which compute's own kernels are 2.0."""
+DEVICE_TEMPORARIES = 32 << 20
+"""Bytes that an optimizer step on an accelerator needs besides its arguments (``optim.fallback`` has the same)."""
 _DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 _HOST_DEPTHS = (Depths(), Depths(stage_in=3, stage_out=3, state=3), Depths(stage_in=2, stage_out=2, state=2))
 
@@ -113,10 +116,9 @@ class Request(StreamConfig):
 
     What is None is left to the planner, and where there is nothing to choose by (``fit``) what can speculates, nothing
     is delayed, and the ``cast`` is done on the device: fewer bytes cross and wait. ``wait``: as in ``Settings``.
-    ``inputs``: bytes of all micro-batches on the device. ``step_temporaries``: bytes that the optimizer needs on the
-    device besides the state, where state steps there. ``ranks``: that share every group, for each of so many ``copies``
-    of the state, and are on so many ``hosts``, as many on each; ``program``, ``budget`` and ``micro_batches`` are those
-    of one of them.
+    ``inputs``: bytes of all micro-batches on the device, which is an accelerator if ``accelerated``. ``ranks``: that
+    share every group, for each of so many ``copies`` of the state, and are on so many ``hosts``, as many on each;
+    ``program``, ``budget`` and ``micro_batches`` are those of one of them.
     """
 
     program: Program
@@ -128,7 +130,7 @@ class Request(StreamConfig):
     train: bool = True
     family: Family = "vertical"
     inputs: int = 0
-    step_temporaries: int = 0
+    accelerated: bool = False
     ranks: int = 1
     copies: int = 1
     hosts: int = 1
@@ -334,7 +336,8 @@ class Request(StreamConfig):
             place,
             self.route.at_once if at_once is None else at_once,
             inputs=self.inputs,
-            step_temporaries=self.step_temporaries,
+            step_temporaries=DEVICE_TEMPORARIES if self.accelerated else 0,
+            messages=message_bytes(self.program) if self.accelerated else 0,
             train=self.train,
             split=self.splits,
         )

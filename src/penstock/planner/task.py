@@ -31,9 +31,6 @@ def rate_name_of(optimizer: OptimizerName, moments: int, precision: Precision) -
     return f"{'adamw' if kind == 'muon' else kind}.{precision}"
 
 
-DEVICE_TEMPORARIES = 32 << 20
-"""Bytes that an optimizer step on an accelerator needs besides its arguments (``optim.fallback`` has the same)."""
-
 MOST_OPS = 80_000
 """Ops of the largest schedule that is planned: it takes some 3 s to build and simulate."""
 
@@ -136,7 +133,7 @@ class Task(StepConfig):
             copies=self.copies,
             hosts=self.hosts,
             inputs=micro_batches * profile.tokens * TOKEN_BYTES,
-            step_temporaries=0 if self.machine.device.kind == "cpu" else DEVICE_TEMPORARIES,
+            accelerated=self.machine.device.kind != "cpu",
         )
         return Question(
             request=request,

@@ -17,7 +17,7 @@ from penstock import accelerator
 from penstock.compat.torch import store_of
 from penstock.errors import ConfigError, NonFiniteError, RankError, StoreError
 from penstock.ranks import levels
-from penstock.ranks.axes import PIPELINE, SHARD, Axes, axes_of
+from penstock.ranks.axes import Axes, axes_of
 from penstock.ranks.order import add_up
 from penstock.ranks.share import WHOLE, Share
 from penstock.ranks.waiting import LOOK, Beside, beside
@@ -280,6 +280,8 @@ class Together(Ranks):
         """thread that sends and receives -> the one that waits for it"""
         self._pending: list[object] = []
         """objects that a broken-off collective may still write to"""
+        self._on_device: list[dist.ProcessGroup] = []
+        """process groups of what is queued on the device"""
         try:
             found = _told(mesh, (Place.here(), _made))
         except RuntimeError as error:  # whoever waits for it is told at once that a rank is dead
@@ -341,6 +343,8 @@ class Together(Ranks):
                 torch.accelerator.set_device_index(device)
             group = dist.new_group(list(members), backend=backend, use_local_synchronization=True, timeout=_PATIENCE)
             assert isinstance(group, dist.ProcessGroup)
+            if backend != "gloo":
+                self._on_device.append(group)
             return group
 
         try:
@@ -481,7 +485,26 @@ class Together(Ranks):
             raise self._watch.lost(error) from error
         device = tensors[0].device
         if device.type != "cpu":
-            accelerator.of(device).current_stream(device).synchronize()
+            self._wait_for_device(device, *tensors)
+
+    def _wait_for_device(self, device: torch.device, *tensors: torch.Tensor) -> None:
+        """Block until the device has come to what is queued now. It waits there for the other ranks' devices, with no
+        end where one is gone: then what is under way is given up, so that its streams go on."""
+        its = accelerator.of(device)
+        done = its.event()
+        done.record(its.current_stream(device))
+        if not done.query():
+            try:
+                self._message(done.synchronize, *tensors)
+            except RankError:
+                self._abort()
+                raise
+        done.synchronize()  # it is over; what has failed on the device is told to who asks
+
+    def _abort(self) -> None:
+        """Give up what is under way on the device, once."""
+        while self._on_device:
+            self._on_device.pop().abort()
 
 
 class Some(Ranks):
@@ -562,9 +585,4 @@ def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
     if mesh is None:
         return ALONE
     axes_of(mesh)
-    if axes_of(mesh).pipeline and mesh.size() > 1 and device.type != "cpu":
-        raise ConfigError(
-            f"mesh has the axis {PIPELINE!r}, and this process computes on {device}: pipelines are there for processes "
-            f"without GPUs so far. Give {SHARD!r}, for ranks that share the state"
-        )
     return Together(mesh, device) if mesh.size() > 1 else ALONE

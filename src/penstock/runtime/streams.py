@@ -1,8 +1,8 @@
 """The moment when an op is really done: at once on the CPU, at an event on a stream of an accelerator.
 
-There the lanes ``compute``, ``h2d``, ``d2h`` and ``net`` are streams. Such an op counts as complete as soon as it is
-queued; whoever depends on it, or reuses a buffer that it gave back, waits for its event: another stream by
-``wait_event``, a host thread (``read``, ``write``, ``cpu``) by blocking.
+There the lanes ``compute``, ``h2d``, ``d2h``, and those between ranks, are streams. Such an op counts as complete as
+soon as it is queued; whoever depends on it, or reuses a buffer that it gave back, waits for its event: another stream
+by ``wait_event``, a host thread (``read``, ``write``, ``cpu``) by blocking.
 """
 
 import time
@@ -78,6 +78,8 @@ class DeviceStreams:
             "d2h": its.stream(device),
             "net": its.stream(device),
             "nic": its.stream(device),
+            "send": its.stream(device),
+            "recv": its.stream(device),
         }
         self.restart()
 

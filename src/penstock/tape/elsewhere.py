@@ -23,6 +23,7 @@ from penstock.schedule.program import Dealt
 from penstock.tape import trees
 from penstock.tape.cut import Leaf, begun
 from penstock.tape.handed import Handed, Kind, Sharing, difference, fill
+from penstock.tape.rng import RandomState
 from penstock.tape.suspended import LossFn, SuspendedForward
 
 if TYPE_CHECKING:
@@ -214,10 +215,10 @@ class Elsewhere:
                 return
             assert call.result is not None
             suspended.answer = self._answer(k, mb, self._placeholder(site.name, call.result))
-            random = torch.get_rng_state()
+            random = RandomState.capture(tape.device)
             assert tape.resume(suspended, k) == "cut"
             suspended.resume(k)
-            if not torch.equal(random, torch.get_rng_state()):
+            if not random.is_now():
                 raise ModelError(
                     f"the model's own code draws random numbers behind block {site.name!r}, which another rank of the "
                     "pipeline has, and they would be others than those of one rank. Train with ranks that share all "

@@ -53,6 +53,14 @@ class RandomState:
         accelerator = None if on_cpu else torch.get_device_module(device).get_rng_state(device)
         return cls(cpu=torch.get_rng_state(), accelerator=accelerator, device=device)
 
+    def is_now(self) -> bool:
+        """True if nothing was drawn, or seeded, since."""
+        now = RandomState.capture(self.device)
+        same = torch.equal(self.cpu, now.cpu)
+        if self.accelerator is None or now.accelerator is None:
+            return same
+        return same and torch.equal(self.accelerator, now.accelerator)
+
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:

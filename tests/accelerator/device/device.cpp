@@ -168,6 +168,8 @@ SIM_API void sim_host_access(const void* address, uint64_t nbytes, int writes, c
 }
 SIM_API void sim_tell(uint64_t key) { sim::tell(key); }
 SIM_API void sim_hear(uint64_t key) { sim::hear(key); }
+SIM_API uint64_t sim_close_gate() { return sim::close_gate(sim::t_stream); }
+SIM_API void sim_open_gate(uint64_t gate) { sim::open_gate(gate); }
 SIM_API void sim_meet_autograd() { sim::meet_autograd(); }
 SIM_API void sim_label(const char* label) {
   std::lock_guard<std::mutex> guard(sim::g_lock);

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <thread>
@@ -23,6 +24,7 @@ struct Task {
   std::function<void()> run;  // empty for a wait
   int other = -1;             // the stream that is waited for, until
   uint64_t until = 0;         // so much of it is done
+  std::shared_ptr<bool> open = {};  // a gate: false until a host thread opens it
   Time::time_point due;
 };
 struct Stream {
@@ -42,7 +44,9 @@ inline thread_local int t_stream = 0;
 inline int new_stream() { return 1 + g_next_stream++ % (kStreams - 1); }
 
 // ---- the device
-inline bool may_run(const Task& task) { return task.other < 0 || g_streams[task.other].done >= task.until; }
+inline bool may_run(const Task& task) {
+  return (!task.open || *task.open) && (task.other < 0 || g_streams[task.other].done >= task.until);
+}
 
 inline int choose(Time::time_point& next) {  // a stream whose next task runs now; -1: none, before `next`
   std::array<int, kStreams> ready{};
@@ -50,7 +54,7 @@ inline int choose(Time::time_point& next) {  // a stream whose next task runs no
   for (bool again = true; again;) {  // who waits for another stream wants that to run
     again = false;
     for (Stream& stream : g_streams) {
-      if (stream.demand <= stream.done || may_run(stream.tasks.front())) continue;
+      if (stream.demand <= stream.done || may_run(stream.tasks.front()) || stream.tasks.front().open) continue;
       Stream& other = g_streams[stream.tasks.front().other];
       if (other.demand < stream.tasks.front().until) other.demand = stream.tasks.front().until, again = true;
     }
@@ -91,7 +95,7 @@ inline void work() {
       if (!error.empty()) g_errors.push_back(error);
     }
     stream.done++;
-    if (stream.done >= stream.demand) g_finished.notify_all();
+    if (stream.done <= stream.demand) g_finished.notify_all();  // who waits for less may open a gate before the rest
   }
 }
 inline void start_device() { std::thread(work).detach(); }
@@ -218,6 +222,28 @@ inline void synchronize_event(const Event& event) {
   wait_until(event.stream, event.until);
   know(event.clock);
   raise_errors();
+}
+
+// ---- gates: a stream goes on when a host thread lets it
+inline auto& g_gates = immortal<std::map<uint64_t, std::shared_ptr<bool>>>();  // guarded by g_lock
+inline uint64_t g_last_gate = 0;
+
+inline uint64_t close_gate(int s) {
+  HostThread& thread = here();
+  std::lock_guard<std::mutex> guard(g_lock);
+  Stream& stream = g_streams[s];
+  thread.tell(stream.clock);
+  auto open = g_gates.emplace(++g_last_gate, std::make_shared<bool>(false)).first->second;
+  place_task(stream, Task{nullptr, -1, 0, open}, stream.clock, "gate", {}, thread.label);
+  return g_last_gate;
+}
+inline void open_gate(uint64_t gate) {
+  std::lock_guard<std::mutex> guard(g_lock);
+  auto entry = g_gates.find(gate);
+  if (entry == g_gates.end()) return;
+  *entry->second = true;
+  g_gates.erase(entry);
+  g_wake.notify_all();
 }
 
 }  // namespace sim

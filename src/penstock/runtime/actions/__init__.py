@@ -20,6 +20,7 @@ from penstock.runtime.actions.saved_activations import SavedActivations
 from penstock.runtime.actions.weights import Weights
 from penstock.runtime.bound import Bound, refuse_others
 from penstock.runtime.pools import Pools
+from penstock.runtime.staging import Staging
 from penstock.runtime.stepping import Stepping
 from penstock.runtime.streams import DeviceStreams, HostStreams
 from penstock.schedule.ir.ops import Op
@@ -52,8 +53,10 @@ class Actions:
         streams: HostStreams | DeviceStreams,
         stepping: Stepping,
         ranks: Ranks,
+        staging: Staging | None,
     ) -> None:
-        """
+        """``staging``: where messages of a pipeline pass through host memory; None: they are there.
+
         Raises:
             ScheduleError: the schedule has ops that no action here is for.
         """
@@ -69,8 +72,8 @@ class Actions:
             OptimizerSteps(self.access, self.norm, stepping).kinds(),
             MatrixUpdates(self.access, self.norm, stepping, ranks).kinds(),
             SavedActivations(self.access, tape, streams).kinds(),
-            Between(self.access, self._compute, ranks).kinds(),
-            Crossing(self.access, tape, ranks).kinds(),
+            Between(self.access, self._compute, self.norm, ranks).kinds(),
+            Crossing(self.access, tape, ranks, streams, staging).kinds(),
         )
         for table in tables:
             assert self.kinds.keys().isdisjoint(table)

@@ -10,6 +10,7 @@ from penstock.ranks import levels
 from penstock.ranks.group import Ranks
 from penstock.runtime.access import Access
 from penstock.runtime.actions.compute import Compute
+from penstock.runtime.actions.norm import Norm
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.place import FP32
 
@@ -18,9 +19,10 @@ class Between:
     """Moves what is on the device between ranks. Every rank has the same ops, in the same order. Where collectives have
     two levels, those between hosts are ops of another lane than those within them, and go on beside them."""
 
-    def __init__(self, access: Access, compute: Compute, ranks: Ranks) -> None:
+    def __init__(self, access: Access, compute: Compute, norm: Norm, ranks: Ranks) -> None:
         self._to = access
         self._compute = compute
+        self._norm = norm
         self._ranks = ranks
         self._copy = ranks.of_copy
         self._host, self._place = ranks.of_host, ranks.of_place
@@ -148,6 +150,7 @@ class Between:
 
     def gather_norm(self, op: Op) -> None:
         """The sums of squares of all ranks' parts of the gradients."""
+        self._norm.bring()
         context, share = self._to.context, self._to.bound.share
         if share.holders is not None:
             self._gather_norm_of_groups(share.holders)
@@ -167,14 +170,12 @@ class Between:
         partials, size, dealt = self._to.context.partials, self._ranks.size, self._to.bound.program.dealt
         assert dealt is not None
         of_rank = [[partials[g] for g in sorted(partials) if holders[g] == rank] for rank in range(size)]
-        part = torch.zeros(dealt.partials, dtype=torch.float64)
-        own = of_rank[self._ranks.rank]
-        filled = sum(sums.size for sums in own)
-        part[:filled] = torch.from_numpy(np.concatenate([*own, np.zeros(0)]))
-        found = torch.empty(size * part.numel(), dtype=part.dtype)
+        own = np.concatenate([*of_rank[self._ranks.rank], np.zeros(0)])
+        part = torch.from_numpy(np.pad(own, (0, dealt.partials - own.size))).to(self._to.arrays.device)
+        found = torch.empty(size * part.numel(), dtype=part.dtype, device=part.device)
         self._ranks.gather(found, part)
         self._sent(part, self._ranks)
-        for row, groups in zip(found.view(size, -1).numpy(), of_rank, strict=True):
+        for row, groups in zip(found.view(size, -1).cpu().numpy(), of_rank, strict=True):
             begin = 0
             for sums in groups:
                 sums[:] = row[begin : begin + sums.size]

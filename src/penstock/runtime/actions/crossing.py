@@ -6,16 +6,22 @@ a loss was no number. A head is not counted among the bytes that a schedule know
 
 A small tensor goes in one message with its head, as many bytes as the probe has seen of it: what a message takes counts
 then, and not its bytes. One that has turned out otherwise comes in a message of its own.
+
+Messages are of host memory. What is on an accelerator passes through page-locked memory there, piece by piece: one is
+copied while the one before crosses (``Staging``).
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from penstock.errors import NonFiniteError
 from penstock.ranks.group import Ranks
 from penstock.runtime.access import Access
+from penstock.runtime.staging import Staging
+from penstock.runtime.streams import DeviceStreams, HostStreams
 from penstock.schedule.ir.ops import Op
 from penstock.tape.elsewhere import Elsewhere, Way
 from penstock.tape.handed import Kind
@@ -34,10 +40,20 @@ _WAYS: dict[str, Way] = {"A": "output", "D": "gradient", "X": "besides"}
 class Crossing:
     """Sends what the tape has put out, and puts what is received where the tape finds it."""
 
-    def __init__(self, access: Access, tape: Tape, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        access: Access,
+        tape: Tape,
+        ranks: Ranks,
+        streams: HostStreams | DeviceStreams,
+        staging: Staging | None,
+    ) -> None:
+        """``staging``: where messages pass through host memory; None: they are there."""
         self._to = access
         self._tape = tape
         self._ranks = ranks
+        self._streams = streams
+        self._staging = staging
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
         return {
@@ -89,8 +105,10 @@ class Crossing:
         if where == _IN_ITS_MESSAGE:
             message[_HEAD_BYTES:].copy_(flat)
         self._ranks.send(message, peer)
-        if where == _IN_THE_NEXT:
+        if where == _IN_THE_NEXT and self._staging is None:
             self._ranks.send(flat, peer)
+        elif where == _IN_THE_NEXT:
+            self._staging.send(flat, partial(self._ranks.send, peer=peer))
         self._to.moved += flat.numel()
 
     def _receive(self, op: Op, kind: Kind) -> torch.Tensor | None:
@@ -109,8 +127,11 @@ class Crossing:
         flat = torch.empty(span, dtype=kind.dtype, device=self._to.arrays.device)
         if where == _IN_ITS_MESSAGE:
             flat.view(torch.uint8).copy_(message[_HEAD_BYTES:])
-        else:
+        elif self._staging is None:
             self._ranks.receive(flat.view(torch.uint8), op.peer)
+        else:
+            self._staging.receive(flat.view(torch.uint8), partial(self._ranks.receive, peer=op.peer))
+        self._streams.used_on("compute", flat)
         self._to.moved += flat.nbytes
         return flat.as_strided(shape, stride)
 

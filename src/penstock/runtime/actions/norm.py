@@ -47,6 +47,12 @@ class Norm:
         self._on_device[g] = torch.empty(gradient.numel() // ALIGN, dtype=torch.float64, device=gradient.device)
         return self._on_device[g]
 
+    def bring(self) -> None:
+        """Bring the sums that are on an accelerator to the others."""
+        for g, partials in self._on_device.items():
+            self._to.context.partials[g][:] = partials.cpu().numpy()
+        self._on_device.clear()
+
     def decide(self, op: Op) -> None:
         """The norm, the factor that every gradient is multiplied by, and whether the step is skipped."""
         self.judge()
@@ -54,9 +60,7 @@ class Norm:
     def judge(self) -> None:
         """Add up the sums of all groups: what follows from the norm is known from here on."""
         context = self._to.context
-        for g, partials in self._on_device.items():
-            context.partials[g][:] = partials.cpu().numpy()
-        self._on_device.clear()
+        self.bring()
         norm = grad_norm(context.partials[g] for g in sorted(context.partials)) / context.loss_scale
         context.judge(norm, speculative=self._to.bound.schedule.speculative)
 

@@ -34,7 +34,26 @@ from itertools import cycle, islice
 from penstock.config import Family
 from penstock.config.step import IN_ONE_PIECE, SPLIT
 from penstock.errors import ConfigError
+from penstock.schedule.place import page_up
 from penstock.schedule.program import ALIGN, ELEMENTWISE, EXACT, OF_BLOCK, Dealt, GroupSpec, Program, Stage
+
+MESSAGE_PIECE = 8 << 20
+"""Bytes of a message that are in host memory at once, where it comes from an accelerator and goes to one."""
+
+
+def message_piece(program: Program) -> int:
+    """``MESSAGE_PIECE``, or the bytes of the largest message where none is as large; the same on all ranks."""
+    dealt = program.dealt
+    if dealt is None:
+        return 0
+    crossing = [stage for stage in program.stages[:-1] if dealt.crosses(stage.index)]
+    largest = max((n for stage in crossing for n in (stage.activation, stage.gradient)), default=0)
+    return min(page_up(max(largest, *dealt.besides)), MESSAGE_PIECE)
+
+
+def message_bytes(program: Program) -> int:
+    """Bytes of host memory that messages pass through on an accelerator's rank: two pieces each way."""
+    return 4 * message_piece(program)
 
 
 def in_one_piece(family: Family) -> bool:

@@ -69,6 +69,7 @@ def fixed_bytes(
     *,
     inputs: int = 0,
     step_temporaries: int = 0,
+    messages: int = 0,
     train: bool = True,
     split: bool = False,
 ) -> Fixed:
@@ -76,8 +77,9 @@ def fixed_bytes(
 
     ``at_once``: micro-batches that are under way at the same time. ``inputs``: bytes of all micro-batches on the
     device. ``step_temporaries``: bytes that the optimizer needs there besides the state, if any state is there; updates
-    of matrices are added to it, and what it takes to make them orthogonal to what stages work with. ``train``: whether
-    anything is stepped; ``split``: backwards are run in two parts.
+    of matrices are added to it, and what it takes to make them orthogonal to what stages work with. ``messages``: bytes
+    of host memory that messages of a pipeline pass through. ``train``: whether anything is stepped; ``split``:
+    backwards are run in two parts.
     """
     tiers: tuple[Tier, ...] = ("device", "host")
     groups = program.groups
@@ -95,6 +97,7 @@ def fixed_bytes(
         ("device", "state", state["device"]),
         ("host", "weights", weights["host"] * form.weight_bytes),
         ("host", "state", state["host"]),
+        ("host", "messages", messages),
     )
 
 

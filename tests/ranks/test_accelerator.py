@@ -1,0 +1,198 @@
+"""Ranks on accelerators have the bits of one rank on one, in all that they share: parts of the state, copies of it,
+blocks of a pipeline, sequences. On the simulated one all accesses are ordered, too (``worlds``)."""
+
+import os
+import signal
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import penstock
+from penstock.runtime import staging
+from penstock.runtime.actions import crossing
+from penstock.runtime.actions.crossing import Crossing
+from penstock.runtime.staging import Staging
+from penstock.schedule.lower import dealt
+from tests.accelerator import DEVICE, build, simulated
+from tests.accelerator.mutation import Mutation
+from tests.engine.test_accelerator import Wide
+from tests.patience import until
+from tests.ranks import test_bits, test_copies, test_failures, test_pipeline, test_ulysses
+from tests.ranks.test_bits import equal
+from tests.ranks.worlds import World, pipeline, sharing, together
+from tests.training import budget
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def devices() -> None:
+    """Skips where there are too few."""
+    if DEVICE == "cuda":
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two GPUs")
+    elif build.compiler() is None:
+        reason = "the simulated accelerator needs a C++ compiler"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@cache
+def alone(module: Any, numbers: Any) -> Any:
+    """What one rank on an accelerator does, in memory."""
+    return together(1, module.trained, numbers, module.Run(), None, on_device=True)[0]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("way", test_bits.WAYS)
+def test_two_ranks_that_share_the_state_have_the_bits_of_one(way: str, tmp_path: Path) -> None:
+    numbers, run = test_bits.WAYS[way]
+    for found in together(2, test_bits.trained, numbers, run, tmp_path / "store", on_device=True):
+        equal(found, alone(test_bits, numbers))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("way", "size"), test_pipeline.IN_SHORT)
+def test_a_pipeline_has_the_bits_of_one_rank(way: str, size: int, tmp_path: Path) -> None:
+    numbers, run = test_pipeline.WAYS[way]
+    for found, (moved, said, formula) in pipeline(
+        size, test_pipeline.trained, numbers, run, tmp_path / "store", on_device=True
+    ):
+        equal(found, alone(test_pipeline, numbers))
+        assert moved == said == formula
+
+
+@pytest.mark.parametrize("way", ["on disk, early, bf16", "stage 2"])
+def test_two_copies_of_two_ranks_each_have_the_bits_of_one_rank(way: str, tmp_path: Path) -> None:
+    numbers, run = test_copies.WAYS[way]
+    for found in together(4, test_copies.trained_in_copies, numbers, run, tmp_path / "store", on_device=True):
+        equal(found, alone(test_bits, numbers))
+
+
+@pytest.mark.parametrize("name", ["llama", "packed"])
+def test_ranks_that_share_each_sequence_are_close_to_one_rank(name: str) -> None:
+    wanted = together(1, test_ulysses.trained, name, clip_grad_norm=0.5, on_device=True)[0]
+    for found in sharing(2, test_ulysses.trained, name, clip_grad_norm=0.5, on_device=True):
+        test_ulysses.close(found, wanted)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_device_that_waits_for_a_rank_that_is_gone_is_not_waited_for(how: int, tmp_path: Path) -> None:
+    """The others' streams stand in a collective by then, and go on only when that is given up."""
+    world = World(2, test_failures.to_be_ended, tmp_path / "store", how, 1, on_device=True)
+    pid = world.processes[1].pid
+    assert pid is not None
+    if how == signal.SIGSTOP:
+        until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    else:
+        world.processes[1].join()
+    since = time.monotonic()
+    world.processes[0].join(20)
+    assert time.monotonic() - since < (12 if how == signal.SIGSTOP else 5)
+    if how == signal.SIGSTOP:
+        os.kill(pid, signal.SIGKILL)
+    (other,) = test_failures.others(world.outcomes(), 1)
+    assert other.kind == "RankError"
+    assert "rank 1 " in other.said
+    wanted = test_failures.whole()
+    assert together(2, test_failures.steps, tmp_path / "store", 2, on_device=True) == [(2, wanted[2:])] * 2
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
+def test_a_pipeline_whose_rank_is_killed_goes_on_from_its_last_commit(schedule: str, tmp_path: Path) -> None:
+    whole = test_pipeline.steps(None, tmp_path / "alone", 4)[1]
+    first, second = World(
+        2, test_pipeline.to_be_killed, tmp_path / "store", schedule, axis="pp", on_device=True
+    ).outcomes()
+    assert (first.kind, first.said, second) == ("RankError", "rank 1 was killed", None)
+    again = pipeline(2, test_pipeline.steps, tmp_path / "store", 2, schedule, on_device=True)
+    assert again == [(2, whole[2:])] * 2
+
+
+# ---- what passes through host memory
+
+
+def in_pieces(mesh: DeviceMesh, numbers: test_pipeline.Numbers, run: test_pipeline.Run, piece: int) -> Any:
+    """Training where every message has a head of its own, and passes through the host in such pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crossing, "_SMALL", -1)
+        patch.setattr(dealt, "MESSAGE_PIECE", piece)
+        return test_pipeline.trained(mesh, numbers, run, None)
+
+
+@pytest.mark.parametrize(("way", "piece"), [("in memory", 1000), ("interleaved in memory", 1 << 20)])
+def test_messages_of_many_pieces_and_of_one(way: str, piece: int) -> None:
+    numbers, run = test_pipeline.WAYS[way]
+    for found, (moved, said, formula) in pipeline(2, in_pieces, numbers, run, piece, on_device=True):
+        equal(found, alone(test_pipeline, numbers))
+        assert moved == said == formula
+
+
+def memory(mesh: DeviceMesh) -> tuple[int, int, int]:
+    """Bytes that torch's allocator has reserved at most in a step, and that the plan counts; those of host memory that
+    messages pass through."""
+    where = budget(None, weights="host", state="host", activations="host", device="1GiB", host="1GiB")
+    micro_batches = [{"x": torch.randn(4096, Wide.WIDTH)} for _ in range(6)]
+    with penstock.wrap(
+        Wide(),
+        budget=where,
+        loss_fn=lambda model, mb: model(mb["x"]),
+        device=mesh.device_type,
+        mesh=mesh,
+        optimizer=penstock.AdamW(),
+        precision="fp32",
+        recompute=True,
+    ) as engine:
+        engine.step(micro_batches)
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        engine.step(micro_batches)
+        counted = {what: n for _, what, n in engine.plan.schedule.fixed}
+        return torch.accelerator.max_memory_reserved(), engine.plan.device_bytes, counted["messages"]
+
+
+def test_what_a_pipeline_reserves_of_the_device_is_planned() -> None:
+    """What comes from other ranks is written on another stream, for which the allocator has memory of its own."""
+    slack = 64 << 20 if DEVICE == "cuda" else 1 << 18
+    for reserved, planned, messages in pipeline(3, memory, on_device=True):
+        assert reserved <= planned + slack
+        assert messages == 4 * 4096 * Wide.WIDTH * 4
+
+
+MUTATIONS = {
+    "what has come is kept until compute has used it": Mutation(
+        owner=Crossing, name="_receive", line='self._streams.used_on("compute", flat)'
+    ),
+    "a piece is sent when it has been copied": Mutation(owner=staging, name="_hand_on", line="came.synchronize()"),
+    "a piece is received when the one before is on the device": Mutation(
+        owner=Staging, name="receive", line="left.pop(0).synchronize()", instead="left.pop(0)"
+    ),
+    "a message is on the device before the next one is received": Mutation(
+        owner=Staging, name="receive", line="copied.synchronize()"
+    ),
+}
+
+
+def mutated(mesh: DeviceMesh, name: str) -> None:
+    mutation = MUTATIONS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mutation.owner, mutation.name, mutation.made())
+        try:
+            in_pieces(mesh, test_pipeline.GPT2, test_pipeline.Run(), 1000)
+        except (ArithmeticError, RuntimeError, ValueError):  # of what was read too early
+            if not simulated.start().findings():
+                raise
+
+
+@pytest.mark.mutation
+@pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_it_is_found_where_nothing_says_that(name: str) -> None:
+    found = World(2, mutated, name, axis="pp", on_device=True).outcomes()
+    assert any("found by the simulated accelerator" in one.said for one in found if one is not None), found
