@@ -75,11 +75,6 @@ def launched(device: str | None, copies: int = 1, pipeline: int = 1, cp: int = 1
         yield ALONE
         return
     kind = resolve_device(device).type
-    if pipeline > 1 and kind != "cpu":
-        raise ConfigError(
-            f"pipeline={pipeline} on {kind}: pipelines are there for processes without GPUs so far. Give --pipeline 1, "
-            "with which ranks share all state, or --device cpu"
-        )
     mesh = torchrun_mesh(kind, copies=copies, pp=pipeline if pipeline > 1 else None, cp=cp)
     ranks = join(mesh, resolve_device(device))
     said = logging.StreamHandler()

@@ -187,8 +187,7 @@ def describe(found: Comparison, *, assumed: bool) -> Iterator[str]:
 def _table(found: Comparison) -> Iterator[str]:
     """The seconds of a step in each layout, and below that the memory and bytes that it takes."""
     several = len(found.asked.hosts.kinds) > 1
-    not_yet = [found.not_yet(one.layout) for one in found.outcomes]
-    names = [one.layout.name + "*" * (why is not None) for one, why in zip(found.outcomes, not_yet, strict=True)]
+    names = [one.layout.name for one in found.outcomes]
     kinds = [f"  {kind.name}" for kind in found.asked.hosts.kinds if several]
     wide = max(map(len, [*names, *kinds])) + 2
     yield f"{'layout':<{wide}}{'a step':>10}{'tokens/s':>10}  the lane with the most work of a rank"
@@ -196,8 +195,6 @@ def _table(found: Comparison) -> Iterator[str]:
         lane = f"{LANES[one.busiest.lane]}, {one.busiest.work / one.seconds:.0%} of the step"
         on = f", on {one.busiest.machine}" if several else ""
         yield f"{name:<{wide}}{_seconds(one.seconds):>10}{_rate(one.tokens_per_second):>10}  {lane}{on}"
-    for why in dict.fromkeys(why for why in not_yet if why):
-        yield f"* {why}"
     yield ""
     yield f"{'':<{wide}}{'a rank':>10}  each host, and its bytes of a step"
     heads = ("device", "host", "disk", "read", "written", "sent")

@@ -119,7 +119,6 @@ def comparison_as_json(found: "Comparison") -> dict[str, Any]:
             {
                 "name": one.layout.name,
                 "settings": dict(one.settings),
-                "runs": found.not_yet(one.layout) is None,
                 "seconds": one.seconds,
                 "tokens": one.tokens,
                 "tokens_per_second": one.tokens_per_second,

@@ -105,10 +105,11 @@ class Crossing:
         if where == _IN_ITS_MESSAGE:
             message[_HEAD_BYTES:].copy_(flat)
         self._ranks.send(message, peer)
-        if where == _IN_THE_NEXT and self._staging is None:
-            self._ranks.send(flat, peer)
-        elif where == _IN_THE_NEXT:
-            self._staging.send(flat, partial(self._ranks.send, peer=peer))
+        if where == _IN_THE_NEXT:
+            if self._staging is None:
+                self._ranks.send(flat, peer)
+            else:
+                self._staging.send(flat, partial(self._ranks.send, peer=peer))
         self._to.moved += flat.numel()
 
     def _receive(self, op: Op, kind: Kind) -> torch.Tensor | None:
