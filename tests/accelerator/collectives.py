@@ -72,7 +72,10 @@ class Collectives(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's own
         return BACKEND
@@ -135,7 +138,10 @@ class Collectives(dist.ProcessGroup):
     # ---- torch's own names
 
     def _allgather_base(self, out: torch.Tensor, part: torch.Tensor, options: Any = None) -> Queued:
-        return self._queue([part], [out], lambda sent, got: self._gloo._allgather_base(got[0], sent[0]))
+        rows = self.size()
+        return self._queue(
+            [part], [out], lambda sent, got: self._gloo.allgather([[*got[0].view(rows, -1)]], [sent[0].view(-1)])
+        )
 
     all_gather_single = _allgather_base
 

@@ -49,7 +49,7 @@ def alone(module: Any, numbers: Any) -> Any:
     return together(1, module.trained, numbers, module.Run(), None, on_device=True)[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4, values=False)
 @pytest.mark.parametrize("way", test_bits.WAYS)
 def test_two_ranks_that_share_the_state_have_the_bits_of_one(way: str, tmp_path: Path) -> None:
     numbers, run = test_bits.WAYS[way]
@@ -57,7 +57,7 @@ def test_two_ranks_that_share_the_state_have_the_bits_of_one(way: str, tmp_path:
         equal(found, alone(test_bits, numbers))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5, values=False)
 @pytest.mark.parametrize(("way", "size"), test_pipeline.IN_SHORT)
 def test_a_pipeline_has_the_bits_of_one_rank(way: str, size: int, tmp_path: Path) -> None:
     numbers, run = test_pipeline.WAYS[way]

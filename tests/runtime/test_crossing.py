@@ -9,6 +9,7 @@ import torch
 
 from penstock.errors import NonFiniteError
 from penstock.runtime.actions.crossing import Crossing
+from penstock.runtime.streams import HostStreams
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import stage_op
 from penstock.tape.handed import Kind
@@ -58,7 +59,7 @@ def crossed(
         access: Any = SimpleNamespace(context=context, moved=0, arrays=SimpleNamespace(device=torch.device("cpu")))
         tape: Any = SimpleNamespace(elsewhere=elsewhere)
         ranks: Any = line
-        Crossing(access, tape, ranks).kinds()[kind](Op(id=stage_op(kind, 1, 0), peer=1))
+        Crossing(access, tape, ranks, HostStreams(), None).kinds()[kind](Op(id=stage_op(kind, 1, 0), peer=1))
         ends.append(access)
     assert not line.messages
     return elsewhere.tensor, line.sent, ends

@@ -81,7 +81,9 @@ class Crossing:
     def send_besides(self, op: Op) -> None:
         k, m = op.id.stage, op.id.micro_batch
         for number, kind in self._elsewhere.kinds_besides(k, m):
-            self._send(self._elsewhere.shared(m, number), kind, op.peer)
+            tensor = self._elsewhere.shared(m, number)
+            self._streams.used_on("send", tensor)  # it goes with the micro-batch, which does not wait for this
+            self._send(tensor, kind, op.peer)
         self._elsewhere.require_as_they_were(m, "the model's own code")  # which runs on while this is sent
 
     def receive_besides(self, op: Op) -> None:
