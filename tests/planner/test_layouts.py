@@ -11,12 +11,17 @@ from penstock.errors import BudgetError
 from penstock.hardware.hosts import Hosts, Kind
 from penstock.hardware.machine import Between, Machine, Network
 from penstock.planner.comparison import Comparison, compared, layouts
+from penstock.planner.dealt import world_of
 from penstock.planner.fit import fit
 from penstock.planner.layouts import Asked, Layout, asked_seat, one_of_each, planned, shared_by_all
-from penstock.planner.pipelines import pipeline, simulated
+from penstock.planner.pipelines import pipeline, simulated, views_of
 from penstock.planner.task import Task, free_bytes
+from penstock.schedule.check.worlds import check_world
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.lower.seat import shards_at
 from penstock.shape.huggingface import model_shape
+from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.questions import LLAMA, MACHINE
 
@@ -57,7 +62,16 @@ def asked(*kinds: tuple[Machine, int], each: int = 2, layers: int = 6, batch: in
 ALIKE, DIFFERENT = asked((FAST, 2)), asked((FAST, 1), (SLOW, 1))
 
 
-@pytest.mark.parametrize("layout", list(layouts(ALIKE))[:-1], ids=lambda layout: layout.name)
+def as_pipelines(what: Asked, stages: int | None = None) -> tuple[Asked, Layout, list[Machine]]:
+    """What to simulate: one pipeline of all ranks, or several of so many stages."""
+    layout = Layout(kind="pipeline", ranks=what.hosts.ranks, stages=stages or what.hosts.ranks)
+    return what, layout, views_of(what, layout)
+
+
+SHARED = [layout for layout in layouts(ALIKE) if layout.kind != "pipeline"]
+
+
+@pytest.mark.parametrize("layout", SHARED, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("what", [ALIKE, DIFFERENT], ids=["alike", "different"])
 def test_one_rank_of_each_kind_of_host_takes_as_long_as_the_whole_world(what: Asked, layout: Layout) -> None:
     found = planned(what, layout)
@@ -103,7 +117,7 @@ def test_bytes_that_leave_a_host_are_those_of_the_formulas() -> None:
 
 
 def test_ranks_of_a_pipeline_that_are_alike_have_the_plan_that_each_would_make() -> None:
-    found = simulated(asked((FAST, 2), layers=10), asked((FAST, 2), layers=10).views(), 2)
+    found = simulated(*as_pipelines(asked((FAST, 2), layers=10)), 2)
     for request, plan in zip(found.requests, found.step.plans, strict=True):
         assert str(fit(request).schedule) == str(plan.schedule)
 
@@ -112,7 +126,7 @@ def test_ranks_of_a_pipeline_that_are_alike_have_the_plan_that_each_would_make()
 def test_a_rank_of_a_pipeline_keeps_to_its_budget_with_inputs_of_the_last_block_that_stay(layers: int) -> None:
     what = asked((FAST, 2), layers=layers)
     kept = 0
-    for request in simulated(what, what.views(), 1).requests:
+    for request in simulated(*as_pipelines(what), 1).requests:
         for size in range(4, 16):
             try:
                 plan = fit(replace(request, budget=replace(request.budget, device=size << 20)))
@@ -123,8 +137,29 @@ def test_a_rank_of_a_pipeline_keeps_to_its_budget_with_inputs_of_the_last_block_
     assert kept
 
 
+def test_the_first_of_pipelines_beside_each_other_takes_as_long_as_all_of_them() -> None:
+    """There each rank has messages of its own pipeline, and collectives with the neighbours of its place."""
+    what, layout, views = as_pipelines(asked((FAST, 2)), 2)
+    step, beside = simulated(what, layout, views, 2).step, layout.beside
+    costs = Costs(name="any", seconds=lambda op: 1e-3 + 1e-9 * op.nbytes)
+    ranks = [
+        replace(
+            schedule, ops=tuple(replace(op, peer=op.peer * beside + n if op.peer >= 0 else -1) for op in schedule.ops)
+        )
+        for schedule in (plan.schedule for plan in step.plans)
+        for n in range(beside)
+    ]
+    groups = {shards_at(place): tuple(range(place * beside, (place + 1) * beside)) for place in range(2)}
+    world = World(name="all", ranks=tuple(ranks), groups=groups | {"all": tuple(range(2 * beside))})
+    check_world(world)
+    found, few = (simulate(one, costs) for one in (world, world_of([plan.schedule for plan in step.plans])))
+    assert found.time == pytest.approx(few.time, rel=1e-9)
+    assert [found.work(rank) for rank in range(4)] == [few.work(rank // beside) for rank in range(4)]
+    assert step.seconds > 0
+
+
 def test_a_slower_host_has_fewer_blocks_and_its_step_is_shorter_for_it() -> None:
-    (layout,) = (layout for layout in layouts(ALIKE) if layout.kind == "pipeline")
+    layout = next(layout for layout in layouts(ALIKE) if layout.kind == "pipeline")
     found = pipeline(asked((FAST, 1), (SLOW, 1), layers=18), layout)
     fast, slow = found.hosts
     assert found.by_compute is not None
@@ -158,9 +193,10 @@ def test_shares_in_proportion_would_be_faster_where_hosts_differ_and_are_no_slow
 
 
 def test_what_cannot_be_is_refused_with_why() -> None:
-    found = compared(asked((FAST, 2), layers=2, batch=6))
+    found = compared(asked((FAST, 2), layers=2, batch=5))
     why = {one.layout.name: one.why for one in found.refused}
     assert "cannot be shared evenly by 4 ranks: give a batch of a multiple of 4" in why["dp_shard 4, stage 2"]
     assert "use at most 3 ranks" in why["pp 4"]
+    assert "5 sequences cannot be shared evenly by 2 pipelines" in why["pp 2 x dp_shard 2"]
     assert not found.outcomes
     assert found.fastest is None

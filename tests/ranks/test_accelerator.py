@@ -22,7 +22,7 @@ from tests.accelerator import DEVICE, build, simulated
 from tests.accelerator.mutation import Mutation
 from tests.engine.test_accelerator import Wide
 from tests.patience import until
-from tests.ranks import test_bits, test_copies, test_failures, test_pipeline, test_ulysses
+from tests.ranks import test_beside, test_bits, test_copies, test_failures, test_pipeline, test_ulysses
 from tests.ranks.test_bits import equal
 from tests.ranks.worlds import World, pipeline, sharing, together
 from tests.training import budget
@@ -73,6 +73,13 @@ def test_two_copies_of_two_ranks_each_have_the_bits_of_one_rank(way: str, tmp_pa
     numbers, run = test_copies.WAYS[way]
     for found in together(4, test_copies.trained_in_copies, numbers, run, tmp_path / "store", on_device=True):
         equal(found, alone(test_bits, numbers))
+
+
+def test_two_pipelines_of_two_ranks_have_the_bits_of_one_rank(tmp_path: Path) -> None:
+    numbers, run = test_beside.WAYS["on disk, early, bf16"]
+    (wanted,) = together(1, test_beside.by_itself, numbers, on_device=True)
+    for found in together(4, test_beside.in_pipelines, 2, numbers, run, tmp_path / "store", on_device=True):
+        equal(found, wanted)
 
 
 @pytest.mark.parametrize("name", ["llama", "packed"])
@@ -134,9 +141,9 @@ def test_messages_of_many_pieces_and_of_one(way: str, piece: int) -> None:
         assert moved == said == formula
 
 
-def memory(mesh: DeviceMesh) -> tuple[int, int, int]:
-    """Bytes that torch's allocator has reserved at most in a step, and that the plan counts; those of host memory that
-    messages pass through."""
+def memory(mesh: DeviceMesh) -> tuple[int, int, int, int]:
+    """Bytes that torch's allocator has reserved at most in a step, that the plan counts, and of these those of what comes
+    from other ranks; those of host memory that messages pass through."""
     where = budget(None, weights="host", state="host", activations="host", device="1GiB", host="1GiB")
     micro_batches = [{"x": torch.randn(4096, Wide.WIDTH)} for _ in range(6)]
     with penstock.wrap(
@@ -154,14 +161,17 @@ def memory(mesh: DeviceMesh) -> tuple[int, int, int]:
         torch.accelerator.reset_peak_memory_stats()
         engine.step(micro_batches)
         counted = {what: n for _, what, n in engine.plan.schedule.fixed}
-        return torch.accelerator.max_memory_reserved(), engine.plan.device_bytes, counted["messages"]
+        (received,) = (pool for pool in engine.plan.schedule.pools if pool.name == "received")
+        both = torch.accelerator.max_memory_reserved(), engine.plan.device_bytes
+        return *both, received.size * received.count, counted["messages"]
 
 
 def test_what_a_pipeline_reserves_of_the_device_is_planned() -> None:
-    """What comes from other ranks is written on another stream, for which the allocator has memory of its own."""
+    """What comes from other ranks is written on another stream, for which the allocator has memory of its own; a second
+    time for what compute may still read of what is gone. Without room it waits for that instead."""
     slack = 64 << 20 if DEVICE == "cuda" else 1 << 18
-    for reserved, planned, messages in pipeline(3, memory, on_device=True):
-        assert reserved <= planned + slack
+    for reserved, planned, received, messages in pipeline(3, memory, on_device=True):
+        assert reserved <= planned + received + slack
         assert messages == 4 * 4096 * Wide.WIDTH * 4
 
 

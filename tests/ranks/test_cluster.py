@@ -58,7 +58,7 @@ def penstock(folder: Path, *words: str | Path) -> "tuple[int, str]":
     ("more", "refusal"),
     [
         ((), "has the state of 2 ranks on 2 hosts"),
-        pytest.param(("--pipeline", "2"), "pipeline=2: a pipeline is of all", marks=pytest.mark.campaign),
+        pytest.param(("--pipeline", "2"), "pipeline=2: this is one process", marks=pytest.mark.campaign),
     ],
 )
 def test_two_hosts_with_drives_of_their_own_do_what_one_process_does(

@@ -56,7 +56,7 @@ def test_a_pipeline_does_what_one_process_does_and_goes_on(alone: Path, tmp_path
     assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2, ended
     assert "Stopped after step 1 of 4" in ended[0][1]
     shares = refused(tmp_path, "resume", "run")
-    assert "pipeline=2: a pipeline is of all processes, and this is one process" in shares
+    assert "pipeline=2: this is one process, which cannot be pipelines of as many each. Start as many" in shares
     assert "has the state of a pipeline of 2 ranks: this is one" in refused(
         tmp_path, "resume", "run", "--pipeline", "1"
     )
@@ -213,10 +213,46 @@ def test_settings_that_a_pipeline_has_no_use_for_are_refused_by_name(what: str, 
 
 def test_processes_that_are_no_such_pipeline_are_told_at_once(tmp_path: Path) -> None:
     write_run(tmp_path, run=tmp_path / "run")
-    assert "Start as many (torchrun --nproc-per-node 2 -m penstock ...), or give --pipeline 1" in refused(
-        tmp_path, "train", "config.yaml", *PIPELINE
+    assert (
+        "Start as many, or a multiple (torchrun --nproc-per-node 2 -m penstock ...), or give --pipeline 1"
+        in refused(tmp_path, "train", "config.yaml", *PIPELINE)
     )
     for code, _, errors in launched(2, ["train", "config.yaml", "--pipeline", "3"], tmp_path):
         assert code == 2
-        assert "pipeline=3: a pipeline is of all processes, and this is 2 ranks" in errors
+        assert "pipeline=3: this is 2 ranks, which cannot be pipelines of as many each" in errors
     assert not (tmp_path / "run").exists()
+
+
+def test_pipelines_beside_each_other_do_what_one_process_does_and_go_on(tmp_path: Path) -> None:
+    """Two of two ranks: asked to end, killed, gone on with; cut for one process, which goes on from there."""
+    (tmp_path / "alone").mkdir()
+    strands = ("--strands", "2")
+    penstock(tmp_path / "alone", "train", write_run(tmp_path / "alone"), *MORE, *strands)
+    penstock(tmp_path / "alone", "export", "run", "out")
+    write_run(tmp_path, run=tmp_path / "run")
+    begin = ["train", "config.yaml", *MORE, *PIPELINE]
+    ended = Launched(4, ["-c", STOPPED, *begin], tmp_path).outcomes()
+    assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 4, ended
+    assert "has the state of 2 pipelines of 2 ranks: this is one" in refused(
+        tmp_path, "resume", "run", "--pipeline", "1"
+    )
+    for code, _, errors in launched(4, ["resume", "run", "--pipeline", "4"], tmp_path):
+        assert code in (1, 2)
+        assert "has the state of 2 pipelines of 2 ranks: this is a pipeline of 4 ranks. Go on as it began" in errors
+    killed, (code, _, errors), *_ = Launched(4, ["-c", STOPPED, "resume", "run"], tmp_path).outcomes()
+    assert (killed[0], code) == (-signal.SIGKILL, 1)
+    assert "penstock, rank 1: rank 0 was killed" in errors
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    done = launched(4, [*begin, "--resume"], tmp_path)
+    assert [code for code, _, _ in done] == [0] * 4, done
+    assert "Every checksum is right." in penstock(tmp_path, "verify", "run")
+    penstock(tmp_path, "report", "run")
+    copy = tmp_path / "copy"
+    again = penstock(copy, "reshard", "run", "--ranks", "4", "--pipeline")
+    assert "goes on with a pipeline of 4 ranks: torchrun --nproc-per-node 4" in again
+    penstock(copy, "reshard", "run", "--ranks", "1")
+    penstock(copy, "resume", "run")
+    for folder in (tmp_path, copy):
+        assert numbers(folder / "run") == numbers(tmp_path / "alone" / "run")
+        penstock(folder, "export", "run", "out")
+        same_export(tmp_path / "alone", folder)

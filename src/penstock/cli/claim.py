@@ -128,7 +128,7 @@ class Claim:
 
     def _to_go_on(self, config: TrainConfig, record: RunRecord, before: TrainConfig) -> int | None:
         """The step to go on after; None: the run begins, with what its earlier beginning left to be replaced."""
-        others = record.ranks != self._ranks or (before.pipeline > 1) != (config.pipeline > 1)
+        others = (record.ranks, before.pipeline) != (self._ranks, config.pipeline)
         if record.pending is None and others and before.budget.disk_paths:
             self._begin_with_others(config, record, before)
             return None
@@ -200,6 +200,8 @@ class Claim:
             f"run={str(self.folder)!r} has the state of {in_words(had, hosts, before.pipeline)}: this is "
             f"{in_words(ranks, self._reach.hosts, config.pipeline)}. Go on as it began: {as_it_began}"
         )
+        if 1 < config.pipeline < ranks:
+            return said  # stores are cut for one pipeline
         pipeline = " --pipeline" if config.pipeline > 1 else ""
         return f"{said}, or cut it for these: penstock reshard {run} --ranks {ranks}{pipeline}"
 

@@ -30,9 +30,11 @@ def _under_torchrun() -> bool:
 
 
 def in_words(ranks: int, hosts: int = 1, pipeline: int = 1) -> str:
-    """The number of ranks that train, in words for messages; of a ``pipeline``, if that is above 1."""
+    """The number of ranks that train, in words for messages; in pipelines of so many, if that is above 1."""
     if ranks == 1:
         return "one process"
+    if 1 < pipeline < ranks:
+        return f"{ranks // pipeline} pipelines of {pipeline} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
     return ("a pipeline of " if pipeline > 1 else "") + f"{ranks} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
 
 
@@ -62,10 +64,10 @@ def launched(device: str | None, copies: int = 1, pipeline: int = 1, cp: int = 1
     from penstock.ranks.group import ALONE, join
     from penstock.ranks.start import torchrun_mesh
 
-    if pipeline not in (1, process_count()):
+    if process_count() % pipeline:
         raise ConfigError(
-            f"pipeline={pipeline}: a pipeline is of all processes, and this is {in_words(process_count())}. Start as "
-            f"many ({how_to_start(pipeline)} ...), or give --pipeline {process_count()}"
+            f"pipeline={pipeline}: this is {in_words(process_count())}, which cannot be pipelines of as many each. "
+            f"Start as many, or a multiple ({how_to_start(pipeline)} ...), or give --pipeline {process_count()}"
         )
     if process_count() == 1:
         if copies > 1:

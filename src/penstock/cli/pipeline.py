@@ -12,7 +12,7 @@ from penstock.cli.task import shape_of
 from penstock.config import TrainConfig, fields_of
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.hardware.sharing import of_pipeline
+from penstock.hardware.sharing import link_of_messages, of_pipeline
 from penstock.planner.batches import cuts
 from penstock.planner.costs import costs_of_plan
 from penstock.planner.dealt import Asked, Foreseen, Pace, fastest_of, programs_of
@@ -25,10 +25,12 @@ from penstock.shape.model import ModelProfile, ModelShape, stage_times
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """A step of a pipeline, its batch cut into ``count`` micro-batches of ``size`` sequences."""
+    """A step of a pipeline, its batch cut into ``count`` micro-batches of ``size`` sequences; or of so many pipelines
+    ``beside`` each other, with as many each. ``requests``, and plans, are those of one."""
 
     size: int
     count: int
+    beside: int
     profile: ModelProfile
     requests: tuple[Request, ...]
     step: Foreseen
@@ -36,7 +38,7 @@ class Expected:
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        return self.count * self.profile.tokens
+        return self.beside * self.count * self.profile.tokens
 
     @property
     def disk_bytes(self) -> tuple[int, ...]:
@@ -46,26 +48,29 @@ class Expected:
 
 
 def requests_of(
-    config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int, hosts: int = 1
+    config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int, ranks: int, hosts: int = 1
 ) -> list[Request]:
-    """The requests of all ranks of a run's pipeline, by rank."""
+    """The requests of the ranks of a run's pipeline, or of the first of several, by their places. ``ranks``: all."""
     assert not isinstance(config.schedule, Path)
-    form, ranks = form_of(config, kind), config.pipeline
+    form, beside = form_of(config, kind), ranks // config.pipeline
     profile = shape.profile(size, config.data.sequence_length, form)
     budget = config.budget.by_default().with_pins()
     return [
         Request(
             program=program,
-            budget=budget.of_rank(rank, ranks, hosts),
+            budget=budget.of_rank(place * beside, ranks, hosts),
             form=form,
             micro_batches=count,
             wait=config.needs_norm,
-            **fields_of(config) | {"strands": config.strands or 1},
+            **fields_of(config) | {"strands": (config.strands or beside) // beside},
+            ranks=beside,
             family=config.schedule,
             inputs=count * profile.tokens * TOKEN_BYTES,
             accelerated=kind != "cpu",
         )
-        for rank, program in enumerate(programs_of(profile.program, ranks, config.deal, config.schedule))
+        for place, program in enumerate(
+            programs_of(profile.program, config.pipeline, config.deal, config.schedule, beside)
+        )
     ]
 
 
@@ -76,9 +81,10 @@ def form_of(config: TrainConfig, kind: DeviceKind) -> Format:
 
 
 def expected(
-    config: TrainConfig, shape: ModelShape, machine: Machine, size: int, count: int, hosts: int = 1
+    config: TrainConfig, shape: ModelShape, machine: Machine, size: int, count: int, ranks: int, hosts: int = 1
 ) -> Expected:
-    """A step of so many micro-batches of so many sequences on a machine, or on ``hosts`` that are such machines.
+    """A step of so many micro-batches of so many sequences for each pipeline of all ``ranks``, on a machine, or on
+    ``hosts`` that are such machines.
 
     Raises:
         BudgetError: it does not fit on a rank; says on which.
@@ -88,19 +94,23 @@ def expected(
     precision = config.precision_on(kind)
     profile = shape.profile(size, config.data.sequence_length, form_of(config, kind))
     moments = moments_of(config.optimizer.name, config.optimizer.momentum)
-    of_rank, times = of_pipeline(machine, config.pipeline, hosts=hosts), stage_times(profile, machine, precision)
+    beside = ranks // config.pipeline
+    of_rank, times = of_pipeline(machine, ranks, hosts=hosts, beside=beside), stage_times(profile, machine, precision)
+    link = link_of_messages(machine, ranks, hosts, beside)
     optimizer = rate_name_of(config.optimizer.name, moments, precision)
     pace = Pace(
-        costs=lambda _, plan: costs_of_plan(plan, of_rank, times, optimizer),
+        costs=lambda _, plan: costs_of_plan(
+            plan, of_rank, times, optimizer, link_to=None if link is None else lambda _: link
+        ),
         repeats=expected_repeats(config),
     )
-    requests = tuple(requests_of(config, shape, kind, size, count, hosts))
+    requests = tuple(requests_of(config, shape, kind, size, count, ranks, hosts))
     step = fastest_of([Asked(request=request) for request in requests], pace)
-    return Expected(size=size, count=count, profile=profile, requests=requests, step=step)
+    return Expected(size=size, count=count, beside=beside, profile=profile, requests=requests, step=step)
 
 
-def _all_expected(config: TrainConfig, machine: Machine, sequences: int, hosts: int) -> Iterator[Expected]:
-    """Each cut of the batch that fits, the largest micro-batches first.
+def _all_expected(config: TrainConfig, machine: Machine, sequences: int, ranks: int, hosts: int) -> Iterator[Expected]:
+    """Each cut of a pipeline's sequences that fits, the largest micro-batches first.
 
     Raises:
         BudgetError: none does.
@@ -110,7 +120,7 @@ def _all_expected(config: TrainConfig, machine: Machine, sequences: int, hosts: 
     found: Expected | None = None
     for size, count in reversed(cuts(sequences)):
         try:
-            found = expected(config, shape, machine, size, count, hosts)
+            found = expected(config, shape, machine, size, count, ranks, hosts)
         except BudgetError as error:
             refusal = error
             continue
@@ -121,14 +131,16 @@ def _all_expected(config: TrainConfig, machine: Machine, sequences: int, hosts: 
         raise refusal
 
 
-def fastest(config: TrainConfig, machine: Machine, sequences: int, hosts: int = 1) -> list[Expected]:
-    """The cuts of a batch that fit, the one with the shortest predicted step first.
+def fastest(config: TrainConfig, machine: Machine, sequences: int, ranks: int, hosts: int = 1) -> list[Expected]:
+    """The cuts of a batch, of which each pipeline of all ``ranks`` has an equal part, that fit: the one with the
+    shortest predicted step first.
 
     Raises:
         BudgetError: none does.
         ConfigError: the batch cannot be cut into few enough micro-batches, or as ``expected``.
     """
-    found = sorted(_all_expected(config, machine, sequences, hosts), key=lambda e: e.step.seconds)
+    each = sequences // config.sharing(ranks)
+    found = sorted(_all_expected(config, machine, each, ranks, hosts), key=lambda e: e.step.seconds)
     if not found:
         raise ConfigError(
             f"batch: {sequences} sequences cannot be cut into few enough equal micro-batches: choose a batch with more "

@@ -19,12 +19,16 @@ def _lines(found: Expected, config: TrainConfig, machine: Machine, steps: int | 
     step, plans, simulation = found.step, found.step.plans, found.step.simulation
     precision = config.precision_on(machine.device.kind)
     yield f"{config.model.name}, {found.profile.parameters / 1e6:,.1f}M parameters, {precision}"
-    yield f"on {machine.name}, a pipeline of {len(plans)} ranks, each with blocks of its own"
+    if found.beside == 1:
+        yield f"on {machine.name}, a pipeline of {len(plans)} ranks, each with blocks of its own"
+    else:
+        yield f"on {machine.name}, {found.beside} pipelines of {len(plans)} ranks beside each other"
     early = any(steps_early(plan.program, plan.settings) for plan in plans)
     norm = ("optimizer steps before the gradient norm is known" if early else "optimizer waits for the gradient norm",)
     yield ", ".join(
         (
-            f"It fits. {found.count} micro-batches of {found.size} x {config.data.sequence_length:,} tokens",
+            f"It fits. {found.count} micro-batches of {found.size} x {config.data.sequence_length:,} tokens"
+            + (" in each pipeline" if found.beside > 1 else ""),
             *(norm if config.needs_norm else ()),
             *((f"delay {plans[0].settings.delay:g}",) if plans[0].settings.delay else ()),
         )
@@ -38,15 +42,21 @@ def _lines(found: Expected, config: TrainConfig, machine: Machine, steps: int | 
     if steps is not None:
         yield f"the run     {steps:,} steps: {format_time(steps * step.seconds)} without a break"
     yield ""
-    yield f"{'rank':<6}{'blocks':>8}{'state':>12}{'device':>12}{'host':>12}{'disk':>12}{'sent':>12}{'compute':>10}"
+    heads = ("state", "device", "host", "disk", "sent")
+    who = "rank" if found.beside == 1 else "ranks"
+    yield f"{who:<8}{'blocks':>6}" + "".join(f"{head:>12}" for head in heads) + f"{'compute':>10}"
     for rank, plan in enumerate(plans):
         busy = simulation.busy(rank).get("compute", 0.0)
         sizes = (plan.state_bytes, plan.device_bytes, plan.host_bytes, found.disk_bytes[rank], _sent(found, rank))
         cells = "".join(f"{format_size(size):>12}" for size in sizes)
-        yield f"{rank:<6}{_blocks(found, rank):>8}{cells}{busy / simulation.time:>10.0%}"
+        yield f"{_ranks(found, rank):<8}{_blocks(found, rank):>6}{cells}{busy / simulation.time:>10.0%}"
     worst = max(range(len(plans)), key=lambda rank: max(simulation.work(rank).values()))
     words = bottleneck(simulation.time, simulation.work(worst), simulation.busy(worst))
-    yield f"rank {worst} has the most to do: {words}"
+    if found.beside == 1:
+        yield f"rank {worst} has the most to do: {words}"
+    else:
+        yield "ranks of one line share what it has of the state; all else is what each of them has"
+        yield f"ranks {_ranks(found, worst)} have the most to do: {words}"
     yield "masks and position embeddings, which rank 0 sends once for each micro-batch, are not counted"
 
 
@@ -57,6 +67,7 @@ def as_json(found: Expected, config: TrainConfig, machine: Machine, steps: int |
         "model": {"name": config.model.name, "parameters": found.profile.parameters},
         "machine": machine.name,
         "pipeline": len(found.step.plans),
+        "pipelines": found.beside,
         "micro_batches": found.count,
         "micro_batch_size": found.size,
         "delay": step.plans[0].settings.delay,
@@ -81,6 +92,12 @@ def as_json(found: Expected, config: TrainConfig, machine: Machine, steps: int |
             for rank, plan in enumerate(found.step.plans)
         ],
     }
+
+
+def _ranks(found: Expected, place: int) -> str:
+    """The numbers of the ranks that have one place."""
+    first = place * found.beside
+    return str(first) if found.beside == 1 else f"{first}-{first + found.beside - 1}"
 
 
 def _blocks(found: Expected, rank: int) -> int:

@@ -192,18 +192,26 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
     from penstock.cli.pipeline import expected, fastest
     from penstock.cli.pipeline_text import as_json, describe
 
-    if arguments.ranks not in (1, config.pipeline):
-        raise ConfigError(f"--ranks {arguments.ranks}, and the file says pipeline: {config.pipeline}: leave one out")
+    ranks = config.pipeline if arguments.ranks == 1 else arguments.ranks
+    if ranks % config.pipeline:
+        raise ConfigError(
+            f"--ranks {ranks}, and the file says pipeline: {config.pipeline}: give a multiple of that, or leave one out"
+        )
+    beside = config.sharing(ranks)
     for name, given in (("longest", arguments.longest), ("tbw", arguments.tbw is not None)):
         if given:
             raise ConfigError(f"--{name} is not there yet for a pipeline ({config.pipeline} ranks): leave it out")
     check_drives(arguments.disk_free, None, config.budget)
     machine = _machine(config, arguments.machine)
     if arguments.batch is None and config.micro_batch_size is not None:
-        found = expected(config, shape_of(config, machine.device.kind), machine, *config.split)
+        size, count = config.split
+        each = dealt(count, "micro-batches", beside, other_batch(beside, size))
+        found = expected(config, shape_of(config, machine.device.kind), machine, size, each, ranks)
     else:
-        found = fastest(config, machine, arguments.batch or config.sequences_per_step)[0]
-    need = sum(found.disk_bytes)
+        sequences = arguments.batch or config.sequences_per_step
+        dealt(sequences, "sequences", beside, other_batch(beside, 1))
+        found = fastest(config, machine, sequences, ranks)[0]
+    need = beside * sum(found.disk_bytes)
     if need and need > (free := _free(arguments, config, machine)):
         raise BudgetError(f"budget.disk: the stores take {format_size(need)}, and {format_size(free)} are free")
     steps = config.steps

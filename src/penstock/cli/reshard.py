@@ -120,7 +120,7 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
     old, _ = require_own_stores(folder, config.budget)
     manifests = [Manifest.read(path) for paths in old for path in paths]
     had = int(manifests[0].model.get("strands", 1))
-    if (ranks, arguments.strands or had, arguments.pipeline) == (record.ranks, had, config.pipeline > 1):
+    if (ranks, arguments.strands or had, ranks if arguments.pipeline else 1) == (record.ranks, had, config.pipeline):
         return False
     strands, ids = _strands(arguments, config, had), {found.store for found in manifests}
     targets = config.budget.stores(ranks)
@@ -184,7 +184,7 @@ def _strands(arguments: Arguments, config: TrainConfig, had: int) -> int:
     count = config.sequences_per_step // (config.micro_batch_size or 1)
     if ranks % config.cp:
         raise ConfigError(f"cp={config.cp}: {ranks} ranks cannot share sequences {config.cp} by {config.cp}")
-    dealt(count, "micro-batches", config.sharing(ranks), "give another --ranks, as a run keeps its batch")
+    dealt(count, "micro-batches", ranks // config.cp, "give another --ranks, as a run keeps its batch")
     return strands
 
 

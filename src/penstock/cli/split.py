@@ -62,9 +62,8 @@ def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
         ConfigError: they are not; says which ones are.
     """
     count = config.sequences_per_step // (config.micro_batch_size or 1)
-    if config.pipeline > 1:
-        ranks = 1
-    able = [number for number in sharing(strands) if not number % config.cp and not count % (number // config.cp)]
+    numbers = (number for number in sharing(strands) if not number % config.cp and not count % (number // config.cp))
+    able = [number * config.pipeline for number in numbers]
     if ranks in able:
         return
     said = (
@@ -73,8 +72,7 @@ def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
     )
     if able:
         nearest = max((number for number in able if number < ranks), default=able[0])
-        numbers = " or ".join(map(str, able))
-        said += f". {numbers} can: {how_to_start(nearest)} resume {shlex.quote(config.run)}"
+        said += f". {' or '.join(map(str, able))} can: {how_to_start(nearest)} resume {shlex.quote(config.run)}"
     raise ConfigError(said)
 
 
@@ -141,7 +139,7 @@ def _as_scheduled(config: TrainConfig, schedule: Schedule) -> Cut:
 def _fastest(config: TrainConfig, machine: Machine, ranks: int, hosts: int) -> tuple[int, str]:
     """The size with the shortest predicted step, and how many times as long others would take."""
     if config.pipeline > 1:
-        in_order = fastest(config, machine, config.sequences_per_step, hosts)
+        in_order = fastest(config, machine, config.sequences_per_step, ranks, hosts)
         return in_order[0].size, in_comparison(in_order)
     lasting = replace(config.budget, endurance=None)  # which durability the drives last with is asked for one cut
     config = replace(config, budget=lasting)
@@ -174,7 +172,7 @@ def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> t
     for size, count in sizes:
         try:
             if config.pipeline > 1:
-                plans_of([Asked(request=r) for r in requests_of(config, shape, kind, size, count, hosts)])
+                plans_of([Asked(request=r) for r in requests_of(config, shape, kind, size, count, ranks, hosts)])
             else:
                 fit(_request(config, shape, kind, size, count, ranks, hosts))
         except BudgetError as error:

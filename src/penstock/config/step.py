@@ -175,9 +175,11 @@ def sharing(strands: int) -> tuple[int, ...]:
     return tuple(strands >> n for n in reversed(range(strands.bit_length())) if not strands % (1 << n))
 
 
-def check_pipeline(settings: StreamConfig, budget: Budget, schedule: object, replan: bool | None, asked: str) -> None:
+def check_pipeline(
+    settings: StreamConfig, budget: Budget, schedule: object, replan: bool | None, asked: str, beside: int = 1
+) -> None:
     """Look at what several ranks may be asked for, and those of a pipeline may not. ``asked``: the words that ask for
-    the pipeline.
+    the pipeline; ``beside``: ranks that share what is one rank's in it.
 
     Raises:
         ConfigError: it is asked for.
@@ -185,7 +187,7 @@ def check_pipeline(settings: StreamConfig, budget: Budget, schedule: object, rep
     limited = "whose plans do not weigh yet what drives bear" if budget.endurance is not None else ""
     for name, value, why in (
         ("schedule", schedule, "which go vertically, or in turn (1f1b)" if schedule == "horizontal" else ""),
-        ("stage", settings.stage, "each of which has all of its own blocks" if settings.stage is not None else ""),
+        ("stage", settings.stage, _why_no_stage(settings.stage, beside)),
         ("sync_buffers", settings.sync_buffers, "whose blocks change no buffers" if settings.sync_buffers else ""),
         ("replan", replan, "which keep the plans that they have made" if replan else ""),
         ("budget.endurance", budget.endurance, limited),
@@ -195,6 +197,12 @@ def check_pipeline(settings: StreamConfig, budget: Budget, schedule: object, rep
                 f"{name}={value!r} is not for the ranks of a pipeline ({asked}), {why}: leave it out, or let ranks "
                 "share all state (without a pipeline)"
             )
+
+
+def _why_no_stage(stage: ZeroStage | None, beside: int) -> str:
+    if stage is None or (beside > 1 and stage > 0):
+        return ""
+    return "each of which has all of its own blocks" if beside == 1 else "which share their blocks"
 
 
 def check_in_turn(schedule: object) -> None:

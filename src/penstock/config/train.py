@@ -70,9 +70,9 @@ class TrainConfig(StepConfig):
     are not as measured; null: true with ``plan: auto``, but not with a schedule's file |
     | ``copies`` | copies of the state, each shared by as many neighbouring ranks (HSDP): with as many as there are
     hosts each host has one, and another's takes over where a host is lost. Changes no result |
-    | ``pipeline`` | ranks of a pipeline, which are all that train: each has some of the blocks whole, with their state
-    on its own drives, and activations alone cross between ranks, as suits a slow network; 1: ranks share all state.
-    Changes no result |
+    | ``pipeline`` | ranks of a pipeline: each has some of the blocks whole, with their state on its own drives, and
+    activations alone cross between ranks, as suits a slow network. A multiple of as many are pipelines beside each
+    other, whose neighbours share what is one rank's; 1: all ranks share all state. Changes no result |
     | ``cp`` | neighbouring ranks that share each sequence, and with it the memory of its activations (context
     parallel); all ranks share the state |
     | ``device`` | a torch device; null: the accelerator if there is one, else ``cpu`` |
@@ -131,9 +131,9 @@ class TrainConfig(StepConfig):
         return self.micro_batch_size, self.sequences_per_step // self.micro_batch_size
 
     def sharing(self, ranks: int) -> int:
-        """The number of ranks that share the micro-batches of a step, of so many that train: those of a pipeline have
-        all of them, and those that share each sequence count as one."""
-        return 1 if self.pipeline > 1 else ranks // self.cp
+        """The number of ranks that share the micro-batches of a step, of so many that train: those of a pipeline, and
+        those that share each sequence, count as one."""
+        return ranks // self.pipeline // self.cp
 
     @property
     def step_count(self) -> int:
@@ -196,7 +196,7 @@ class TrainConfig(StepConfig):
             raise ConfigError(
                 f"{asked} with a schedule of your own ({self.schedule}), which is one rank's: leave one out"
             )
-        check_pipeline(self, self.budget, self.schedule, self.replan, asked)
+        check_pipeline(self, self.budget, self.schedule, self.replan, asked, 1 if self.stage is None else 2)
 
     def _check_length(self) -> None:
         if (self.steps is None) == (self.epochs is None):

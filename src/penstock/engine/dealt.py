@@ -3,15 +3,19 @@ handed is refused where it cannot be sent; and the plans of all of them, which t
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from penstock.config import Family
-from penstock.engine.probed import HandedOn
+from penstock.engine.probed import HandedOn, slowest_of
 from penstock.errors import BudgetError, ConfigError, ModelError
-from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of
+from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of, world_of
 from penstock.planner.fit import Plan, Request
 from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.dealt import blocks_of, dealt_as, holders_of, in_one_piece, laid_out, program_of_rank
+from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Dealt, GroupSpec, Program
 from penstock.shape.model import StageTimes
@@ -23,6 +27,8 @@ from penstock.tape.elsewhere import besides
 from penstock.tape.handed import refusal
 from penstock.tape.suspended import StageFacts
 
+T = TypeVar("T")
+
 
 def deal_blocks(
     groups: Sequence[GroupSpec],
@@ -33,22 +39,23 @@ def deal_blocks(
     family: Family,
     looked_up: Collection[int],
 ) -> tuple[list[int], list[int]]:
-    """(the rank of a pipeline that has each block, the rank that has each group). All ranks come here. ``counts``: the
-    number of each rank's blocks, if that is asked for; ``paths``: the directories of this rank's store, which a run
-    goes on with as it was dealt; ``family``: the order of the ranks, which has them in one piece or in loops;
-    ``looked_up``: groups of embeddings alone.
+    """(the rank of a pipeline that has each block, the rank that has each group), by their places in it. All ranks come
+    here. ``counts``: the number of each rank's blocks, if that is asked for; ``paths``: the directories of this rank's
+    store, which a run goes on with as it was dealt; ``family``: the order of the ranks, which has them in one piece or
+    in loops; ``looked_up``: groups of embeddings alone.
 
     Raises:
         ConfigError: there are too few blocks, the counts are none of theirs, or the store was dealt otherwise.
         StoreError: it cannot be read.
     """
-    if counts is not None and len(counts) != ranks.size:
-        raise ConfigError(f"deal={list(counts)} is for {len(counts)} ranks, and the pipeline has {ranks.size}")
+    stages = ranks.stages
+    if counts is not None and len(counts) != stages:
+        raise ConfigError(f"deal={list(counts)} is for {len(counts)} ranks, and the pipeline has {stages}")
     kept = _kept(groups, blocks, ranks, paths)
     if kept is None:
         dealt = None if counts is None else dealt_as(counts, len(blocks), family)
-        return holders_of(groups, blocks, ranks.size, dealt, family, looked_up)
-    had = [kept.count(rank) for rank in range(ranks.size)]
+        return holders_of(groups, blocks, stages, dealt, family, looked_up)
+    had = [kept.count(rank) for rank in range(stages)]
     if counts is not None and list(counts) != had:
         raise ConfigError(
             f"deal={list(counts)}, and the state in {paths[0]} was dealt as {had}: leave deal out to go on with it; or "
@@ -61,7 +68,7 @@ def deal_blocks(
             f"the state in {paths[0]} was dealt as {list(kept)} (the rank of each block): give {other} to go on with "
             "it; or save a snapshot, and load it where there is no store yet"
         )
-    return holders_of(groups, blocks, ranks.size, kept)
+    return holders_of(groups, blocks, stages, kept)
 
 
 def _as_dealt(kept: tuple[int, ...], family: Family) -> bool:
@@ -84,7 +91,7 @@ def _kept(
 
     told = ranks.gather_objects("deal of the blocks", ranks.jointly("store of a pipeline", look))
     holders = next((found for found in told if found is not None), None)
-    if holders is None or len(holders) != len(groups) or max(holders) >= ranks.size:
+    if holders is None or len(holders) != len(groups) or max(holders) >= ranks.stages:
         return None
     dealt: list[int | None] = [None] * len(blocks)
     for holder, block in zip(holders, blocks_of(groups, blocks), strict=True):
@@ -103,10 +110,10 @@ def dealt_program(
     handed: Sequence[HandedOn],
     dealt: Sequence[int],
     share: Share,
-    ranks: int,
+    ranks: Ranks,
 ) -> Program:
     """The program of the rank of a pipeline whose ``share`` it is. ``handed``: of each shape of micro-batch; ``dealt``:
-    the rank of each block.
+    the rank of each block. All ranks come here.
 
     Raises:
         ModelError: what a block is handed, or puts out, cannot be sent.
@@ -120,7 +127,10 @@ def dealt_program(
     for of_shape in handed:
         for k, numbers in besides(of_shape.calls, of_stages).items():
             sizes[k] = max(sizes[k], sum(of_shape.shared[n].nbytes for n in numbers))
-    return program_of_rank(program, of_stages, share.rank, ranks, besides=sizes, holders=share.holders)
+    of_all = ranks.gather_objects("sizes of what calls share", sizes)  # other pipelines' micro-batches are others
+    most = [max(by_rank) for by_rank in zip(*of_all, strict=True)]
+    program = Mesh(data=share.size).everyone().part(program)
+    return program_of_rank(program, of_stages, share.place, ranks.stages, besides=most, holders=share.holders)
 
 
 def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[int]) -> None:
@@ -159,7 +169,7 @@ def plan_among(ranks: Ranks, request: Request, keep: Placement | None, pace: Pac
     Raises:
         BudgetError, ConfigError: on all ranks: see ``plans_of``.
     """
-    asked = ranks.gather_objects("requests", Asked(request=request, keep=keep))
+    asked = _of_places(ranks, "requests", Asked(request=request, keep=keep))
     found: tuple[Settings, ...] | BudgetError | ConfigError | None = None
     if ranks.rank == 0:
         try:
@@ -171,14 +181,26 @@ def plan_among(ranks: Ranks, request: Request, keep: Placement | None, pace: Pac
     if not isinstance(found, tuple):
         assert found is not None
         raise ranks.of_all(found)
-    return request.plan(found[ranks.rank])
+    return request.plan(found[ranks.pipe.rank])
+
+
+def _of_places(ranks: Ranks, what: str, value: T) -> list[T]:
+    """The values of the ranks of the first pipeline, by their places. Those of others are alike."""
+    return ranks.gather_objects(what, value)[:: ranks.each]
+
+
+def schedules_of(ranks: Ranks, schedule: Schedule) -> World:
+    """The world of the schedules of all ranks."""
+    return world_of(_of_places(ranks, "schedules", schedule))
 
 
 def times_of_all(ranks: Ranks, own: StageTimes | None, dealt: Dealt) -> StageTimes | None:
     """The times of all stages, each as the rank that has it has measured it; None: nothing was measured."""
-    by_rank = [times for times in ranks.gather_objects("stage times", own) if times is not None]
-    if len(by_rank) < ranks.size:
+    found = ranks.gather_objects("stage times", own)
+    if None in found:
         return None
+    of_places = [slowest_of(found[first : first + ranks.each]) for first in range(0, ranks.size, ranks.each)]
+    by_rank = [times for times in of_places if times is not None]
     of_stages = list(enumerate(dealt.of_stages))
     return StageTimes(
         forward=tuple(by_rank[rank].forward[k] for k, rank in of_stages),
@@ -190,5 +212,5 @@ def times_of_all(ranks: Ranks, own: StageTimes | None, dealt: Dealt) -> StageTim
 
 def predicted_of_all(ranks: Ranks, plan: Plan, pace: Pace) -> Simulation:
     """The simulation of the very steps that all ranks of a pipeline run, each by its plan."""
-    plans = ranks.gather_objects("plans", plan)
+    plans = _of_places(ranks, "plans", plan)
     return ranks.once("prediction", lambda: pace.step(plans).simulation)

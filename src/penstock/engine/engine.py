@@ -207,9 +207,10 @@ class Engine:
         given = batch.given_weights(micro_batches, loss_weights)
         if self._ranks.size > 1:
             settings = {"call": call, "step": self.step_count, "use of loss_weights": given is not None}
-            if self._ranks.are_pipeline:
-                settings["micro-batches, which ranks of a pipeline share"] = batch.digest(micro_batches, given)
             self._ranks.agree_on_each(settings | {"settings of the optimizer": repr(self.optimizer.hypers())})
+        if self._ranks.are_pipeline:
+            shared = {"micro-batches, which ranks of a pipeline share": batch.digest(micro_batches, given)}
+            self._ranks.pipe.agree_on_each(shared)
         if self._ranks.cp > 1:
             digests = self._ranks.gather_objects("micro-batches", batch.digest(micro_batches, given))
             check_same(digests, self._ranks)

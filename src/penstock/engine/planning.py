@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from penstock.config import Family, Tier, fields_of
 from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
-from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, times_of_all
+from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, schedules_of, times_of_all
 from penstock.engine.following import Following, Searched, Step, better, change_in_words
 from penstock.engine.labels import LabelCount
 from penstock.engine.mixing import check_mixes_nothing
@@ -27,10 +27,10 @@ from penstock.engine.timing import orthogonal_rate, time_stages
 from penstock.engine.visiting import VisitingWeights
 from penstock.errors import BudgetError, ConfigError, ModelError, StoreError
 from penstock.hardware.drives import together
-from penstock.hardware.sharing import of_each_rank, of_pipeline
+from penstock.hardware.sharing import link_of_messages, of_each_rank, of_pipeline
 from penstock.optim.agreement import KINDS, other_bits
 from penstock.planner.costs import contention, costs_of_plan
-from penstock.planner.dealt import Pace, world_of
+from penstock.planner.dealt import Pace
 from penstock.planner.fit import Plan, Request, fit, off_device
 from penstock.planner.following import corrected, corrected_times, what_is_off
 from penstock.planner.own_schedule import own_plan
@@ -111,11 +111,14 @@ class Planning:
         threads = max(ranks.gather_objects("threads", resources.threads))
         seen = whole
         if whole is not None and ranks.are_pipeline:
-            seen = of_pipeline(whole, ranks.size, threads, ranks.hosts)
+            seen = of_pipeline(whole, ranks.size, threads, ranks.hosts, ranks.each)
         elif whole is not None:
             seen = of_each_rank(whole, ranks.size, threads, ranks.hosts, ranks.copies)
         self._machine = seen
         """the machine as each rank sees it, corrected by what steps have shown; None: nothing is predicted"""
+        links = whole is not None and ranks.are_pipeline
+        self._link = link_of_messages(whole, ranks.size, ranks.hosts, ranks.each) if whole and links else None
+        """the link of messages, where pipelines are beside each other"""
         follows = settings.follows_machine and self._machine is not None and not ranks.are_pipeline
         self._following = Following() if follows else None
         self.changed: str | None = None
@@ -188,7 +191,7 @@ class Planning:
         times = self._times([p.times for p in every], request.program)
         plan = self._fit(request, times)
         if ranks.sharing.size > 1:
-            ranks.agree("schedule", hashlib.sha256(str(plan.schedule).encode()).hexdigest()[:16])
+            ranks.sharing.agree("schedule", hashlib.sha256(str(plan.schedule).encode()).hexdigest()[:16])
         if train:
             self._is_placed(plan.settings.place)
         prediction = None if times is None else self._predict(request, plan, times)
@@ -396,7 +399,7 @@ class Planning:
             groups = tuple(shared.share.part(g.spec) for g in shared.groups)
             return Program(groups=groups, stages=tuple(stages))
         whole = Program(groups=tuple(g.spec for g in shared.groups), stages=tuple(stages))
-        return dealt_program(whole, facts, list(calls.values()), shared.dealt, shared.share, shared.ranks.size)
+        return dealt_program(whole, facts, list(calls.values()), shared.dealt, shared.share, shared.ranks)
 
     def _request(self, program: Program, count: int, nbytes: int, *, train: bool) -> Request:
         family: Family = "vertical"
@@ -450,18 +453,23 @@ class Planning:
 
     def _pace(self, times: StageTimes) -> Pace:
         """The basis of a prediction of a pipeline."""
-        shared, machine = self._shared, self._machine
+        shared, machine, link = self._shared, self._machine, self._link
         assert machine is not None
-        return Pace(
-            costs=lambda _, plan: costs_of_plan(plan, machine, times, shared.rate, io_threads=shared.io_threads),
-            repeats=self.repeats.planned,
+        found = partial(
+            costs_of_plan,
+            machine=machine,
+            times=times,
+            optimizer=shared.rate,
+            io_threads=shared.io_threads,
+            link_to=None if link is None else lambda _: link,
         )
+        return Pace(costs=lambda _, plan: found(plan), repeats=self.repeats.planned)
 
     def _check(self, plan: Plan, request: Request) -> None:
         ranks = self._shared.ranks
         if ranks.are_pipeline:
-            check_world(world_of(ranks.gather_objects("schedules", plan.schedule)))
-            prove(plan.schedule, Needs.of(plan.program, plan.settings))
+            check_world(schedules_of(ranks, plan.schedule))
+            prove(plan.schedule, Needs.of(plan.program, plan.settings, request.ranks))
             return
         seat = request.seat(plan.settings)
         check_world(seat.of_few().world(plan.schedule))

@@ -161,7 +161,14 @@ def open_resources(
     optimizer = StreamedOptimizer(spec, trained, matrices)
     strands = ranks.sharing.size if settings.strands is None else settings.strands
     description = start.describe_model(groups, buffers, precision, spec, strands)
-    description |= of_rank(ranks.rank, ranks.size, whole=share.is_whole, copies=ranks.copies, holders=share.holders)
+    description |= of_rank(
+        ranks.rank,
+        ranks.size,
+        whole=share.is_whole,
+        copies=ranks.copies,
+        holders=share.holders,
+        stages=ranks.stages if ranks.are_pipeline else None,
+    )
     check_strands(strands, ranks.sharing.size)
     names = [[name, *parameter] for group in description["groups"] for name, *parameter in group["parameters"]]
     ranks.agree_on_each({"model": type(model).__name__, "parameters of the model": _digest(names)})
@@ -208,7 +215,7 @@ def open_resources(
                 share=share,
                 digest=ranks.sharing.size > 1,
             )
-            ranks.agree("values of the model, before its first step", values)
+            ranks.sharing.agree("values of the model, before its first step", values)
             ranks.agree("buffers of the model, before its first step", buffers.digest())
         else:
             _resume(groups, buffers, commits, progress, budget.disk_paths[0])

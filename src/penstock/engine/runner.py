@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from penstock.engine import batch
+from penstock.engine.dealt import schedules_of
 from penstock.engine.probed import HandedOn
 from penstock.engine.resources import EngineResources
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.errors import NonFiniteError, StoreError
-from penstock.planner.dealt import world_of
 from penstock.planner.fit import Plan
 from penstock.runtime.actions import Actions
 from penstock.runtime.bound import Bound
@@ -131,8 +131,8 @@ class Runner:
         is sent is received at once. None: any in which one rank could run its ops. All ranks come here."""
         if self._shared.overlap or not self._ranks.are_pipeline:
             return None
-        world = world_of(self._ranks.gather_objects("schedules to run one op at a time", self.plan.schedule))
-        return run_orders(world)[self._ranks.rank]
+        world = schedules_of(self._ranks, self.plan.schedule)
+        return run_orders(world)[self._ranks.pipe.rank]
 
     @property
     def stepped(self) -> tuple[int, ...]:
@@ -209,8 +209,8 @@ class Runner:
     def _losses(self, context: StepContext) -> list[float]:
         """The losses of all micro-batches of this rank; those of a pipeline are its first rank's, and so is a loss that
         is no number."""
-        tape, ranks = self._shared.tape, self._ranks
-        if not ranks.are_pipeline:
+        tape, ranks = self._shared.tape, self._ranks.pipe
+        if ranks.size == 1:
             return [float(loss) for loss in torch.stack(tape.losses()).tolist()]
         said: tuple[list[float], str | None] = [], None
         if not ranks.rank:
@@ -218,7 +218,7 @@ class Runner:
             said = torch.stack(tape.losses()).tolist(), failed
         losses, failure = ranks.gather_objects("losses", said)[0]
         if failure is not None and ranks.rank:
-            context.failure = NonFiniteError(f"rank 0: {failure}")
+            context.failure = NonFiniteError(f"rank {self._ranks.sharing.rank}: {failure}")
         return losses
 
     def _close_pools(self) -> None:

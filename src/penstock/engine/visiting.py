@@ -22,7 +22,7 @@ class VisitingWeights:
     def __init__(self, groups: tuple[ParamGroup, ...], arrays: StateArrays, ranks: Ranks, share: Share) -> None:
         self._groups = groups
         self._arrays = arrays
-        self._ranks = ranks
+        self._ranks = ranks.sharing
         self._share = share
         self._slabs: dict[int, DeviceSlab] = {}
         self._bounce = HostSlab(BOUNCE, beside=arrays.device)
@@ -35,12 +35,12 @@ class VisitingWeights:
         numel, dtype = self._groups[g].spec.numel, arrays.dtype
         self._slabs[g] = DeviceSlab(numel * dtype.itemsize, arrays.device)
         flat = self._slabs[g].bytes[: numel * dtype.itemsize].view(dtype)
-        if self._share.size > 1:
-            self._meet(g, flat)
-        elif self._share.holds(g):
-            self._bring(g, flat)
-        else:
+        if not self._share.holds(g):
             _stand_in(g, flat)
+        elif self._share.size > 1:
+            self._meet(g, flat)
+        else:
+            self._bring(g, flat)
         self._groups[g].attach(flat)
 
     def unload(self, g: int) -> None:
@@ -68,7 +68,7 @@ class VisitingWeights:
         group = share.part(self._groups[g].spec)
         for owner in range(share.size):
             for first, piece in self._arrays.pieces(name, self._bounce):
-                if owner == share.rank:
+                if owner == share.number:
                     self._arrays.read(name, first, piece)
                 if share.size > 1:
                     self._ranks.lend(piece.view(torch.uint8), owner)

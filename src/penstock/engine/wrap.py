@@ -105,7 +105,8 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
             "attention waits for the others: leave one out"
         )
     if ranks.are_pipeline:
-        check_pipeline(asked, asked.budget, asked.schedule, asked.replan, f"the mesh's axis {PIPELINE!r}")
+        words = f"the mesh's axis {PIPELINE!r}"
+        check_pipeline(asked, asked.budget, asked.schedule, asked.replan, words, ranks.each)
     if isinstance(asked.schedule, Schedule):
         raise ConfigError(
             f"schedule={shown(asked.schedule)} is not there yet for several ranks: give 'vertical' or 'horizontal', or "

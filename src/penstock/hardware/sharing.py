@@ -147,11 +147,28 @@ def _pace(within: Network | None, nic: Network, on_host: int, share: float) -> f
     return 1 / (share * on_host / nic.bandwidth + inside)
 
 
-def of_pipeline(machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1) -> Machine:
+def of_pipeline(machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1, beside: int = 1) -> Machine:
     """The machine as each rank of a pipeline sees it: as ``of_each_rank``, but what is sent from one host to another
-    goes from one rank to one, and has the link between hosts to itself."""
+    goes from one rank to one, and has the link between hosts to itself. Of so many pipelines ``beside`` each other, in
+    which neighbours share what is one rank's: their collectives are between those (``link_of_messages`` for the rest).
+    """
     seen = of_each_rank(machine, ranks, threads, hosts)
+    if beside > 1:
+        each = ranks // hosts
+        return replace(seen, network=_collectives(machine, each, beside, max(1, beside // each)), across=None)
     return seen if hosts == 1 else replace(seen, network=machine.nic)
+
+
+def link_of_messages(machine: Machine, ranks: int, hosts: int, beside: int) -> Network | None:
+    """The link over which a rank of one of several pipelines ``beside`` each other sends to the next one, while the
+    other ranks of its host do the same; None: the one that ``of_pipeline`` gives."""
+    if beside == 1:
+        return None
+    each = ranks // hosts
+    if hosts == 1:
+        return within_host(machine, ranks)
+    assert machine.nic is not None
+    return replace(machine.nic, bandwidth=machine.nic.bandwidth / each)
 
 
 def drives_of(drives: Sequence[Drive], rank: int, ranks: int) -> tuple[Drive, ...]:

@@ -68,7 +68,9 @@ def layouts(asked: Asked) -> Iterator[Layout]:
             if each:
                 yield Layout(kind="copies", ranks=hosts.ranks, stage=each, copies=hosts.count)
     if stage is None:
-        yield Layout(kind="pipeline", ranks=hosts.ranks)
+        yield Layout(kind="pipeline", ranks=hosts.ranks, stages=hosts.ranks)
+        if hosts.count > 1 and hosts.each > 1:
+            yield Layout(kind="pipeline", ranks=hosts.ranks, stages=hosts.count)
 
 
 def _may_have_copies(asked: Asked) -> bool:

@@ -19,6 +19,7 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.dealt import program_of_rank, stages_dealt
 from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.lower.seat import shards_at
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program
 from penstock.sim.costs import Costs
@@ -68,21 +69,28 @@ class Pace:
 
 
 def world_of(schedules: Sequence[Schedule]) -> World:
-    """The world of all ranks of a pipeline, by rank."""
+    """The world of all ranks of a pipeline, by rank. Of several beside each other it stands for all: ranks that have
+    one place do the same, and so meet when one of them arrives."""
     everyone = Mesh(stages=len(schedules)).everyone()
-    return World(name=schedules[0].name, ranks=tuple(schedules), groups={everyone.name: everyone.members})
+    groups = {everyone.name: everyone.members}
+    for place, schedule in enumerate(schedules):
+        if any(op.group == shards_at(place) for op in schedule.lanes.get("net", ())):
+            groups[shards_at(place)] = (place,)
+    return World(name=schedules[0].name, ranks=tuple(schedules), groups=groups)
 
 
 def programs_of(
-    program: Program, ranks: int, counts: Sequence[int] | None = None, family: Family = "vertical"
+    program: Program, ranks: int, counts: Sequence[int] | None = None, family: Family = "vertical", beside: int = 1
 ) -> list[Program]:
     """The program of each rank of a pipeline, to which a model's blocks are dealt out, as the ``family`` has them.
-    ``counts``: blocks of each rank; None: by what they compute.
+    ``counts``: blocks of each rank; None: by what they compute. ``beside``: pipelines whose ranks of one place share
+    what that has.
 
     Raises:
         ConfigError: there are too few blocks, or two ranks would need the same parameters.
     """
     of_stages = stages_dealt(program, ranks, counts, family)
+    program = Mesh(data=beside).everyone().part(program)
     return [program_of_rank(program, of_stages, rank, ranks) for rank in range(ranks)]
 
 

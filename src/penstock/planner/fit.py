@@ -141,8 +141,8 @@ class Request(StreamConfig):
     def seat(self, settings: Settings) -> Seat:
         """The seat of each rank."""
         dealt = self.program.dealt
-        pipe = 1 if dealt is None else dealt.ranks
-        return streaming_seat(self.ranks, settings.stage, self.copies, self.hosts, pipe=pipe)
+        pipe, place = (1, 0) if dealt is None else (dealt.ranks, dealt.rank)
+        return streaming_seat(self.ranks, settings.stage, self.copies, self.hosts, pipe=pipe, place=place)
 
     @property
     def is_of_several(self) -> bool:

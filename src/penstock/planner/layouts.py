@@ -36,18 +36,25 @@ _LINKS = ("net", "nic")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A way for so many ranks to train together: they share all state, each copy of it, or are a pipeline."""
+    """A way for so many ranks to train together: they share all state, each copy of it, or are pipelines of ``stages``,
+    in which neighbours share what is one rank's."""
 
     kind: Literal["shared", "copies", "pipeline"]
     ranks: int
     stage: ZeroStage | None = None
     copies: int = 1
+    stages: int = 1
+
+    @property
+    def beside(self) -> int:
+        """The number of pipelines."""
+        return self.ranks // self.stages
 
     @property
     def name(self) -> str:
         """By the axes of its mesh."""
         if self.kind == "pipeline":
-            return f"pp {self.ranks}"
+            return f"pp {self.stages}" + (f" x dp_shard {self.beside}" if self.beside > 1 else "")
         copies = f"dp_replicate {self.copies} x " if self.copies > 1 else ""
         return f"{copies}dp_shard {self.ranks // self.copies}, stage {self.stage}"
 
@@ -55,7 +62,7 @@ class Layout:
     def settings(self) -> Mapping[str, Any]:
         """The settings that ask for it."""
         if self.kind == "pipeline":
-            return {"pipeline": self.ranks}
+            return {"pipeline": self.stages}
         return {"stage": self.stage} | ({"copies": self.copies} if self.copies > 1 else {})
 
 

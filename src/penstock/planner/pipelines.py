@@ -38,8 +38,10 @@ _TRIED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """A simulated pipeline, in micro-batches of ``size`` sequences. ``counts``: blocks of each rank."""
+    """A simulated pipeline, in micro-batches of ``size`` sequences; or several beside each other (``layout``), of which
+    ``requests`` and plans are those of one. ``counts``: blocks of each rank."""
 
+    layout: Layout
     requests: Sequence[Request]
     step: Foreseen
     counts: tuple[int, ...]
@@ -47,20 +49,21 @@ class Simulated:
 
 
 def pipeline(asked: Asked, layout: Layout) -> Outcome:
-    """The outcome of a pipeline of all ranks, with the faster deal of its blocks.
+    """The outcome of a pipeline, or of several beside each other, with the faster deal of its blocks.
 
     Raises:
         BudgetError: it does not fit.
         ConfigError: it has too few blocks or micro-batches, or something else that is asked for cannot be.
     """
-    views, wanted = asked.views(), asked.task.deal
-    found = _first(asked, views)
+    views, wanted = views_of(asked, layout), asked.task.deal
+    found = _first(asked, layout, views)
     by_compute = found
     if wanted is None:
-        counts = _deal(asked, found)
+        counts = _deal(asked.hosts, found)
         if counts != found.counts:
             with suppress(BudgetError):  # more blocks on some rank, which its memory or drives may not hold
-                found = min(found, simulated(asked, views, found.size, counts), key=lambda one: one.step.seconds)
+                other = simulated(asked, layout, views, found.size, counts)
+                found = min(found, other, key=lambda one: one.step.seconds)
     changed = found is not by_compute
     return Outcome(
         layout=layout,
@@ -68,19 +71,31 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
         tokens=asked.batch * asked.task.sequence_length,
         micro_batches=found.requests[0].micro_batches,
         micro_batch_size=found.size,
-        hosts=tuple(_of_kind(asked, found, kind) for kind in range(len(views))),
+        hosts=tuple(_of_kind(asked.hosts, found, kind) for kind in range(len(views))),
         deal=found.counts if changed or wanted is not None else (),
         by_compute=by_compute.step.seconds if changed else None,
     )
 
 
-def _first(asked: Asked, views: Sequence[Machine]) -> Simulated:
+def views_of(asked: Asked, layout: Layout) -> list[Machine]:
+    """The machine as each rank sees it, by kind of host. Pipelines beside each other share the state within hosts."""
+    views, hosts = asked.views(), asked.hosts
+    if layout.beside == 1:
+        return views
+    assert layout.beside == hosts.each
+    return [
+        replace(view, network=within_host(kind.machine, hosts.each), across=None)
+        for view, kind in zip(views, hosts.kinds, strict=True)
+    ]
+
+
+def _first(asked: Asked, layout: Layout, views: Sequence[Machine]) -> Simulated:
     """The pipeline as a run deals it, by the faster of the ways to cut the batch that are worth a look."""
     refusal: BudgetError | None = None
     found: list[Simulated] = []
-    for size in _sizes(asked):
+    for size in _sizes(asked, layout):
         try:
-            found.append(simulated(asked, views, size, asked.task.deal))
+            found.append(simulated(asked, layout, views, size, asked.task.deal))
         except BudgetError as error:
             refusal = error
         if len(found) == _TRIED:
@@ -91,29 +106,34 @@ def _first(asked: Asked, views: Sequence[Machine]) -> Simulated:
     return min(found, key=lambda one: one.step.seconds)
 
 
-def _sizes(asked: Asked) -> Iterator[int]:
+def _sizes(asked: Asked, layout: Layout) -> Iterator[int]:
     """Sequences in a micro-batch, the largest first of those that leave every rank something to do; else the smallest.
 
     Raises:
         ConfigError: the batch cannot be cut into so few micro-batches as are planned.
     """
+    each, rest = divmod(asked.batch, layout.beside)
+    if rest or not each:
+        raise ConfigError(f"{asked.batch} sequences cannot be shared evenly by {layout.beside} pipelines")
     if asked.size is not None:
-        if asked.batch % asked.size:
-            raise ConfigError(f"{asked.batch} sequences are no whole number of micro-batches of {asked.size}")
+        if each % asked.size:
+            raise ConfigError(f"{each} sequences are no whole number of micro-batches of {asked.size}")
         yield asked.size
         return
-    found = cuts(asked.batch)
+    found = cuts(each)
     if not found:
-        raise ConfigError(f"{asked.batch} sequences cannot be cut into few enough micro-batches: give another batch")
-    enough = [size for size, count in reversed(found) if count >= asked.hosts.ranks]
+        raise ConfigError(f"{each} sequences cannot be cut into few enough micro-batches: give another batch")
+    enough = [size for size, count in reversed(found) if count >= layout.stages]
     yield from enough or [found[0][0]]
 
 
-def simulated(asked: Asked, views: Sequence[Machine], size: int, counts: Sequence[int] | None = None) -> Simulated:
+def simulated(
+    asked: Asked, layout: Layout, views: Sequence[Machine], size: int, counts: Sequence[int] | None = None
+) -> Simulated:
     """A pipeline in micro-batches of ``size`` sequences. ``counts``: of each rank; None: by compute."""
-    ranks = asked.hosts.ranks
+    ranks, beside, hosts = layout.stages, layout.beside, asked.hosts
     task = asked.of_rank(views[0], families=("vertical",), stage=None)
-    request = task.question(size, asked.batch // size).request
+    request = task.question(size, asked.batch // beside // size).request
     of_stages = stages_dealt(request.program, ranks, counts)
     calls = [of_stages[stage.index] for stage in request.program.stages if stage.kind == "call"]
     if (ops := len(calls) * request.micro_batches * _OPS_OF_BLOCK) > MOST_OPS:
@@ -121,12 +141,13 @@ def simulated(asked: Asked, views: Sequence[Machine], size: int, counts: Sequenc
             f"{request.micro_batches} micro-batches of {len(calls)} blocks make some {ops:,} ops, and {MOST_OPS:,} are "
             "simulated at most: use larger micro-batches or a smaller batch"
         )
-    requests = [replace(request, program=program) for program in programs_of(request.program, ranks, counts)]
+    programs = programs_of(request.program, ranks, counts, beside=beside)
+    requests = [replace(request, program=program, ranks=beside) for program in programs]
     times = [stage_times(task.profile(size), view, str(task.precision)) for view in views]
 
     def costs(rank: int, plan: Plan) -> Costs:
-        kind = asked.hosts.kind_of(rank)
-        link = partial(_link, asked.hosts, rank)
+        kind = hosts.kind_of(rank * beside)
+        link = partial(_link, hosts, beside, rank)
         return costs_of_plan(plan, views[kind], times[kind], task.rate_name, link_to=link)
 
     pace = Pace(costs=costs, repeats=expected_repeats(task))
@@ -138,36 +159,42 @@ def simulated(asked: Asked, views: Sequence[Machine], size: int, counts: Sequenc
                 f"free is {format_size(task.disk_free)}: give more drives or host memory"
             )
     counts = tuple(calls.count(rank) for rank in range(ranks))
-    return Simulated(requests=requests, step=step, counts=counts, size=size)
+    return Simulated(layout=layout, requests=requests, step=step, counts=counts, size=size)
 
 
 _OPS_OF_BLOCK = 6
 
 
-def _link(hosts: Hosts, rank: int, peer: int) -> Network:
-    """The link from a rank to another: to one of another host, the slower of both hosts' links."""
+def _link(hosts: Hosts, beside: int, place: int, to: int) -> Network:
+    """The link from a rank to another, by their places in a pipeline: to one of another host, the slower of both hosts'
+    links, which as many pipelines use as are ``beside`` each other."""
+    rank, peer = place * beside, to * beside
     here, there = (hosts.kinds[hosts.kind_of(one)].machine for one in (rank, peer))
     if rank // hosts.each == peer // hosts.each:
         return within_host(here, hosts.each)
     found = slowest([here.nic, there.nic])
     assert found is not None
-    return found
+    return replace(found, bandwidth=found.bandwidth / beside)
 
 
-def _deal(asked: Asked, now: Simulated) -> tuple[int, ...]:
+def _deal(hosts: Hosts, now: Simulated) -> tuple[int, ...]:
     """Blocks of each rank by what they take of its lanes."""
-    hosts, blocks, simulation = asked.hosts, sum(now.counts), now.step.simulation
+    blocks, simulation, places = sum(now.counts), now.step.simulation, now.layout.stages
+
+    def kind_of(place: int) -> int:
+        return hosts.kind_of(place * now.layout.beside)
+
     each: dict[int, dict[Lane, float]] = {}
-    for rank in reversed(range(hosts.ranks)):
+    for rank in reversed(range(places)):
         if rank:  # which have blocks and nothing else
             work = simulation.work(rank)
-            each[hosts.kind_of(rank)] = {lane: seconds / now.counts[rank] for lane, seconds in work.items()}
+            each[kind_of(rank)] = {lane: seconds / now.counts[rank] for lane, seconds in work.items()}
     alone = next(iter(each.values()))  # rank 0, which is the only one of its kind: as others
-    per_block = [each.get(hosts.kind_of(rank), alone) for rank in range(hosts.ranks)]
+    per_block = [each.get(kind_of(rank), alone) for rank in range(places)]
     ends: dict[Lane, float] = defaultdict(float)
     for lane, seconds in simulation.work(0).items():
         ends[lane] = max(seconds - now.counts[0] * per_block[0].get(lane, 0.0), 0.0)
-    counts = [0] + [1] * (hosts.ranks - 1)
+    counts = [0] + [1] * (places - 1)
 
     def then(rank: int) -> float:
         """Seconds of the rank's busiest lane with one block more."""
@@ -175,15 +202,16 @@ def _deal(asked: Asked, now: Simulated) -> tuple[int, ...]:
         return max((counts[rank] + 1) * own[lane] + (ends[lane] if rank == 0 else 0.0) for lane in own)
 
     while sum(counts) < blocks:
-        counts[min(range(hosts.ranks), key=then)] += 1
+        counts[min(range(places), key=then)] += 1
     return tuple(counts)
 
 
-def _of_kind(asked: Asked, found: Simulated, kind: int) -> OfHost:
+def _of_kind(hosts: Hosts, found: Simulated, kind: int) -> OfHost:
     """The most that any host of a kind has and moves."""
-    hosts, each, simulation = asked.hosts, asked.hosts.each, found.step.simulation
+    each, simulation, beside = hosts.each, found.step.simulation, found.layout.beside
     of_kind = [host for host in range(hosts.count) if hosts.kind_of(host * each) == kind]
-    ranks_of = [range(host * each, (host + 1) * each) for host in of_kind]
+    ranks_of = [[rank // beside for rank in range(host * each, (host + 1) * each)] for host in of_kind]
+    """by host, the place of each of its ranks"""
     moved = [plan.schedule.bytes_per_lane() for plan in found.step.plans]
     lane, work = max(
         (item for ranks in ranks_of for rank in ranks for item in simulation.work(rank).items()),
@@ -198,13 +226,14 @@ def _of_kind(asked: Asked, found: Simulated, kind: int) -> OfHost:
         disk=max(sum(space[rank] for rank in ranks) for ranks in ranks_of),
         read=max(sum(moved[rank].get("read", 0) for rank in ranks) for ranks in ranks_of),
         written=max(sum(moved[rank].get("write", 0) for rank in ranks) for ranks in ranks_of),
-        sent=max(sum(_leaves(found.step.plans[rank], rank, each) for rank in ranks) for ranks in ranks_of),
+        sent=max(sum(_leaves(found.step.plans[place], place, beside, each) for place in ranks) for ranks in ranks_of),
         lane=lane,
         work=work,
-        blocks=max(sum(found.counts[rank] for rank in ranks) for ranks in ranks_of),
+        blocks=max(sum(found.counts[place] for place in set(ranks)) for ranks in ranks_of),
     )
 
 
-def _leaves(plan: Plan, rank: int, each: int) -> int:
+def _leaves(plan: Plan, place: int, beside: int, each: int) -> int:
     """Bytes that a rank sends to ranks of other hosts, but for its part of the norm."""
-    return sum(op.nbytes for op in plan.schedule.lanes["send"] if op.peer // each != rank // each)
+    here = place * beside // each
+    return sum(op.nbytes for op in plan.schedule.lanes["send"] if op.peer * beside // each != here)

@@ -39,7 +39,8 @@ class Ranks:
     | attribute | meaning |
     |---|---|
     | ``rank``, ``size`` | this one's number, of so many |
-    | ``are_pipeline`` | they are a pipeline: each has stages of its own, and all go through the same micro-batches |
+    | ``stages`` | the ranks of each pipeline, all of which go through the same micro-batches, each its own stages; 1:
+    there is none |
     | ``hosts`` | the number of hosts that they are on; neighbours, as many on each |
     | ``copies`` | copies of the state that they have, each of as many neighbouring ranks (``axes``) |
     | ``cp`` | neighbouring ranks that share each sequence: they are given the same micro-batches, of which each has a
@@ -51,16 +52,27 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    are_pipeline: bool = False
+    stages: int = 1
     hosts: int = 1
     copies: int = 1
     cp: int = 1
     _of_all: BaseException | None = None
 
     @property
+    def are_pipeline(self) -> bool:
+        """True if each rank has stages of its own."""
+        return self.stages > 1
+
+    @property
+    def pipe(self) -> "Ranks":
+        """The ranks of this one's pipeline, which have the same micro-batches."""
+        return ALONE
+
+    @property
     def sharing(self) -> "Ranks":
-        """The ranks that share the micro-batches of a step; of a pipeline each rank has all of them."""
-        return ALONE if self.are_pipeline else self
+        """The ranks that share the micro-batches of a step, and all that this one has of the state. In pipelines those
+        of one place; of one pipeline each rank has all micro-batches."""
+        return self
 
     @property
     def of_sequence(self) -> "Ranks":
@@ -85,8 +97,8 @@ class Ranks:
 
     @property
     def each(self) -> int:
-        """The number of ranks that share one copy of the state."""
-        return self.size // self.copies
+        """The number of ranks that share each group of one copy of the state."""
+        return self.size // self.copies // self.stages
 
     @property
     def of_copy(self) -> "Ranks":
@@ -114,15 +126,15 @@ class Ranks:
         ``holders``: of a pipeline, the rank that has each group."""
         assert parts in (1, self.each)
         if self.are_pipeline:
-            return Share(rank=self.rank, holders=tuple(holders))
+            return Share(rank=self.rank, size=parts, holders=tuple(holders))
         return WHOLE if parts == 1 else Share(rank=self.rank % self.each, size=parts)
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
-        """Send a tensor, which is contiguous, to another rank of a pipeline; returns when that has it."""
+        """Send a tensor, which is contiguous, to another rank of the pipeline (``pipe``); returns when that has it."""
         raise AssertionError("who is alone has nobody to send to")
 
     def receive(self, into: torch.Tensor, peer: int) -> None:
-        """Fill a tensor, which is contiguous, with the next one that another rank of a pipeline sends."""
+        """Fill a tensor, which is contiguous, with the next one that another rank of the pipeline sends."""
         raise AssertionError("who is alone has nobody to receive from")
 
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
@@ -265,7 +277,31 @@ class Ranks:
 ALONE = Ranks()
 
 
-class Together(Ranks):
+class Telling(Ranks):
+    """One of several ranks that tell each other things."""
+
+    def gather_objects(self, what: str, value: T) -> list[T]:
+        text = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        self._gather_control(sizes, torch.tensor([text.numel()]))
+        longest = int(sizes.max())
+        texts = torch.empty(self.size, longest, dtype=torch.uint8)
+        self._gather_control(texts.view(-1), torch.nn.functional.pad(text, (0, longest - text.numel())))
+        found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(texts, sizes.tolist(), strict=True)]
+        for other, (theirs, _) in enumerate(found):
+            if theirs != what:
+                raise RankError(
+                    f"rank {other} tells its {theirs} where rank {self.rank} tells its {what}: give all ranks the same "
+                    "calls, in the same order"
+                )
+        return [said for _, said in found]
+
+    def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """``gather`` of what they tell, in host memory."""
+        raise NotImplementedError
+
+
+class Together(Telling):
     """One of several ranks."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
@@ -275,7 +311,7 @@ class Together(Ranks):
         members = axes.members
         self.rank, self.size, self.copies = members.index(dist.get_rank()), len(members), axes.copies
         self.cp = axes.cp
-        self.are_pipeline = axes.pipeline
+        self.stages = axes.stages
         self._beside: dict[int, Beside] = {}
         """thread that sends and receives -> the one that waits for it"""
         self._pending: list[object] = []
@@ -297,11 +333,14 @@ class Together(Ranks):
             self._data = self._join(members, dist.get_default_backend_for_device(device), device)
             self._crossing = self._join(members, "gloo", device) if self.are_pipeline else None
             self._of_copy = None if self.copies == 1 else Some(self, axes.of_copy(self.rank))
+            beside_each_other = 1 < self.stages < self.size
+            self._pipe = Some(self, axes.of_pipeline(self.rank), tells=True) if beside_each_other else None
+            self._of_stage = Some(self, axes.of_stage(self.rank), tells=True) if beside_each_other else None
             some_of_hosts = Across if self.hosts > 1 and device.type == "cpu" else Some
             self._of_part = None if self.copies == 1 else some_of_hosts(self, axes.of_part(self.rank))
             self._of_sequence = None if self.cp == 1 else Some(self, axes.of_sequence(self.rank))
             each = self.size // self.hosts
-            two_levels = self.copies == 1 and self.hosts > 1 and each > 1
+            two_levels = self.copies == self.stages == 1 and self.hosts > 1 and each > 1
             hosts = Axes(copies=self.hosts, members=members)
             self._within = Some(self, hosts.of_copy(self.rank)) if two_levels else None
             self._between = some_of_hosts(self, hosts.of_part(self.rank)) if two_levels else None
@@ -311,8 +350,16 @@ class Together(Ranks):
             raise
 
     @property
+    def pipe(self) -> Ranks:
+        return self._pipe or (self if self.are_pipeline else ALONE)
+
+    @property
+    def sharing(self) -> Ranks:
+        return self._of_stage or (ALONE if self.are_pipeline else self)
+
+    @property
     def of_copy(self) -> Ranks:
-        return self._of_copy or self
+        return self._of_copy or self._of_stage or self
 
     @property
     def of_part(self) -> Ranks:
@@ -368,10 +415,10 @@ class Together(Ranks):
             levels.add_up_within(self._within, self._between.size, into, out)
             levels.add_up_between(self._between, into, out, total)
 
-    def group_of(self, members: Sequence[int]) -> "dist.ProcessGroup":
-        """A process group of some of the ranks, all of which come here."""
+    def group_of(self, members: Sequence[int], backend: str | None = None) -> "dist.ProcessGroup":
+        """A process group of some of the ranks, all of which come here. ``backend``: None: the device's."""
         among = [self._members[rank] for rank in members]
-        return self._join(among, dist.get_default_backend_for_device(self._device), self._device)
+        return self._join(among, backend or dist.get_default_backend_for_device(self._device), self._device)
 
     def gather_in(self, group: "dist.ProcessGroup", out: torch.Tensor, part: torch.Tensor) -> None:
         by_its_new_name = getattr(dist, "all_gather_single", None)  # from torch 2.13 on
@@ -431,28 +478,15 @@ class Together(Ranks):
 
         self._message(all_pieces, *sent.values(), *got.values())
 
-    def gather_objects(self, what: str, value: T) -> list[T]:
-        text = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
-        sizes = torch.empty(self.size, dtype=torch.int64)
-        self._gather_control(sizes, torch.tensor([text.numel()]))
-        longest = int(sizes.max())
-        texts = torch.empty(self.size, longest, dtype=torch.uint8)
-        self._gather_control(texts.view(-1), torch.nn.functional.pad(text, (0, longest - text.numel())))
-        found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(texts, sizes.tolist(), strict=True)]
-        for other, (theirs, _) in enumerate(found):
-            if theirs != what:
-                raise RankError(
-                    f"rank {other} tells its {theirs} where rank {self.rank} tells its {what}: give all ranks the same "
-                    "calls, in the same order"
-                )
-        return [said for _, said in found]
-
     def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
         self.gather_in(self.control, out, part)
 
     def lend(self, tensor: torch.Tensor, owner: int) -> None:
-        source = dist.get_global_rank(self.control, owner)
-        self._wait(dist.broadcast(tensor, source, group=self.control, async_op=True), tensor)
+        self.lend_in(self.control, tensor, owner)
+
+    def lend_in(self, group: "dist.ProcessGroup", tensor: torch.Tensor, owner: int) -> None:
+        source = dist.get_global_rank(group, owner)
+        self._wait(dist.broadcast(tensor, source, group=group, async_op=True), tensor)
 
     @property
     def failure(self) -> RankError | None:
@@ -507,20 +541,38 @@ class Together(Ranks):
             self._on_device.pop().abort()
 
 
-class Some(Ranks):
+class Some(Telling):
     """Some of several ranks, for what they alone move between them."""
 
-    def __init__(self, all_of_them: Together, members: Sequence[int]) -> None:
-        """``members``: by their numbers among all. All of those come here."""
-        self._all = all_of_them
+    def __init__(self, all_of_them: Together, members: Sequence[int], *, tells: bool = False) -> None:
+        """``members``: by their numbers among all. All of those come here. ``tells``: they tell each other things."""
+        self._all, self._numbers = all_of_them, members
         self.rank, self.size = members.index(all_of_them.rank), len(members)
         self._group = all_of_them.group_of(members)
+        self._control = all_of_them.group_of(members, "gloo") if tells else None
 
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         self._all.gather_in(self._group, out, part)
 
     def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
         self._all.exchange_in(self._group, out, into)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self._all.send(tensor, self._numbers[peer])
+
+    def receive(self, into: torch.Tensor, peer: int) -> None:
+        self._all.receive(into, self._numbers[peer])
+
+    def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        assert self._control is not None
+        self._all.gather_in(self._control, out, part)
+
+    def lend(self, tensor: torch.Tensor, owner: int) -> None:
+        assert self._control is not None
+        self._all.lend_in(self._control, tensor, owner)
+
+    def fail(self, error: BaseException) -> None:
+        self._all.fail(error)
 
     @property
     def failure(self) -> RankError | None:

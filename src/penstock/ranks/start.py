@@ -31,7 +31,8 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
     """Start ``torch.distributed`` among the processes that ``torchrun`` has started, once, and give their mesh, for
     ``wrap(mesh=...)``. ``device``: ``"cuda"`` or ``"cpu"``; None: the GPUs if there are some. Each process gets one.
     ``copies``: of the state, each of as many neighbouring processes (HSDP): a copy on each host, say. ``pp``: the
-    number of ranks of a pipeline, which is that of the processes; None: they share all state. ``cp``: so many
+    number of ranks of each pipeline; with more processes there are several beside each other, of micro-batches of their
+    own, and so many neighbours share what is one rank's. None: they share all state. ``cp``: so many
     neighbouring processes share each sequence, and all of them the state (context parallel).
 
     A run that ``torchrun`` starts again finds nothing of the run before: by itself ``init_process_group`` may take the
@@ -53,11 +54,10 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
         )
     if copies < 1 or size % copies:
         raise ConfigError(f"copies={copies}: {size} processes cannot have as many copies of the state, each of as many")
-    if pp is not None and (pp != size or copies != 1):
-        raise ConfigError(
-            f"pp={pp} with copies={copies}, and there are {size} processes: a pipeline is of all of them. Pipelines "
-            "beside each other are not there yet"
-        )
+    if pp is not None and (pp < 1 or size % pp):
+        raise ConfigError(f"pp={pp}: {size} processes cannot be pipelines of as many each: give a divisor of {size}")
+    if pp is not None and copies != 1:
+        raise ConfigError(f"pp={pp} with copies={copies}: pipelines have one copy of the state. Leave one out")
     if cp < 1 or size % cp:
         raise ConfigError(f"cp={cp}: {size} processes cannot share sequences {cp} by {cp}: give a divisor of {size}")
     if cp > 1 and (copies > 1 or pp is not None):
@@ -88,8 +88,10 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
         _start(kind, local, attempt, rank, size)
         global _started
         _started = True
-    if pp is not None:
+    if pp == size:
         return init_device_mesh(kind, (size,), mesh_dim_names=(PIPELINE,))
+    if pp is not None and pp > 1:
+        return init_device_mesh(kind, (pp, size // pp), mesh_dim_names=(PIPELINE, SHARD))
     if cp == size > 1:
         return init_device_mesh(kind, (size,), mesh_dim_names=(CONTEXT,))
     if cp > 1:

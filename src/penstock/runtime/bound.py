@@ -65,7 +65,7 @@ class Bound:
 
     def first(self, g: int) -> int:
         """The first of this rank's trained elements of a group."""
-        return 0 if self.share.holders is not None else self.share.rank * self.program.groups[g].trainable
+        return self.share.number * self.program.groups[g].trainable
 
     def chunk(self, op: Op) -> Chunk:
         """The elements that an op is about."""

@@ -222,7 +222,7 @@ class Commits:
         StoreError: a store is not this rank's, or of another number of ranks or copies, or kind of ranks.
         """
         ranks, whole = self.ranks, self._share.is_whole and self.ranks.size > 1
-        place = Place(rank=ranks.rank, ranks=ranks.size, whole=whole, copies=ranks.copies, pipeline=ranks.are_pipeline)
+        place = Place(rank=ranks.rank, ranks=ranks.size, whole=whole, copies=ranks.copies, stages=ranks.stages)
         place.require(store.paths[0], store.model)
 
     def _made(self, layout: Layout, model: dict[str, Any], io_threads: int) -> Store:

@@ -57,7 +57,7 @@ def share_of(model: Mapping[str, Any], rank: int | None = None) -> Share:
     count, holders = number_of_parts(model), model.get(HOLDERS)
     own = model.get("rank", 0) if rank is None else rank
     if holders is not None:
-        return Share(rank=own, holders=tuple(holders))
+        return Share(rank=own, size=count, holders=tuple(holders))
     return Share(rank=own if count > 1 else 0, size=count)
 
 

@@ -28,7 +28,7 @@ from penstock.state.reshard import described
 from penstock.state.values import SnapshotArrays
 from penstock.store.layout import Layout
 from penstock.store.packed import store_error
-from penstock.store.parts import HOLDERS, OF_RANK, of_rank
+from penstock.store.parts import HOLDERS, OF_RANK, STAGES, of_rank
 from penstock.store.snapshot import PartWriter, SnapshotReader, SnapshotWriter, layout_of, size_of
 from penstock.store.snapshot_parts import PART_OF, SnapshotParts, part_folder, write_ranks
 from penstock.store.snapshot_place import SnapshotPlace
@@ -60,10 +60,10 @@ def save(
     grids = {name: part.grid for name, part in arrays.parts.items()}
 
     model = {key: value for key, value in meta["model"].items() if key not in OF_RANK}
-    if share.size > 1:  # of several copies of the state, the first
+    if share.holders is not None:
+        model |= of_rank(ranks.rank, ranks.size, whole=False, holders=share.holders, stages=ranks.stages)
+    elif share.size > 1:  # of several copies of the state, the first
         model |= of_rank(share.rank, share.size, whole=False)
-    elif share.holders is not None:
-        model |= of_rank(ranks.rank, ranks.size, whole=False, holders=share.holders)
     account = {**meta, "model": model}
 
     def write() -> None:
@@ -170,7 +170,7 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
     if parts.ranks == (share.size if share.holders is None else ranks.size):
         own = stack.enter_context(parts.open(share.rank))
         check_kept(own.meta, str(path))
-        as_here = own.meta["model"].get(HOLDERS) == description.get(HOLDERS)
+        as_here = all(own.meta["model"].get(key) == description.get(key) for key in (HOLDERS, STAGES))
         if as_here and not has_other_form(own.meta["model"], description, str(path)):
             _require_like(own.meta["model"], description, path, ranks.size)
             own.verify()
@@ -187,7 +187,7 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
     if converts:
         _require_like(without_form(model), without_form(description), path, ranks.size)
     else:
-        made_for = described(model, share.size, model.get("strands", 1))[_number(share)]
+        made_for = described(model, share.size, model.get("strands", 1))[share.number]
         _require_like(made_for, description, path, ranks.size)
     for reader in readers[ranks.rank :: ranks.size]:  # all of them have been read by some rank when all have done this
         reader.verify()
@@ -220,11 +220,6 @@ def _require_like(saved: Mapping[str, Any], description: Mapping[str, Any], path
         )
 
 
-def _number(share: Share) -> int:
-    """The number of a rank's part among those of all groups; of a pipeline, where groups are whole, there is one."""
-    return 0 if share.holders is not None else share.rank
-
-
 class _CutAnew:
     """A snapshot of another number of ranks, as one of these has it."""
 
@@ -232,7 +227,7 @@ class _CutAnew:
         """``readers``: of its parts, by rank. ``share``: what is to be read."""
         self.meta = readers[0].meta
         self._readers = readers
-        self._rank = _number(share)
+        self._rank = share.number
         model = self.meta["model"]
         self._had = share_of(model, 0)
         form, dtype = form_of(model), DTYPES[model["precision"]]

@@ -138,8 +138,7 @@ class SnapshotArrays:
         self._readers = readers
         self._share = share_of(model, 0)
         self._groups = {group.index: group for group in groups_of(model)}
-        pipeline = self._share.holders is not None
-        own = [group if pipeline else self._share.part(group) for group in self._groups.values()]
+        own = [self._share.part_of(group) for group in self._groups.values()]
         self.parts = {part.name: part for group in own for part in parts_of(group, self.form, dtype)}
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:

@@ -41,20 +41,29 @@ WHOLE = "whole"
 COPIES = "copies"
 """The key of the number of copies of the state, of which each is in the stores of as many neighbouring ranks."""
 HOLDERS = "holders"
-"""The key that says, of a pipeline, which rank has each group."""
-OF_RANK = frozenset({"rank", "ranks", "world", WHOLE, COPIES, HOLDERS})
+"""The key that says, of pipelines, which place has each group."""
+STAGES = "stages"
+"""The key of the number of ranks of each pipeline; where it is not there, all are one."""
+OF_RANK = frozenset({"rank", "ranks", "world", WHOLE, COPIES, HOLDERS, STAGES})
 """All that this account has of ranks; that of a snapshot of one process has none of it."""
 
 
 def of_rank(
-    rank: int, ranks: int, *, whole: bool, copies: int = 1, holders: Sequence[int] | None = None
+    rank: int,
+    ranks: int,
+    *,
+    whole: bool,
+    copies: int = 1,
+    holders: Sequence[int] | None = None,
+    stages: int | None = None,
 ) -> dict[str, Any]:
     """The rank that a store belongs to, in the account of what it is made for; of one process nothing. ``holders``: of
-    a pipeline, the rank that has each group."""
+    pipelines, the place that has each group; ``stages``: the ranks of each; None: all are one."""
     if ranks == 1:
         return {}
     if holders is not None:
-        return {"rank": rank, "ranks": ranks, HOLDERS: list(holders)}
+        beside = {} if stages in (None, ranks) else {STAGES: stages}
+        return {"rank": rank, "ranks": ranks, HOLDERS: list(holders)} | beside
     return {"rank": rank, "ranks": ranks} | ({WHOLE: True} if whole else {}) | ({COPIES: copies} if copies > 1 else {})
 
 
@@ -64,9 +73,14 @@ def part_of(model: Mapping[str, Any]) -> int:
 
 
 def number_of_parts(model: Mapping[str, Any]) -> int:
-    """The number of parts that the state is cut into, of which a store has one; 1: it has all of it. ``model``: what it
-    is made for."""
-    return 1 if model.get(WHOLE) else int(model.get("ranks", 1)) // int(model.get(COPIES, 1))
+    """The number of parts that each group is cut into, of which a store has one; 1: it has all of it, or in a pipeline
+    of those that it has. ``model``: what it is made for."""
+    return 1 if model.get(WHOLE) else int(model.get("ranks", 1)) // int(model.get(COPIES, 1)) // stages_of(model)
+
+
+def stages_of(model: Mapping[str, Any]) -> int:
+    """The number of ranks of each pipeline; 1: there is none."""
+    return int(model.get(STAGES, model["ranks"])) if HOLDERS in model else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +91,7 @@ class Place:
     ranks: int
     whole: bool = False
     copies: int = 1
-    pipeline: bool = False
+    stages: int = 1
 
     @staticmethod
     def of(model: Mapping[str, Any]) -> "Place":
@@ -87,14 +101,17 @@ class Place:
             ranks=model.get("ranks", 1),
             whole=bool(model.get(WHOLE)),
             copies=model.get(COPIES, 1),
-            pipeline=HOLDERS in model,
+            stages=stages_of(model),
         )
 
     def __str__(self) -> str:
         if self.ranks == 1:
             return "all of the state, of one process"
-        if self.pipeline:
+        if self.stages == self.ranks:
             return f"the blocks of rank {self.rank} of a pipeline of {self.ranks}"
+        if self.stages > 1:
+            beside = self.ranks // self.stages
+            return f"the part of rank {self.rank} of {self.ranks}, which are {beside} pipelines of {self.stages}"
         if self.copies > 1:
             return f"the part of rank {self.rank} of {self.ranks}, which have {self.copies} copies of the state"
         return f"{'all of the state, as' if self.whole else 'the part of'} rank {self.rank} of {self.ranks}"
@@ -107,9 +124,9 @@ class Place:
         if had == self:
             return
         said = f"{path} has {had}, and what is asked for is {self}"
-        if had.pipeline != self.pipeline and had.ranks > 1:
-            go_on = f"as a pipeline of {had.ranks}" if had.pipeline else "with ranks that share all state"
-            cut = f"penstock reshard RUN --ranks {self.ranks}" + (" --pipeline" if self.pipeline else "")
+        if (had.stages > 1) != (self.stages > 1) and had.ranks > 1:
+            go_on = f"as a pipeline of {had.stages}" if had.stages > 1 else "with ranks that share all state"
+            cut = f"penstock reshard RUN --ranks {self.ranks}" + (" --pipeline" if self.stages > 1 else "")
             raise StoreError(f"{said}: go on {go_on}, or cut it anew ({cut}; in Python Engine.save, and Engine.load)")
         raise StoreError(
             f"{said}: go on with as many ranks as the run began with, with stage=0 if it had that and else without, as "

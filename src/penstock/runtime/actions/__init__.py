@@ -73,7 +73,7 @@ class Actions:
             MatrixUpdates(self.access, self.norm, stepping, ranks).kinds(),
             SavedActivations(self.access, tape, streams).kinds(),
             Between(self.access, self._compute, self.norm, ranks).kinds(),
-            Crossing(self.access, tape, ranks, streams, staging).kinds(),
+            Crossing(self.access, tape, ranks.pipe, streams, staging).kinds(),
         )
         for table in tables:
             assert self.kinds.keys().isdisjoint(table)

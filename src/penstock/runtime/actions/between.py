@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.errors import NonFiniteError
 from penstock.ranks import levels
@@ -24,6 +25,7 @@ class Between:
         self._compute = compute
         self._norm = norm
         self._ranks = ranks
+        self._sharing = ranks.sharing
         self._copy = ranks.of_copy
         self._host, self._place = ranks.of_host, ranks.of_place
 
@@ -101,7 +103,7 @@ class Between:
         """A chunk of the sum of all ranks' gradients: each adds up a piece of it, and all put the pieces together."""
         if self._to.bound.chunk(op).start == 0:
             self._tell(op)
-        self._add_up_pieces(op, self._ranks)
+        self._add_up_pieces(op, self._sharing)
 
     def add_up_copies(self, op: Op) -> None:
         """A chunk of the sum of all copies' gradients, from what each has added up: each of the ranks that have it adds
@@ -135,9 +137,10 @@ class Between:
         context, stage = self._to.context, op.id.visit.stage
         slices = [s for s in self._compute.groups[op.id.group].slices if s.trainable]
         mine = [context.failure is not None, *(id(s.parameter) in context.update.touched for s in slices)]
-        words = torch.empty(self._ranks.size * len(mine), dtype=torch.uint8, device=self._to.arrays.device)
-        self._ranks.gather(words, torch.tensor(mine, dtype=torch.uint8, device=words.device))
-        failed, *found = words.view(self._ranks.size, -1).cpu().T
+        ranks = self._sharing
+        words = torch.empty(ranks.size * len(mine), dtype=torch.uint8, device=self._to.arrays.device)
+        ranks.gather(words, torch.tensor(mine, dtype=torch.uint8, device=words.device))
+        failed, *found = words.view(ranks.size, -1).cpu().T
         context.update.touched.update(
             id(s.parameter) for s, by_rank in zip(slices, found, strict=True) if bool(by_rank.any())
         )
@@ -153,7 +156,7 @@ class Between:
         self._norm.bring()
         context, share = self._to.context, self._to.bound.share
         if share.holders is not None:
-            self._gather_norm_of_groups(share.holders)
+            self._gather_norm_of_groups(share.holders, share.size)
             return
         by_rank = [context.partials[g].reshape(share.size, -1) for g in self._to.bound.trained]
         part = torch.from_numpy(np.concatenate([parts[share.rank] for parts in by_rank])).to(self._to.arrays.device)
@@ -165,11 +168,15 @@ class Between:
             parts[:] = all_parts[:, begin : begin + parts.shape[1]]
             begin += parts.shape[1]
 
-    def _gather_norm_of_groups(self, holders: Sequence[int]) -> None:
-        """The sums of squares of all ranks' groups, in a pipeline. Each sends as many as the rank that has most."""
+    def _gather_norm_of_groups(self, holders: Sequence[int], parts: int) -> None:
+        """The sums of squares of all ranks' groups, in pipelines: of the part that each has, of so many. Each sends as
+        many as the rank that has most."""
         partials, size, dealt = self._to.context.partials, self._ranks.size, self._to.bound.program.dealt
         assert dealt is not None
-        of_rank = [[partials[g] for g in sorted(partials) if holders[g] == rank] for rank in range(size)]
+        of_rank: list[list[NDArray[np.float64]]] = [[] for _ in range(size)]
+        for g in sorted(partials):
+            for number, sums in enumerate(partials[g].reshape(parts, -1)):
+                of_rank[holders[g] * parts + number].append(sums)
         own = np.concatenate([*of_rank[self._ranks.rank], np.zeros(0)])
         part = torch.from_numpy(np.pad(own, (0, dealt.partials - own.size))).to(self._to.arrays.device)
         found = torch.empty(size * part.numel(), dtype=part.dtype, device=part.device)

@@ -78,7 +78,8 @@ class Seat:
     | ``items`` | micro-batches that an op computes at once |
     | ``inputs`` | of the model, what the first stage takes up for a micro-batch; 0 where the inputs are there before |
     | ``lookahead`` | loads of weights that come before their turn |
-    | ``pipe`` | the ranks of a pipeline that streams, each of which has stages of its own |
+    | ``pipe`` | the ranks of a pipeline that streams, each of which has stages of its own; where ``shards`` share
+    what one of them has, there are as many pipelines beside each other |
     | ``steps`` | when a group steps that waits for no norm: with the last visit that needs it, or after all visits, the
     first group first (``up``, each stage's gradient crosses while those before it step) or the last one first |
     """
@@ -114,7 +115,9 @@ class Seat:
     @property
     def normed_with(self) -> ProcessGroup:
         """The ranks that have a part of the norm each."""
-        return self.shards if self.parts > 1 else self.pipe
+        if self.pipe.size == 1 or self.parts == 1:
+            return self.shards if self.parts > 1 else self.pipe
+        return replace(self.pipe, members=tuple(range(self.pipe.size * self.shards.size)))
 
     def world(self, schedule: Schedule) -> World:
         """The world of these ranks alone, who all do the same: copy by copy, or host by host, the ranks of each one
@@ -166,11 +169,14 @@ def not_streamed(seat: Seat, place: Placement) -> str:
         return "a rank that streams computes a micro-batch at a time, whole, and steps within its visits"
     if seat.sharding not in ((Sharding(),) if alone else (FULLY, SUMMED, GATHERED_ONCE, REPLICATED)):
         return "groups that stream are shared as one of the stages of ZeRO shares them, and those of one rank are not"
-    if not alone and seat.pipe.size > 1:
-        return "what a rank of a pipeline that streams has is its own"
     if not alone and "device" in (*place.weights, *place.state):
         return "of groups that stream, what several ranks share lives below the device"
     return ""
+
+
+def shards_at(place: int) -> str:
+    """The name of the process group of the ranks that have one place in pipelines beside each other."""
+    return f"shards{place}"
 
 
 COPIES, HOST, HOSTS = "copies", "host", "hosts"
@@ -179,15 +185,20 @@ those with the same place on different hosts."""
 
 
 @lru_cache(maxsize=256)
-def streaming_seat(ranks: int, stage: ZeroStage = 3, copies: int = 1, hosts: int = 1, *, pipe: int = 1) -> Seat:
+def streaming_seat(
+    ranks: int, stage: ZeroStage = 3, copies: int = 1, hosts: int = 1, *, pipe: int = 1, place: int = 0
+) -> Seat:
     """The seat of each of so many ranks that stream what they have of a program, in a stage of ZeRO, on so many
-    ``hosts`` if they share one copy of it; or of each of as many for each of several ``copies`` of the state; or of a
-    pipeline of ``pipe`` ranks."""
+    ``hosts`` if they share one copy of it; or of each of as many for each of several ``copies`` of the state; or of as
+    many that have one ``place`` in pipelines of ``pipe`` ranks."""
+    pipeline = ALONE if pipe == 1 else Mesh(stages=pipe).everyone()
     if ranks == 1:
-        return ONE_RANK if pipe == 1 else Seat(pipe=Mesh(stages=pipe).everyone())
-    on_levels = stage > 0 and copies == 1 and 1 < hosts < ranks
+        return ONE_RANK if pipe == 1 else Seat(pipe=pipeline)
+    on_levels = stage > 0 and copies == pipe == 1 and 1 < hosts < ranks
+    shards = Mesh(data=ranks).everyone()
     return Seat(
-        shards=Mesh(data=ranks).everyone(),
+        shards=shards if pipe == 1 else replace(shards, name=shards_at(place)),
+        pipe=pipeline,
         copies=ProcessGroup(name=COPIES, members=tuple(range(copies))) if copies > 1 else ALONE,
         hosts=ProcessGroup(name=HOSTS, members=tuple(range(hosts))) if on_levels else ALONE,
         sharding={3: SUMMED, 2: GATHERED_ONCE, 1: GATHERED_ONCE, 0: REPLICATED}[stage],

@@ -123,7 +123,7 @@ class BetweenRules(Ground):
         if dealt is None:
             self._sends(op, sum(self.cuts[g][c].numel for g, c in self.trained) // ALIGN * NORM_BYTES)
         else:
-            self._moves(op, dealt.partials * NORM_BYTES * (dealt.ranks - 1))
+            self._moves(op, dealt.partials * NORM_BYTES * (dealt.ranks * self.needs.parts - 1))
         self.accesses.write(op, "norm of all")
         self.gathered = True
 

@@ -1,0 +1,158 @@
+"""Pipelines beside each other, whose neighbours share what is one rank's in a pipeline: the bits of one process, stores
+that go on and can be cut anew, and a rank that fails ends them all."""
+
+import os
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.state.values import kept
+from tests.models import MODELS
+from tests.ranks.test_bits import BF16, FP16, FP32, LENGTHS, STEPS, STRANDS, Numbers, Run, equal, results
+from tests.ranks.worlds import World, together
+from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def beside(mesh: DeviceMesh, stages: int = 2) -> DeviceMesh:
+    """The same ranks as pipelines of so many."""
+    return init_device_mesh(mesh.device_type, (stages, mesh.size() // stages), mesh_dim_names=("pp", "dp_shard"))
+
+
+def of_rank(model: str, mesh: DeviceMesh | None, count: int, first: int = 1) -> list[Any]:
+    """The micro-batches of each step that are those of a rank's pipeline."""
+    steps = steps_of(MODELS[model], count, first=first, lengths=LENGTHS)
+    place, pipelines = (0, 1) if mesh is None else (mesh.get_local_rank("dp_shard"), mesh.size(1))
+    share = len(LENGTHS) // pipelines
+    return [micro_batches[place * share : (place + 1) * share] for micro_batches in steps]
+
+
+def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | None) -> dict[str, Any]:
+    """What a run has found, and left."""
+    where = budget(disk if run.disk else None, **run.budget)
+    with wrap(MODELS[numbers.model], where, mesh=mesh, strands=STRANDS, **numbers.settings(), **run.settings) as engine:
+        found = results(engine, run_steps(engine, of_rank(numbers.model, mesh, STEPS)))
+        found["evaluated"] = engine.evaluate(of_rank(numbers.model, mesh, 1, first=50)[0])
+        return found
+
+
+@cache
+def alone(numbers: Numbers) -> dict[str, Any]:
+    return trained(None, numbers, Run(), None)
+
+
+def by_itself(mesh: DeviceMesh, numbers: Numbers) -> dict[str, Any]:
+    """``alone``, of the one rank of a mesh."""
+    return trained(beside(mesh, 1), numbers, Run(), None)
+
+
+def in_pipelines(mesh: DeviceMesh, stages: int, numbers: Numbers, run: Run, disk: Path | None) -> dict[str, Any]:
+    return trained(beside(mesh, stages), numbers, run, disk)
+
+
+WAYS: dict[str, tuple[Numbers, Run]] = {
+    "in memory": (FP32, Run()),
+    "on disk, early, bf16": (BF16, Run(disk=True, settings={"speculate": True})),
+    "all on disk": (
+        FP32,
+        Run(disk=True, settings={"speculate": False}, budget={"gradients": "disk", "activations": "disk"}),
+    ),
+    "delayed": (FP32, Run(disk=True, settings={"delay": 0.5})),
+    "stage 2": (BF16, Run(settings={"stage": 2})),
+    "fp16": (FP16, Run(disk=True)),
+    "one op at a time": (FP32, Run(disk=True, settings={"overlap": False})),
+    "1f1b": (BF16, Run(disk=True, settings={"schedule": "1f1b"})),
+    "interleaved, dealt": (FP32, Run(settings={"schedule": "interleaved-1f1b", "deal": [2, 1]})),
+    "zero bubble": (FP32, Run(disk=True, settings={"schedule": "zero-bubble"})),
+}
+
+
+@pytest.mark.sampled(4, values=False)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_pipelines_of_two_ranks_have_the_bits_of_one_process(way: str, tmp_path: Path) -> None:
+    numbers, run = WAYS[way]
+    for found in together(4, in_pipelines, 2, numbers, run, tmp_path / "store"):
+        equal(found, alone(numbers))
+
+
+# ---- what is kept
+
+
+CASE = "llama"
+
+
+def steps(
+    mesh: DeviceMesh | None, stages: int, disk: Path | None, count: int, **settings: Any
+) -> tuple[int, list[float]]:
+    """The step that a run on a store began after, and its losses."""
+    found = None if mesh is None else mesh if stages == 1 else beside(mesh, stages)
+    with wrap(MODELS[CASE], budget(disk), mesh=found, strands=STRANDS, **AT_ONCE, **settings) as engine:
+        begun = engine.step_count
+        return begun, run_steps(engine, mine(found, count, begun + 1)).losses
+
+
+def mine(mesh: DeviceMesh | None, count: int, first: int) -> list[Any]:
+    return of_rank(CASE, mesh, count, first) if mesh is None or mesh.ndim == 2 else of_flat(mesh, count, first)
+
+
+def of_flat(mesh: DeviceMesh, count: int, first: int) -> list[Any]:
+    share = len(LENGTHS) // mesh.size()
+    begin = mesh.get_rank() * share
+    return [step[begin : begin + share] for step in steps_of(MODELS[CASE], count, first=first, lengths=LENGTHS)]
+
+
+@cache
+def whole_of(count: int) -> list[float]:
+    return steps(None, 1, None, count)[1]
+
+
+def killed(mesh: DeviceMesh, disk: Path) -> None:
+    """The third rank in its third step, in the forward of its block."""
+    both = beside(mesh)
+    with wrap(MODELS[CASE], budget(disk), mesh=both, strands=STRANDS, **AT_ONCE) as engine:
+        *before, last = of_rank(CASE, both, 3)
+        run_steps(engine, before)
+        if mesh.get_rank() == 2:
+            block = engine.model.model.layers[engine.inside.resources.dealt.index(1)]
+            block.mlp.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        engine.step(last)
+
+
+def test_a_rank_that_is_killed_ends_all_and_they_go_on_from_their_last_commit(tmp_path: Path) -> None:
+    found = World(4, killed, tmp_path / "store").outcomes()
+    for rank in (0, 1, 3):
+        assert (found[rank].kind, found[rank].said) == ("RankError", "rank 2 was killed")
+    assert together(4, steps, 2, tmp_path / "store", 2) == [(2, whole_of(4)[2:])] * 4
+    for size, stages, said in (
+        (4, 1, "which are 2 pipelines of 2, and what is asked for is the part of rank"),
+        (4, 4, "which are 2 pipelines of 2, and what is asked for is the blocks of rank"),
+    ):
+        for one in World(size, steps, stages, tmp_path / "store", 1).outcomes():
+            assert said in one.said, one
+
+
+def saves(mesh: DeviceMesh | None, stages: int, path: Path, load: Path | None) -> list[float]:
+    """The losses of two steps that follow on a snapshot, of which another one is saved."""
+    found = None if mesh is None else mesh if stages == 1 else beside(mesh, stages)
+    with wrap(MODELS[CASE], budget(None), mesh=found, strands=STRANDS) as engine:
+        if load is not None:
+            engine.load(load)
+        losses = run_steps(engine, mine(found, 1, engine.step_count + 1)).losses
+        engine.save(path)
+        return losses
+
+
+def test_a_snapshot_goes_from_any_layout_to_any_other(tmp_path: Path) -> None:
+    layouts = ((4, 2), (2, 1), (4, 2), (2, 2), (4, 2), (4, 4))
+    before: Path | None = None
+    for number, (size, stages) in enumerate(layouts):
+        path = tmp_path / str(number)
+        assert together(size, saves, stages, path, before) == [whole_of(6)[number : number + 1]] * size, (size, stages)
+        with kept(path) as committed:
+            assert committed.step == number + 1
+        before = path
