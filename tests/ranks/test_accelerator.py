@@ -142,8 +142,8 @@ def test_messages_of_many_pieces_and_of_one(way: str, piece: int) -> None:
 
 
 def memory(mesh: DeviceMesh) -> tuple[int, int, int, int]:
-    """Bytes that torch's allocator has reserved at most in a step, that the plan counts, and of these those of what comes
-    from other ranks; those of host memory that messages pass through."""
+    """Bytes that torch's allocator has reserved at most in a step, that the plan counts, and of these those of what
+    comes from other ranks; those of host memory that messages pass through."""
     where = budget(None, weights="host", state="host", activations="host", device="1GiB", host="1GiB")
     micro_batches = [{"x": torch.randn(4096, Wide.WIDTH)} for _ in range(6)]
     with penstock.wrap(

@@ -92,6 +92,20 @@ def test_two_hosts_with_drives_of_their_own_do_what_one_process_does(
     assert "Every checksum is right." in penstock(folder / "host0", "verify", folder / "run")[1]
 
 
+def test_pipelines_over_two_hosts_of_two_ranks_do_what_one_process_does(two_hosts: Cluster, tmp_path: Path) -> None:
+    """The ranks of a host share the state of its blocks."""
+    (alone := tmp_path / "alone").mkdir()
+    write_run(alone, run=alone / "run")
+    (alone / "host").mkdir()
+    assert penstock(alone / "host", *WORDS)[0] == 0
+    (folder := tmp_path / "several").mkdir()
+    for code, _, errors in on_hosts(two_hosts, folder, "-m", "penstock", *WORDS, "--pipeline", "2", each=2).outcomes():
+        assert code == 0, errors
+    assert numbers(folder / "run") == numbers(alone / "run")
+    stores = [sorted(path.name for path in (folder / f"host{host}" / "drive").iterdir()) for host in range(2)]
+    assert stores == [["rank-0", "rank-1"], ["rank-2", "rank-3"]]
+
+
 def test_the_folder_of_a_run_is_shared_and_what_a_start_has_made_goes_from_all_hosts(
     two_hosts: Cluster, tmp_path: Path
 ) -> None:
