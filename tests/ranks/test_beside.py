@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from penstock.errors import NonFiniteError
 from penstock.state.values import kept
 from tests.models import MODELS
 from tests.ranks.test_bits import BF16, FP16, FP32, LENGTHS, STEPS, STRANDS, Numbers, Run, equal, results
+from tests.ranks.test_prediction import machine
 from tests.ranks.worlds import World, together
 from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
 
@@ -156,3 +159,51 @@ def test_a_snapshot_goes_from_any_layout_to_any_other(tmp_path: Path) -> None:
         with kept(path) as committed:
             assert committed.step == number + 1
         before = path
+
+
+# ---- pipelines whose micro-batches are others
+
+
+def of_other_shapes(mesh: DeviceMesh, folder: Path) -> tuple[list[float], bool]:
+    """Steps in which one pipeline meets new shapes, the other or none; and whether they are predicted."""
+    both = beside(mesh)
+    lengths = [[(12, 8), (12, 8)], [(9, 7), (12, 8)], [(12, 12), (11, 10)], [(12, 8), (6, 12)]]
+    case = MODELS[CASE]
+    with wrap(case, budget(folder), mesh=both, plan=machine(folder), **AT_ONCE) as engine:
+        steps = [[case.micro_batches(1, seed=n, length=n)[0] for n in of[both.get_local_rank(1)]] for of in lengths]
+        losses = [engine.step(micro_batches).loss for micro_batches in steps]
+        return losses, engine.prediction is not None
+
+
+def test_pipelines_that_meet_new_shapes_in_other_steps_wait_for_nobody(tmp_path: Path) -> None:
+    found = together(4, of_other_shapes, tmp_path)
+    assert found == [found[0]] * 4
+    assert found[0][1]
+
+
+def not_a_number(mesh: DeviceMesh, disk: Path, what: str) -> tuple[str, float]:
+    """A loss of one pipeline is none, where the ranks of the first place have nothing that trains."""
+    both, broken = beside(mesh), False
+
+    def loss_fn(model: Any, micro_batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(**micro_batch).loss
+        return loss * float("nan") if broken else loss
+
+    model = MODELS[CASE].model()
+    for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
+        module.requires_grad_(False)
+    with wrap(MODELS[CASE], budget(disk), model=model, mesh=both, loss_fn=loss_fn, deal=[0, 3]) as engine:
+        first, second = of_rank(CASE, both, 2)
+        engine.step(first)
+        broken = mesh.get_rank() == 0
+        with pytest.raises(NonFiniteError) as caught:
+            (engine.evaluate if what == "evaluate" else engine.step)(second)
+        broken = False
+        return str(caught.value), engine.step(second).loss
+
+
+@pytest.mark.parametrize("what", ["evaluate", "step"])
+def test_a_loss_that_is_no_number_in_one_pipeline_is_known_to_all(what: str, tmp_path: Path) -> None:
+    (mine, loss), *others = together(4, not_a_number, tmp_path / "store", what)
+    assert "the loss is nan" in mine
+    assert all(("rank 0" in said, other) == (True, loss) for said, other in others), others

@@ -12,6 +12,7 @@ from typing import ClassVar
 from penstock import files
 from penstock.cli.disk_summary import allowed_per_day
 from penstock.cli.environment import read_environment
+from penstock.cli.launch import in_words
 from penstock.cli.run_figures import RunFigures, is_training, read_run
 from penstock.cli.run_folder import settings_file, settings_of
 from penstock.cli.run_record import RunRecord
@@ -228,7 +229,7 @@ def _description(config: TrainConfig, ranks: int) -> str:
         f"{config.schedule} schedule",
         cut,
         config.precision or "",
-        f"rank 0 of {'a pipeline of ' if config.pipeline > 1 else ''}{ranks}" if ranks > 1 else "",
+        f"rank 0 of {in_words(ranks, pipeline=config.pipeline)}" if ranks > 1 else "",
     ]
     return ", ".join(part for part in parts if part)
 

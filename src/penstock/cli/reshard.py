@@ -228,6 +228,8 @@ def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
         config,
         strands=strands,
         pipeline=asked.ranks if asked.pipeline else 1,
+        stage=None if asked.pipeline else config.stage,
+        deal=None,  # blocks are dealt anew, or there is no pipeline any more
         schedule="vertical" if back else config.schedule,
     )
     if settled != config:

@@ -12,7 +12,7 @@ from penstock.cli.launch import how_to_start, in_words
 from penstock.cli.pipeline import fastest, form_of, in_comparison, requests_of
 from penstock.cli.task import free_here, shape_of, task_of
 from penstock.config import TrainConfig, fields_of
-from penstock.config.step import check_strands, sharing
+from penstock.config.step import check_pipeline, check_strands, sharing
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.batches import choose, cuts, splits
@@ -46,13 +46,17 @@ def check_shared(config: TrainConfig, ranks: int) -> None:
     ConfigError: several ranks cannot train such a run, or not with such a batch.
     """
     groups = config.sharing(ranks)
+    if config.pipeline > 1:
+        asked = f"pipeline={config.pipeline} of {in_words(ranks)}"
+        check_pipeline(config, config.budget, config.schedule, config.replan, asked, groups)
     summing = groups * config.cp
     if config.strands is not None:
         check_strands(config.strands, summing)
     if summing == 1:
         return
     what, size = ("sequences", 1) if config.micro_batch_size is None else ("micro-batches", config.micro_batch_size)
-    dealt(config.sequences_per_step // size, what, groups, other_batch(groups, size))
+    who = "pipelines" if config.pipeline > 1 else "ranks"
+    dealt(config.sequences_per_step // size, what, groups, other_batch(groups, size), who)
 
 
 def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
@@ -67,8 +71,8 @@ def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
     if ranks in able:
         return
     said = (
-        f"{config.run}: {in_words(ranks)} cannot share the {count} micro-batches and strands={strands} of its steps, "
-        "which stay as they are"
+        f"{config.run}: {in_words(ranks, pipeline=config.pipeline)} cannot share the {count} micro-batches and "
+        f"strands={strands} of its steps, which stay as they are"
     )
     if able:
         nearest = max((number for number in able if number < ranks), default=able[0])
@@ -76,15 +80,16 @@ def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
     raise ConfigError(said)
 
 
-def dealt(count: int, what: str, ranks: int, advice: str) -> int:
-    """The part of a step's ``count`` that each of the ranks has. ``advice``: what to do where that cannot be.
+def dealt(count: int, what: str, ranks: int, advice: str, who: str = "ranks") -> int:
+    """The part of a step's ``count`` that each of the ranks has, or of pipelines (``who``). ``advice``: what to do
+    where that cannot be.
 
     Raises:
         ConfigError: they cannot all have as many.
     """
     each, rest = divmod(count, ranks)
     if rest or not each:
-        raise ConfigError(f"batch: {count} {what} cannot be shared evenly by {ranks} ranks: {advice}")
+        raise ConfigError(f"batch: {count} {what} cannot be shared evenly by {ranks} {who}: {advice}")
     return each
 
 

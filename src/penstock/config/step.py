@@ -202,7 +202,7 @@ def check_pipeline(
 def _why_no_stage(stage: ZeroStage | None, beside: int) -> str:
     if stage is None or (beside > 1 and stage > 0):
         return ""
-    return "each of which has all of its own blocks" if beside == 1 else "which share their blocks"
+    return "each of which has all of its own blocks" if beside == 1 else "of which each has a part of its blocks"
 
 
 def check_in_turn(schedule: object) -> None:

@@ -159,10 +159,11 @@ class Planning:
         probed = {shape: self._probed[train, shape] for shape in largest}
         nbytes, count = max(map(batch.nbytes, micro_batches)), len(micro_batches)
         every = self._beside(probed, train=train)
+        others = any(ranks.gather_objects("shapes that were seen before", len(every) > len(probed)))
         try:
             self._plans[train] = self._ready(every, count, nbytes, train=train)
         except (BudgetError, ConfigError, ModelError):
-            if len(every) == len(probed):
+            if not others:
                 raise
             self._plans[train] = self._ready(probed, count, nbytes, train=train)
         return self._use(self._plans[train])
@@ -571,8 +572,10 @@ class Planning:
         facts, times = shared.tape.facts, None
         if train and shared.machine is not None:
             program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
-            if shared.ranks.are_pipeline:
-                shared.ranks.gather_objects("beginning of the times", None)  # from here on all compute at once
+            if shared.ranks.are_pipeline and shared.ranks.each == 1:
+                # From here on all compute at once. Of pipelines beside each other each has shapes of its own to probe,
+                # and neighbours bring weights together: there nobody may wait for all.
+                shared.ranks.gather_objects("beginning of the times", None)
             times = time_stages(shared.tape, program, facts, inputs, weights.load, weights.unload)
             times = replace(times, orthogonal=self._orthogonal)
         return Probed(

@@ -84,11 +84,9 @@ class Runner:
             """the store in which saved activations and gradients wait on disk; None: none do"""
             if self.scratch is not None:
                 undo.callback(_remove, self.scratch, shared.scratch_paths)
-            self.pools = Pools(plan.schedule, shared.device)
+            self.pools, self._messages = Pools(plan.schedule, shared.device), None
             undo.callback(self._close_pools)
-            staging = self._staging()
-            if staging is not None:
-                undo.callback(staging.close)
+            self._messages = self._staging()
             self.actions = Actions(
                 self.bound,
                 self.pools,
@@ -99,7 +97,7 @@ class Runner:
                 self._streams,
                 stepping,
                 shared.ranks,
-                staging,
+                self._messages,
             )
             undo.callback(self.actions.release)
             self._executor = self._executor_of(plan.schedule, self._order())
@@ -208,22 +206,24 @@ class Runner:
 
     def _losses(self, context: StepContext) -> list[float]:
         """The losses of all micro-batches of this rank; those of a pipeline are its first rank's, and so is a loss that
-        is no number."""
-        tape, ranks = self._shared.tape, self._ranks.pipe
-        if ranks.size == 1:
-            return [float(loss) for loss in torch.stack(tape.losses()).tolist()]
-        said: tuple[list[float], str | None] = [], None
-        if not ranks.rank:
-            failed = None if context.failure is None else str(context.failure)
-            said = torch.stack(tape.losses()).tolist(), failed
-        losses, failure = ranks.gather_objects("losses", said)[0]
-        if failure is not None and ranks.rank:
-            context.failure = NonFiniteError(f"rank {self._ranks.sharing.rank}: {failure}")
-        return losses
+        is no number, which all ranks learn of."""
+        tape, ranks = self._shared.tape, self._ranks
+        own = not ranks.pipe.rank
+        losses = torch.stack(tape.losses()).tolist() if own else []
+        if not ranks.are_pipeline:
+            return losses
+        failed = str(context.failure) if own and context.failure is not None else None
+        found = ranks.gather_objects("losses", (losses, failed))
+        for number, (_, failure) in enumerate(found):
+            if failure is not None and context.failure is None:
+                context.failure = NonFiniteError(f"rank {number}: {failure}")
+        return found[ranks.sharing.rank][0]
 
     def _close_pools(self) -> None:
         if not self._ranks.broken_off:
             self.pools.close()
+            if self._messages is not None:
+                self._messages.close()
 
     @property
     def scratch_written(self) -> int:

@@ -154,8 +154,9 @@ def of_pipeline(machine: Machine, ranks: int, threads: int | None = None, hosts:
     """
     seen = of_each_rank(machine, ranks, threads, hosts)
     if beside > 1:
-        each = ranks // hosts
-        return replace(seen, network=_collectives(machine, each, beside, max(1, beside // each)), across=None)
+        each, firsts = ranks // hosts, range(0, ranks, beside)
+        spread = max(len({rank // each for rank in range(first, first + beside)}) for first in firsts)
+        return replace(seen, network=_collectives(machine, each, beside, spread), across=None)
     return seen if hosts == 1 else replace(seen, network=machine.nic)
 
 
@@ -168,7 +169,7 @@ def link_of_messages(machine: Machine, ranks: int, hosts: int, beside: int) -> N
     if hosts == 1:
         return within_host(machine, ranks)
     assert machine.nic is not None
-    return replace(machine.nic, bandwidth=machine.nic.bandwidth / each)
+    return replace(machine.nic, bandwidth=machine.nic.bandwidth / min(each, beside))
 
 
 def drives_of(drives: Sequence[Drive], rank: int, ranks: int) -> tuple[Drive, ...]:

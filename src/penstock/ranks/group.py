@@ -262,8 +262,12 @@ class Ranks:
 
     def _compare(self, what: str, found: Sequence[Any]) -> None:
         if any(other != found[0] for other in found):
-            said = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(found))
+            said = "; ".join(f"rank {self.number_of(rank)}: {other}" for rank, other in enumerate(found))
             raise ConfigError(f"all ranks need the same {what}, and theirs differ ({said})")
+
+    def number_of(self, rank: int) -> int:
+        """The number among all of one of these ranks."""
+        return rank
 
     @property
     def broken_off(self) -> bool:
@@ -291,8 +295,8 @@ class Telling(Ranks):
         for other, (theirs, _) in enumerate(found):
             if theirs != what:
                 raise RankError(
-                    f"rank {other} tells its {theirs} where rank {self.rank} tells its {what}: give all ranks the same "
-                    "calls, in the same order"
+                    f"rank {self.number_of(other)} tells its {theirs} where rank {self.number_of(self.rank)} tells its "
+                    f"{what}: give all ranks the same calls, in the same order"
                 )
         return [said for _, said in found]
 
@@ -318,6 +322,7 @@ class Together(Telling):
         """objects that a broken-off collective may still write to"""
         self._on_device: list[dist.ProcessGroup] = []
         """process groups of what is queued on the device"""
+        self._giving_up = threading.Lock()
         try:
             found = _told(mesh, (Place.here(), _made))
         except RuntimeError as error:  # whoever waits for it is told at once that a rank is dead
@@ -536,9 +541,10 @@ class Together(Telling):
         done.synchronize()  # it is over; what has failed on the device is told to who asks
 
     def _abort(self) -> None:
-        """Give up what is under way on the device, once."""
-        while self._on_device:
-            self._on_device.pop().abort()
+        """Give up what is under way on the device, once: whoever comes second finds that done."""
+        with self._giving_up:
+            while self._on_device:
+                self._on_device.pop().abort()
 
 
 class Some(Telling):
@@ -556,6 +562,9 @@ class Some(Telling):
 
     def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
         self._all.exchange_in(self._group, out, into)
+
+    def number_of(self, rank: int) -> int:
+        return self._numbers[rank]
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         self._all.send(tensor, self._numbers[peer])

@@ -111,6 +111,8 @@ def _start(kind: str, local: int, attempt: Any, rank: int, size: int) -> None:
     asked: list[int] = []
 
     def start() -> None:
+        # Else NCCL's own watchdog ends the process where another one is gone, and nobody says which: ours does.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         if kind != "cpu":
             torch.accelerator.set_device_index(local)
         backend = dist.get_default_backend_for_device(kind)

@@ -172,7 +172,7 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
         check_kept(own.meta, str(path))
         as_here = all(own.meta["model"].get(key) == description.get(key) for key in (HOLDERS, STAGES))
         if as_here and not has_other_form(own.meta["model"], description, str(path)):
-            _require_like(own.meta["model"], description, path, ranks.size)
+            _require_like(own.meta["model"], description, path, ranks.sharing.size)
             own.verify()
             return own
     readers = [stack.enter_context(parts.open(rank)) for rank in range(parts.ranks)]
@@ -185,10 +185,10 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
             "with optimizer.moments as it was saved"
         )
     if converts:
-        _require_like(without_form(model), without_form(description), path, ranks.size)
+        _require_like(without_form(model), without_form(description), path, ranks.sharing.size)
     else:
         made_for = described(model, share.size, model.get("strands", 1))[share.number]
-        _require_like(made_for, description, path, ranks.size)
+        _require_like(made_for, description, path, ranks.sharing.size)
     for reader in readers[ranks.rank :: ranks.size]:  # all of them have been read by some rank when all have done this
         reader.verify()
     if not converts:

@@ -125,12 +125,18 @@ class Place:
             return
         said = f"{path} has {had}, and what is asked for is {self}"
         if (had.stages > 1) != (self.stages > 1) and had.ranks > 1:
-            go_on = f"as a pipeline of {had.stages}" if had.stages > 1 else "with ranks that share all state"
+            go_on = "with ranks that share all state"
+            if had.stages > 1:
+                go_on = f"with {had.ranks} ranks, in pipelines of {had.stages}"
             cut = f"penstock reshard RUN --ranks {self.ranks}" + (" --pipeline" if self.stages > 1 else "")
-            raise StoreError(f"{said}: go on {go_on}, or cut it anew ({cut}; in Python Engine.save, and Engine.load)")
+            beside = 1 < self.stages < self.ranks  # for which no store is cut
+            how = (
+                "in Python Engine.save, and Engine.load" if beside else f"{cut}; in Python Engine.save, and Engine.load"
+            )
+            raise StoreError(f"{said}: go on {go_on}, or cut it anew ({how})")
         raise StoreError(
-            f"{said}: go on with as many ranks as the run began with, with stage=0 if it had that and else without, as "
-            "many copies, on the same directories in the same order"
+            f"{said}: go on with as many ranks as the run began with, in pipelines of as many, with stage=0 if it had "
+            "that and else without, as many copies, on the same directories in the same order"
         )
 
 

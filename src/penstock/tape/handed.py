@@ -116,6 +116,8 @@ class Calls:
                 why = why or f"its argument {name} needs a gradient, and is not what the call before has put out"
             elif tensor.layout != torch.strided or tensor.is_nested:
                 why = why or f"its argument {name} is a sparse or nested tensor"
+            elif own is not None and tensor.device != own.device:
+                why = why or f"its argument {name} is on {tensor.device}, and its input on {own.device}"
             elif born[id(tensor)] > 0:
                 why = why or f"its argument {name} is computed between blocks"
             number = self._number(tensor)

@@ -120,8 +120,8 @@ class Crossing:
         failed, where, dimensions, *numbers = message[:_HEAD_BYTES].view(torch.int64).tolist()
         if failed and self._to.context.failure is None:
             self._to.context.failure = NonFiniteError(
-                f"step {self._to.context.step}: a loss of the pipeline's first rank is infinite or NaN; that rank says "
-                f"which. Nothing was updated (found out in stage {op.id.stage})"
+                f"step {self._to.context.step}: a loss of rank {self._ranks.number_of(0)} is infinite or NaN; that "
+                f"rank says which. Nothing was updated (found out in stage {op.id.stage})"
             )
         if where == _NO_TENSOR:
             return None
