@@ -214,9 +214,9 @@ class Runner:
             return losses
         failed = str(context.failure) if own and context.failure is not None else None
         found = ranks.gather_objects("losses", (losses, failed))
-        for number, (_, failure) in enumerate(found):
-            if failure is not None and context.failure is None:
-                context.failure = NonFiniteError(f"rank {number}: {failure}")
+        first = next(((number, failure) for number, (_, failure) in enumerate(found) if failure is not None), None)
+        if first is not None and failed is None:
+            context.failure = NonFiniteError(f"rank {first[0]}: {first[1]}")
         return found[ranks.sharing.rank][0]
 
     def _close_pools(self) -> None:
