@@ -127,12 +127,12 @@ class Place:
         if (had.stages > 1) != (self.stages > 1) and had.ranks > 1:
             go_on = "with ranks that share all state"
             if had.stages > 1:
-                go_on = f"with {had.ranks} ranks, in pipelines of {had.stages}"
-            cut = f"penstock reshard RUN --ranks {self.ranks}" + (" --pipeline" if self.stages > 1 else "")
-            beside = 1 < self.stages < self.ranks  # for which no store is cut
-            how = (
-                "in Python Engine.save, and Engine.load" if beside else f"{cut}; in Python Engine.save, and Engine.load"
-            )
+                go_on = "as a pipeline" if had.stages == had.ranks else f"with {had.ranks} ranks, in pipelines"
+                go_on += f" of {had.stages}"
+            how = "in Python Engine.save, and Engine.load"
+            if not 1 < self.stages < self.ranks:  # for which no store is cut
+                pipeline = " --pipeline" if self.stages > 1 else ""
+                how = f"penstock reshard RUN --ranks {self.ranks}{pipeline}; {how}"
             raise StoreError(f"{said}: go on {go_on}, or cut it anew ({how})")
         raise StoreError(
             f"{said}: go on with as many ranks as the run began with, in pipelines of as many, with stage=0 if it had "
