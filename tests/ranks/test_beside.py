@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from penstock.errors import NonFiniteError
 from penstock.state.values import kept
 from tests.models import MODELS
 from tests.ranks.test_bits import BF16, FP16, FP32, LENGTHS, STEPS, STRANDS, Numbers, Run, equal, results
+from tests.ranks.test_failures import learns
 from tests.ranks.test_prediction import machine
 from tests.ranks.worlds import World, together
 from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
@@ -183,23 +182,11 @@ def test_pipelines_that_meet_new_shapes_in_other_steps_wait_for_nobody(tmp_path:
 
 def not_a_number(mesh: DeviceMesh, disk: Path, what: str) -> tuple[str, float]:
     """A loss of one pipeline is none, where the ranks of the first place have nothing that trains."""
-    both, broken = beside(mesh), False
-
-    def loss_fn(model: Any, micro_batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = model(**micro_batch).loss
-        return loss * float("nan") if broken else loss
-
-    model = MODELS[CASE].model()
+    both, model = beside(mesh), MODELS[CASE].model()
     for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
         module.requires_grad_(False)
-    with wrap(MODELS[CASE], budget(disk), model=model, mesh=both, loss_fn=loss_fn, deal=[0, 3]) as engine:
-        first, second = of_rank(CASE, both, 2)
-        engine.step(first)
-        broken = mesh.get_rank() == 0
-        with pytest.raises(NonFiniteError) as caught:
-            (engine.evaluate if what == "evaluate" else engine.step)(second)
-        broken = False
-        return str(caught.value), engine.step(second).loss
+    mine, batches = mesh.get_rank() == 0, of_rank(CASE, both, 2)
+    return learns(what, batches, budget(disk), mine=mine, mesh=both, model=model, deal=[0, 3])
 
 
 @pytest.mark.parametrize("what", ["evaluate", "step"])

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -366,22 +366,30 @@ def test_a_store_is_that_of_its_rank(stored: Path) -> None:
             assert (store.model["rank"], store.model["ranks"], store.model["strands"]) == (rank, 2, 2)
 
 
-def not_a_number(mesh: DeviceMesh, what: str, schedule: str) -> tuple[str, float]:
-    """One rank's loss is none; all learn it, and go on."""
+def learns(
+    what: str, batches: Sequence[Any], where: penstock.Budget, *, mine: bool, **settings: Any
+) -> tuple[str, float]:
+    """The error of a step in which a loss is no number, ``mine`` or another rank's, and the loss of the next one."""
     broken = False
 
     def loss_fn(model: Any, micro_batch: Any) -> torch.Tensor:
         loss: torch.Tensor = model(**micro_batch).loss
         return loss * float("nan") if broken else loss
 
-    with wrap(CASE, budget(None), mesh=mesh, loss_fn=loss_fn, schedule=schedule) as engine:
-        first, second = micro_batches(mesh, 2)
+    with wrap(CASE, where, loss_fn=loss_fn, **settings) as engine:
+        first, second = batches
         engine.step(first)
-        broken = mesh.get_rank() == 1
+        broken = mine
         with pytest.raises(NonFiniteError) as caught:
             (engine.evaluate if what == "evaluate" else engine.step)(second)
         broken = False
         return str(caught.value), engine.step(second).loss
+
+
+def not_a_number(mesh: DeviceMesh, what: str, schedule: str) -> tuple[str, float]:
+    """One rank's loss is none; all learn it, and go on."""
+    mine = mesh.get_rank() == 1
+    return learns(what, micro_batches(mesh, 2), budget(None), mine=mine, mesh=mesh, schedule=schedule)
 
 
 @pytest.mark.parametrize(("what", "schedule"), [("evaluate", "vertical"), ("step", "vertical"), ("step", "horizontal")])
