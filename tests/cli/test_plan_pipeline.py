@@ -108,6 +108,7 @@ def test_the_cut_is_the_one_whose_world_is_fastest(config: Path) -> None:
     ("words", "message"),
     [
         (("--ranks", "3"), "the file says pipeline: 2"),
+        (("--stage", "2"), "stage=2 is not for the ranks of a pipeline (pipeline=2 of 2 ranks)"),
         (("--longest",), "--longest is not there yet for a pipeline"),
         (("--tbw", "100"), "--tbw is not there yet for a pipeline"),
         (("--disk_free", "1MiB"), "the stores take"),

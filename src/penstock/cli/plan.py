@@ -11,7 +11,7 @@ from typing import ClassVar, get_args
 from penstock.cli.launch import MOST_RANKS
 from penstock.cli.plan_hosts import check_hosts, compare
 from penstock.cli.settings import load
-from penstock.cli.split import dealt, other_batch
+from penstock.cli.split import check_of_pipeline, dealt, other_batch
 from penstock.cli.task import free_here, shape_of, shipped_shape, task_of
 from penstock.cli.words import Words, help_of, read_words, split_words
 from penstock.config import Durability, TrainConfig, fields_of, format_size, parse_size
@@ -197,6 +197,7 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
         raise ConfigError(
             f"--ranks {ranks}, and the file says pipeline: {config.pipeline}: give a multiple of that, or leave one out"
         )
+    check_of_pipeline(config, ranks)
     beside = config.sharing(ranks)
     for name, given in (("longest", arguments.longest), ("tbw", arguments.tbw is not None)):
         if given:

@@ -46,9 +46,7 @@ def check_shared(config: TrainConfig, ranks: int) -> None:
     ConfigError: several ranks cannot train such a run, or not with such a batch.
     """
     groups = config.sharing(ranks)
-    if config.pipeline > 1:
-        asked = f"pipeline={config.pipeline} of {in_words(ranks)}"
-        check_pipeline(config, config.budget, config.schedule, config.replan, asked, groups)
+    check_of_pipeline(config, ranks)
     summing = groups * config.cp
     if config.strands is not None:
         check_strands(config.strands, summing)
@@ -57,6 +55,15 @@ def check_shared(config: TrainConfig, ranks: int) -> None:
     what, size = ("sequences", 1) if config.micro_batch_size is None else ("micro-batches", config.micro_batch_size)
     who = "pipelines" if config.pipeline > 1 else "ranks"
     dealt(config.sequences_per_step // size, what, groups, other_batch(groups, size), who)
+
+
+def check_of_pipeline(config: TrainConfig, ranks: int) -> None:
+    """Raises:
+    ConfigError: a setting is not for so many ranks in such pipelines; nothing, if there are none.
+    """
+    if config.pipeline > 1:
+        asked = f"pipeline={config.pipeline} of {in_words(ranks)}"
+        check_pipeline(config, config.budget, config.schedule, config.replan, asked, config.sharing(ranks))
 
 
 def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
