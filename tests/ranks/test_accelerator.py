@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
@@ -17,15 +18,16 @@ from penstock.runtime import staging
 from penstock.runtime.actions import crossing
 from penstock.runtime.actions.crossing import Crossing
 from penstock.runtime.staging import Staging
+from penstock.schedule.ir.ops import Op
 from penstock.schedule.lower import dealt
 from tests.accelerator import DEVICE, build, simulated
 from tests.accelerator.mutation import Mutation
 from tests.engine.test_accelerator import Wide
 from tests.patience import until
 from tests.ranks import test_beside, test_bits, test_copies, test_failures, test_pipeline, test_ulysses
-from tests.ranks.test_bits import equal
+from tests.ranks.test_bits import equal, results
 from tests.ranks.worlds import World, pipeline, sharing, together
-from tests.training import budget
+from tests.training import budget, run_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,9 +143,9 @@ def test_messages_of_many_pieces_and_of_one(way: str, piece: int) -> None:
         assert moved == said == formula
 
 
-def memory(mesh: DeviceMesh) -> tuple[int, int, int, int]:
-    """Bytes that torch's allocator has reserved at most in a step, that the plan counts, and of these those of what
-    comes from other ranks; those of host memory that messages pass through."""
+def memory(mesh: DeviceMesh, schedule: str) -> tuple[int, int, int]:
+    """Bytes that torch's allocator has reserved at most in a step, and that the plan counts; those of host memory that
+    messages pass through."""
     where = budget(None, weights="host", state="host", activations="host", device="1GiB", host="1GiB")
     micro_batches = [{"x": torch.randn(4096, Wide.WIDTH)} for _ in range(6)]
     with penstock.wrap(
@@ -154,6 +156,7 @@ def memory(mesh: DeviceMesh) -> tuple[int, int, int, int]:
         mesh=mesh,
         optimizer=penstock.AdamW(),
         precision="fp32",
+        schedule=schedule,
         recompute=True,
     ) as engine:
         engine.step(micro_batches)
@@ -161,23 +164,81 @@ def memory(mesh: DeviceMesh) -> tuple[int, int, int, int]:
         torch.accelerator.reset_peak_memory_stats()
         engine.step(micro_batches)
         counted = {what: n for _, what, n in engine.plan.schedule.fixed}
-        (received,) = (pool for pool in engine.plan.schedule.pools if pool.name == "received")
-        both = torch.accelerator.max_memory_reserved(), engine.plan.device_bytes
-        return *both, received.size * received.count, counted["messages"]
+        return torch.accelerator.max_memory_reserved(), engine.plan.device_bytes, counted["messages"]
 
 
-def test_what_a_pipeline_reserves_of_the_device_is_planned() -> None:
-    """What comes from other ranks is written on another stream, for which the allocator has memory of its own; a second
-    time for what compute may still read of what is gone. Without room it waits for that instead."""
+@pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
+def test_what_a_pipeline_reserves_of_the_device_is_planned(schedule: str) -> None:
+    """What comes from other ranks is written on another stream, for which the allocator has memory of its own, and
+    which it would have a second time for what compute may still read of what is gone."""
     slack = 64 << 20 if DEVICE == "cuda" else 1 << 18
-    for reserved, planned, received, messages in pipeline(3, memory, on_device=True):
-        assert reserved <= planned + received + slack
+    for reserved, planned, messages in pipeline(3, memory, schedule, on_device=True):
+        assert reserved <= planned + slack
         assert messages == 4 * 4096 * Wide.WIDTH * 4
 
 
+class Shift(nn.Module):
+    """A block whose input's gradient is in the memory of its output's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.by).unsqueeze(0).squeeze(0)
+
+
+class Shifts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Shift() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def shifted(mesh: DeviceMesh) -> Any:
+    """Training where a gradient is sent a while after it could have been."""
+    micro_batches = [{"x": torch.linspace(m, m + 1, 8 * 40).view(40, 8)} for m in range(8)]
+    send = Crossing.send
+
+    def late(self: Crossing, op: Op) -> None:
+        time.sleep(0.05 if op.id.kind == "SD" and op.peer == 0 else 0)
+        send(self, op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Crossing, "send", late)
+        return _shifted(mesh, micro_batches)
+
+
+def _shifted(mesh: DeviceMesh, micro_batches: list[dict[str, torch.Tensor]]) -> Any:
+    with penstock.wrap(
+        Shifts(),
+        budget=budget(None, weights="host", state="host"),
+        loss_fn=lambda model, mb: model(mb["x"]),
+        device=mesh.device_type,
+        mesh=mesh,
+        optimizer=penstock.AdamW(),
+        precision="fp32",
+        schedule="vertical" if mesh.size() == 1 else "1f1b",
+    ) as engine:
+        return results(engine, run_steps(engine, [micro_batches] * 3))
+
+
+def test_what_a_block_hands_on_of_what_has_come_is_not_written_over() -> None:
+    wanted = together(1, shifted, on_device=True)[0]
+    for found in pipeline(2, shifted, on_device=True):
+        equal(found, wanted)
+
+
 MUTATIONS = {
-    "what has come is kept until compute has used it": Mutation(
-        owner=Crossing, name="_receive", line='self._streams.used_on("compute", flat)'
+    "what comes besides is kept until compute has used it": Mutation(
+        owner=Crossing, name="_memory", line='self._streams.used_on("compute", found)'
+    ),
+    "what has come is not written over while something refers to it": Mutation(
+        owner=Crossing, name="given", line="self._leave((pool.name, slot))"
     ),
     "a piece is sent when it has been copied": Mutation(owner=staging, name="_hand_on", line="came.synchronize()"),
     "a piece is received when the one before is on the device": Mutation(
@@ -194,7 +255,10 @@ def mutated(mesh: DeviceMesh, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mutation.owner, mutation.name, mutation.made())
         try:
-            in_pieces(mesh, test_pipeline.GPT2, test_pipeline.Run(), 1000)
+            if mutation.name == "given":
+                shifted(mesh)
+            else:
+                in_pieces(mesh, test_pipeline.Numbers(model="gemma3"), test_pipeline.Run(), 1000)
         except (ArithmeticError, RuntimeError, ValueError):  # of what was read too early
             if not simulated.start().findings():
                 raise

@@ -56,6 +56,14 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_held_elsewhere(tensor: torch.Tensor) -> bool:
+    """True if something besides this tensor refers to its memory: a view of it, or a graph that has saved one.
+
+    Without: what comes from another rank could not be put where what has come before was, as a block may keep that.
+    """
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)  # the tensor, and what this looks by
+
+
 def version(tensor: torch.Tensor) -> int:
     """The number of times that a tensor was changed in place. Not for tensors made in inference mode.
 

@@ -191,6 +191,7 @@ class Runner:
             self.actions.release()
             raise
         finally:
+            self.actions.let_go()
             tape.elsewhere = None  # not before all lanes have come to rest
         if train and context.verdict is None:
             self.actions.norm.judge()

@@ -90,6 +90,11 @@ class Pools:
         pool, slot = self._held[name]
         return self.slots[pool][slot]
 
+    def slot(self, name: str) -> tuple[Pool, int]:
+        """The pool of a buffer that is held, and which of its slots it has."""
+        pool, slot = self._held[name]
+        return self._pools[pool], slot
+
     def pieces(self, names: Sequence[str], offset: int, nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
         """``nbytes`` from byte ``offset`` on of buffers that hold one run of bytes together, one after the other:
         (part of a buffer, its first byte counted from ``offset``)."""

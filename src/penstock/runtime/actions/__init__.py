@@ -63,6 +63,7 @@ class Actions:
         self.access = Access(bound, pools, arrays, scratch)
         self.norm = Norm(self.access, stepping)
         self._compute = Compute(self.access, groups, tape)
+        self._crossing = Crossing(self.access, tape, ranks.pipe, streams, staging)
         self.kinds: dict[str, Act] = {}
         tables: tuple[Mapping[str, Act], ...] = (
             self._compute.kinds(),
@@ -73,7 +74,7 @@ class Actions:
             MatrixUpdates(self.access, self.norm, stepping, ranks).kinds(),
             SavedActivations(self.access, tape, streams).kinds(),
             Between(self.access, self._compute, self.norm, ranks).kinds(),
-            Crossing(self.access, tape, ranks.pipe, streams, staging).kinds(),
+            self._crossing.kinds(),
         )
         for table in tables:
             assert self.kinds.keys().isdisjoint(table)
@@ -85,7 +86,13 @@ class Actions:
         """Do what an op says; the bytes that it has moved, counted where they are. Arithmetic moves what is planned."""
         self.access.moved = 0
         self.kinds[op.id.kind](op)
+        if op.gives:
+            self._crossing.given(op)
         return op.nbytes if op.lane == "cpu" else self.access.moved
+
+    def let_go(self) -> None:
+        """Give back the memory of what has come from other ranks in a step, when nothing of it is under way."""
+        self._crossing.let_go()
 
     def release(self) -> None:
         """Detach all parameters; what a step that was broken off has left behind goes with it."""

@@ -8,15 +8,18 @@ A small tensor goes in one message with its head, as many bytes as the probe has
 then, and not its bytes. One that has turned out otherwise comes in a message of its own.
 
 Messages are of host memory. What is on an accelerator passes through page-locked memory there, piece by piece: one is
-copied while the one before crosses (``Staging``).
+copied while the one before crosses (``Staging``). There each slot of the pool has one buffer while a step lasts:
+torch's allocator would give the memory of what is gone to what comes only when compute's stream has done all that is
+queued by then. Memory that something still refers to when its slot is given back is left to that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from penstock.compat.torch import is_held_elsewhere
 from penstock.errors import NonFiniteError
 from penstock.ranks.group import Ranks
 from penstock.runtime.access import Access
@@ -54,6 +57,8 @@ class Crossing:
         self._ranks = ranks
         self._streams = streams
         self._staging = staging
+        self._slots: dict[tuple[str, int], torch.Tensor] = {}
+        """on an accelerator: (pool, slot) -> its memory, once something has come there"""
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
         return {
@@ -76,7 +81,7 @@ class Crossing:
 
     def receive(self, op: Op) -> None:
         k, m, way = op.id.stage, op.id.micro_batch, _WAYS[op.id.kind[1]]
-        self._elsewhere.put(way, k, m, self._receive(op, self._elsewhere.kind(k, m)))
+        self._elsewhere.put(way, k, m, self._receive(op, self._elsewhere.kind(k, m), op.writes))
 
     def send_besides(self, op: Op) -> None:
         k, m = op.id.stage, op.id.micro_batch
@@ -92,6 +97,40 @@ class Crossing:
             received = self._receive(op, kind)
             assert received is not None
             self._elsewhere.share(m, number, received)
+
+    def given(self, op: Op) -> None:
+        """An op that gives buffers has run."""
+        if not self._slots:
+            return
+        for name in op.gives:
+            pool, slot = self._to.pools.slot(name)
+            memory = self._slots.get((pool.name, slot))
+            if memory is not None and is_held_elsewhere(memory):
+                self._leave((pool.name, slot))
+
+    def let_go(self) -> None:
+        """The step is over: nothing that it has queued is under way."""
+        for slot in list(self._slots):
+            self._leave(slot)
+
+    def _leave(self, slot: tuple[str, int]) -> None:
+        """Leave a slot's memory to who refers to it."""
+        self._streams.used_on("compute", self._slots.pop(slot))
+
+    def _memory(self, names: Sequence[str], numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the device for what comes: of the slot of the buffer that it is put in, if it fits there."""
+        nbytes = numel * dtype.itemsize
+        if self._staging is not None and names:
+            (name,) = names
+            pool, slot = self._to.pools.slot(name)
+            if nbytes <= pool.size:
+                key = (pool.name, slot)
+                if key not in self._slots:
+                    self._slots[key] = torch.empty(pool.size, dtype=torch.uint8, device=self._to.arrays.device)
+                return self._slots[key].data[:nbytes].view(dtype)  # data: what is written later is no change of this
+        found = torch.empty(numel, dtype=dtype, device=self._to.arrays.device)
+        self._streams.used_on("compute", found)
+        return found
 
     def _send(self, tensor: torch.Tensor | None, kind: Kind, peer: int) -> None:
         """``kind``: of what the probe has seen in the place of the tensor; None: there is none to send."""
@@ -114,7 +153,8 @@ class Crossing:
                 self._staging.send(flat, partial(self._ranks.send, peer=peer))
         self._to.moved += flat.numel()
 
-    def _receive(self, op: Op, kind: Kind) -> torch.Tensor | None:
+    def _receive(self, op: Op, kind: Kind, names: Sequence[str] = ()) -> torch.Tensor | None:
+        """``names``: the buffers that the schedule has for it."""
         message = _message(kind)
         self._ranks.receive(message, op.peer)
         failed, where, dimensions, *numbers = message[:_HEAD_BYTES].view(torch.int64).tolist()
@@ -127,14 +167,13 @@ class Crossing:
             return None
         shape, stride = numbers[:dimensions], numbers[_DIMENSIONS : _DIMENSIONS + dimensions]
         span = replace(kind, shape=tuple(shape), stride=tuple(stride)).span
-        flat = torch.empty(span, dtype=kind.dtype, device=self._to.arrays.device)
+        flat = self._memory(names, span, kind.dtype)
         if where == _IN_ITS_MESSAGE:
             flat.view(torch.uint8).copy_(message[_HEAD_BYTES:])
         elif self._staging is None:
             self._ranks.receive(flat.view(torch.uint8), op.peer)
         else:
             self._staging.receive(flat.view(torch.uint8), partial(self._ranks.receive, peer=op.peer))
-        self._streams.used_on("compute", flat)
         self._to.moved += flat.nbytes
         return flat.as_strided(shape, stride)
 
