@@ -12,6 +12,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from penstock.config import DataConfig, TokenizerTrainingConfig
+from penstock.config.data import Kind
+from penstock.data.encode import Encoder
+from penstock.data.forms import form_of
+from penstock.data.sources.reader import Reader
+from penstock.data.token_files import Document
 from penstock.data.tokenizer import train
 
 WORDS = ["penstock", "turbine", "größe", "水", "river", "valve", "x = 1", "#", "the", "water", "of", "head"]
@@ -75,3 +80,12 @@ def settings(sources: Any, **changes: Any) -> DataConfig:
     return DataConfig(
         **{"sources": str(sources) if isinstance(sources, Path) else sources, "sequence_length": 64, **changes}
     )
+
+
+def encoded(
+    reader: Reader, words: PreTrainedTokenizerBase, config: DataConfig, kind: Kind | None = None
+) -> list[Document]:
+    """The documents of a source, whose examples are of the form of the first."""
+    first, _ = next(reader.read(None))
+    form = form_of(first, kind, template=words.chat_template is not None)
+    return [document for document, _ in Encoder(words, config, form, alone=True).documents(reader.read(None))]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import settings
+from penstock.cli import main, reshard, settings
 from penstock.cli.claim import Claim, claimed
 from penstock.cli.own_store import require_own_stores
 from penstock.cli.run_folder import Start, settings_of, write_settings
@@ -291,6 +291,8 @@ def test_a_copy_of_a_run_goes_on_with_a_copy_of_its_state_alone(tmp_path: Path, 
         for start in ("resume", "overwrite"):
             with pytest.raises(StoreError, match=f"is a copy of the run in {tmp_path}/run"):
                 step_found(copy, start)
+        with pytest.raises(StoreError, match=f"is a copy of the run in {tmp_path}/run"):
+            reshard.run(reshard.Arguments(folder=tmp_path / "copy", ranks=2))
         shutil.copytree(store, tmp_path / "other")
         copied = on(copy, tmp_path / "other")
         assert step_found(copied) == 3
@@ -609,3 +611,22 @@ def test_a_run_without_a_disk_is_complete_for_any_number_of_ranks(tmp_path: Path
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     with claimed(config, "resume", 1) as claim:
         assert claim.step == 5
+
+
+def test_a_run_without_a_disk_that_gives_epochs_is_complete_once_it_has_done_their_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = Budget(device="1MiB", host="1MiB", durability="none")
+    config = settings_for(tmp_path / "run", budget=budget, steps=None, epochs=1.0)
+    with claimed(config, "new") as claim:
+        claim.begin(config)
+        write_settings(tmp_path / "run", replace(config, steps=5, epochs=None))
+    (tmp_path / "c.yaml").write_text(settings.dump(config))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.dumps({"step": n, "loss": 1.0, "seconds": 1.0, "tokens": 1}) for n in range(1, 6)]
+    metrics.write_text("\n".join(lines[:4]) + "\n")
+    with claimed(config, "resume") as claim:
+        assert claim.step is None
+    metrics.write_text("\n".join(lines) + "\n")
+    assert main(["train", str(tmp_path / "c.yaml"), "--resume"]) == 0
+    assert "is complete: 5 steps are done." in capsys.readouterr().out

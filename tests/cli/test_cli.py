@@ -18,6 +18,7 @@ from penstock.cli import main
 from penstock.cli.arguments import TrainArguments
 from penstock.cli.disk_summary import allowed_per_day
 from penstock.cli.metrics import MetricsFile
+from penstock.cli.settings import dump
 from penstock.cli.showing.display import PlainDisplay, choose_display, clock, wear
 from penstock.cli.showing.meter import Meter, Outline
 from penstock.cli.showing.metrics import metrics_of, with_figures
@@ -106,6 +107,20 @@ def test_version_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -
     assert "--optimizer.lr" in capsys.readouterr().out
     assert main(["trian"]) == 2
     assert "there is no command trian; did you mean train? (penstock takes init, train," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_character_that_the_output_does_not_have_ends_no_command(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of runs has dashes, and a name in it that is not UTF-8."""
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding=encoding))
+    run = Path(os.fsdecode(bytes(tmp_path) + b"/\xe9"))
+    run.mkdir()
+    (run / "config.yaml").write_text(dump(settings_for(tmp_path / "run")))
+    assert main(["runs", str(tmp_path)]) == 0
+    assert b"not begun" in out.getvalue()
 
 
 def test_torch_is_not_loaded_before_a_run_is_to_begin() -> None:
@@ -258,10 +273,12 @@ def test_the_live_view_keeps_its_lines_and_its_width(width: int) -> None:
 
 def test_the_drives_life_is_as_told_as_profiled_or_assumed(tmp_path: Path) -> None:
     config = settings_for(tmp_path)
-    two = replace(config, budget=replace(config.budget, disk=(tmp_path / "a", tmp_path / "b")))
+    two = replace(config, budget=replace(config.budget, disk=(tmp_path / "a", Path("/dev/shm/b"))))
+    same = replace(config, budget=replace(config.budget, disk=(tmp_path / "a", tmp_path / "b")))
     profile = machine(tmp_path)
     rated = replace(profile, drives=tuple(replace(drive, tbw=600.0, kind="ssd") for drive in profile.drives))
     size = shutil.disk_usage(tmp_path).total
+    least = min(size, shutil.disk_usage("/dev/shm").total)
 
     def life(config: TrainConfig, machine: Machine | None) -> tuple[float | None, bool]:
         found = yardstick(config, machine, kind="cpu")
@@ -270,7 +287,9 @@ def test_the_drives_life_is_as_told_as_profiled_or_assumed(tmp_path: Path) -> No
     assert life(replace(two, drive_tbw=100.0), rated) == (2e14, False)
     assert life(config, rated) == (6e14, False)
     assert life(config, None) == (0.3 * 365 * 5 * size, True)
-    assert life(two, None) == (2 * 0.3 * 365 * 5 * size, True)
+    assert life(two, None) == (2 * 0.3 * 365 * 5 * least, True)
+    assert life(replace(same, drive_tbw=100.0), rated) == (1e14, False), "one drive"
+    assert life(same, None) == (0.3 * 365 * 5 * size, True)
     assert life(replace(config, budget=replace(config.budget, disk=None)), None) == (None, False)
     memory = replace(profile, drives=tuple(replace(drive, kind="tmpfs") for drive in profile.drives))
     assert life(config, memory) == (None, False)
@@ -301,17 +320,20 @@ def test_what_a_run_writes_a_day_is_shown_beside_what_it_may_and_said_once_where
 def test_what_a_run_may_write_a_day_follows_its_stripe(tmp_path: Path) -> None:
     config = settings_for(tmp_path)
     endurance = Endurance(per_day="1TB")
-    two = replace(config, budget=replace(config.budget, disk=(tmp_path / "a", tmp_path / "b"), endurance=endurance))
+    two = replace(config, budget=replace(config.budget, disk=(tmp_path / "a", Path("/dev/shm/b")), endurance=endurance))
+    same = replace(two, budget=replace(two.budget, disk=(tmp_path / "a", tmp_path / "b")))
     profile = machine(tmp_path)
     unequal = replace(profile, drives=tuple(replace(profile.drives[0], weight=weight) for weight in (3, 1)))
     assert yardstick(two, None, kind="cpu").allowed == 2e12
     assert yardstick(two, unequal, kind="cpu").allowed == pytest.approx(4e12 / 3)
+    assert yardstick(same, None, kind="cpu").allowed == 1e12, "one drive"
     assert yardstick(config, profile, kind="cpu").allowed is None
     assert allowed_per_day(two.budget, 1) == 2e12
     assert allowed_per_day(replace(two.budget, disk=(tmp_path / "a",)), 2) == 1e12  # two ranks that share a drive
-    made = Store.create(two.budget.disk_paths, Layout.build([("a", 1, 1)]), model={}, weights=(3, 1))
+    assert allowed_per_day(same.budget, 1) == 1e12
+    made = Store.create(same.budget.disk_paths, Layout.build([("a", 1, 1)]), model={}, weights=(3, 1))
     made.close()
-    assert allowed_per_day(two.budget, 1) == pytest.approx(4e12 / 3)
+    assert allowed_per_day(same.budget, 1) == pytest.approx(2e12 / 3)
 
 
 def test_plain_lines_say_what_the_live_view_says() -> None:

@@ -201,7 +201,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Reader]:
         "sharegpt": {"system": "be", "conversations": [{"from": "human", "value": "the"}, call]},
         "alpaca": {"instruction": "the", "input": "of", "output": "water", "history": [["a", "b"]]},
     }
-    chats = ChatEncoder(words, answers=True)
+    chats = ChatEncoder(words, answers=True, alone=True)
     return {
         "manifest": Reader(valid=manifest, read=partial(_opened, state, kind="store", names=("manifest.json",))),
         "commit": Reader(valid=commit, read=partial(_opened, state, kind="commit", names=("commit.0", "commit.1"))),

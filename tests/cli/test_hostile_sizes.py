@@ -133,9 +133,24 @@ def test_a_chat_template_without_end_is_ended(
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     example = Example(fields={"messages": said}, place="a.jsonl, line 1")
     with pytest.raises(ConfigError, match=f"a.jsonl, line 1: the chat template does not come to an end.*{why}"):
-        ChatEncoder(words, answers=marked).encode([example])
+        ChatEncoder(words, answers=marked, alone=True).encode([example])
     words.chat_template = MARKED_TEMPLATE
-    assert ChatEncoder(words, answers=True).encode([example])[0].answers is not None
+    assert ChatEncoder(words, answers=True, alone=True).encode([example])[0].answers is not None
+
+
+def test_memory_of_others_does_not_end_a_chat_that_is_rendered_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "GROWTH", -1)
+    words = tokenizer(300)
+    words.chat_template = LOOPS.replace("99999", "1500") + MARKED_TEMPLATE
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    example = Example(fields={"messages": said}, place="a.jsonl, line 1")
+    with pytest.raises(ConfigError, match="memory"):
+        ChatEncoder(words, answers=True, alone=True).encode([example])
+    beside = ChatEncoder(words, answers=True, alone=False)
+    assert beside.encode([example])[0].answers is not None
+    monkeypatch.setattr(limits, "LONGEST", 5)
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 1: the chat template does not come to an end.*more than 5"):
+        beside.encode([example])
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])

@@ -17,6 +17,7 @@ from penstock.cli.located import parse_yaml
 from penstock.cli.proposal import propose
 from penstock.cli.settings import describe, load, load_text
 from penstock.config import ModelConfig, SourceConfig, TrainConfig
+from penstock.data import write_tokens
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
 ODD = (
@@ -30,7 +31,6 @@ ODD = (
     "ü\u0085\u2028.txt",
     "{run}",
     "tab\there\nand there",
-    "~",
     "*a",
 )
 """Names that YAML would take for something else, or a comment would end at."""
@@ -111,6 +111,15 @@ def test_what_is_written_is_explained_in_the_words_of_the_settings(there: Path) 
     assert config.model.name == "config.json"
     assert config.data.sequence_length == 128, "no more than the model's positions"
     assert config.data.training is not None, "there is no tokenizer beside the configuration"
+
+
+def test_token_ids_are_refused_where_no_tokenizer_is_beside_the_configuration(
+    there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokens(there / "c.tokens", [[1, 2, 3]])
+    assert main(["init", *GIVEN[:2], "--data", "c.tokens", *GIVEN[4:]]) == 2
+    assert "'c.tokens' is token ids, and the model brings no tokenizer: put the one that" in capsys.readouterr().err
+    assert not (there / "train.yaml").exists()
 
 
 def test_a_file_that_is_there_stays_unless_it_may_go(there: Path, capsys: pytest.CaptureFixture[str]) -> None:

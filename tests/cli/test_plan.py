@@ -2,22 +2,26 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import penstock
 from penstock.cli import main
+from penstock.cli.task import as_free_here
 from penstock.hardware.machine import Between, Network, parse_machine
 from penstock.hardware.profiles import save_profile
 from penstock.planner.ask import PlanReport, plan, report
 from penstock.planner.task import Task
 from penstock.shape.huggingface import model_shape
+from penstock.store.manifest import DATA
 from tests.machines import gpu, measured_here
 from tests.questions import DRIVE, LLAMA, MACHINE
 
@@ -60,7 +64,8 @@ def _each_plan_once() -> Iterator[None]:
 
     def once(task: Task, **cut: Any) -> PlanReport:
         free = min(task.disk_free or 0, PLENTY)  # what is free on this machine changes from look to look
-        key = repr((replace(task, disk_free=free), cut))
+        drives = tuple(replace(drive, free=min(drive.free, PLENTY)) for drive in task.machine.drives)
+        key = repr((replace(task, disk_free=free, machine=replace(task.machine, drives=drives)), cut))
         if key not in known:
             known[key] = report(task, **cut)
         return known[key]
@@ -313,6 +318,34 @@ def test_several_ranks_share_the_budget_and_the_step_and_one_sends_nothing(
     assert copied["disk"]["written_per_parameter"] == pytest.approx(2 * two["disk"]["written_per_parameter"])
     assert "2 times 2 ranks, each with a copy" in answered(capsys, *options, "--ranks", 4, "--copies", 2)
     assert "copies=2 with 3 ranks" in refused(capsys, *options, "--batch", 6, "--ranks", 3, "--copies", 2)
+
+
+def test_of_ranks_that_are_dealt_drives_each_has_the_room_of_the_one_with_the_least(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config.parent / "drives.json"
+    drives = tuple(replace(DRIVE, path=f"/d{n}", free=1 << 30) for n in range(3))
+    machine = replace(MACHINE, drives=drives, between=(Between(ranks=2, bandwidth=1e8, latency=1e-3),))
+    path.write_text(machine.to_json())
+    options = (config, "--machine", path, "--budget.disk", "[/d0, /d1, /d2]", "--delay", 0, "--json")
+    for words, room in (((), 3 << 30), (("--ranks", 2), 1 << 30), (("--ranks", 2, "--disk-free", "1.5GiB"), 1 << 29)):
+        assert json.loads(answered(capsys, *options, *words))["memory"]["budget"]["disk"] == room
+
+
+def test_directories_on_one_file_system_have_what_is_free_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what stores that are there take already, and nothing else that is."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    paths = (tmp_path / "a", Path("/proc/not-made-yet"), tmp_path / "later" / "b")
+    for place in (".", "rank-1", "rank-1/scratch", "other"):
+        (paths[0] / place).mkdir(parents=True)
+        (paths[0] / place / DATA).write_bytes(bytes(1 << 20))
+    (paths[0] / "films").write_bytes(bytes(1 << 20))
+    found = as_free_here(replace(MACHINE, drives=(DRIVE, DRIVE, DRIVE)), paths)
+    half = ((1 << 30) + (3 << 20)) // 2
+    assert [drive.free for drive in found.drives] == [half, 1 << 30, half]
+    assert as_free_here(MACHINE, ()) == MACHINE
 
 
 def test_layouts_of_several_hosts_are_compared_and_the_fastest_is_named(

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.cli.run_record import RunRecord
+from penstock.cli.run_record import Resharding, RunRecord
 from penstock.state.values import committed
+from penstock.store import Layout, Store
 from tests import warm
 from tests.conftest import Campaign
 from tests.patience import PATIENCE
@@ -140,6 +142,23 @@ def test_what_is_not_this_runs_stays_where_it_is(begun: Path, tmp_path: Path) ->
         assert manifest["body"]["directories"] == [str(store / f"rank-{rank}")]
 
 
+def test_what_was_left_beside_the_old_stores_goes_with_them(begun: Path, tmp_path: Path) -> None:
+    """Scratch of a step that was killed, and a store whose removal was."""
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    store = tmp_path / "run" / "store"
+    (store / "scratch").mkdir()
+    Store.create([store / "scratch"], Layout.build([("gradients", 4096, 1)]), model={}, passing=True).close()
+    assert penstock(tmp_path, "reshard", "run", "--ranks", "2").returncode == 0
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None
+    replace(record, ranks=1, resharding=Resharding(ranks=2, strands=4, replaces=("gone",), pipeline=False)).write(
+        tmp_path / "run"
+    )
+    (store / "penstock.store.partial").write_bytes(bytes(4096))
+    assert penstock(tmp_path, "reshard", "run", "--ranks", "2").returncode == 0
+    assert sorted(path.name for path in store.iterdir()) == ["rank-0", "rank-1"]
+
+
 @pytest.mark.parametrize("fault", ["full", "damaged"])
 def test_what_fails_is_taken_back(begun: Path, tmp_path: Path, fault: str) -> None:
     shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
@@ -192,7 +211,7 @@ def test_what_is_interrupted_anywhere_is_finished(begun: Path, tmp_path: Path, c
             ranks = new
         kept = parameters(folder, ranks)
         assert all(torch.equal(kept[name], tensor) for name, tensor in wanted.items())
-        left = [path for path in (folder / "run" / "store").rglob("*") if path.name.startswith("resharded")]
-        assert not left
+        names = [path.name for path in (folder / "run" / "store").rglob("*")]
+        assert not [name for name in names if name.startswith("resharded") or name.endswith(".partial")]
         shutil.rmtree(folder)
     campaign.found(f"{case} reshards killed at one of {last} system calls, {undone} of them undone: no byte was lost")

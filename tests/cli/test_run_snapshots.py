@@ -109,8 +109,33 @@ def test_a_run_in_memory_is_verified_and_exported_from_its_snapshot_as_it_is_fro
     (run / "snapshot-1/penstock.snapshot").unlink()
     (run / "snapshot-1/snapshot.json").unlink()
     capsys.readouterr()
+    assert main(["verify", str(run)]) == 1
+    assert f"in a snapshot that cannot be opened. {run / 'snapshot-1'}: " in capsys.readouterr().err
+    (run / "snapshot-1").rmdir()
     assert main(["verify", str(run)]) == 2
     assert "neither on disk (budget.disk) nor in a snapshot" in capsys.readouterr().err
+
+
+def test_a_run_whose_only_snapshot_cannot_be_opened_does_not_begin_again(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another version has written it, or a drive has failed."""
+    run = tmp_path / "run"
+    words = ["train", str(config), *MEMORY, "--evaluate", "null"]
+    assert main([*words, "--steps", "1"]) == 0
+    file = run / "snapshot-1" / "snapshot.json"
+    whole, metrics = file.read_bytes(), (run / "metrics.jsonl").read_bytes()
+    file.write_bytes(whole[:-20])
+    for start in (["resume", str(run)], [*words, "--resume"]):
+        assert main([*start, "--steps", "2"]) == 1
+        assert f"cannot be opened. {run / 'snapshot-1'}: " in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    file.write_bytes(whole)
+    assert main([*words, "--resume", "--steps", "2"]) == 0
+    assert step_kept(run) == 2
+    (run / "snapshot-2" / "snapshot.json").write_bytes(b"")
+    assert main([*words, "--overwrite", "--steps", "1"]) == 0
+    assert step_kept(run) == 1
 
 
 def test_what_a_killed_snapshot_left_goes_before_the_next(config: Path, tmp_path: Path) -> None:

@@ -392,3 +392,35 @@ def test_a_meaning_may_go_on_in_the_next_line() -> None:
         second: int
 
     assert [row[-1] for row in settings.describe(Long)] == ["begins here and ends here", "short"]
+
+
+def test_a_run_with_hundreds_of_sources_reads_what_it_has_written(config_file: Path) -> None:
+    """A list within the limits of what somebody writes, with paths that are not ASCII."""
+    sources = ", ".join(f"{{path: 水/{n:04}.jsonl, kind: text}}" for n in range(1600))
+    config = settings.load(config_file, [("data.sources", f"[{sources}]")])
+    written = settings.dump(config)
+    assert settings.load_text(written, "config.yaml") == config
+    assert "  - path: 水/0000.jsonl\n    kind: text\n  - path: 水/0001.jsonl\n" in written
+
+
+def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = [
+        ("run", "'~/r'"),
+        ("budget.disk", "['~/a', '{run}/b']"),
+        ("data.tokenizer", "'~/t'"),
+        ("data.chat_template", "'~/c'"),
+        ("data.prepared", "'~/p'"),
+        ("model", "{init: true, config: '~/m/config.json'}"),
+        ("schedule", "'~/s'"),
+    ]
+    config = settings.load(config_file, flags)
+    data, home = config.data, str(tmp_path)
+    found = [config.run, *map(str, config.budget.disk_paths), data.tokenizer, data.chat_template, data.prepared]
+    assert found == [f"{home}/{name}" for name in ("r", "a", "r/b", "t", "c", "p")]
+    assert (config.model.config, config.schedule) == (f"{home}/m/config.json", tmp_path / "s")
+    assert settings.load(config_file, [("model", "'~/m'")]).model.path == f"{home}/m"
+    assert Budget(device=1 << 30, host=1 << 30, disk="~/a").disk_paths == (tmp_path / "a",)
+    assert settings.load_text(settings.dump(config), "config.yaml") == config

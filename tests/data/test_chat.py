@@ -8,11 +8,19 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from penstock.config import DataConfig, SourceConfig
-from penstock.data.encode import Encoder
 from penstock.data.sources.find import open_source
 from penstock.data.token_files import Document
 from penstock.errors import ConfigError
-from tests.documents import LAST_ONLY_TEMPLATE, MARKED_TEMPLATE, PLAIN_TEMPLATE, chats, settings, tokenizer, write_jsonl
+from tests.documents import (
+    LAST_ONLY_TEMPLATE,
+    MARKED_TEMPLATE,
+    PLAIN_TEMPLATE,
+    chats,
+    encoded,
+    settings,
+    tokenizer,
+    write_jsonl,
+)
 
 
 @pytest.fixture
@@ -24,7 +32,7 @@ def _documents(bpe: PreTrainedTokenizerBase, path: Path, **changes: Any) -> list
     config: DataConfig = settings(path, **changes)
     reader = open_source(SourceConfig(path=str(path)), streaming=False)
     assert not isinstance(reader, tuple)
-    return [document for document, _ in Encoder(bpe, config, None).documents(reader.read(None))]
+    return encoded(reader, bpe, config)
 
 
 def _answers(bpe: PreTrainedTokenizerBase, document: Document) -> str:

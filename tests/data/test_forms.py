@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock.config import SourceConfig, ValidationConfig
 from penstock.data import opening
-from penstock.data.encode import Encoder
 from penstock.data.forms import form_of, recognised
 from penstock.data.opening import Data, open_data
 from penstock.data.prepare import Opened
@@ -28,6 +27,7 @@ from tests.documents import (
     PLAIN_TEMPLATE,
     TOOLS_TEMPLATE,
     chats,
+    encoded,
     settings,
     tokenizer,
     write_jsonl,
@@ -63,10 +63,7 @@ def _documents(bpe: PreTrainedTokenizerBase, path: Path, loss_on: Any = None, **
     asked = SourceConfig(path=str(path), **source)
     reader = open_source(asked, streaming=False)
     assert not isinstance(reader, tuple)
-    first, _ = next(reader.read(None))
-    form = form_of(first, asked.kind, template=bpe.chat_template is not None)
-    encoder = Encoder(bpe, settings(path, loss_on=loss_on), form)
-    return [document for document, _ in encoder.documents(reader.read(None))]
+    return encoded(reader, bpe, settings(path, loss_on=loss_on), asked.kind)
 
 
 def _same(found: Sequence[Document], expected: Sequence[Document]) -> None:

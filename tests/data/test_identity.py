@@ -1,13 +1,15 @@
 """``data.json``, which anybody may have changed: what it says is compared or refused, and never believed blindly."""
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.identity import FileFacts, Identity
+from penstock.data.identity import FileFacts, Identity, facts_of
 
 OURS = Identity(
     files=(
@@ -56,3 +58,14 @@ def test_what_python_takes_for_equal_differs_where_its_json_does(key: str, value
         settings[key] = value
     before = Identity(files=OURS.files, settings=settings)
     assert key in (OURS.difference(before) or "")
+
+
+def test_a_file_whose_name_is_not_utf8_is_known_again(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9.txt"))
+    path.write_text("water")
+    found = facts_of([path], (), whole=True)
+    kept = Identity.from_json(Identity(files=found, settings={}).to_json())
+    assert kept.files == found
+    assert found[0].name.endswith("caf\\xe9.txt")
+    marked = [FileFacts(name=f.name, nbytes=f.nbytes, changed_ns=f.changed_ns, digest="as before") for f in kept.files]
+    assert facts_of([path], marked, whole=True) == tuple(marked), "it is not read again"

@@ -14,15 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock.config import SourceConfig
 from penstock.data import write_tokens
-from penstock.data.encode import Encoder
 from penstock.data.prepare import Opened
-from penstock.data.sources.find import open_source
+from penstock.data.sources.find import left_out, open_source
 from penstock.data.sources.hub import HubDataset
 from penstock.data.sources.reader import Reader
 from penstock.data.sources.text import PART, TextFiles
 from penstock.data.token_files import make_sums, open_tokens, write_sums
+from penstock.data.tokenizer import with_template
 from penstock.errors import ConfigError
-from tests.documents import sentences, settings, tokenizer, write_jsonl, write_table
+from tests.documents import PLAIN_TEMPLATE, encoded, sentences, settings, tokenizer, write_jsonl, write_table
 
 ROWS = [{"text": text} for text in sentences(700)]
 
@@ -187,6 +187,57 @@ def test_text_files_come_in_the_same_order_wherever_their_folder_lies(
     assert all(order == orders[0] for order in orders[1:])
 
 
+def test_the_mark_that_a_text_begins_with_is_no_part_of_it(tmp_path: Path) -> None:
+    long = "one line\n" * 2000
+    (tmp_path / "a.txt").write_text(long, encoding="utf-8-sig")
+    (tmp_path / "b.txt").write_text("", encoding="utf-8-sig")
+    found = list(_reader(tmp_path).read(None))
+    assert "".join(example.fields["text"] for example, _ in found) == long
+    assert [example.begins for example, _ in found] == [True] + [False] * (len(found) - 1)
+    assert list(_reader(tmp_path).read(found[0][1])) == found[1:]
+    words = tokenizer()
+    (tmp_path / "template").write_text(PLAIN_TEMPLATE, encoding="utf-8-sig")
+    assert with_template(words, settings("a", chat_template=str(tmp_path / "template"))).chat_template == PLAIN_TEMPLATE
+
+
+def test_of_a_folder_the_files_of_data_are_read_and_what_is_left_out_is_said(tmp_path: Path) -> None:
+    names = "README.md B.TXT a.py b.PY LICENSE .hidden.md sub/c.md sub/.ipynb_checkpoints/a.md .git/b.txt"
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    source = SourceConfig(path=str(tmp_path))
+    read = {example.fields["text"] for example, _ in _reader(tmp_path).read(None)}
+    assert read == {"README.md", "B.TXT", "sub/c.md"}
+    assert left_out(source) == (
+        f"left out of the folder: 1 without an ending, 1 .py, 1 .PY (a pattern reads them as text: {tmp_path}/**/*.py)"
+    )
+    for name in read:
+        (tmp_path / name).unlink()
+    with pytest.raises(ConfigError, match=r"has no file that is read: left out of the folder: 1 .*, 1 \.py"):
+        open_source(source, streaming=False)
+    (tmp_path / "t").mkdir()
+    write_tokens(tmp_path / "t" / "c.tokens", [[1]], loss=[[1]])
+    assert left_out(SourceConfig(path=str(tmp_path / "t"))) is None
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "A.JSON.GZ", "A.CSV", "A.TSV.gz", "A.PARQUET", "A.Tokens", "A.BIN"])
+def test_an_ending_in_capitals_is_the_same(tmp_path: Path, name: str) -> None:
+    path, rows = tmp_path / name, ROWS[:3]
+    if name.endswith("PARQUET"):
+        _parquet(path, rows)
+    elif name.endswith(("Tokens", "BIN")):
+        path.touch()
+        dtype = "uint16" if name == "A.BIN" else None
+        assert open_source(SourceConfig(path=str(path), dtype=dtype), streaming=False) == (path,)
+        return
+    else:
+        write = write_table if "SV" in name else write_jsonl
+        plain = write(tmp_path / name.lower(), rows)
+        plain.rename(path)
+    assert [dict(example.fields) for example, _ in _reader(path).read(None)] == rows
+    assert [dict(example.fields) for example, _ in _reader(tmp_path).read(None)] == rows
+
+
 def test_a_limit_stops_after_that_many_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("water runs\n" * 10_000)
     reader = TextFiles(files=(tmp_path / "a.txt",), limit=3 * PART)
@@ -213,6 +264,25 @@ def test_token_files_come_back_as_they_were_written(tmp_path: Path) -> None:
     write_sums(tmp_path / "sums", make_sums(tmp_path / "raw.bin", "uint16"))
     raw = open_tokens(tmp_path / "raw.bin", "uint16", tmp_path / "sums")
     assert (raw.ids[:].tolist(), raw.ends.tolist()) == (list(range(10)), [10])
+
+
+def test_token_files_may_say_which_tokens_count(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "c.tokens", iter([[1, 2, 3], [], [4]]), loss=iter([[0, 1, True], [], np.zeros(1)]))
+    found = open_tokens(tmp_path / "c.tokens")
+    assert found.answers is not None
+    assert found.answers[:].tolist() == [0, 1, 1, 0]
+    for documents, loss, says in [
+        ([[1]], [], "document 0: documents and loss are not equally many"),
+        ([[1]], [[1], [1]], "document 1: documents and loss are not equally many"),
+        ([[1], [1, 2]], [[1], [1]], "document 1: loss has 0 or 1 for each of its 2 tokens"),
+        ([[1, 2]], [[1, 2]], "document 0: loss has 0 or 1 for each of its 2 tokens"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            write_tokens(tmp_path / "bad.tokens", documents, loss=loss)
+    write_tokens(tmp_path / "c.tokens", [[1, 2]])
+    (tmp_path / "c.loss").write_bytes(b"\1\0")
+    with pytest.raises(ConfigError, match=r"c\.loss has 2 bytes.*: write the corpus with write_tokens again, with its"):
+        open_tokens(tmp_path / "c.tokens")
 
 
 BAD = [
@@ -263,7 +333,15 @@ def test_an_example_that_will_not_do_is_refused_with_its_line(
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"bad\.jsonl.*{says}"):
-        list(Encoder(bpe, settings(path), None).documents(_reader(path).read(None)))
+        encoded(_reader(path), bpe, settings(path))
+
+
+def test_bytes_that_are_half_of_a_character_are_refused_with_their_line(tmp_path: Path) -> None:
+    """As CESU-8 and Java write an emoji; json.loads takes them."""
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xed\xa0\xbd\xed\xb8\x80"}\n')
+    with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2: it is not UTF-8 text \(byte 10\)"):
+        list(_reader(path).read(None))
 
 
 def test_a_parquet_row_that_will_not_do_is_refused_with_its_number(
@@ -271,13 +349,13 @@ def test_a_parquet_row_that_will_not_do_is_refused_with_its_number(
 ) -> None:
     path = _parquet(tmp_path / "a.parquet", [*ROWS[:300], {"text": None}])
     with pytest.raises(ConfigError, match=r"a\.parquet, row 301: a text needs 'text'"):
-        list(Encoder(bpe, settings(path), None).documents(_reader(path).read(None)))
+        encoded(_reader(path), bpe, settings(path))
     (tmp_path / "cut.parquet").write_bytes(path.read_bytes()[:500])
     with pytest.raises(ConfigError, match=r"cannot read .*cut\.parquet"):
         list(_reader(tmp_path / "cut.parquet").read(None))
     other = _parquet(tmp_path / "other.parquet", [{"body": "x"}])
     with pytest.raises(ConfigError, match=r"it has 'body', and none of the fields"):
-        list(Encoder(bpe, settings(other), None).documents(_reader(other).read(None)))
+        encoded(_reader(other), bpe, settings(other))
 
 
 @pytest.mark.parametrize(
@@ -293,10 +371,21 @@ def test_a_parquet_row_that_will_not_do_is_refused_with_its_number(
         ("a.jsonl", {"kind": "tokens"}, "not kind: tokens"),
         ("a.txt", {"kind": "chat"}, "plain text, not kind: chat"),
         ("t.tokens", {}, "needs t.json beside it"),
+        ("t.tokens.gz", {}, "t.tokens.gz: unpack it"),
+        ("a.txt.gz", {}, "a.txt.gz: unpack it"),
     ],
 )
 def test_a_path_that_will_not_do_is_refused(tmp_path: Path, name: str, changes: dict[str, Any], says: str) -> None:
-    for made in ("a.jsonl", "both/a.jsonl", "both/b.parquet", "weights.pkl", "table.xlsx", "a.txt"):
+    for made in (
+        "a.jsonl",
+        "both/a.jsonl",
+        "both/b.parquet",
+        "weights.pkl",
+        "table.xlsx",
+        "a.txt",
+        "a.txt.gz",
+        "t.tokens.gz",
+    ):
         write_jsonl(tmp_path / made, [{"text": "x"}])
     (tmp_path / "t.tokens").write_bytes(b"\0\0")
     source = SourceConfig(path=str(tmp_path / name), **changes)

@@ -21,6 +21,7 @@ from penstock.optim import kernels
 from penstock.state.memory import HostSlab
 from tests.accelerator import DEVICE
 from tests.models import MODELS, causal_lm, llama
+from tests.stacks import Layer, Stack, stack
 from tests.training import Result, assert_same, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
 
 pytestmark = pytest.mark.accelerator
@@ -121,6 +122,25 @@ def test_same_bits_with_other_shapes_of_model(name: str, variant: str, tmp_path:
     wanted = train(case, budget(tmp_path / "oracle"), steps, overlap=False, **common)
     where, settings = VARIANTS[variant]
     assert_same(train(case, where(tmp_path / variant), steps, **common, **settings), wanted)
+
+
+class Scaled(Layer):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * scale)
+
+
+def scaled(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x, torch.full((), 0.5, device="cpu"))
+    return x
+
+
+def test_what_a_block_is_handed_from_the_processor_stays_there(tmp_path: Path) -> None:
+    case = stack(Scaled, scaled)
+    steps = steps_of(case, 2)
+    common: Setting = {"precision": "fp32", "device": DEVICE}
+    wanted = train(case, budget(None, weights="device", state="device"), steps, **common)
+    assert_same(train(case, budget(tmp_path / "store", activations="host"), steps, **common), wanted)
 
 
 @pytest.mark.parametrize(

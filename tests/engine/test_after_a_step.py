@@ -216,6 +216,8 @@ def test_a_position_that_is_set_is_part_of_the_commit_that_a_delay_has_left(tmp_
         engine.position = {"row": 2}
         with pytest.raises(ConfigError, match="a commit holds what JSON holds"):
             engine.position = {"row": object()}
+        with pytest.raises(ConfigError, match="position=3: must be a mapping"):
+            engine.position = 3  # type: ignore[assignment]
         engine.inside.rest()
         left = killed(tmp_path / "run", tmp_path / "left")
         engine.step(STEPS[1], position={"row": 3})

@@ -1,5 +1,6 @@
 """Micro-batches: every tensor in them is moved, counted and planned for, however deep it lies."""
 
+import copy
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from penstock.engine import batch
 from penstock.errors import ModelError
 from tests.models import MODELS
 from tests.stacks import Own
-from tests.training import budget, wrap
+from tests.training import assert_same, budget, steps_of, train, wrap
 
 
 @dataclass
@@ -129,6 +130,27 @@ def test_a_loss_that_begins_to_collect_later_breaks_no_step(tmp_path: Path) -> N
     with wrap(case, budget(tmp_path / "store"), loss_fn=collecting) as engine:
         assert engine.step([given]).flops > 0
     assert given["out"]
+
+
+def test_a_loss_may_write_into_its_micro_batch(tmp_path: Path) -> None:
+    """It finds what was given whenever it runs: in the probe, in a step and where a step is run again."""
+    case = MODELS["llama"]
+    steps = steps_of(case, 2)
+    before = copy.deepcopy(steps)
+
+    def masking(model: nn.Module, mb: Mapping[str, Any]) -> torch.Tensor:
+        mask = torch.rand(mb["input_ids"].shape) < 0.3
+        mb["input_ids"][mask] = 0
+        return case.loss_fn(model, mb)
+
+    settings: dict[str, Any] = {"loss_fn": masking, "clip_grad_norm": 1e-3, "delay": 0}
+    waits, again = (
+        train(case, budget(tmp_path / str(speculate)), steps, speculate=speculate, **settings)
+        for speculate in (False, True)
+    )
+    assert [s.repeats for s in again.stats] == [1, 1]
+    assert_same(waits, again)
+    torch.testing.assert_close(steps, before, rtol=0, atol=0)
 
 
 def test_nothing_is_written_into_a_mapping_of_an_unknown_kind() -> None:

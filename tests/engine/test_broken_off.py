@@ -18,6 +18,7 @@ from penstock.engine.fate import State
 from penstock.engine.runner import Runner
 from penstock.errors import ScheduleError, StoreError
 from penstock.runtime.actions import Actions
+from penstock.runtime.pools import Pools
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.lower.visits import vertical
 from penstock.schedule.meaning import Needs, prove
@@ -87,6 +88,25 @@ def test_a_step_that_ends_after_its_last_op_never_was(
     with wrap(CASE, budget(tmp_path / "run"), model=frozen_biases(), **settings) as engine:
         assert engine.step_count == 0
         assert_same_state(run_steps(engine, STEPS[:2]).state, wanted.state)
+
+
+def test_a_runner_whose_closing_is_broken_off_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page-locked memory takes a while to be given back."""
+    with wrap(CASE, budget(tmp_path / "run"), delay=0.0, **COMMON) as engine:
+        engine.step(STEPS[0])
+        close = Pools.close
+
+        def interrupted(pools: Pools) -> None:
+            close(pools)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Pools, "close", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.evaluate(STEPS[0])
+        assert engine.step(STEPS[1]).loss == three_steps().losses[1]
 
 
 def broken_in(engine: Any, kind: str, *, late: bool) -> None:

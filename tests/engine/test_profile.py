@@ -13,8 +13,10 @@ import torch
 import penstock
 from penstock.doctor import examine
 from penstock.engine import profile
+from penstock.engine.device import name_of
 from penstock.engine.profile import profile_of
 from penstock.hardware import system
+from penstock.hardware.drives import together
 from penstock.hardware.machine import Between, Drive, Machine
 from penstock.hardware.profiles import find_profile, profile_folder, save_profile
 from tests.accelerator import DEVICE
@@ -113,7 +115,11 @@ def test_directories_of_one_file_system_are_one_drive_to_measure(tmp_path: Path,
     assert asked == [("all", ([tmp_path], ()))]
     assert found is not None
     assert [each.path for each in found.drives] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert together(found.drives) == together([drive()])
     assert find_profile([tmp_path / "a", tmp_path / "b"], kind="cpu") == found
+    alone = find_profile([tmp_path / "a"], kind="cpu")
+    assert alone is not None
+    assert together(alone.drives) == together([drive()]), "what is stored is the drive's"
 
 
 def test_what_ranks_send_each_other_is_measured_where_a_profile_does_not_tell(
@@ -139,7 +145,8 @@ def test_an_optimizer_that_a_profile_has_not_seen_on_the_device_is_measured_ther
 
     monkeypatch.setattr(examine, "device_steps", of_one)
     known, where = measured_here(machine(tmp_path)), torch.device(DEVICE, 0)
-    known = replace(known, device=replace(known.device, kind="cuda", optimizer={"adamw.bf16": 1e9}))
+    device = replace(known.device, name=name_of(where), kind="cuda", optimizer={"adamw.bf16": 1e9})
+    known = replace(known, device=device)
     save_profile(known)
     assert profile_of([tmp_path], where, "adamw.bf16") == known
     found = profile_of([tmp_path], where, "lion.bf16")

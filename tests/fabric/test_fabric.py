@@ -44,10 +44,11 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """The norms' weights do not decay, and learn at a rate of their own."""
+    """The norms' weights do not decay, and learn at a rate of their own. There are no biases for two groups more."""
     norms = [p for n, p in model.named_parameters() if "norm" in n]
     others = [p for n, p in model.named_parameters() if "norm" not in n]
-    groups = [{"params": others}, {"params": norms, "weight_decay": 0.0, "lr": 3e-3}]
+    biases: list[dict[str, Any]] = [{"params": [], "weight_decay": 0.0, "lr": 3.0} for _ in range(2)]
+    groups = [biases[0], {"params": others}, biases[1], {"params": norms, "weight_decay": 0.0, "lr": 3e-3}]
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
 
 
@@ -182,6 +183,17 @@ def test_zero_grad_forgets_what_was_collected() -> None:
         optimizer.step()
 
 
+def test_the_norm_is_known_without_a_limit() -> None:
+    """``max_norm=inf`` is how loops ask for the norm alone."""
+    fabric, model, optimizer = set_up()
+    for _ in range(2):
+        fabric.backward(model(**batch()).loss)
+        norm = fabric.clip_gradients(model, optimizer, max_norm=float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(norm) == pytest.approx(fabric.strategy.engine.last_step.grad_norm, rel=1e-6)
+
+
 def test_a_number_that_was_no_part_of_the_loss_is_not_made_up() -> None:
     fabric, model, optimizer = set_up()
     output = model(**batch())
@@ -307,6 +319,11 @@ def misuse_clip_without_being_told() -> None:
     fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
 
+def misuse_limited_and_asked_for_the_norm_alone() -> None:
+    fabric, model, optimizer = set_up(clip_grad_norm=1.0)
+    fabric.clip_gradients(model, optimizer, max_norm=float("inf"))
+
+
 def misuse_told_and_not_clipped() -> None:
     fabric, model, optimizer = set_up(clip_grad_norm=1.0)
     fabric.backward(model(**batch()).loss)
@@ -383,6 +400,7 @@ MISUSES = {
     misuse_parameters_left_out: "the optimizer leaves out 'model.embed_tokens.weight' and",
     misuse_groups_that_differ: "param groups differ in 'betas'",
     misuse_clip_without_being_told: r"give it PenstockStrategy\(clip_grad_norm=1.0\)",
+    misuse_limited_and_asked_for_the_norm_alone: r"give it PenstockStrategy\(clip_grad_norm=None\)",
     misuse_told_and_not_clipped: "call fabric.clip_gradients",
     misuse_clip_by_value: "the engine clips by the norm",
     misuse_foreign_loss: "does not come from the model's training output",

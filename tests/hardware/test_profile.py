@@ -13,7 +13,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.hardware import peaks, profiles, system
-from penstock.hardware.drives import used_rates
+from penstock.hardware.drives import together, used_rates
 from penstock.hardware.machine import (
     Crossing,
     Device,
@@ -408,3 +408,41 @@ def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
     cache.write_text("a file")
     with pytest.raises(ConfigError, match=r"cannot be stored as .*: Not a directory. Set XDG_CACHE_HOME"):
         profiles.save_profile(kept())
+
+
+def test_directories_on_one_file_system_have_the_drive_together(cache: Path, tmp_path: Path) -> None:
+    """However many were measured. One on another file system has its own to itself."""
+    a, b, other = tmp_path / "a", tmp_path / "b", Path("/proc")
+    whole = drive(a, sustained=SUSTAINED)
+    profiles.save_profile(kept(whole, drive(other)))
+    found = profiles.find_profile([a, other, b])
+    assert found is not None
+    first, alone, second = found.drives
+    assert alone == kept(drive(other)).drives[0]
+    assert (first.path, second.path) == (str(a), str(b))
+    assert replace(second, path=first.path) == first
+    assert together([first, second]) == together([whole])
+    assert 2 * first.free == whole.free
+    assert first.tbw == 600.0
+    assert (first.directories, alone.directories) == (2, 1)
+    single = profiles.find_profile([b])
+    assert single is not None
+    assert single.drives[0].read == whole.read
+    profiles.save_profile(kept(whole, drive(b, read=9e9)))
+    for paths in ((), (a, b)):
+        both = profiles.find_profile(paths)
+        assert both is not None
+        assert together(both.drives) == together([whole])
+    parts, missing = profiles.find_parts([a, b], kind="cuda")
+    assert parts is not None
+    assert [each.read for each in parts.drives] == [3e9, 9e9], "as they are stored"
+    assert not missing
+
+
+def test_a_profile_of_another_gpu_of_the_machine_is_not_taken(cache: Path, tmp_path: Path) -> None:
+    profiles.save_profile(kept(drive(tmp_path)))
+    assert profiles.find_profile([tmp_path], kind="cuda", device="GPU") == kept(drive(tmp_path))
+    assert profiles.find_profile([tmp_path], kind="cuda", device="another") is None
+    assert profiles.find_parts([tmp_path], kind="cuda", device="another") == (None, (tmp_path,))
+    why = profiles.why_none([tmp_path], kind="cuda", device="another")
+    assert (why or "").endswith("it was measured on GPU, and this run computes on another")

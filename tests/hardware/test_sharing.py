@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from penstock.config import Budget
 from penstock.errors import ConfigError
+from penstock.hardware.drives import with_room
 from penstock.hardware.machine import Between, Collectives, Machine, Network, Sustained
-from penstock.hardware.sharing import drives_of, knows_ranks, of_each_rank
+from penstock.hardware.sharing import drives_of, knows_ranks, of_each_rank, room_of_each
 from tests.machines import GIB, drive, gpu, host
 
 RANKS = st.integers(2, 9)
@@ -144,3 +145,15 @@ def test_with_a_copy_on_each_host_gradients_alone_leave_it() -> None:
     assert of_one.network == of_one.across == Network(bandwidth=2e9, latency=2e-4)
     with pytest.raises(ConfigError, match="some are on a part of a host"):
         of_each_rank(linked(), 12, hosts=3, copies=2)
+
+
+def test_every_rank_has_room_on_disk_as_the_one_with_the_least_has() -> None:
+    """Of three drives and two ranks one rank has two, and one a single one; four ranks have a third, or half of one."""
+    drives = machine(drives=3).drives
+    assert [room_of_each(drives, ranks) for ranks in (1, 2, 3, 4)] == [1500 * GIB, 500 * GIB, 500 * GIB, 250 * GIB]
+    full = (replace(drives[0], free=100 * GIB), *drives[1:])
+    assert room_of_each(full, 2) == 200 * GIB
+    assert room_of_each((), 2) == 0
+    given = with_room(drives, 300 * GIB)
+    assert [each.free for each in given] == [100 * GIB] * 3
+    assert room_of_each(given, 2) == 100 * GIB

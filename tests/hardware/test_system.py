@@ -99,6 +99,45 @@ def test_the_limits_of_cgroups_of_version_1(tmp_path: Path, place: str, file: st
     assert memory_of(tmp_path, files) == expected
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            {
+                "proc/self/cgroup": "0::/a\n",
+                "sys/fs/cgroup/a/memory.max": "100000000\n",
+                "sys/fs/cgroup/a/memory.current": "70000000\n",
+                "sys/fs/cgroup/a/memory.stat": "anon 50000000\ninactive_file 15000000\nactive_file 5000000\n",
+            },
+            45000000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/a\n",
+                "proc/self/mountinfo": V1,
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "100000000\n",
+                "sys/fs/cgroup/memory/a/memory.usage_in_bytes": "70000000\n",
+                "sys/fs/cgroup/memory/a/memory.stat": "inactive_file 1\ntotal_inactive_file 20000000\n",
+            },
+            50000000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/memory.max": "100000000\n",
+                "sys/fs/cgroup/a/memory.current": "99000000\n",
+                "sys/fs/cgroup/a/b/memory.high": "80000000\n",
+                "sys/fs/cgroup/a/b/memory.current": "90000000\n",
+            },
+            0,
+        ),
+    ],
+)
+def test_what_a_cgroup_uses_of_its_limit_is_not_available(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    """But for what caches files that nobody reads. One may be over what it is slowed down from."""
+    assert system.look(tree(tmp_path, BASE | files)).available == expected
+
+
 def test_a_container_that_sees_its_own_part_of_version_1(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "4:memory:/docker/abc/job\n",
@@ -241,10 +280,29 @@ def test_what_other_programs_take_of_the_processors(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(system.os, "sysconf", lambda name: 100)
     monkeypatch.setattr(system.os, "times", lambda: spent)
     monkeypatch.setattr(system.time, "monotonic", lambda: clock)
-    tree(tmp_path, {"proc/stat": STAT.format(1000, 0, 0)})
+    tree(tmp_path, BASE | {"proc/stat": STAT.format(1000, 0, 0)})
     others = system.Others(tmp_path)
     spent, clock = os.times_result((2.0, 1.0, 1.0, 0.0, 0.0)), 110.0
     tree(tmp_path, {"proc/stat": STAT.format(1600, 200, 900)})
     assert others.cores() == pytest.approx((8.0 - 3.0) / 10), "the other processor is not this process's"
     spent = os.times_result((99.0, 0.0, 0.0, 0.0, 0.0))
     assert others.cores() == 0.0
+
+
+def test_what_other_programs_do_where_a_quota_leaves_no_time_is_not_taken_from_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four processors with a quota of one and a half, two and a half may be busy with anything."""
+    clock = 100.0
+    monkeypatch.setattr(system.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(system.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(system.os, "times", lambda: os.times_result((0.0, 0.0, 0.0, 0.0, 0.0)))
+    monkeypatch.setattr(system.time, "monotonic", lambda: clock)
+    quota = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "150000 100000\n"}
+    tree(tmp_path, BASE | quota | {"proc/stat": STAT.format(0, 0, 0) + "cpu2 0 0 0 0 0 0 0 0 0 0\n"})
+    others = system.Others(tmp_path)
+    clock = 110.0
+    tree(tmp_path, {"proc/stat": STAT.format(900, 0, 900) + "cpu2 700 0 0 0 0 0 0 0 0 0\n"})
+    assert others.cores() == 0.0
+    tree(tmp_path, {"proc/stat": STAT.format(1000, 0, 1000) + "cpu2 1000 0 0 0 0 0 0 0 0 0\n"})
+    assert others.cores() == pytest.approx(0.5)

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 import penstock
 from penstock import ConfigError, ModelError
 from penstock.compat.peft import base_name
-from penstock.hf import export
+from penstock.hf import Trainer, export
 from penstock.hf.models.folder import SINGLE
 from tests import folders
+from tests.library_runs import arguments, examples, in_memory, llama
 from tests.models import causal_lm
 
 TARGETS = {"llama": ["q_proj", "down_proj", "embed_tokens"], "gpt2": ["c_attn"], "mixtral": ["q_proj"]}
@@ -99,6 +101,93 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
     with trained(plain) as engine, pytest.raises(ConfigError, match="has no adapters"):
         export(engine, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("llama-tied", {"target_modules": ["lm_head"]}, "lm_head.weight is trained"),
+        ("llama-tied", {"modules_to_save": ["embed_tokens"]}, "model.embed_tokens.weight is trained"),
+        ("llama-tied", {"modules_to_save": ["lm_head"]}, "lm_head.weight is trained"),
+        ("llama", {"trainable_token_indices": [1, 2]}, "trainable tokens"),
+    ],
+)
+def test_a_merged_model_never_lacks_what_was_trained(
+    name: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """A value that the model has under two names would be written under one, without what was trained of the other."""
+    base = folders.model(name)
+    base.config.use_cache = False
+    model = get_peft_model(base, LoraConfig(**{"r": 2, "target_modules": ["q_proj"]} | settings))
+    with trained(model) as engine, pytest.raises(ModelError, match=rf"{message}.*export the adapter"):
+        export(engine, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+def prompts(base: Any) -> Any:
+    return get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def renamed(base: Any) -> Any:
+    return get_peft_model(base, LoraConfig(target_modules=["q_proj"]), adapter_name="mine")
+
+
+def put_into(base: Any) -> Any:
+    base.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    return base
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (prompts, "PROMPT_TUNING: .*train low-rank adapters"),
+        (renamed, "adapters are called mine, .*without adapter_name"),
+        (put_into, "by add_adapter cannot be saved: call peft.get_peft_model"),
+    ],
+)
+def test_adapters_that_could_not_be_saved_are_refused_before_they_are_trained(
+    make: Any, message: str, tmp_path: Path
+) -> None:
+    model = make(llama())
+    trainer = Trainer(model=model, args=arguments(tmp_path / "run"), train_dataset=examples(4), engine=in_memory())
+    with pytest.raises(ModelError, match=message):
+        trainer.train()
+
+
+def in_bf16(folder: Path, resized: int = 0, **settings: Any) -> Any:
+    """A base in bf16 with adapters, which peft makes in fp32."""
+    if not folder.exists():
+        llama(dtype=torch.bfloat16).save_pretrained(folder)
+    base: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    if resized:
+        base.resize_token_embeddings(resized)
+    return get_peft_model(base, LoraConfig(**{"r": 2, "target_modules": ["q_proj"]} | settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"resized": 104},
+        {"target_modules": r".*\.(q_proj|embed_to.ens)"},
+        {"trainable_token_indices": [1, 2]},
+    ],
+    ids=str,
+)
+def test_a_trainer_saves_of_an_adapter_what_peft_does_in_the_dtypes_that_it_has(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    in_bf16(tmp_path / "base", **settings).save_pretrained(tmp_path / "plain")
+    model = in_bf16(tmp_path / "base", **settings)
+    trainer = Trainer(model=model, args=arguments(tmp_path / "run"), train_dataset=examples(4), engine=in_memory())
+    trainer.save_model(str(tmp_path / "out"))
+    trainer.end()
+    expected, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "out"))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype, key
+        assert torch.equal(found[key], value), key
 
 
 def test_names_from_before_peft() -> None:

@@ -216,6 +216,23 @@ def test_a_model_with_code_of_its_own_takes_it_along(tmp_path: Path, monkeypatch
         assert (folder / SINGLE).read_bytes() == (source / SINGLE).read_bytes()
 
 
+def test_all_that_prepares_a_models_inputs_is_kept_and_comes_out_with_it(tmp_path: Path) -> None:
+    """Chat templates, of which some are in a folder of their own, and Mistral's own tokenizer."""
+    source = folders.write("llama", tmp_path / "source")
+    inputs = ["additional_chat_templates/tools.jinja", "chat_template.jinja", "tekken.json", "tokenizer.json"]
+    (source / "additional_chat_templates").mkdir()
+    for name in inputs:
+        (source / name).write_text(name)
+    model = folders.model("llama")
+    keep(tmp_path / "kept", model, config=model.config, dtype=torch.float32, rules=None, source=source)
+    for adapter in (False, True):
+        out = tmp_path / f"out-{adapter}"
+        out.mkdir()
+        copy_companions(tmp_path / "kept", out, adapter=adapter)
+        found = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+        assert found == sorted(inputs if adapter else [*inputs, "generation_config.json"])
+
+
 # ---- what goes wrong
 
 

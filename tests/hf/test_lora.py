@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import penstock
+import penstock.hf
 from penstock.cli.task import shape_of
 from penstock.compat.peft import base_name
 from penstock.config import DataConfig, LoraConfig, ModelConfig, TrainConfig
@@ -156,6 +157,37 @@ def test_adapters_on_a_model_without_memory_begin_as_pefts_do(tmp_path: Path) ->
             / sum(ZOO["llama"].items(mb) for mb in micro_batches),
             rel=8 * ROUNDING,
         )
+
+
+class Around(nn.Module):
+    """A module of a user's own around a model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.pretrained, self.config = model, model.config
+
+
+def put_into(model: Any) -> Any:
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda model: with_adapters(model, LORA), "base_model.model.model.embed_tokens.weight"),
+        (put_into, "model.layers.0.self_attn.q_proj.base_layer.weight"),
+        (Around, "pretrained.model.embed_tokens.weight"),
+    ],
+    ids=["peft", "add_adapter", "own module"],
+)
+def test_loaded_values_that_a_model_has_under_other_names_are_not_replaced_by_random_ones(
+    make: Any, name: str, tmp_path: Path
+) -> None:
+    models.llama().save_pretrained(tmp_path / "folder")
+    loaded = penstock.hf.load(tmp_path / "folder")
+    with pytest.raises(ConfigError, match=f"weights has no values for '{name}'.*penstock.hf.lora.BaseWeights"):
+        wrapped(make(loaded.model), tmp_path / "store", weights=loaded.weights)
 
 
 def test_an_initialisation_that_needs_weights_is_refused(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 import penstock
+from penstock.compat.peft import base_name
 from penstock.hf import SFTTrainer
 from tests.library_runs import COMMON, check_same, in_memory, llama, on_disk, one_thread, shown, tokenizer
-from tests.overrides import foreign_overrides
+from tests.overrides import foreign_overrides, public_overrides
 
 WORDS = [
     "import",
@@ -129,6 +130,23 @@ def test_an_adapter_trains_on_frozen_weights(tmp_path: Path) -> None:
     mine.end()
 
 
+def test_an_adapter_of_a_folder_trains_on_the_folders_weights(tmp_path: Path) -> None:
+    """TRL puts it into a model that has no values yet."""
+    llama().save_pretrained(tmp_path / "folder")
+    loaded = penstock.hf.load(tmp_path / "folder")
+    trainer = SFTTrainer(
+        model=loaded.model,
+        args=trl.SFTConfig(str(tmp_path), **COMMON | {"bf16": False}),
+        train_dataset=chats(2),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj"]),
+        engine=in_memory(weights=loaded.weights),
+    )
+    found = {base_name(name): value.clone() for name, value in trainer.engine.master_parameters()}
+    assert all(torch.equal(found[name], value) for name, value in llama().state_dict().items())
+    trainer.end()
+
+
 def test_what_would_have_no_effect_is_refused(tmp_path: Path) -> None:
     with pytest.raises(penstock.ConfigError, match="loss_tile=8 would have no effect"):
         run(SFTTrainer, tmp_path, chats, {"engine": in_memory(loss_tile=8)})
@@ -138,3 +156,9 @@ def test_private_methods_of_the_libraries_are_overridden_in_compat_alone() -> No
     assert foreign_overrides(SFTTrainer) == set()
     overriding = type("Overriding", (SFTTrainer,), {"_save": None, "__module__": "penstock.hf.elsewhere"})
     assert foreign_overrides(overriding) == {"Overriding._save"}
+
+
+def test_public_names_of_the_libraries_mean_what_they_do_there() -> None:
+    """Users call them. These are overridden, with what they take and give; no other is taken for something else."""
+    names = {"create_accelerator_and_postprocess", "create_optimizer", "end", "evaluation_loop", "get_train_dataloader"}
+    assert public_overrides(SFTTrainer) == names | {"prediction_step", "train", "training_step"}

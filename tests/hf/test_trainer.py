@@ -1,5 +1,6 @@
 """``penstock.hf.Trainer`` runs transformers' own loop: it logs, saves and goes on from what the library's own does."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import penstock
 import penstock.hf
 from penstock.hf import Trainer
+from penstock.store.facts import facts_of
 from tests.library_runs import (
     StopAfter,
     arguments,
@@ -25,6 +27,7 @@ from tests.library_runs import (
     on_disk,
     one_thread,
     shown,
+    tokenizer,
     weights,
 )
 from tests.training import abandon
@@ -113,6 +116,7 @@ def test_training_again_goes_on_as_the_library_does(tmp_path: Path) -> None:
         pytest.param({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}, id="sgd"),
         pytest.param({"label_smoothing_factor": 0.2}, id="label-smoothing"),
         pytest.param({"max_grad_norm": 0.0, "lr_scheduler_type": "cosine"}, id="no-clipping"),
+        pytest.param({"max_grad_norm": float("inf")}, id="norm-alone"),
         pytest.param({"max_grad_norm": 0.05, "train_sampling_strategy": "sequential"}, id="every-step-clipped"),
     ],
 )
@@ -197,6 +201,21 @@ def test_predictions_and_metrics_come_from_the_models_own_outputs(tmp_path: Path
     mine.end()
 
 
+@pytest.mark.parametrize("filtered", [True, False])
+def test_an_evaluation_batch_without_labels_counts_as_the_library_has_it(tmp_path: Path, filtered: bool) -> None:
+    """Its loss is NaN, which ends no training."""
+    data = [dict(example) for example in HELD_OUT[:3]]
+    data[1] = data[1] | {"labels": [-100] * len(data[1]["labels"])}
+    settings = {"per_device_eval_batch_size": 1, "logging_nan_inf_filter": filtered}
+    losses = []
+    for cls, given in ((transformers.Trainer, {}), (Trainer, {"engine": in_memory()})):
+        trainer = cls(model=llama(), args=arguments(tmp_path, **settings), eval_dataset=data, **given)
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.end()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6, nan_ok=True)
+    assert math.isnan(losses[1]) is not filtered
+
+
 def test_a_run_that_stopped_goes_on_to_the_bits_of_one_that_did_not(tmp_path: Path) -> None:
     """The run has dropout, shuffled data and momentum; the store that is left is of a later step than the
     checkpoint."""
@@ -224,6 +243,28 @@ def test_a_run_that_stopped_goes_on_to_the_bits_of_one_that_did_not(tmp_path: Pa
     assert names == ["checkpoint-4", "checkpoint-6"]
     resumed.end()
     whole.end()
+
+
+def test_the_state_of_the_loop_is_saved_where_a_script_asks_for_it(tmp_path: Path) -> None:
+    """As scripts do after training, by the library's own name."""
+    trainer = Trainer(model=llama(), args=arguments(tmp_path), eval_dataset=HELD_OUT, engine=in_memory())
+    trainer.save_state()
+    assert transformers.TrainerState.load_from_json(str(tmp_path / "trainer_state.json")).global_step == 0
+    trainer.end()
+
+
+def test_a_model_with_more_than_weights_is_saved_again_where_it_is(tmp_path: Path) -> None:
+    """Several chat templates are a folder beside the weights. What the model does not consist of stays."""
+    chats = tokenizer()
+    chats.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    trainer = Trainer(model=llama(), args=arguments(tmp_path), processing_class=chats, engine=in_memory())
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"an earlier model's")
+    (tmp_path / "model_ema.safetensors").write_bytes(b"the user's own")
+    for _ in range(2):
+        trainer.save_model()
+    trainer.end()
+    assert set(AutoTokenizer.from_pretrained(tmp_path).chat_template) == {"default", "tools"}
+    assert sorted(file.name for file in tmp_path.glob("model*")) == ["model.safetensors", "model_ema.safetensors"]
 
 
 def test_a_saved_model_is_what_transformers_loads(tmp_path: Path) -> None:
@@ -299,6 +340,43 @@ def test_a_store_of_another_run_is_not_continued_silently(tmp_path: Path) -> Non
     anew = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=2)
     assert shown(anew) == shown(first)
     anew.end()
+
+
+def test_a_store_is_not_deleted_for_a_checkpoint_that_the_run_cannot_go_on_from(tmp_path: Path) -> None:
+    """Settings that are not those that the checkpoint was saved with, and a snapshot that is damaged."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    first = streamed(tmp_path, **settings)
+    first.end()
+
+    def check_refused(message: str, model: Any = None, engine: Any = None, **changes: Any) -> None:
+        args = arguments(tmp_path / "engine", **settings | changes)
+        given = on_disk(tmp_path / "store", **engine or {})
+        with pytest.raises((penstock.StoreError, penstock.ConfigError), match=message):
+            Trainer(model=model or llama(), args=args, train_dataset=DATA, engine=given).train(True)
+        facts = facts_of([tmp_path / "store"])
+        assert facts is not None
+        assert facts.step == 1
+
+    frozen: Any = llama()
+    frozen.lm_head.requires_grad_(False)
+    check_refused("another precision", bf16=True)
+    check_refused("another optimizer", optim="sgd")
+    check_refused("another model", model=frozen)
+    check_refused("1 ranks cannot go on|give strands=1", engine={"strands": 2})
+    check_refused("started with seed=42, not 7", seed=7)
+    manifest = tmp_path / "engine" / "checkpoint-1" / "penstock.snapshot" / "snapshot.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    check_refused("snapshot.json")
+
+
+def test_a_checkpoint_that_was_broken_off_is_not_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    trainer = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
+    with pytest.raises(penstock.ConfigError, match=r"no complete checkpoint: .*Remove .*checkpoint-2, and begin anew"):
+        trainer.train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-2").rmdir()
+    with pytest.raises(ValueError, match="No valid checkpoint found"):  # the library's own words
+        trainer.train(resume_from_checkpoint=True)
 
 
 def test_an_old_checkpoint_does_not_replace_what_a_later_run_has_put_in_its_stores_place(tmp_path: Path) -> None:

@@ -162,8 +162,11 @@ def test_settings_survive_a_state_dict_and_moments_are_refused() -> None:
     saved = optimizer.state_dict()
     assert saved["state"] == {}
     other = StreamedOptimizer(AdamW(lr=0.1), named())
+    (group,) = other.param_groups
     other.load_state_dict(saved)
     assert other.hypers()[0].lr == 0.025
+    group["lr"] = 0.5  # as a schedule does that was made for another optimizer with the same groups
+    assert other.hypers()[0].lr == 0.5
     with pytest.raises(ConfigError, match=r"engine\.load"):
         other.load_state_dict(saved | {"state": {0: {"exp_avg": torch.zeros(3)}}})
 

@@ -1,19 +1,26 @@
 """``budget.endurance``: plans write their drives no faster than they may, or are refused with what would help."""
 
+import math
 import pickle
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from penstock.config import Budget, Endurance, format_size
+from penstock.engine.due import Due
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.drives import spread
-from penstock.planner.ask import report
+from penstock.hardware.drives import part_of, spread
+from penstock.hardware.machine import Machine
+from penstock.planner.ask import rated, report
+from penstock.planner.commits import Commits, in_memory
 from penstock.planner.endurance import DAY, EnduranceError, allowance, written_per_day
+from penstock.planner.forecast import forecast
 from penstock.planner.search import Choice, estimate_lasting, search
 from penstock.planner.task import Task
+from penstock.planner.whole_run import whole_run
 from tests.planner.test_search import MIB, SLOW, task
 from tests.questions import DRIVE, MACHINE
 
@@ -118,13 +125,78 @@ def test_commits_of_state_in_memory_wear_the_drive_too(free: tuple[Choice, float
     step = plan.schedule.bytes_per_lane().get("write", 0)
     gradients = 4 * sum(group.trainable for group in plan.program.groups)
     kept = plan.state_bytes - gradients - plan.disk_bytes
-    assert kept > 0
-    assert written_per_day(budget, plan, 1.0, 2.0) == pytest.approx((step + kept / 10) / 2 * DAY)
-    by_clock = replace(budget, interval="20s")
-    assert written_per_day(by_clock, plan, 1.0, 2.0) == pytest.approx((step / 2 + kept / 20) * DAY)
-    assert written_per_day(replace(budget, durability="none", interval=None), plan, 1.0, 2.0) == step / 2 * DAY
+    assert kept == in_memory(plan) > 0
+    machine = writing_in(1.5, kept)
+    assert written_per_day(budget, plan, machine, 1.0, 2.0) == pytest.approx((step + kept / 10) / 2 * DAY)
+    by_clock = replace(budget, interval="20s")  # begun 18 s after the one before: a step more, and it is written
+    assert written_per_day(by_clock, plan, machine, 1.0, 2.0) == pytest.approx((step / 2 + kept / 18) * DAY)
+    none = replace(budget, durability="none", interval=None)
+    assert written_per_day(none, plan, machine, 1.0, 2.0) == step / 2 * DAY
     writes = free[0].plan
-    assert written_per_day(by_clock, writes, 1.05, 2.0) > written_per_day(by_clock, writes, 1.0, 2.0)
+    assert written_per_day(by_clock, writes, SLOW, 1.05, 2.0) > written_per_day(by_clock, writes, SLOW, 1.0, 2.0)
+
+
+def writing_in(seconds: float, nbytes: int) -> Machine:
+    """A machine that writes so many bytes in so many seconds."""
+    return replace(SLOW, drives=(replace(DRIVE, write=nbytes / seconds),))
+
+
+@pytest.mark.parametrize(
+    ("step", "writing", "period"),
+    [(60.0, 100.0, 180.0), (10.0, 139.0, 160.0), (60.0, 20.0, 240.0), (400.0, 10.0, 400.0), (70.0, 200.0, 210.0)],
+)
+def test_commits_by_the_clock_come_as_often_as_the_engine_begins_them(
+    step: float, writing: float, period: float
+) -> None:
+    plan = search(task(machine=SLOW).question(2, 4)).plan
+    budget = Budget(device=1, host=1, disk="d", durability="interval", interval="300s")
+    found = Commits.of(budget, plan, writing_in(writing, in_memory(plan)).drives, step)
+    assert found is not None
+    assert (found.writing, found.period) == (pytest.approx(writing), period)
+    now, written = 0.0, 0.0
+    due = Due(steps=None, seconds=300.0, clock=lambda: now)
+    begun = list[float]()
+    for number in range(1, 40):
+        now = number * step
+        if begun and written <= now:
+            now = written
+            due.committed()
+            now, written = number * step, math.inf
+        if due.after(number):
+            due.began()
+            begun.append(now)
+            written = now + writing
+    assert [later - earlier for earlier, later in pairwise(begun)][1:] == [period] * (len(begun) - 2)
+
+
+def test_a_commit_writes_what_steps_change_and_leave_in_memory() -> None:
+    """No gradients, and no frozen weights, which are on disk once and stay as they are."""
+    plan = search(task(machine=SLOW).question(2, 4)).plan
+    groups = plan.program.groups
+    frozen = tuple(replace(g, trainable=0, frozen=g.numel) if g.index == 1 else g for g in groups)
+    less = replace(plan, program=replace(plan.program, groups=frozen))
+    assert in_memory(plan) - in_memory(less) == 3 * 4 * groups[1].trainable, "in fp32: the weights and two moments"
+
+
+def test_the_days_of_the_drives_count_commits_as_the_whole_run_does() -> None:
+    asked = task(machine=SLOW)
+    asked = replace(asked, budget=replace(asked.budget, durability="interval", interval=1))
+    found = forecast(asked, search(asked.question(2, 4)), 2)
+    assert in_memory(found.choice.plan) > 0
+    assert found.wear.days is not None
+    run = whole_run(found, 1000)
+    assert run.life is not None
+    assert found.wear.days == pytest.approx(run.days / run.life)
+    assert found.wear.steps == pytest.approx(1000 / run.life)
+
+
+def test_directories_that_share_a_drive_share_what_it_may_be_written() -> None:
+    limit = Budget(device=1, host=1, disk=["a", "b"], endurance=Endurance(per_day=10**12))
+    half = replace(part_of(DRIVE, 2), directories=2)
+    assert allowance(limit, replace(SLOW, drives=(half, half))) == 1e12
+    assert allowance(limit, replace(SLOW, drives=(DRIVE, DRIVE))) == 2e12
+    (one, other) = rated(replace(SLOW, drives=(half, half)), 600.0).drives
+    assert one.tbw == other.tbw == 300.0
 
 
 def test_an_estimate_of_what_lasts_is_none_where_nothing_does() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.config import Budget
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.hosts import Hosts, Kind
 from penstock.hardware.machine import Between, Machine, Network
 from penstock.planner.comparison import Comparison, compared, layouts
@@ -200,3 +200,45 @@ def test_what_cannot_be_is_refused_with_why() -> None:
     assert "5 sequences cannot be shared evenly by 2 pipelines" in why["pp 2 x dp_shard 2"]
     assert not found.outcomes
     assert found.fastest is None
+
+
+@pytest.mark.parametrize(
+    ("small", "said"),
+    [
+        (
+            replace(FAST, device=replace(FAST.device, memory=2 << 20)),
+            "a rank takes .* of device memory, and less has 1",
+        ),
+        (replace(FAST, host=replace(FAST.host, memory=1 << 20)), "a host takes .* of host memory, and less has 1"),
+    ],
+    ids=["device", "host"],
+)
+def test_a_layout_that_takes_more_memory_than_a_host_has_is_refused(small: Machine, said: str) -> None:
+    """The budget of a file is for whatever machine."""
+    what = asked((FAST, 1), (replace(small, name="less"), 1))
+    for layout, outcome in ((SHARED[0], shared_by_all), (as_pipelines(what)[1], pipeline)):
+        assert outcome(DIFFERENT, layout).seconds > 0
+        with pytest.raises(BudgetError, match=f"{said} MiB: lower budget"):
+            outcome(what, layout)
+
+
+def test_ranks_have_the_room_on_disk_of_the_one_with_the_least() -> None:
+    drives = tuple(replace(FAST.drives[0], path=f"/d{n}", free=1 << 40) for n in range(3))
+    three, few = replace(FAST, drives=drives), replace(FAST, drives=(*drives[:2], replace(drives[2], free=1 << 30)))
+    for other, room in ((three, 1 << 40), (few, 2 << 30)):
+        what = asked((three, 1), (replace(other, name="other"), 1))
+        assert what.of_rank(what.views()[0]).disk_free == room
+
+
+def test_a_rate_that_a_kind_of_host_lacks_is_said_by_the_name_of_its_profile() -> None:
+    flops = {"fp32": 1e9}
+    less = replace(FAST, name="less", device=replace(FAST.device, flops=flops))
+    what = replace(asked((FAST, 1), (less, 1)), size=4)
+    found = compared(replace(what, task=replace(what.task, precision="bf16")))
+    assert not found.outcomes
+    assert {one.why.partition(",")[0] for one in found.refused} == {
+        "precision='bf16': the profile of less has no rate for it"
+    }
+    slow = replace(less, host=replace(less.host, optimizer={"sgd.fp32": 1e6}))
+    with pytest.raises(ConfigError, match=r"profile of less has no optimizer rate adamw\.fp32"):
+        asked((FAST, 1), (slow, 1))

@@ -26,13 +26,14 @@ from penstock.schedule.check import check
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.lower.visits import vertical
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import BOUNCE, Format, Settings
-from penstock.schedule.program import Whole
+from penstock.schedule.program import ALIGN, Whole
 from penstock.shape.shipped import named
 from penstock.shape.transformer import from_config
 from penstock.sim.simulate import simulate
-from tests.programs import transformer
+from tests.programs import all_on_disk, transformer
 from tests.questions import DRIVE, LLAMA, MACHINE, question, searched, times_for
 
 ADAM32, ADAM16 = Format.of("fp32", 2), Format.of("bf16", 2)
@@ -406,6 +407,23 @@ def test_the_roofline_crosses_where_the_formula_says() -> None:
     assert found.tokens_per_second(10**12) == pytest.approx(found.compute_tokens_per_second)
 
 
+def test_the_roofline_reads_frozen_weights_as_often_as_a_step_does() -> None:
+    """Of adapters, all else of a model is frozen: the disk reads it twice, and writes none of it."""
+    program = transformer(20, block=40)
+    groups = tuple(
+        replace(g, trainable=trained, frozen=g.numel - trained)
+        for g in program.groups
+        for trained in [ALIGN if g.name.startswith("block") else 0]
+    )
+    stages = (replace(s, gradients=tuple(g for g in s.gradients if groups[g].trainable)) for s in program.stages)
+    program = replace(program, groups=groups, stages=tuple(stages))
+    drive = replace(DRIVE, read=1e6, write=1e6, read_both=0.5e6, write_both=0.5e6)
+    asked = question(program, form=ADAM16, machine=replace(MACHINE, drives=(drive,)))
+    moved = vertical(program, all_on_disk(program, chunk=64 * ALIGN, micro_batches=3)).bytes_per_lane()
+    found = roofline(asked, 1000)
+    assert found.disk_seconds == pytest.approx((moved["read"] + moved["write"]) / 1e6, rel=0.05)
+
+
 # ---- from names
 
 
@@ -556,6 +574,20 @@ def test_schedules_of_too_many_ops_are_refused_before_anything_is_simulated() ->
 
 def test_the_curve_ends_where_micro_batches_do() -> None:
     assert curve(task(), 1, until=4096)[-1].batch == 256
+
+
+def test_every_batch_of_the_curve_is_a_whole_number_of_the_micro_batches_that_are_priced() -> None:
+    asked = task(device=40 * MIB, machine=SLOW)
+    points = curve(asked, 3, until=25, also=15)
+    assert [point.batch for point in points] == [1, 2, 3, 6, 12, 15, 24]
+    for point in points:
+        size = min(3, point.batch)
+        seconds = estimate(replace(asked.question(size, point.batch // size), most_ops=None), "vertical")
+        rate = point.tokens_per_second["vertical"]
+        assert rate is not None
+        assert seconds is not None
+        assert rate * seconds == pytest.approx(size * (point.batch // size) * 128)
+    assert [point.batch for point in curve(asked, 3, until=2)] == [1, 2]
 
 
 def test_a_directory_on_disk_is_offered_only_if_it_helps() -> None:

@@ -52,6 +52,6 @@ def test_an_example_fits_the_machine_that_it_is_for(path: Path, tmp_path: Path) 
     if config.model.path is not None:
         config = load(path, [("model", str(_as_on_the_hub(config.model.path, tmp_path)))])
     machine = on_directories(machine_named(named[1]), config.budget.disk_paths)
-    task = task_of(config, machine, disk_free=sum(drive.free for drive in machine.drives))
+    task = task_of(config, machine)
     ways = (way for way in reversed(cuts(config.sequences_per_step)) if way[1] >= 4)
     assert any(estimate(task.question(*way), task.families[0]) is not None for way in ways)

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"compat", "config", "errors", "schedule"},
     "data": {"compat", "config", "documents", "errors", "files", "tape"},
     "state": _STATE,
-    "runtime": {"accelerator", "config", "errors", "optim", "ranks", "schedule", "state", "store", "tape"},
+    "runtime": {"accelerator", "compat", "config", "errors", "optim", "ranks", "schedule", "state", "store", "tape"},
     "engine": _ENGINE,
     "doctor": {
         "accelerator",

@@ -1,9 +1,11 @@
 """A pipeline is one rank: whatever the number of its ranks, the same losses, norms and state, bit by bit; what crosses
 is what the schedule says; what cannot be sent is refused by name."""
 
+import gc
 import os
 import shutil
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -95,6 +97,7 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "two kinds of masks": (Numbers(model="gemma3"), Run(disk=True)),
     "masked": (Numbers(model="bert"), Run()),
     "images": (Numbers(model="vit"), Run(disk=True)),
+    "images in bf16": (Numbers(model="vit", precision="bf16"), Run()),
     "dealt unevenly": (BF16, Run(disk=True, settings={"deal": [2, 1]})),
     "1f1b in memory": (GPT2, Run(settings=ONE_PIECE)),
     "1f1b on disk, early, bf16": (BF16, Run(disk=True, settings=ONE_PIECE | {"speculate": True})),
@@ -132,6 +135,7 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "zero bubble, fp16": (Numbers(model="gpt2", precision="fp16"), Run(settings=SPLIT)),
 }
 IN_SHORT = (
+    ("images in bf16", 2),
     ("dealt unevenly", 2),
     ("on disk, early, bf16", 2),
     ("delayed", 3),
@@ -504,3 +508,55 @@ def test_ranks_of_a_pipeline_that_are_given_other_micro_batches_are_refused() ->
 def test_what_a_pipeline_cannot_do_is_refused_by_name(model: str, settings: Any, message: str) -> None:
     with pytest.raises(RankFailedError, match=message):
         pipeline(2, refused, model, **settings)
+
+
+def again_and_again(mesh: DeviceMesh) -> list[tuple[int, int]]:
+    """Open files and threads after each of several engines."""
+    case, found = MODELS["gpt2"], list[tuple[int, int]]()
+    for step in steps_of(case, 3):
+        with wrap(case, budget(None), mesh=mesh) as engine:
+            engine.step(step)
+        del engine
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    return found
+
+
+def test_engines_one_after_the_other_leave_no_more_behind_than_one() -> None:
+    for found in pipeline(2, again_and_again):
+        assert found[1] == found[2]
+
+
+class Frozen(nn.Module):
+    """Its first block does not train."""
+
+    WIDTH = 256
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(self.WIDTH, self.WIDTH), nn.Tanh()) for _ in range(4))
+        self.out = nn.Linear(self.WIDTH, 1)
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x).square().mean()
+
+
+def with_longer_batches(mesh: DeviceMesh, disk: Path) -> list[str]:
+    """The tiers of weights after a step, and after one whose activations need their room."""
+    where = penstock.Budget(device="5.6MiB", host="7MiB", disk=disk)
+    settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(b["x"]), "delay": 0, "deal": [3, 1]}
+    found = []
+    with penstock.wrap(Frozen(), budget=where, mesh=mesh, device="cpu", **settings) as engine:
+        for rows in (16, 330):
+            engine.step([{"x": torch.ones(rows, Frozen.WIDTH)}] * 2)
+            found += [engine.inside.resources.arrays.tier_of(f"weights.{g}") for g in (0, 1)]
+    return found
+
+
+def test_weights_of_one_rank_that_move_to_disk_are_committed_by_all(tmp_path: Path) -> None:
+    first, second = pipeline(2, with_longer_batches, tmp_path / "store")
+    assert "device" in first[:2]
+    assert {*first[2:], *second} == {"disk"}

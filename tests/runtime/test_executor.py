@@ -4,7 +4,8 @@ import faulthandler
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from penstock.runtime.executor import Executor
 from penstock.runtime.pools import Pools
 from penstock.runtime.serial import SerialExecutor
-from penstock.runtime.streams import HostStreams
+from penstock.runtime.streams import HostStreams, Mark
 from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.ir.ops import Op, Schedule, reserved_bytes
 from penstock.schedule.ir.text import parse_schedule
@@ -56,6 +57,11 @@ class Recorder:
 
 def small(seed: int) -> Schedule:
     return small_case(seed).build()
+
+
+def delayed(seed: int) -> Schedule:
+    case = small_case(seed)
+    return replace(case, family="vertical", settings=replace(case.settings, train=True, delay=0.5)).build()
 
 
 def small_case(seed: int) -> Case:
@@ -284,6 +290,38 @@ def test_an_interrupt_while_the_caller_waits_for_other_lanes_surfaces_when_they_
     executor.run()
     assert_rules_kept(RICH, recorder.events, {"read": 2, "write": 2})
     executor.close()
+
+
+class Interrupted(HostStreams):
+    """A device that is waited for when Ctrl-C arrives, once."""
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+
+    def _arrive(self, call: str) -> None:
+        if self._call == call:
+            self._call = ""
+            raise KeyboardInterrupt
+
+    def synchronize(self) -> None:
+        self._arrive("synchronize")
+
+    def resolve(self, marks: Iterable[Mark]) -> None:
+        self._arrive("resolve")
+
+
+@pytest.mark.parametrize(("executor", "call"), [(Executor, "resolve"), (SerialExecutor, "synchronize")])
+def test_an_interrupt_behind_an_op_or_all_of_them_leaves_pools_as_a_step_finds_them(
+    executor: type[Executor] | type[SerialExecutor], call: str
+) -> None:
+    carrying = next(s for s in map(delayed, range(100)) if s.carried)
+    pools = Pools(carrying, CPU)
+    found = executor(carrying, pools, lambda _: 0, Interrupted(call))
+    with pytest.raises(KeyboardInterrupt):
+        found.run()
+    found.run()
+    found.run()
+    found.close()
 
 
 def test_lanes_overlap() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, PreTrainedConfig
 
 import penstock
 from penstock.config.optimizer import Orthogonal
@@ -305,6 +306,16 @@ def test_parameters_are_counted_with_biases(changes: dict[str, Any]) -> None:
     exact = meta.from_config(LLAMA | changes, name="biased", splits=True).profile(1, 16, BF16)
     found = formula.profile(1, 16, BF16)
     assert (found.parameters, found.program.groups) == (exact.parameters, exact.program.groups)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen3"])
+def test_a_setting_that_is_left_out_is_what_the_installed_class_takes_for_it(kind: str) -> None:
+    of_all = PreTrainedConfig().to_dict().keys()
+    given = {"model_type": kind} | ({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {})
+    whole = {k: v for k, v in AutoConfig.for_model(**given).to_dict().items() if k not in of_all or k in given}
+    formula = transformer.from_config(given, name=kind)
+    assert formula is not None
+    assert formula == transformer.from_config(whole, name=kind)
 
 
 def test_names_have_the_parameters_that_they_are_called_after() -> None:

@@ -51,6 +51,19 @@ def test_a_store_of_no_run_is_no_runs(tmp_path: Path) -> None:
         assert engine.step_count == 1
 
 
+def test_what_a_killed_step_has_left_goes_whatever_the_next_plan_needs(tmp_path: Path) -> None:
+    scratch = tmp_path / "store" / "scratch"
+    scratch.parent.mkdir()
+    Store.create([scratch], Layout.build([("gradients.0", 4096, 1)]), model={}, passing=True).close()
+    with wrap(CASE, budget(tmp_path / "store")) as engine:
+        assert not scratch.exists()
+        engine.step(STEP)
+    scratch.mkdir()
+    (scratch / "penstock.store.partial").write_bytes(bytes(4096))
+    with wrap(CASE, budget(tmp_path / "store")):
+        assert not scratch.exists()
+
+
 def test_a_store_that_lies_where_passing_things_go_is_not_removed(tmp_path: Path) -> None:
     """Another run's directory may be called so."""
     scratch = tmp_path / "store" / "scratch"

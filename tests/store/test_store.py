@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from penstock.errors import StoreError
 from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, digests
 from penstock.store.directory import in_memory
+from penstock.store.facts import facts_of
 from penstock.store.striping import Striping
 
 GRIDS = {name: (Region(nbytes=blocks * ALIGN, block=ALIGN),) for name, blocks in (("weights", 300), ("state", 101))}
@@ -242,6 +244,21 @@ def test_directories_swapped_missing_or_of_another_store(tmp_path: Path) -> None
     Store.create([other], LAYOUT, model=MODEL).close()
     with pytest.raises(StoreError, match="different stores"):
         Store.open([a, b, other])
+
+
+def test_directories_that_are_not_those_of_one_store_are_told_without_opening_it(tmp_path: Path) -> None:
+    a, b, c = directories(tmp_path, 3)
+    Store.create([a, b], LAYOUT, model=MODEL).close()
+    with pytest.raises(StoreError, match=f"another order .* give {a}, {b}"):
+        facts_of([b, a])
+    with pytest.raises(StoreError, match=r"in 2 of the 3 directories that are given: leave out the others"):
+        facts_of([a, b, c])
+    with pytest.raises(StoreError, match=f"part number 2 of a store, and the first one, .* made as {a}"):
+        facts_of([b, c])
+    shutil.copytree(b, c)
+    for ask in (facts_of, Store.open):
+        with pytest.raises(StoreError, match=f"{b} and {c} have the same part of one store"):
+            ask([a, b, c])
 
 
 def edit_manifest(path: Path, change: str) -> None:

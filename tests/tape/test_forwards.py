@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from penstock.tape.dry import build_on_meta, dry_run
 from tests.models import VOCABULARY
-from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, of, refused, stack
-from tests.tape_reference import Order, horizontal, vertical
+from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, assert_same_gradients, of, refused, stack
+from tests.tape_reference import Bench, Gradients, Order, horizontal, in_two_parts, vertical, with_graphs
 from tests.training import budget, master_of, plain_loop, relative, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,6 +167,65 @@ def test_a_switch_holds_for_the_calls_inside_of_it_and_for_nothing_else(name: st
     # and recomputations; the plain loop's three.
     assert len(seen) == 3 * (3 + 2 * 3 + 3)
     assert sum(value != outside for value in seen) == len(seen) // 3
+
+
+class Drops(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3, self.training)
+
+
+class Distilled(Stack):
+    """Learns from what it puts out itself without dropout, which is behind its layers and in them."""
+
+    def __init__(self) -> None:
+        super().__init__(Drops)
+
+    def outputs(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.dropout(self.head(x), 0.3, self.training)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.eval()
+        with torch.no_grad():
+            wanted = self.outputs(tokens)
+        self.train()
+        return (self.outputs(tokens) - wanted).square().mean()
+
+
+class DistilledLast(Distilled):
+    """The same the other way round, and is left without dropout."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.train()
+        found = self.outputs(tokens)
+        self.eval()
+        with torch.no_grad():
+            wanted = self.outputs(tokens)
+        return (found - wanted).square().mean()
+
+
+@pytest.mark.parametrize("order", [vertical, horizontal, with_graphs])
+@pytest.mark.parametrize("model", [Distilled, DistilledLast])
+def test_train_and_eval_within_a_forward_are_of_its_own_micro_batch(model: type[nn.Module], order: Order) -> None:
+    assert_exact(of(model), order=order)
+
+
+def test_modules_are_in_the_mode_after_a_step_that_they_were_in_before() -> None:
+    case = of(DistilledLast)
+    bench = Bench(case, model := case.model().train())
+    micro_batches = case.micro_batches(2)
+    bench.probe(micro_batches[0])
+    assert all(module.training for module in model.modules())
+    bench.load_all()
+    bench.step(micro_batches, [1.0, 1.0])
+    bench.tape.begin(1, micro_batches, [1.0, 1.0], stages=bench.stages)
+    for stage in range(len(bench.stages) - 1):
+        bench.tape.forward(stage, 0)
+        assert all(module.training for module in model.modules())
+    bench.tape.abort()
+    assert all(module.training for module in model.modules())
 
 
 REFUSED_MODES: dict[str, tuple[Callable[[int, torch.Tensor], Any], str]] = {
@@ -435,6 +495,53 @@ def test_parameters_without_a_dimension_are_trained_and_read_back(meta: bool, tm
         scales = [value for name, value in engine.master_parameters() if name.endswith("scale")]
     assert [scale.shape for scale in scales] == [torch.Size([])] * 3
     assert all(0.69 < float(scale) < 0.71 and float(scale) != torch.tensor(0.7) for scale in scales)
+
+
+# -- sparse gradients ---------------------------------------------------------------------------------------------
+
+
+class Looked(Layer):
+    """Looks up what it adds in a table of its own."""
+
+    sparse = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WIDTH, WIDTH, sparse=self.sparse)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.table(x.argmax(-1))
+
+
+class SparselyLooked(Looked):
+    sparse = True
+
+
+def tie_head(model: Stack) -> None:
+    model.head.weight = model.embed.weight
+
+
+@pytest.mark.parametrize("change", [lambda model: None, tie_head], ids=["apart", "tied"])
+@pytest.mark.parametrize("order", [vertical, in_two_parts, with_graphs])
+def test_sparse_gradients_are_added_up_like_others(change: Any, order: Order) -> None:
+    def gradients(layer: type[Looked]) -> Gradients:
+        case = stack(layer)
+        model = case.model()
+        model.embed.sparse = layer.sparse
+        change(model)
+        bench = Bench(case, model, moving=True, splits=True)
+        micro_batches = case.micro_batches(3)
+        bench.probe(micro_batches[0])
+        return bench.step(micro_batches, [0.2, 0.3, 0.5], order)[1]
+
+    assert_same_gradients(gradients(SparselyLooked), gradients(Looked))
+
+
+def test_a_dry_run_of_a_model_with_sparse_gradients() -> None:
+    case = stack(SparselyLooked)
+    model = build_on_meta(case.build)
+    found = dry_run(model, case.micro_batches(1)[0], dtype=torch.float32, kind="cpu", loss_fn=case.loss_fn)
+    assert all(stage.gradients for stage in found.stages)
 
 
 # -- whole steps --------------------------------------------------------------------------------------------------

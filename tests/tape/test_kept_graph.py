@@ -4,19 +4,21 @@ wherever weights are by then, nothing computed twice, and no more memory than th
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ModelError
+from penstock.tape.blocks import Block
 from penstock.tape.watch import Watch
 from tests.models import MODELS, Case
-from tests.stacks import WIDTH, Layer, assert_same_gradients, beside_vertical, stack, unequal
+from tests.stacks import WEIGHTS, WIDTH, Layer, assert_same_gradients, beside_vertical, stack, unequal
 from tests.tape.test_autograd import HONOURED
 from tests.tape.test_refusals import Smoothed
 from tests.tape.test_split import ODD, Products
-from tests.tape_reference import Bench, vertical, with_graphs
+from tests.tape_reference import Bench, Order, horizontal, plain_step, vertical, with_graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -249,6 +251,16 @@ class CountsAround(Layer):
         return x + torch.func.grad(lambda y: torch.tanh(self.linear(y)).sum())(x)
 
 
+class DrawsBeside(Layer):
+    """Draws from numpy's generator, and from where that is then where its own gradient comes by."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * np.random.rand()
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * np.random.rand())
+        return x + y
+
+
 class Odd(Layer):
     """Puts out numbers of a kind that few operations know."""
 
@@ -277,6 +289,7 @@ ASKED: dict[str, Case] = {
     "other views of weights": stack(Conjugated),
     "buffers and transforms": stack(CountsAround),
     "odd outputs": stack(Odd, first_of_both),
+    "numbers of numpy": stack(DrawsBeside),
     "closes over": stack(ClosesOver),
 }
 
@@ -287,6 +300,38 @@ def test_what_a_graph_cannot_follow_is_computed_again(name: str) -> None:
     assert_same_gradients(kept, again)
     able = [stage.graph is not None for stage in bench.stages if stage.kind == "call"]
     assert all(able) if name in ("changes what is returned", "odd outputs", "closes over") else not any(able)
+
+
+class InFull(Layer):
+    """Uses a weight three times, with parts in full precision in between."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for _ in range(2):
+            y = self.linear(y)
+            with torch.autocast("cpu", enabled=False):
+                y = y.float() * 1.1
+        return x + torch.tanh(self.linear(y))
+
+
+def in_bf16(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        for layer in model.layers:
+            x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("order", [horizontal, with_graphs])
+def test_a_weight_is_cast_in_a_recomputation_as_often_as_in_the_forward(order: Order) -> None:
+    """Autocast knows its cast until its outermost region ends, in which the call was."""
+    bench, again, found = beside_vertical(stack(InFull, in_bf16), order)
+    assert_same_gradients(found, again)
+    case = stack(InFull, in_bf16)
+    micro_batches, plain = unequal(case), case.model()
+    modules = dict(plain.named_modules())
+    blocks = [Block(name=b.name, module=modules[b.name]) for b in bench.blocks]
+    _, wanted = plain_step(case, plain, blocks, bench.stages, micro_batches, WEIGHTS)
+    assert_same_gradients(again, wanted)
 
 
 def test_rows_that_are_alike_do_not_hide_other_bits() -> None:

@@ -10,6 +10,8 @@ from penstock.schedule.program import Stage
 from penstock.tape.watch import Watch
 from tests import models
 from tests.models import MODELS, Case
+from tests.stacks import Layer, Stack, stack
+from tests.tape.test_refusals import Begins
 from tests.tape_reference import Bench, Order, in_two_parts, vertical
 
 HIDDEN = 2 * 12 * 32 * 4
@@ -96,6 +98,36 @@ def test_the_probe_leaves_no_trace() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_buffer_that_held_nothing_holds_nothing_after_the_probe() -> None:
+    case = stack(Begins)
+    bench = Bench(case, model := case.model(), moving=True)
+    bench.probe(case.micro_batches(1)[0])
+    assert [layer.mean for layer in model.layers] == [None] * 3
+
+
+class Scaled(Layer):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * scale)
+
+
+def scaled(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x, torch.full((), 0.5))
+    return x
+
+
+def test_numbers_that_lie_elsewhere_are_no_saved_activation_of_the_device() -> None:
+    """What a block is handed from the processor, while it runs on another device."""
+    case = stack(Scaled, scaled)
+    offloads = []
+    for device in ("cpu", "meta"):
+        bench = Bench(case, case.model().to(device))
+        bench.probe({name: tensor.to(device) for name, tensor in case.micro_batches(1)[0].items()})
+        offloads.append([facts.offload for facts in bench.tape.facts])
+    assert [len(places) for places in offloads[0]] == [2, 2, 2, 1, 0]
+    assert [len(places) for places in offloads[1]] == [1, 1, 1, 1, 0]
 
 
 def test_a_probe_without_backward_says_so() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ModelError
+from penstock.tape.refusals import refuse
 from tests import models
 from tests.accelerator import DEVICE
 from tests.tape.test_rules import Layer, Stack, stack
@@ -200,6 +201,30 @@ class Smoothed(Layer):
         return super().forward(x - self.mean) + x @ self.teacher
 
 
+class Begins(Layer):
+    """A mean of what it has seen, which begins with the first call."""
+
+    def __init__(self, persistent: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("mean", None, persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = x.detach().mean((0, 1))
+        self.mean = seen if self.mean is None else 0.9 * self.mean + 0.1 * seen
+        return super().forward(x - self.mean)
+
+
+class BeginsInState(Begins):
+    def __init__(self) -> None:
+        super().__init__(persistent=True)
+
+
+def test_state_that_is_not_there_until_a_forward_makes_it_is_refused(tmp_path: Path) -> None:
+    model = Stack(BeginsInState)
+    assert "buffer 'layers.0.mean' is None until a forward puts a tensor there" in refused(model, tmp_path)
+    assert model.layers[0].mean is None
+
+
 class Tabled(Layer):
     """Makes a table at its first call, as rotary embeddings once did, and counts its calls for whom it concerns."""
 
@@ -214,7 +239,7 @@ class Tabled(Layer):
         return self.last
 
 
-@pytest.mark.parametrize("layer", [Smoothed, Tabled])
+@pytest.mark.parametrize("layer", [Smoothed, Begins, Tabled])
 def test_what_a_block_keeps_for_itself_may_be_kept(layer: type[nn.Module], tmp_path: Path) -> None:
     """The block trains as in a plain loop, with several micro-batches under way."""
     case = stack()
@@ -298,6 +323,43 @@ def test_models_in_the_hands_of_others_are_refused_by_wrap(
 ) -> None:
     assert message in refused(change(Stack()), tmp_path / "store", steps=False)
     assert not (tmp_path / "store").exists()
+
+
+def tie_data(model: Any) -> None:
+    model.head.weight.data = model.embed.weight.data
+
+
+def tie_anew(model: Any) -> None:
+    model.head.weight = nn.Parameter(model.embed.weight)
+
+
+def tie_a_part(model: Any) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(2 * models.VOCABULARY, 8)[1 : models.VOCABULARY + 1])
+    model.embed.weight.data = model.head.weight.data[5:]
+
+
+@pytest.mark.parametrize("tie", [tie_data, tie_anew, tie_a_part])
+def test_parameters_in_one_memory_are_refused(tie: Callable[[Any], None], tmp_path: Path) -> None:
+    """Each would get memory of its own, and be trained apart."""
+    model = Stack()
+    tie(model)
+    first, other = ("head", "embed") if tie is tie_a_part else ("embed", "head")
+    message = refused(model, tmp_path / "store", steps=False)
+    assert f"parameters '{first}.weight' and '{other}.weight' lie in the same memory" in message
+    assert "tie them by one parameter" in message
+
+
+def test_parameters_in_one_memory_that_do_not_train_are_not_refused() -> None:
+    model = Stack()
+    tie_data(model)
+    refuse(model.requires_grad_(requires_grad=False))
+
+
+def test_parameters_beside_each_other_in_one_memory_are_not_refused() -> None:
+    model = Stack()
+    both = torch.randn(models.VOCABULARY, 16)
+    model.embed.weight, model.head.weight = nn.Parameter(both[:, :8]), nn.Parameter(both[:, 8:])
+    refuse(model)
 
 
 @pytest.mark.accelerator

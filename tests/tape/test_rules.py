@@ -3,10 +3,12 @@
 import contextvars
 import copy
 import dataclasses
+import random
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,8 +16,8 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.tape.blocks import Block
 from tests.models import MODELS
-from tests.stacks import WIDTH, Layer, Stack, assert_exact, refused, stack
-from tests.tape_reference import Bench, horizontal, plain_step, relative_error, vertical
+from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, refused, stack
+from tests.tape_reference import Bench, Order, horizontal, plain_step, relative_error, vertical, with_graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,6 +164,29 @@ def test_trainable_parameters_above_frozen_ones() -> None:
     assert all(s.gradients for s in bench.stages[1:])
 
 
+class Adapted(Layer):
+    """Uses an adapter that all blocks share and none has as a module of its own."""
+
+    adapter: list[nn.Module]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.tanh(self.adapter[0](x))
+
+
+def adapt_frozen(model: Any) -> None:
+    freeze_below(model)
+    model.layers[2].requires_grad_(requires_grad=False)
+    model.adapter = nn.Linear(WIDTH, WIDTH, dtype=torch.double)
+    for layer in model.layers:
+        layer.adapter = [model.adapter]
+
+
+@pytest.mark.parametrize("order", [vertical, horizontal, with_graphs])
+def test_frozen_blocks_train_a_parameter_that_is_not_their_own(order: Any) -> None:
+    found, _ = assert_exact(stack(Adapted), adapt_frozen, order)
+    assert {"adapter.weight", "adapter.bias"} <= found.keys()
+
+
 # -- state that a forward changes -----------------------------------------------------------------------------------
 
 
@@ -279,9 +304,32 @@ def test_random_state_is_put_back() -> None:
     bench.probe(case.micro_batches(1)[0])
     bench.load_all()
     torch.manual_seed(11)
-    state = torch.get_rng_state()
+    state, others = torch.get_rng_state(), (random.getstate(), np.random.random_sample(), np.random.get_state())
     bench.step(case.micro_batches(2), [1.0, 1.0])
     assert torch.equal(torch.get_rng_state(), state)
+    np.testing.assert_equal((random.getstate(), others[1], np.random.get_state()), others)
+
+
+class DrawsBeside(Layer):
+    """Drops by the generators of numpy and Python."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.from_numpy(np.random.rand(*x.shape) > 0.2)
+        return super().forward(x * kept) * random.uniform(0.9, 1.1)
+
+
+def mask_beside(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x) * torch.from_numpy(np.random.rand(*x.shape[:2], 1) > 0.2) * random.uniform(0.9, 1.1)
+    return x
+
+
+@pytest.mark.parametrize("order", [vertical, horizontal, with_graphs])
+@pytest.mark.parametrize(("layer", "run"), [(DrawsBeside, None), (Layer, mask_beside)])
+def test_numbers_of_numpy_and_python_depend_on_their_place_alone(
+    layer: type[nn.Module], run: Run | None, order: Order
+) -> None:
+    assert_exact(stack(layer, run), order=order, steps=2)
 
 
 def test_steps_draw_different_dropout() -> None:
@@ -469,6 +517,14 @@ def run_in_place_after(model: Stack, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def run_detaching_after(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        y = layer(x)
+        x.detach_()
+        x = y
+    return x
+
+
 def run_stash(model: Stack, x: torch.Tensor) -> torch.Tensor:
     for layer in model.layers:
         x = layer(x)
@@ -486,6 +542,7 @@ def run_first(model: Stack, x: torch.Tensor) -> torch.Tensor:
     [
         (InPlaceLayer, None, "block 'layers.0' changes one of its inputs in place"),
         (Layer, run_in_place_after, "was changed in place after the block had run"),
+        (Layer, run_detaching_after, "was detached in place after the block had run"),
         (StashLayer, run_stash, "attribute 'penalty' of 'layers.0'"),
         (RandomLayer, run_first, "made 1 tensors in the forward and 2 when it was recomputed"),
         (Layer, lambda model, x: x, "calls none of its blocks"),

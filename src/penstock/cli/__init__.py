@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
@@ -38,6 +39,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if words is None else list(words)
     warnings.showwarning = _show_warning
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for; stderr escapes it
     try:
         code = _outcome(words)
         sys.stdout.flush()

@@ -22,6 +22,7 @@ from typing import Any
 from penstock import files
 from penstock.cli import removal
 from penstock.cli.launch import how_to_start, in_words
+from penstock.cli.own_store import original_of, require_no_copy
 from penstock.cli.reach import Reach, Stores
 from penstock.cli.run_folder import (
     RUN_LOCK,
@@ -55,7 +56,8 @@ _REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or
 class Claim:
     """A run's folder, for the time of one start. Made by ``claimed``.
 
-    ``step``: the step that the run goes on after; None: it begins.
+    ``step``: the step that the run goes on after; None: it begins. ``steps``: of the whole run; None: they follow from
+    epochs.
     """
 
     def __init__(self, config: TrainConfig, start: Start, ranks: int, reach: Reach) -> None:
@@ -79,6 +81,7 @@ class Claim:
         self._began: RunRecord | None = None
         self._replaces: tuple[Replaced, ...] = ()
         self.step: int | None = None
+        self.steps = config.steps
         if self._record is None:
             self._require_nothing(f"It is not the folder of a run ({RUN_FILE} is missing): give another (--run PATH)")
         elif start == "new":
@@ -146,13 +149,13 @@ class Claim:
                 check_same_data(as_cut_before(config), before)
                 return kept
             if not self._stores and (done := steps_written(self.folder)):
-                return self._without_disk(config, done)
+                return self._without_disk(config, before, done)
             return None
         if facts.untouched or facts.step is None:
             if not facts.untouched:
                 log.warning(
-                    "the state of this run was in memory when it was stopped after step %d, and is lost: it begins "
-                    "again (budget.durability says what a kill may cost)",
+                    "the state of this run was not whole on disk when it was stopped after step %d, and is lost: it "
+                    "begins again (budget.durability and budget.slots say what a kill may cost)",
                     facts.record["step"] if facts.record else 0,
                 )
             elif has_steps(self.folder):
@@ -218,9 +221,10 @@ class Claim:
                 "--overwrite to begin again"
             )
 
-    def _without_disk(self, config: TrainConfig, done: int) -> int | None:
-        """A run that keeps no state: it is complete, or begins again."""
-        if config.steps is not None and done >= config.steps:
+    def _without_disk(self, config: TrainConfig, before: TrainConfig, done: int) -> int | None:
+        """A run that keeps no state: it is complete, or begins again. What epochs come to is known from ``before``."""
+        self.steps = before.steps if config.steps is None else config.steps
+        if self.steps is not None and done >= self.steps:
             return done
         log.warning("run=%r has no snapshot to go on from: what its %d steps did is lost", config.run, done)
         return None
@@ -247,7 +251,7 @@ class Claim:
     def _is_ours(self, facts: StoreFacts, stores: Stores) -> bool:
         if facts.owner is None or self._record is None or facts.owner.id not in self._record.ids:
             return False
-        return self._original(facts.owner, stores) is None
+        return original_of(self.folder, self._owners(facts.owner), stores) is None
 
     def _require_ours(self, facts: StoreFacts, stores: Stores) -> None:
         """Raises:
@@ -255,26 +259,14 @@ class Claim:
         """
         if self._is_ours(facts, stores):
             return
-        if facts.owner is not None and (original := self._original(facts.owner, stores)) is not None:
-            raise StoreError(
-                f"run={str(self.folder)!r} is a copy of the run in {original}, and {stores[0][0]} is the state of that "
-                f"one: copy the state as well and give its place (--budget.disk), or go on with {original}"
-            )
+        if facts.owner is not None:
+            require_no_copy(self.folder, self._owners(facts.owner), stores)
         assert self._record is not None, "where there is no run there is to be no store either"
         check_owner(facts.owner, self._record.owner, str(stores[0][0]))
         raise AssertionError("a store that is not ours is refused")
 
-    def _original(self, owner: Owner, stores: Stores) -> Path | None:
-        """The folder that ours is a copy of, if it is there still and its settings name the same directories."""
-        places = {owner.folder, *([self._record.owner.folder] if self._record else [])}
-        for folder in map(Path, sorted(places)):
-            with suppress(OSError, ConfigError):
-                found = RunRecord.read(folder)
-                if found is None or found.owner.id != owner.id or folder.samefile(self.folder):
-                    continue
-                if _same(settings_of(folder).budget.stores(found.ranks, found.hosts), stores):
-                    return folder
-        return None
+    def _owners(self, owner: Owner) -> list[Owner]:
+        return [owner, *([self._record.owner] if self._record else [])]
 
     # ---- what a start does
 
@@ -424,7 +416,8 @@ def _first_difference(was: Any, now: Any, name: str) -> tuple[str, Any, Any]:
 
 def is_complete(config: TrainConfig, done: int, ranks: int, hosts: int = 1) -> str:
     """The message for a run that has no step left to do. ``ranks``: the number that have trained it, on ``hosts``."""
-    said = f"run={config.run!r} is complete: {done} steps are done and steps is {config.step_count}."
+    asked = "" if config.steps is None else f" and steps is {config.steps}"
+    said = f"run={config.run!r} is complete: {done} steps are done{asked}."
     again = f" To go on, raise it: {how_to_start(ranks, hosts)} resume {shlex.quote(config.run)} --steps {2 * done}"
     kept = config.budget.disk_paths or config.budget.durability != "none"
     return said + (again if kept else "")
@@ -466,12 +459,6 @@ def _require_whole(facts: StoreFacts, stores: Stores) -> None:
             f"{facts.missing[0]} lacks its part of the store in {stores[0][0]}: is the drive mounted? If it is gone "
             "for good, remove what is left of the store to start over"
         )
-
-
-def _same(stores: Stores, others: Stores) -> bool:
-    return [[path.resolve() for path in paths] for paths in stores] == [
-        [path.resolve() for path in paths] for paths in others
-    ]
 
 
 def _some(names: list[str]) -> str:

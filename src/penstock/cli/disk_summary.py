@@ -5,6 +5,7 @@ from pathlib import Path
 
 from penstock.config import INTERVAL, Budget, Durability, format_size, parse_duration
 from penstock.hardware.drives import in_proportion, spread
+from penstock.hardware.profiles import file_system
 from penstock.planner.durability import Weighed
 from penstock.planner.fit import Plan
 from penstock.report.sentence import format_time
@@ -38,13 +39,14 @@ def allowed_per_day(budget: Budget, ranks: int, hosts: int = 1) -> float | None:
     """Bytes a day that all drives of a run may be written together, striped as its stores are; None: any."""
     if budget.endurance is None:
         return None
-    total = 0.0
+    total, systems = 0.0, [file_system(path) for path in budget.disk_paths]
     for rank in range(ranks):
         own = budget.of_rank(rank, ranks, hosts)
         assert own.endurance is not None
-        count, first = len(own.disk_paths), own.disk_paths[0]
+        first = own.disk_paths[0]
         weights = Manifest.read(first).weights if is_there(first / DATA) else ()
-        total += spread([own.endurance.bytes_per_day] * count, weights or (1,) * count)
+        each = [own.endurance.bytes_per_day / systems.count(file_system(path)) for path in own.disk_paths]
+        total += spread(each, weights or (1,) * len(each))
     return total
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from penstock.cli.disk_summary import gain_of_none, reason
 from penstock.cli.split import Cut
-from penstock.cli.task import free_here, task_of
+from penstock.cli.task import as_free_here, task_of
 from penstock.config import Precision, TrainConfig
 from penstock.hardware.machine import Machine
 from penstock.planner.ask import report
@@ -35,8 +35,7 @@ def with_durability(
         if chosen.durability is None and budget.slots == 2:  # state is pinned in memory
             chosen = replace(budget, durability="interval")
         return replace(config, budget=chosen), None
-    free = free_here(budget.disk_paths, machine.drives)
-    task, weighed = task_of(config, machine, disk_free=free, ranks=ranks, hosts=hosts), None
+    task, weighed = task_of(config, as_free_here(machine, budget.disk_paths), ranks=ranks, hosts=hosts), None
     if ranks == 1 and budget.may_keep_every_step:
         weighed = weigh(task, cut.size, config.sequences_per_step // cut.size)
     if budget.endurance is not None and ranks == 1:  # which durability the drives last with, the search finds out

@@ -155,6 +155,12 @@ def look_at_data(paths: Sequence[str], *, template: bool | None, tokenizer: bool
         files = reader if isinstance(reader, tuple) else reader.files
         nbytes += sum(file.stat().st_size * (4 if file.suffix == ".gz" else 1) for file in files)
         if isinstance(reader, tuple):
+            if not tokenizer:
+                raise ConfigError(
+                    f"data: {source.path!r} is token ids, and the model brings no tokenizer: put the one that they are "
+                    "of beside its config.json, or write the settings yourself, with data.tokenizer (penstock train "
+                    "--help)"
+                )
             kinds.add("tokens")
             documents = _ENOUGH  # a share is then of tokens
             forms.append(f"{source.path}: token ids")

@@ -28,7 +28,7 @@ class Joint:
         self._reach = reach
         self._began: Owner | None = None
         self.step = ranks.once("step to go on from", lambda: self._first.step)
-        self.is_complete = ranks.once("end of the run", lambda: _all_done(config, self._first))
+        self.is_complete = ranks.once("end of the run", lambda: _all_done(self._first))
 
     @property
     def _first(self) -> Claim:
@@ -62,8 +62,8 @@ class Joint:
         return self.step is not None if self._claim is None else self._claim.has_steps
 
 
-def _all_done(config: TrainConfig, claim: Claim) -> bool:
-    if claim.step is None or config.steps is None or claim.step < config.steps:
+def _all_done(claim: Claim) -> bool:
+    if claim.step is None or claim.steps is None or claim.step < claim.steps:
         return False
     return steps_written(claim.folder) >= claim.step
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from penstock.documents.text import MalformedError, read_text
+from penstock.documents.text import SMALL, MalformedError, read_text
 from penstock.documents.typed import shown
 from penstock.errors import ConfigError
 
@@ -56,15 +56,25 @@ class Located:
         return self.value
 
 
-def parse_yaml(text: str, name: str, *, flag: bool = False) -> Located:
-    """The one YAML document in ``text``. Places are ``name:line``, or just ``name`` for a flag's value.
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    """Text with line breaks that PyYAML would read back as others is written with escapes."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _BREAKS.search(text) else None)
+
+
+_BREAKS = re.compile("[\x85\u2028\u2029]")
+_Dumper.add_representer(str, _text)
+
+
+def parse_yaml(text: str, name: str, *, flag: bool = False, written: bool = False) -> Located:
+    """The one YAML document in ``text``. Places are ``name:line``, or just ``name`` for a flag's value. ``written``: by
+    Penstock, which spells out what somebody has given, so that it may be larger.
 
     Raises:
         ConfigError: not YAML, a key that is not text, a key given twice; or a document that is larger, deeper or
             (through aliases) holds more values than settings do.
     """
-    if len(text) > _MOST_CHARACTERS:
-        raise ConfigError(f"{name}: {len(text):,} characters are no settings: at most {_MOST_CHARACTERS:,}")
+    if len(text) > (most := SMALL if written else _MOST_CHARACTERS):
+        raise ConfigError(f"{name}: {len(text):,} characters are no settings: at most {most:,}")
     if _BRACKETS.search(text):  # PyYAML takes minutes to find that out
         raise ConfigError(f"{name}: {_TOO_DEEP}")
     try:
@@ -75,7 +85,9 @@ def parse_yaml(text: str, name: str, *, flag: bool = False) -> Located:
         ) from None
     try:
         node = loader.get_single_node()
-        return Located(value=None, where=name) if node is None else _Reading(loader, name, flag=flag).value(node, 0)
+        if node is None:
+            return Located(value=None, where=name)
+        return _Reading(loader, name, flag=flag, most=len(text) if written else _MOST_VALUES).value(node, 0)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark is not None and not flag else name
@@ -90,8 +102,9 @@ def parse_yaml(text: str, name: str, *, flag: bool = False) -> Located:
 class _Reading:
     """Turns nodes into values that know their places. An alias stands for a copy of what it names."""
 
-    def __init__(self, loader: _Loader, name: str, *, flag: bool) -> None:
-        self._loader, self._name, self._flag = loader, name, flag
+    def __init__(self, loader: _Loader, name: str, *, flag: bool, most: int) -> None:
+        """``most``: values that there may be; without aliases they are no more than characters."""
+        self._loader, self._name, self._flag, self._most = loader, name, flag, most
         self._values = 0
 
     def value(self, node: yaml.Node, depth: int) -> Located:
@@ -99,9 +112,9 @@ class _Reading:
         self._values += 1
         if depth > _DEEPEST:
             raise ConfigError(f"{where}: {_TOO_DEEP}")
-        if self._values > _MOST_VALUES:
+        if self._values > self._most:
             raise ConfigError(
-                f"{where}: more than {_MOST_VALUES:,} values, counting those that aliases stand for: no settings"
+                f"{where}: more than {self._most:,} values, counting those that aliases stand for: no settings"
             )
         if isinstance(node, yaml.CollectionNode) and node.tag not in _COLLECTIONS:
             raise ConfigError(f"{where}: the tag {shown(node.tag)} has no meaning here: settings are plain values")
@@ -170,5 +183,4 @@ def read_yaml(path: Path) -> Located:
 
 def dump_yaml(value: Mapping[str, Any] | Sequence[Any] | Plain) -> str:
     """YAML that ``parse_yaml`` reads back to the same value."""
-    # Unicode is escaped: PyYAML writes some of its line breaks (such as U+0085) as they are, and reads them as spaces.
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -212,8 +212,8 @@ def _sees_what_follows(model: nn.Module) -> bool:
 
 
 def _check_length(config: Any, data: DataConfig) -> None:
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and longest < data.sequence_length:
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(longest, int) and 0 < longest < data.sequence_length:
         raise ConfigError(
             f"data.sequence_length={data.sequence_length} is more than the model's max_position_embeddings={longest}: "
             "lower the one, or raise the other in the model's configuration"

@@ -32,7 +32,7 @@ def check_named_files(config: TrainConfig, start: Start) -> None:
         *(("budget.disk", p) for p in config.budget.disk_paths),
     ):
         if folder is not None:
-            _check_folder(key, Path(folder).expanduser())
+            _check_folder(key, Path(folder))
     if start != "resume":
         check_model(config.model)
 
@@ -54,7 +54,7 @@ def _check_data(data: DataConfig) -> None:
         local_source(source)
     for key in ("tokenizer", "chat_template"):
         given = getattr(data, key)
-        if not isinstance(given, str) or Path(given).expanduser().exists():
+        if not isinstance(given, str) or Path(given).exists():
             continue
         if key == "chat_template" or _is_a_path(given):
             raise ConfigError(f"data.{key}={given!r}: there is no such file or folder")

@@ -1,12 +1,46 @@
-"""The stores of a run, for the commands that only read them."""
+"""The stores of a run, and whether they are its own."""
 
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from penstock.cli.reach import Stores
+from penstock.cli.run_folder import settings_of
 from penstock.cli.run_record import RunRecord
 from penstock.config import Budget
 from penstock.errors import ConfigError, StoreError
 from penstock.store.facts import StoreFacts, facts_of_all
-from penstock.store.owner import RUN_FILE, check_owner
+from penstock.store.owner import RUN_FILE, Owner, check_owner
+
+
+def original_of(folder: Path, owners: Sequence[Owner], stores: Stores) -> Path | None:
+    """The folder that a run's is a copy of, if it is there still and its settings name the same directories.
+    ``owners``: of one id, as the run and its stores say."""
+    for place in sorted({owner.folder for owner in owners}):
+        original = Path(place)
+        with suppress(OSError, ConfigError):
+            found = RunRecord.read(original)
+            if found is None or found.owner.id != owners[0].id or original.samefile(folder):
+                continue
+            if _real(settings_of(original).budget.stores(found.ranks, found.hosts)) == _real(stores):
+                return original
+    return None
+
+
+def require_no_copy(folder: Path, owners: Sequence[Owner], stores: Stores) -> None:
+    """Raises:
+    StoreError: the folder is a copy of a run's, whose stores these are.
+    """
+    original = original_of(folder, owners, stores)
+    if original is not None:
+        raise StoreError(
+            f"run={str(folder)!r} is a copy of the run in {original}, and {stores[0][0]} is the state of that one: "
+            f"copy the state as well and give its place (--budget.disk), or go on with {original}"
+        )
+
+
+def _real(stores: Stores) -> list[list[Path]]:
+    return [[path.resolve() for path in paths] for paths in stores]
 
 
 def require_own_stores(run: Path, budget: Budget) -> tuple[tuple[tuple[Path, ...], ...], StoreFacts]:

@@ -12,13 +12,14 @@ from penstock.cli.launch import MOST_RANKS
 from penstock.cli.plan_hosts import check_hosts, compare
 from penstock.cli.settings import load
 from penstock.cli.split import check_of_pipeline, dealt, other_batch
-from penstock.cli.task import free_here, shape_of, shipped_shape, task_of
+from penstock.cli.task import as_free_here, shape_of, shipped_shape, task_of
 from penstock.cli.words import Words, help_of, read_words, split_words
 from penstock.config import Durability, TrainConfig, fields_of, format_size, parse_size
 from penstock.config.counts import parse_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
 from penstock.documents.typed import hints_of
 from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.drives import with_room
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import check_device, machine_named, on_directories
 from penstock.planner.arguments import PlanSettings, check_drives
@@ -213,7 +214,7 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
         dealt(sequences, "sequences", beside, other_batch(beside, 1))
         found = fastest(config, machine, sequences, ranks)[0]
     need = beside * sum(found.disk_bytes)
-    if need and need > (free := _free(arguments, config, machine)):
+    if need and need > (free := free_bytes(_with_room(arguments, config, machine))):
         raise BudgetError(f"budget.disk: the stores take {format_size(need)}, and {format_size(free)} are free")
     steps = config.steps
     if arguments.epoch_tokens is not None or steps is None:
@@ -226,11 +227,11 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
     )
 
 
-def _free(arguments: FileArguments, config: TrainConfig, machine: Machine) -> int:
-    """Bytes on disk that may be used."""
+def _with_room(arguments: FileArguments, config: TrainConfig, machine: Machine) -> Machine:
+    """The machine with the bytes on disk that may be used."""
     if arguments.disk_free is not None:
-        return int(parse_size(arguments.disk_free))
-    return free_here(config.budget.disk_paths, machine.drives) if arguments.machine is None else free_bytes(machine)
+        return replace(machine, drives=with_room(machine.drives, parse_size(arguments.disk_free)))
+    return as_free_here(machine, config.budget.disk_paths) if arguments.machine is None else machine
 
 
 def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
@@ -239,16 +240,15 @@ def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
             f"schedule={str(config.schedule)!r} is a schedule of your own, which penstock simulate shows in time; "
             "penstock plan chooses one: give --schedule vertical or horizontal"
         )
-    machine = _machine(config, arguments.machine)
     tbw = arguments.tbw
     check_drives(arguments.disk_free, tbw, config.budget)
-    free = _free(arguments, config, machine)
+    machine = _with_room(arguments, config, _machine(config, arguments.machine))
     if tbw is None:
         tbw = config.drive_tbw
     if tbw is not None:
         machine = rated(machine, tbw)
     ranks = arguments.ranks
-    task, groups = task_of(config, machine, disk_free=free, ranks=ranks), config.sharing(ranks)
+    task, groups = task_of(config, machine, ranks=ranks), config.sharing(ranks)
     batch = arguments.batch
     if batch is None and config.micro_batch_size is not None:
         size, count = config.split

@@ -16,6 +16,7 @@ from penstock.config import format_size, parse_size
 from penstock.config.rates import parse_delay, parse_rate
 from penstock.config.step import IN_TURN
 from penstock.errors import ConfigError
+from penstock.hardware.drives import with_room
 from penstock.hardware.hosts import Hosts, hosts_named
 from penstock.hardware.machine import Machine, Network
 from penstock.hardware.profiles import check_device, machine_named, on_directories
@@ -23,7 +24,7 @@ from penstock.hardware.sharing import why_unknown
 from penstock.planner.ask import measured, task_for
 from penstock.planner.comparison import Comparison, compared
 from penstock.planner.layouts import Asked, Outcome
-from penstock.planner.task import free_bytes, own_budget
+from penstock.planner.task import own_budget
 from penstock.report.sentence import format_time
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _network(arguments: "Arguments") -> Network | None:
 
 
 def _hosts(arguments: "Arguments", paths: tuple[Path, ...]) -> Hosts:
-    """The hosts that are named, with the drives that a budget has directories for."""
+    """The hosts that are named, with the drives that a budget has directories for and the bytes that may be used."""
     asked: list[Machine] = []
 
     def machine() -> Machine:
@@ -104,7 +105,10 @@ def _hosts(arguments: "Arguments", paths: tuple[Path, ...]) -> Hosts:
     count = len(paths) or min(len(kind.machine.drives) for kind in hosts.kinds)
 
     def with_drives(machine: Machine) -> Machine:
-        return on_directories(machine, paths) if paths else replace(machine, drives=machine.drives[:count])
+        machine = on_directories(machine, paths) if paths else replace(machine, drives=machine.drives[:count])
+        if arguments.disk_free is None:
+            return machine
+        return replace(machine, drives=with_room(machine.drives, parse_size(arguments.disk_free)))
 
     kinds = tuple(replace(kind, machine=with_drives(kind.machine)) for kind in hosts.kinds)
     return replace(hosts, kinds=kinds)
@@ -120,10 +124,7 @@ def _of_model(arguments: "ModelArguments") -> Asked:
     budgets = [own_budget(kind.machine, device=arguments.device, host=arguments.host) for kind in hosts.kinds]
     least = min(budgets, key=lambda budget: budget.device_bytes)
     budget = replace(least, host=min(budgets, key=lambda budget: budget.host_bytes).host, disk=budgets[0].disk)
-    free = min(free_bytes(kind.machine) for kind in hosts.kinds)
     task = task_for(arguments.model, machine, replace(budget, durability=arguments.durability), arguments)
-    if arguments.disk_free is None:
-        task = replace(task, disk_free=free)
     size, count = arguments.split or (None, 0)
     return Asked(task=task, hosts=hosts, batch=arguments.batch or (size or 1) * count, size=size)
 
@@ -145,10 +146,7 @@ def _of_config(arguments: "FileArguments") -> Asked:
     machine = hosts.kinds[0].machine
     if config.device is not None:
         check_device(machine, config.device)
-    free = min(free_bytes(kind.machine) for kind in hosts.kinds)
-    if arguments.disk_free is not None:
-        free = parse_size(arguments.disk_free)
-    task = task_of(replace(config, copies=1), machine, disk_free=free)
+    task = task_of(replace(config, copies=1), machine)
     batch = arguments.batch or config.sequences_per_step
     size = config.micro_batch_size if arguments.batch is None else None
     return Asked(task=task, hosts=hosts, batch=batch, size=size)

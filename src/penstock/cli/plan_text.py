@@ -207,7 +207,7 @@ def _disk(report: PlanReport) -> Iterator[str]:
     if (run := report.run) is not None:
         yield f"the run     {_whole(run)}"
     wear = f.wear
-    if not wear.written_bytes:
+    if not f.written_per_day:
         return
     yield f"drives      {used_rates(f.task.machine.drives)}"
     by = "rank and step" if f.task.ranks > 1 else "step"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock.cli.launch import how_to_start, in_words
-from penstock.cli.own_store import require_own_stores
+from penstock.cli.own_store import require_no_copy, require_own_stores
 from penstock.cli.run_folder import RUN_LOCK, settings_of, write_settings
 from penstock.cli.run_record import Resharding, RunRecord
 from penstock.cli.run_snapshots import strands_kept
@@ -27,7 +27,7 @@ from penstock.config.step import IN_TURN, STRANDS, check_strands
 from penstock.errors import ConfigError, StoreError
 from penstock.store.directory import DirectoryLock, is_there, make_directory, sync_directory
 from penstock.store.manifest import DATA, Manifest
-from penstock.store.store import Store
+from penstock.store.store import Store, remove_scratch
 
 _STAGED = "resharded-"
 """The beginning of the name of the folder of new stores; the run's id follows."""
@@ -88,6 +88,7 @@ def run(arguments: Arguments) -> int:
 
 def _run(arguments: Arguments, config: TrainConfig, record: RunRecord) -> int:
     folder, ranks, under_way = arguments.folder, arguments.ranks, record.resharding
+    require_no_copy(folder, [record.owner], config.budget.stores(record.ranks, record.hosts))
     if under_way is not None and under_way.replaces:
         asked = ranks, arguments.pipeline
         if asked != (under_way.ranks, under_way.pipeline) or arguments.strands not in (None, under_way.strands):
@@ -203,8 +204,8 @@ def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
     assert asked is not None, "there are new stores"
     for paths in config.budget.stores(record.ranks, record.hosts):
         for path in paths:
-            if is_there(path / DATA) and Manifest.read(path).store in asked.replaces:
-                Store.delete([path])
+            Store.delete_part(path, only=lambda found: found.store in asked.replaces)
+            remove_scratch(path)
     targets = _flat(config.budget.stores(asked.ranks))
     new = _staged(config, asked.ranks, record)
     for target, staged in zip(targets, _flat(new), strict=True):

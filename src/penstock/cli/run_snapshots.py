@@ -44,13 +44,23 @@ def remove_abandoned_snapshots(folder: Path) -> None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The snapshot that the run in a folder goes on from; None: it has none."""
+    """The snapshot that the run in a folder goes on from; None: it has none.
+
+    Raises:
+        StoreError: it has some, and none can be opened.
+    """
+    failed: dict[Path, StoreError] = {}
     for path in snapshots_of(folder):
         try:
             with opened_snapshot(path):
+                for other, error in failed.items():
+                    log.warning("%s: passed over: %s", other, error)
                 return path
         except StoreError as error:
-            log.warning("%s: passed over: %s", path, error)
+            failed[path] = error
+    if failed:
+        said = "; ".join(f"{path}: {error}" for path, error in failed.items())
+        raise StoreError(f"the state of this run is in a snapshot that cannot be opened. {said}")
     return None
 
 
@@ -59,6 +69,7 @@ def require_newest(folder: Path) -> Path:
 
     Raises:
         ConfigError: there is none.
+        StoreError: as ``newest``.
     """
     path = newest(folder)
     if path is None:
@@ -73,7 +84,7 @@ def record_kept(folder: Path) -> dict[str, Any] | None:
     """The newest snapshot's record of its step, of the form of a commit's; None: there is no snapshot.
 
     Raises:
-        StoreError: the snapshot is damaged.
+        StoreError: as ``newest``, or the snapshot is damaged.
     """
     path = newest(folder)
     return None if path is None else record_in(path)

@@ -10,7 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, asdict, is_dataclass, replace
+from dataclasses import Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -43,8 +43,9 @@ def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
 
 
 def load_text(text: str, name: str, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
-    """The settings in a text, with flags laid over them. ``name``: where they are from, for messages."""
-    return _load(parse_yaml(text, name), name, flags)
+    """The settings in a text that Penstock has written, with flags laid over them. ``name``: where they are from, for
+    messages."""
+    return _load(parse_yaml(text, name, written=True), name, flags)
 
 
 def _load(tree: Located, name: str, flags: Sequence[tuple[str, str]]) -> TrainConfig:
@@ -53,10 +54,29 @@ def _load(tree: Located, name: str, flags: Sequence[tuple[str, str]]) -> TrainCo
     tree = _spelled_out(tree)
     for key, text in flags:
         tree = _overlay(tree, key.replace("-", "_").split("."), parse_yaml(text, f"--{key}", flag=True))
-    config = read(TrainConfig, tree, section="")
+    config = _at_home(read(TrainConfig, tree, section=""))
     paths = [_filled_in(str(p), config.run) for p in config.budget.disk_paths]
     disk = None if not paths else paths[0] if len(paths) == 1 else tuple(paths)
     return replace(config, budget=replace(config.budget, disk=disk))
+
+
+def _at_home(config: TrainConfig) -> TrainConfig:
+    """The settings with ``~`` at the beginning of a path as the home folder, so that all who use it see the same place.
+    The disk's and the sources' are for those who read them."""
+    data, model, schedule = config.data, config.model, config.schedule
+    names = {key: getattr(data, key) for key in ("tokenizer", "chat_template", "prepared")}
+    models = {key: getattr(model, key) for key in ("path", "config")}
+    return replace(
+        config,
+        run=os.path.expanduser(config.run),
+        schedule=Path(os.path.expanduser(schedule)) if isinstance(schedule, Path) else schedule,
+        data=replace(data, **_expanded(names)),
+        model=replace(model, **_expanded(models)),
+    )
+
+
+def _expanded(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: os.path.expanduser(value) for key, value in values.items() if isinstance(value, str)}
 
 
 def _filled_in(path: str, run: str) -> str:
@@ -81,16 +101,20 @@ def dump(config: TrainConfig) -> str:
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
-    """The settings as nested dictionaries of scalars and lists."""
-    found: dict[str, Any] = _plain(asdict(config))
+    """The settings as nested dictionaries of scalars and lists. Those in a list (``data.sources``), of which there
+    may be hundreds, are without what is None."""
+    found: dict[str, Any] = _plain(config)
     return {f.name: found[f.name] for f in by_need(TrainConfig)}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, *, listed: bool = False) -> Any:
+    if is_dataclass(value):
+        given = ((f, getattr(value, f.name)) for f in fields(value))
+        return {f.name: _plain(item) for f, item in given if not (listed and f.default is None is item)}
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, listed=True) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 

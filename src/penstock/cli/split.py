@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.cli.launch import how_to_start, in_words
 from penstock.cli.pipeline import fastest, form_of, in_comparison, requests_of
-from penstock.cli.task import free_here, shape_of, task_of
+from penstock.cli.task import as_free_here, shape_of, task_of
 from penstock.config import TrainConfig, fields_of
 from penstock.config.step import check_pipeline, check_strands, sharing
 from penstock.errors import BudgetError, ConfigError
@@ -155,8 +155,8 @@ def _fastest(config: TrainConfig, machine: Machine, ranks: int, hosts: int) -> t
         return in_order[0].size, in_comparison(in_order)
     lasting = replace(config.budget, endurance=None)  # which durability the drives last with is asked for one cut
     config = replace(config, budget=lasting)
-    free = free_here(config.budget.disk_paths, machine.drives)
-    task = settled(task_of(config, machine, disk_free=free, ranks=ranks, hosts=hosts))
+    machine = as_free_here(machine, config.budget.disk_paths)
+    task = settled(task_of(config, machine, ranks=ranks, hosts=hosts))
     sequences = config.sequences_per_step // config.sharing(ranks)
     found = splits(task, sequences)
     _, best = choose(task, sequences, found)

@@ -7,24 +7,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of
+from penstock.config.budget import is_of_rank
 from penstock.config.step import SPLIT, check_copies
 from penstock.errors import ConfigError
-from penstock.hardware.drives import striped_room
-from penstock.hardware.machine import DeviceKind, Drive, Machine
-from penstock.hardware.sharing import of_each_rank
+from penstock.hardware.machine import DeviceKind, Machine
+from penstock.hardware.profiles import file_system
+from penstock.hardware.sharing import of_each_rank, room_of_each
 from penstock.planner.task import Task, moments_of
 from penstock.shape.huggingface import model_shape
 from penstock.shape.meta import Change
 from penstock.shape.model import ModelShape
 from penstock.shape.shipped import CONFIGS, shipped_name
+from penstock.store.manifest import DATA
+from penstock.store.store import SCRATCH
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def task_of(config: TrainConfig, machine: Machine, *, disk_free: int, ranks: int = 1, hosts: int = 1) -> Task:
+def task_of(config: TrainConfig, machine: Machine, *, ranks: int = 1, hosts: int = 1) -> Task:
     """The task of a run whose schedule is a family; of several ``ranks`` what one of them is to do, as all do the same.
-    ``disk_free``: bytes on disk that may be used, by all on one host; ``hosts``: with as many of the ranks on each.
+    ``hosts``: with as many of the ranks on each; ``machine``: one of them, with what is free on its drives.
 
     Raises:
         ConfigError: the machine's profile lacks what the settings need, the model is refused, or so many ranks cannot
@@ -36,9 +39,9 @@ def task_of(config: TrainConfig, machine: Machine, *, disk_free: int, ranks: int
         raise ConfigError(
             f"cp={config.cp}: {ranks} ranks cannot share sequences {config.cp} by {config.cp}: give --ranks a multiple"
         )
+    disk_free = room_of_each(machine.drives, ranks // hosts)
     if ranks > 1:
         machine = of_each_rank(machine, ranks, hosts=hosts, copies=config.copies)
-        disk_free //= ranks // hosts
     return Task(
         shape=shape_of(config, machine.device.kind),
         machine=machine,
@@ -131,11 +134,22 @@ def _configuration(model: ModelConfig) -> Mapping[str, Any]:
     return model_shape(file).config
 
 
-def free_here(paths: Sequence[Path], drives: Sequence[Drive]) -> int:
-    """Bytes that a store on ``drives`` may use: what is free now, and what one that is there already takes."""
-    free = []
-    for path in paths:
+def as_free_here(machine: Machine, paths: Sequence[Path]) -> Machine:
+    """The machine with the bytes that a store in these directories may use: what is free now, and what one that is
+    there already takes. Directories on one file system have equal parts of it."""
+    if not paths:
+        return machine
+    free, systems = dict[int | None, int](), [file_system(path.absolute()) for path in paths]
+    for path, system in zip(paths, systems, strict=True):
         there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-        own = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        free.append(shutil.disk_usage(there).free + own)
-    return striped_room(free, drives)
+        free[system] = free.get(system, shutil.disk_usage(there).free) + _stored(path)
+    pairs = zip(machine.drives, systems, strict=True)
+    drives = (replace(drive, free=free[system] // systems.count(system)) for drive, system in pairs)
+    return replace(machine, drives=tuple(drives))
+
+
+def _stored(path: Path) -> int:
+    """Bytes of the stores that are in a directory: of one process or of ranks, with what they keep for a while."""
+    places = (path, *filter(is_of_rank, path.glob("*")))
+    stores = (place / name for place in places for name in (DATA, Path(SCRATCH, DATA)))
+    return sum(file.stat().st_size for file in stores if file.is_file())

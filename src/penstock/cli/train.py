@@ -338,7 +338,7 @@ def _open_data(config: TrainConfig, display: Display, run: Joint, model: RunMode
     """The run's data. The folder of a ``new`` run keeps the model's configuration and the tokenizer from now on."""
     with display.working("Reading the data"):
         data = open_data(config.data, run.folder, seed=config.seed, own=model.tokenizer, say=display.say)
-    check_model(config.data, data.largest, model.model)
+    check_model(data.largest, model.model)
     if new and run.ranks.rank == 0:
         own = config.data.tokenizer is None and config.data.chat_template is None
         model.keep(model_folder(run.folder), _precision(config), None if own else data.tokenizer)
@@ -372,20 +372,19 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
     many ``ranks`` send each other."""
     if config.plan is None:
         return None
-    paths, kind = config.budget.disk_paths, device_kind(config.device)
-    found = find_profile(paths, kind=kind)
+    paths, device = config.budget.disk_paths, resolve_device(config.device)
+    kind, name = kind_of(device), None if device.type == "cpu" else name_of(device)
+    found = find_profile(paths, kind=kind, device=name)
     if found is None:
         from penstock.doctor import examine
 
         other = " for this kind of device" if find_profile(paths) is not None else ""
-        why = why_none(paths, kind=kind) or f"This machine has no profile{other} yet"
+        why = why_none(paths, kind=kind, device=name) or f"This machine has no profile{other} yet"
         display.say(f"{why[0].upper()}{why[1:]}: measuring it, once (penstock doctor does it more thoroughly)")
         among = (ranks,) if ranks > 1 and kind == "cpu" else ()
         existing = dict.fromkeys(next(p for p in (path, *path.parents) if p.is_dir()) for path in paths)
-        save_profile(
-            examine.examine(list(existing), examine.QUICK, resolve_device(config.device), display.working, among)
-        )
-        found = find_profile(paths, kind=kind)
+        save_profile(examine.examine(list(existing), examine.QUICK, device, display.working, among))
+        found = find_profile(paths, kind=kind, device=name)
     return found
 
 

@@ -5,7 +5,6 @@ A model with adapters has its base's parameters under other names: ``base_model.
 """
 
 import re
-from collections.abc import Collection
 from typing import Any
 
 _PREFIX = "base_model.model."
@@ -21,16 +20,6 @@ def base_name(name: str) -> str | None:
     if _ADAPTER.search(name):
         return None
     return _COPY.sub(".", name.removeprefix(_PREFIX).replace(".base_layer.", "."))
-
-
-def names_embeddings(targets: Collection[str] | str) -> bool:
-    """True if adapters are asked for on an embedding or a head by a name that peft knows: it saves them whole then.
-
-    Without: such an adapter would be saved without them, and other tools would load another model.
-    """
-    from peft.utils.constants import EMBEDDING_LAYER_NAMES
-
-    return any(name in targets for name in EMBEDDING_LAYER_NAMES)
 
 
 def is_adapted(layer: Any) -> bool:

@@ -61,7 +61,8 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
 
     Without: what comes from another rank could not be put where what has come before was, as a block may keep that.
     """
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)  # the tensor, and what this looks by
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor, and what this looks by
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -78,6 +79,14 @@ def is_view(tensor: torch.Tensor) -> bool:
     Without: saved activations would be moved whose memory does not become free.
     """
     return tensor._base is not None
+
+
+def is_view_of_parameter(tensor: torch.Tensor) -> bool:
+    """True if autograd knows a tensor as a view of a parameter.
+
+    Without: a view of a weight that passes between blocks would be read when the weight has left.
+    """
+    return isinstance(tensor._base, nn.Parameter)
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:

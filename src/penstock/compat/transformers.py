@@ -212,7 +212,7 @@ class TrainerSteps(_Mixed):
         """The norm of the gradients of the step that the loop is about to finish."""
         raise NotImplementedError
 
-    def save_state(self, folder: Path) -> None:
+    def save_whole(self, folder: Path) -> None:
         """Write what training goes on from, beside the model, into a checkpoint's folder."""
         raise NotImplementedError
 
@@ -221,7 +221,7 @@ class TrainerSteps(_Mixed):
         raise NotImplementedError
 
     def load_state(self, folder: Path) -> None:
-        """Take over what ``save_state`` wrote."""
+        """Take over what ``save_whole`` wrote."""
         raise NotImplementedError
 
     def load_best(self) -> None:
@@ -261,7 +261,7 @@ class TrainerSteps(_Mixed):
         return self.norm_of_step()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.save_state(Path(output_dir))
+        self.save_whole(Path(output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self.look_at(Path(resume_from_checkpoint))

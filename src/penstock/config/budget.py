@@ -1,5 +1,6 @@
 """Settings of the memory that a run may take, of the disk that has the rest, and of its durability."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -65,7 +66,7 @@ class Budget:
 
     @cached_property
     def disk_paths(self) -> tuple[Path, ...]:
-        return tuple(Path(path) for path in _each(self.disk))
+        return tuple(Path(os.path.expanduser(path)) for path in _each(self.disk))
 
     def __post_init__(self) -> None:
         check_fields(self, "budget")

@@ -82,7 +82,7 @@ class SourceConfig:
             raise ConfigError("limit is 0 bytes: nothing would be left to train on")
         if self.path == "stdlib" and self.kind not in (None, "text"):
             raise ConfigError(f"kind={self.kind!r}: the standard library is text")
-        if (self.dtype is None) != (not self.path.endswith(".bin")):
+        if (self.dtype is None) != (not self.path.lower().endswith(".bin")):
             raise ConfigError(
                 "dtype is for raw files of token ids (.bin), which cannot be read without: "
                 + ("say uint16 or uint32" if self.dtype is None else f"drop it, {self.path} is none")

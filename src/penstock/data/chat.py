@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from penstock.data.conversations import Message, tools_of
-from penstock.data.limits import check_template, limited
+from penstock.data.limits import check_length, check_template, limited
 from penstock.data.sources.reader import Example
 from penstock.data.token_files import Document
 from penstock.errors import ConfigError
@@ -29,13 +29,13 @@ _REMEDY = (
 
 
 class ChatEncoder:
-    """Encodes chats. ``answers``: only what the assistant says counts in the loss.
+    """Encodes chats. ``answers``: only what the assistant says counts in the loss. ``alone``: no engine works beside.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or cannot say where its tokens stand in the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, answers: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, answers: bool, alone: bool) -> None:
         template = tokenizer.chat_template
         if template is None:
             raise ConfigError(
@@ -49,7 +49,7 @@ class ChatEncoder:
                 "one of the tokenizers library, or let all tokens count (data.loss_on: all)"
             )
         self._tokenizer = cast(Any, tokenizer)
-        self._answers = answers
+        self._answers, self._alone = answers, alone
         self._place = ""  # of the chat that is being rendered
         self._marked = isinstance(template, str) and bool(_MARKS.search(template))
         self._shown: set[str] = set()  # what of tools the template has been seen to write
@@ -58,14 +58,12 @@ class ChatEncoder:
         """Raises:
         ConfigError: the template refuses a chat, or does not say which part of it is the answer.
         """
-        with limited(lambda: self._place):
+        texts, spans = [], []
+        with limited(lambda: self._place, alone=self._alone):
             for example in examples:
                 self._check_tools(example)
-        if self._answers and self._marked:
-            with limited(lambda: self._place):
+            if self._answers and self._marked:
                 return [self._encode_marked(example) for example in examples]
-        texts, spans = [], []
-        with limited(lambda: self._place):
             for example in examples:
                 messages, tools = _messages(example), tools_of(example)
                 texts.append(self._render(example, messages, tools))
@@ -191,12 +189,14 @@ class ChatEncoder:
     def _apply(self, example: Example, messages: Sequence[Message], tools: Any, **how: Any) -> Any:
         self._place = example.place
         try:
-            return self._tokenizer.apply_chat_template(list(messages), tools=tools, **how)
+            found = self._tokenizer.apply_chat_template(list(messages), tools=tools, **how)
         except Exception as error:  # noqa: BLE001  a template is a program and may raise anything
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(
                 f"{example.place}: the chat template fails on this chat: {type(error).__name__}: {reason}"
             ) from None
+        check_length(found if isinstance(found, str) else found["input_ids"], example.place)
+        return found
 
 
 _OTHERS = ("0", "z")

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from penstock.config.data import DataConfig, LossOn
 from penstock.data.chat import ChatEncoder
 from penstock.data.example import read_as
-from penstock.data.forms import Form, form_of
+from penstock.data.forms import Form
 from penstock.data.sources.reader import Cursor, Example
 from penstock.data.token_files import Document
 from penstock.errors import ConfigError
@@ -20,14 +20,14 @@ _BATCH = 128  # examples encoded at once: enough for every core
 
 
 class Encoder:
-    """Encodes the examples of one source. They are of one form: the one given, else that of the first.
+    """Encodes the examples of one source, which are of one form. ``alone``: no engine works beside.
 
     Raises:
         ConfigError: an example is not what its kind needs; the template or the tokenizer will not do.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, form: Form | None) -> None:
-        self.form = form
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, form: Form, *, alone: bool) -> None:
+        self._form, self._alone = form, alone
         self._tokenizer = cast(Any, tokenizer)
         self._loss_on: LossOn | None = config.loss_on
         self._chat: ChatEncoder | None = None
@@ -43,18 +43,16 @@ class Encoder:
     @property
     def answers(self) -> bool:
         """True if documents say which of their tokens count."""
-        return self._loss_on != "all" and self.form is not None and self.form.kind in ("completion", "chat")
+        return self._loss_on != "all" and self._form.kind in ("completion", "chat")
 
     def _encode(self, examples: Sequence[Example]) -> list[Document]:
-        if self.form is None:
-            self.form = form_of(examples[0], None, template=self._tokenizer.chat_template is not None)
-        kind = self.form.kind
+        kind = self._form.kind
         if kind == "text" and self._loss_on is not None:
             raise ConfigError(f"data.loss_on={self._loss_on!r} has no effect on text, which counts whole: drop it")
-        examples = [read_as(example, self.form, answers=self.answers) for example in examples]
+        examples = [read_as(example, self._form, answers=self.answers) for example in examples]
         if kind == "chat":
             if self._chat is None:
-                self._chat = ChatEncoder(self._tokenizer, answers=self.answers)
+                self._chat = ChatEncoder(self._tokenizer, answers=self.answers, alone=self._alone)
             return self._chat.encode(examples)
         return self._texts(examples) if kind == "text" else self._completions(examples)
 

@@ -4,6 +4,7 @@ A run keeps its data's identity in ``data.json``, and each commit has its finger
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ _ENDS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileFacts:
-    """A file: its name, its size in bytes, when it was changed, and a hash (xxh3, 128 bits) of what is in it."""
+    """A file: its name, with escapes for bytes that are not UTF-8, its size in bytes, when it was changed, and a hash
+    (xxh3, 128 bits) of what is in it."""
 
     name: str
     nbytes: int
@@ -102,11 +104,11 @@ def facts_of(paths: Sequence[Path], known: Sequence[FileFacts], *, whole: bool) 
     for path in paths:
         try:
             status = path.stat()
-            key = (str(path), status.st_size, status.st_mtime_ns)
+            key = (os.fsencode(path).decode(errors="backslashreplace"), status.st_size, status.st_mtime_ns)
             digest = before[key].digest if key in before else _digest(path, status.st_size, whole=whole)
         except OSError as error:
             raise ConfigError(f"data: cannot use {path}: {error.strerror}") from None
-        found.append(FileFacts(name=str(path), nbytes=key[1], changed_ns=key[2], digest=digest))
+        found.append(FileFacts(name=key[0], nbytes=key[1], changed_ns=key[2], digest=digest))
     return tuple(found)
 
 

@@ -1,14 +1,15 @@
 """Limits on the time and memory that rendering one chat takes: a template is a program, and may be somebody else's.
 
 Jinja's sandbox keeps a template from files and from Python's inside, but not from looping, or from growing a text,
-without end. A thread watches the one that renders, and ends it.
+without end. A thread watches the one that renders, and ends it. Beside an engine, whose memory is the process's too, it
+looks at the clock alone, and what has been rendered is bounded by its length.
 """
 
 import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 
 from penstock.errors import ConfigError
@@ -18,6 +19,9 @@ SECONDS = 20.0
 
 GROWTH = 2 << 30
 """Bytes that the process may grow by meanwhile; other threads count, too."""
+
+LONGEST = 1 << 27
+"""Characters of a rendered chat, or its tokens; of a file a line has a quarter as many bytes at most."""
 
 _LOOKS = 0.05
 _LONGEST_TEMPLATE = 1 << 20
@@ -38,13 +42,14 @@ def check_template(template: object) -> None:
 
 
 @contextmanager
-def limited(place: Callable[[], str]) -> Iterator[None]:
+def limited(place: Callable[[], str], *, alone: bool) -> Iterator[None]:
     """Inside, work ends when a chat takes more than ``SECONDS``, or all more than ``GROWTH``. ``place``: of the chat.
+    ``alone``: no engine works beside; else memory is not looked at.
 
     Raises:
         ConfigError: it was ended.
     """
-    watch = _Watch(threading.get_ident(), place)
+    watch = _Watch(threading.get_ident(), place, alone=alone)
     thread = threading.Thread(target=watch.run, name="penstock chat template", daemon=True)
     thread.start()
     try:
@@ -57,17 +62,28 @@ def limited(place: Callable[[], str]) -> Iterator[None]:
             watch.stop()
             thread.join()
     except _EndlessError:
-        raise ConfigError(
-            f"{place()}: the chat template does not come to an end on this chat: {watch.reason}. Give another "
-            "(data.chat_template)"
-        ) from None
+        raise _endless(place(), watch.reason) from None
+
+
+def check_length(found: Sized, place: str) -> None:
+    """Raises:
+    ConfigError: what a template has written of a chat is longer than any that is one.
+    """
+    if len(found) > LONGEST:
+        raise _endless(place, f"it writes more than {LONGEST:,} characters")
+
+
+def _endless(place: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{place}: the chat template does not come to an end on this chat: {reason}. Give another (data.chat_template)"
+    )
 
 
 class _Watch:
     """Looks after one chat after the other. What it raises reaches the other thread before ``stop`` returns."""
 
-    def __init__(self, watched: int, place: Callable[[], str]) -> None:
-        self._place = place
+    def __init__(self, watched: int, place: Callable[[], str], *, alone: bool) -> None:
+        self._place, self._alone = place, alone
         self._watched = ctypes.c_ulong(watched)
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -82,7 +98,7 @@ class _Watch:
             if time.monotonic() - began > SECONDS:
                 self._end(f"it takes more than {SECONDS:g} seconds")
                 return
-            if _resident() - before > GROWTH:
+            if self._alone and _resident() - before > GROWTH:
                 self._end(f"it takes more than {GROWTH >> 30} GiB of memory")
                 return
 

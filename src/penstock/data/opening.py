@@ -1,6 +1,7 @@
 """From settings to data that can be trained on: finds the sources, the tokenizer, and whether all is as it was."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,8 +20,9 @@ from penstock.data.identity import IDENTITY, FileFacts, Identity, facts_of, fing
 from penstock.data.mixture import Mixture
 from penstock.data.pieces import Cuts, Pieces, continuous_pieces, pieces_of
 from penstock.data.prepare import Opened, prepare
-from penstock.data.sources.find import open_source
-from penstock.data.sources.reader import Renamed
+from penstock.data.sources.find import left_out, open_source
+from penstock.data.sources.hub import HubDataset
+from penstock.data.sources.reader import Reader, Renamed
 from penstock.data.stream import Prepared, Stream
 from penstock.data.streamed import Streamed, StreamSource
 from penstock.data.token_files import TokenFile
@@ -68,8 +70,8 @@ def open_data(
     known = identity_in(run)
     stream = _streams(config)
     template = own.chat_template is not None if own is not None else config.chat_template is not None
-    opened, forms = _opened(config.each_source, template, streaming=stream)
-    held_out, held_out_forms = _validation(config, template)
+    opened, forms = _opened(config.each_source, template, known, streaming=stream)
+    held_out, held_out_forms = _validation(config, template, known)
     sizes = known.files if known else ()
     facts = facts_of([p for one in opened for p in one.files], sizes, whole=not stream)
     facts += facts_of([p for one in held_out for p in one.files], sizes, whole=True)
@@ -113,7 +115,7 @@ def open_data(
 
 def prepared_in(config: DataConfig, run: Path) -> Path:
     """The folder of prepared data: in the run's own folder, or one that several runs share."""
-    return Path(config.prepared).expanduser() if config.prepared else run / "data"
+    return Path(config.prepared) if config.prepared else run / "data"
 
 
 def choose_tokenizer(
@@ -138,22 +140,16 @@ def choose_tokenizer(
     return tokenizers.with_template(tokenizers.load(own, key="model", revision=revision), config)
 
 
-def check_model(config: DataConfig, largest: int, model: Any) -> None:
-    """Raise ConfigError if there are ids or places in a sequence that the model has no weights for.
+def check_model(largest: int, model: Any) -> None:
+    """Raise ConfigError if there are ids that the model has no weights for.
 
     ``model``: one of Hugging Face's, which has its sizes in ``config``. ``largest``: the largest id that there may be.
     """
-    sizes = model.config.get_text_config()
-    vocabulary, longest = int(sizes.vocab_size), getattr(sizes, "max_position_embeddings", None)
+    vocabulary = int(model.config.get_text_config().vocab_size)
     if largest >= vocabulary:
         raise ConfigError(
             f"the tokenizer does not match the model: it has token ids up to {largest}, and the model a vocabulary of "
             f"{vocabulary} (ids up to {vocabulary - 1}). Use the model's own tokenizer (data.tokenizer: null)"
-        )
-    if isinstance(longest, int) and 0 < longest < config.sequence_length:
-        raise ConfigError(
-            f"data.sequence_length={config.sequence_length} is more than the model's max_position_embeddings="
-            f"{longest}: lower it"
         )
 
 
@@ -179,20 +175,24 @@ def _streams(config: DataConfig) -> bool:
 
 
 def _is_local(source: SourceConfig) -> bool:
-    path = Path(source.path).expanduser()
+    path = Path(os.path.expanduser(source.path))
     return source.path == "stdlib" or path.exists() or any(c in source.path for c in "*?[")
 
 
-def _validation(config: DataConfig, template: bool) -> tuple[list[Opened], list[str]]:
+def _validation(config: DataConfig, template: bool, known: Identity | None) -> tuple[list[Opened], list[str]]:
     if config.validation is None or config.validation.sources is None:
         return [], []
-    return _opened(each_source(config.validation.sources), template, streaming=False)
+    return _opened(each_source(config.validation.sources), template, known, streaming=False)
 
 
-def _opened(sources: Sequence[SourceConfig], template: bool, *, streaming: bool) -> tuple[list[Opened], list[str]]:
-    """The sources with the form of each, which is that of its first example, and what is to be said of forms.
+def _opened(
+    sources: Sequence[SourceConfig], template: bool, known: Identity | None, *, streaming: bool
+) -> tuple[list[Opened], list[str]]:
+    """The sources with the form of each, which is that of its first example, and what is to be said of forms, and of
+    what is not read.
 
-    A run that goes on in the middle of a source reads what it began with, and so in the same form.
+    A run that goes on in the middle of a source reads what it began with, and so in the same form. ``known``: what that
+    was; a data set on the hub is read from the same commit, whatever has been added since.
 
     Raises:
         ConfigError: there is no such source, it is empty, or its first example has not the fields that it should have,
@@ -200,7 +200,10 @@ def _opened(sources: Sequence[SourceConfig], template: bool, *, streaming: bool)
     """
     opened, said = [], []
     for source in sources:
-        one = Opened(source=source, reader=open_source(source, streaming=streaming))
+        began = _commit_in(known, source)
+        reader = open_source(source, streaming=streaming, commit=began)
+        pinned = known is None or began is not None
+        one = Opened(source=source, reader=reader, commit=_commit_of(reader) if pinned else None)
         if not isinstance(one.reader, tuple):
             first, _ = next(one.reader.read(None), (None, None))
             form, words = form_of_source(source, first, template=template)
@@ -208,8 +211,25 @@ def _opened(sources: Sequence[SourceConfig], template: bool, *, streaming: bool)
                 one.reader.look(_LOOKED_AT)
             one = replace(one, form=form)
             said += [] if words is None else [f"{source.path}: {words}"]
+        said += [] if (words := left_out(source)) is None else [f"{source.path}: {words}"]
         opened.append(one)
     return opened, said
+
+
+def _commit_of(reader: Reader | tuple[Path, ...]) -> str | None:
+    """The commit that the rows of a data set on the hub are of; None: it is none."""
+    inner = reader.reader if isinstance(reader, Renamed) else reader
+    return inner.commit if isinstance(inner, HubDataset) else None
+
+
+def _commit_in(known: Identity | None, source: SourceConfig) -> str | None:
+    """The commit of a data set on the hub that a run began with; None: there is none with these settings."""
+    sources = known.settings.get("data.sources") if known is not None else None
+    wanted = {**_meaning(Opened(source=source, reader=())), "commit": None}
+    for then in sources if isinstance(sources, list) else ():
+        if isinstance(then, dict) and {**then, "commit": None} == wanted:
+            return then.get("commit")
+    return None
 
 
 def _tokenizer(
@@ -225,6 +245,8 @@ def _tokenizer(
         assert own is not None
         return (own,)
     made_of = {"train": asdict(config.training), "files": [f.digest for f in facts], "version": _VERSION}
+    if on_hub := [_meaning(one) for one in opened if not one.files]:
+        made_of["sources"] = on_hub
     place = folder / f"tokenizer-{fingerprint(made_of)}"
     if not place.is_dir():
         say(f"Training a tokenizer of {config.training.vocabulary:,} tokens")
@@ -275,9 +297,11 @@ def _settings(
 
 
 def _meaning(one: Opened) -> dict[str, Any]:
-    """A source's settings without the place of its files, whose contents alone count."""
+    """A source's settings without the place of its files, whose contents alone count; of a data set on the hub with
+    its name and commit."""
     source = {k: v for k, v in asdict(one.source).items() if v is not None and k != "path"}
-    return {**source, "files": len(one.files), **({} if one.files else {"path": one.source.path})}
+    named = {} if one.files else {"path": one.source.path}
+    return {**source, "files": len(one.files), **named, **({} if one.commit is None else {"commit": one.commit})}
 
 
 def _prepared(
@@ -303,7 +327,7 @@ def _prepared(
     largest = tokenizers.largest_id(tokenizer)
     for one, (train, held) in zip(opened, parts, strict=True):
         if isinstance(one.reader, tuple):
-            largest = max(largest, *(file.largest() for file in [*train, *held]))
+            largest = max([largest, *(file.largest() for file in [*train, *held])])
     trained, weights = [], []
     for one, (train, _) in zip(opened, parts, strict=True):
         pieces = _usable(config, one.source.path, train)
@@ -356,7 +380,8 @@ def _streamed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, opened: Se
             raise ConfigError(
                 f"data.streaming: {one.source.path!r} is token ids on disk, which need none: set it to false"
             )
-        encoder = partial(Encoder, tokenizer, config, one.form)
+        assert one.form is not None
+        encoder = partial(Encoder, tokenizer, config, one.form, alone=False)
         weight = one.source.weight or 1.0
         sources.append(StreamSource(name=one.source.path, reader=one.reader, encoder=encoder, weight=weight))
     return Streamed(

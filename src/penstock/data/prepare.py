@@ -17,6 +17,7 @@ from penstock.config.data import DataConfig
 from penstock.data.encode import Encoder
 from penstock.data.forms import Form
 from penstock.data.sources.reader import Reader
+from penstock.data.sources.walk import ending
 from penstock.data.token_files import (
     SUMS,
     TokenFile,
@@ -34,17 +35,19 @@ _WHOLE = 1 << 64
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A source and what reads it: a reader of examples, which have a form, or the files of one that is token ids."""
+    """A source and what reads it: a reader of examples, which have a form, or the files of one that is token ids.
+    ``commit``: of a data set on the hub, that the run began with; None: its identity does not have it."""
 
     source: SourceConfig
     reader: Reader | tuple[Path, ...]
     form: Form | None = None
+    commit: str | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
         if not isinstance(self.reader, tuple):
             return self.reader.files
-        beside = (p.with_suffix(e) for p in self.reader if p.suffix == ".tokens" for e in (".json", ".ends", ".loss"))
+        beside = (p.with_suffix(e) for p in self.reader if ending(p) == ".tokens" for e in (".json", ".ends", ".loss"))
         return (*self.reader, *(path for path in beside if path.exists()))
 
     def token_files(self, folder: Path, number: int) -> list[TokenFile]:
@@ -116,7 +119,8 @@ def _write(
     share: float | None,
 ) -> None:
     assert not isinstance(one.reader, tuple)
-    encoder = Encoder(tokenizer, config, one.form)
+    assert one.form is not None
+    encoder = Encoder(tokenizer, config, one.form, alone=True)
     documents = encoder.documents(one.reader.read(None))
     first = next(documents)
     dtype = "uint16" if largest_id(tokenizer) < 1 << 16 else "uint32"

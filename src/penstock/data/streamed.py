@@ -2,12 +2,13 @@
 
 A window is the next so many documents of all sources, each source taken from when its share of the tokens is due. It
 is a function of where it begins, so a position is that place and a row of the window: resuming makes the window anew.
+With ``packing: continuous`` the tokens of a source that do not fill a sequence are the first of its next window.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 
@@ -27,11 +28,17 @@ _MOST_TOKENS = 1 << 25  # of one window: 128 MiB of ids
 
 
 class Place(TypedDict):
-    """The place in one source: the pass, the place within it, and the tokens that it has given so far."""
+    """The place in one source: the pass, the place within it, and the tokens that it has given so far.
+
+    ``left``: as many of the last tokens are still to be cut, with ``since``, the place before the document of the first
+    of them; without, there are none.
+    """
 
     turn: int
     at: Cursor
     tokens: int
+    left: NotRequired[int]
+    since: NotRequired["Place"]
 
 
 class Start(TypedDict):
@@ -44,13 +51,16 @@ class Start(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSource:
-    """A source that is streamed. ``weight``: of its share of the tokens. ``encoder`` makes a new one, as an encoder
-    remembers its kind."""
+    """A source that is streamed. ``weight``: of its share of the tokens. ``encoder`` makes a new one for each pass."""
 
     name: str
     reader: Reader
     encoder: Callable[[], Encoder]
     weight: float
+
+
+_Placed = tuple[Document, Place]
+"""A document, or its last tokens, and the place before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,45 +109,96 @@ class Streamed:
         else:
             places = [cast(Place, dict(place)) for place in position["sources"]]
             start = Start(window=int(position["window"]), lost=int(position["lost_before"]), sources=places)
-        documents = [_endless(source, place) for source, place in zip(self.sources, start["sources"], strict=True)]
-        fruitful = max(place["turn"] for place in start["sources"])
+        opened = [_from(source, place) for source, place in zip(self.sources, start["sources"], strict=True)]
+        documents, left = [found for found, _ in opened], [rest for _, rest in opened]
+        fruitful, barren = max(place["turn"] for place in start["sources"]), False
         while True:
             taken, places = yield from self._take(documents, start["sources"])
-            pieces = [self._pieces(_corpus(found)) for found in taken]
+            pieces = []
+            for number, found in enumerate(taken):
+                whole, left[number] = self._whole([*left[number], *found])
+                pieces.append(self._pieces(_corpus([document for document, _ in whole])))
+                places[number] = _with_rest(places[number], left[number])
             source = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])
             piece = np.concatenate([np.arange(len(p)) for p in pieces])
             rows = Rows.of(pieces, source, piece, packing=self.packing, length=self.length)
             lost = start["lost"] + sum(p.cuts.lost for p in pieces)
             turn = max(place["turn"] for place in places)
+            barren |= self.packing != "continuous" or any(p.cuts.without for p in pieces)
             if len(rows):
                 yield _Window(start=start, rows=rows, lost=lost)
-                fruitful = turn
-            elif turn > fruitful + 1:
+                fruitful, barren = turn, False
+            elif barren and turn > fruitful + 1:
                 raise ConfigError("data: no document of the sources has a token that counts in the loss, and fits")
             start = Start(window=start["window"] + 1, lost=lost, sources=places)
 
     def _take(
         self, documents: Sequence[Iterator[tuple[Document, Place]]], places: Sequence[Place]
-    ) -> Generator[None, None, tuple[list[list[Document]], list[Place]]]:
+    ) -> Generator[None, None, tuple[list[list[_Placed]], list[Place]]]:
         """Returns the documents of a window by source, and where each source is behind them."""
         places = list(places)
-        taken: list[list[Document]] = [[] for _ in documents]
+        taken: list[list[_Placed]] = [[] for _ in documents]
         tokens = 0
         for count in range(self.window):
             if count % _A_FEW == 0:
                 yield None
             due = min(range(len(places)), key=lambda i: places[i]["tokens"] / self.sources[i].weight)
+            before = places[due]
             document, places[due] = next(documents[due])
-            taken[due].append(document)
+            taken[due].append((document, before))
             tokens += len(document.ids)
             if tokens >= _MOST_TOKENS:
                 break
         return taken, places
 
+    def _whole(self, found: Sequence[_Placed]) -> tuple[Sequence[_Placed], Sequence[_Placed]]:
+        """Documents that are cut in this window, and those that wait for the next, as they do not fill a sequence."""
+        if self.packing != "continuous":
+            return found, ()
+        return _divided(found, sum(len(document.ids) for document, _ in found) % self.length)
+
     def _pieces(self, corpus: TokenFile) -> Pieces:
         if self.packing == "continuous":
             return continuous_pieces(corpus, self.length)
         return pieces_of(corpus, self.length, self.rule)
+
+
+def _from(source: StreamSource, place: Place) -> tuple[Iterator[tuple[Document, Place]], Sequence[_Placed]]:
+    """A source's documents from a place on, and what of those before it is still to be cut."""
+    before = place.get("since", place)
+    documents, found = _endless(source, before), list[_Placed]()
+    while before["tokens"] < place["tokens"]:
+        document, behind = next(documents)
+        found.append((document, before))
+        before = behind
+    return documents, _divided(found, place.get("left", 0))[1]
+
+
+def _with_rest(place: Place, rest: Sequence[_Placed]) -> Place:
+    found = Place(turn=place["turn"], at=place["at"], tokens=place["tokens"])
+    if rest:
+        since = rest[0][1]
+        found["left"] = sum(len(document.ids) for document, _ in rest)
+        found["since"] = Place(turn=since["turn"], at=since["at"], tokens=since["tokens"])
+    return found
+
+
+def _divided(found: Sequence[_Placed], count: int) -> tuple[Sequence[_Placed], Sequence[_Placed]]:
+    """Documents without their last ``count`` tokens, and these; one of them may be in both, in part."""
+    place = len(found)
+    while count > 0:
+        place -= 1
+        document, before = found[place]
+        if (cut := len(document.ids) - count) > 0:
+            first, rest = _stretch(document, 0, cut), _stretch(document, cut, len(document.ids))
+            return [*found[:place], (first, before)], [(rest, before), *found[place + 1 :]]
+        count = -cut
+    return found[:place], found[place:]
+
+
+def _stretch(document: Document, first: int, end: int) -> Document:
+    answers = None if document.answers is None else document.answers[first:end]
+    return replace(document, ids=document.ids[first:end], answers=answers)
 
 
 def _endless(source: StreamSource, place: Place) -> Iterator[tuple[Document, Place]]:

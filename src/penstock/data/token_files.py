@@ -16,6 +16,7 @@ The last is written last. A raw ``.bin`` file holds ids alone, and is one docume
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -155,26 +156,43 @@ class TokenWriter:
             files.replace(self._path.with_suffix(".json"), text, private=False)
 
 
-def write_tokens(path: str | Path, documents: Iterable[Any], *, dtype: str = "uint32") -> None:
+def write_tokens(
+    path: str | Path, documents: Iterable[Any], *, dtype: str = "uint32", loss: Iterable[Any] | None = None
+) -> None:
     """Write a corpus that ``data.sources`` takes: ``NAME.tokens`` and the files beside it.
 
     ``documents``: for each, its token ids as a list or a 1-D array of integers. ``dtype``: ``uint16`` holds
-    vocabularies up to 65,536.
+    vocabularies up to 65,536. ``loss``: for each document a list or a 1-D array as long, 1 where the token counts in
+    the loss and else 0; None: all count.
 
     Raises:
-        ConfigError: another name or dtype, or an id that it does not hold.
+        ConfigError: another name or dtype, an id that it does not hold, or a loss that is not as long.
     """
     path = Path(path)
     if path.suffix != ".tokens":
         raise ConfigError(f"{path}: a file of token ids is called NAME.tokens")
-    with TokenWriter(path, dtype, loss=False) as writer:
-        for number, ids in enumerate(documents):
+    with TokenWriter(path, dtype, loss=loss is not None) as writer:
+        for number, (ids, counts) in enumerate(zip_longest(documents, () if loss is None else loss)):
+            if ids is None or (loss is not None and counts is None):
+                raise ConfigError(f"document {number}: documents and loss are not equally many")
             array = np.asarray(ids, dtype=np.int64)
             if array.ndim != 1 or (len(array) and int(array.min()) < 0):
                 raise ConfigError(f"document {number}: token ids are a 1-D array of numbers that are not negative")
             if len(array) and int(array.max()) >= 1 << 32:
                 raise ConfigError(f"document {number}: token id {int(array.max())} does not fit uint32")
-            writer.write(Document(ids=array.astype(np.uint32)))
+            writer.write(Document(ids=array.astype(np.uint32), answers=_answers(counts, len(array), number)))
+
+
+def _answers(counts: Any, tokens: int, number: int) -> NDArray[np.uint8] | None:
+    """Raises:
+    ConfigError: what is said of the tokens of document ``number`` is not 0 or 1 for each.
+    """
+    if counts is None:
+        return None
+    found = np.asarray(counts)
+    if found.shape != (tokens,) or not np.isin(found, (0, 1)).all():
+        raise ConfigError(f"document {number}: loss has 0 or 1 for each of its {tokens:,} tokens")
+    return found.astype(np.uint8)
 
 
 def write_sums(path: Path, sums: Sequence[Sums]) -> str:
@@ -261,7 +279,8 @@ def _arrays(names: Sequence[Path], kinds: Sequence[str], sums: Path, wanted: str
         try:
             found.append(BlockArray(name, kind, rest[:count]))
         except ValueError as error:
-            raise ConfigError(f"data: {error}") from None
+            again = "" if name == names[0] else ": write the corpus with write_tokens again, with its loss if there is"
+            raise ConfigError(f"data: {error}{again}") from None
         rest = rest[count:]
     if len(rest):
         raise ConfigError(f"data: {names[0]} or what is beside it is shorter than when its checksums were made")

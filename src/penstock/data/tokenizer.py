@@ -64,7 +64,7 @@ def with_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Pre
     """
     if config.chat_template is not None:
         try:
-            tokenizer.chat_template = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"data.chat_template={config.chat_template!r}: cannot read it: {error}") from None
     return tokenizer

@@ -54,6 +54,7 @@ def parse_json(text: str | bytes, *, deepest: int = DEEPEST, finite: bool = True
             brackets are deeper than ``deepest``, or a text has half of a character.
     """
     try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text  # json.loads takes halves of characters
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number if finite else float)
     except MalformedError:
         raise
@@ -66,22 +67,19 @@ def parse_json(text: str | bytes, *, deepest: int = DEEPEST, finite: bool = True
         raise MalformedError(f"this is not JSON: {error.msg} {place}") from None
     except ValueError as error:
         raise MalformedError(f"this cannot be read: {error}") from None
-    check_depth(value, text, deepest=deepest)
+    _check_depth(value, text, deepest)
     _check_characters(text, value)
     return value
 
 
-def check_depth(value: Any, text: str | bytes, *, deepest: int = DEEPEST) -> None:
+def _check_depth(value: Any, text: str, deepest: int) -> None:
     """Check how deep a value is. ``text``: it was read from this, which need not be looked through if it has few
     brackets.
 
     Raises:
         MalformedError: lists and objects are within each other more than ``deepest`` deep.
     """
-    if isinstance(text, str):
-        brackets = text.count("[") + text.count("{")
-    else:
-        brackets = text.count(b"[") + text.count(b"{")
+    brackets = text.count("[") + text.count("{")
     level, depth = [value], 0
     while brackets > deepest and level:
         depth += 1
@@ -106,10 +104,9 @@ def _no_number(word: str) -> Any:
     raise MalformedError(f"{word} is not a number that JSON has")
 
 
-def _check_characters(text: str | bytes, value: Any) -> None:
+def _check_characters(text: str, value: Any) -> None:
     """JSON may hold halves of characters, which no file name and no tokenizer takes; only as escapes."""
-    marks = ("\\ud", "\\uD") if isinstance(text, str) else (b"\\ud", b"\\uD")
-    if not any(mark in text for mark in marks):  # type: ignore[operator]  # of the same kind as the text
+    if not any(mark in text for mark in ("\\ud", "\\uD")):
         return
     try:
         json.dumps(value, ensure_ascii=False).encode()

@@ -50,7 +50,7 @@ class Attempt:
     context: StepContext
     """the context of the run that counts, or of the last one"""
     micro_batches: Sequence[Mapping[str, Any]]
-    """on the device"""
+    """as they were given: each run has copies of its own"""
     loss_weights: Sequence[float]
     durability: Durability
     resources: EngineResources
@@ -95,7 +95,7 @@ class Attempt:
         return self.context.verdict is Verdict.NOT_FINITE
 
     def _run(self) -> Event:
-        self.losses = self.runner.run(self.context, self.micro_batches, self.loss_weights)
+        self.losses = self._run_once(self.context)
         if self.durability.state is State.FINISHING:  # what the step before had left to do was all in memory
             self.durability.complete()
         failure, self.context.failure = self.context.failure, None
@@ -111,6 +111,11 @@ class Attempt:
                 "such a step is skipped"
             )
         return _EVENTS[self.context.verdict]
+
+    def _run_once(self, context: StepContext) -> Sequence[float]:
+        resources = self.resources
+        inputs = batch.all_to_device(self.micro_batches, resources.device, resources.dtype)
+        return self.runner.run(context, inputs, self.loss_weights)
 
     def _sync_buffers(self) -> None:
         """Each rank has its own micro-batches, and changes buffers of the model in its own way: from here on all have
@@ -166,7 +171,7 @@ class Attempt:
 
     def _search(self) -> Event:
         search, sharing = self._again(Mode.SEARCH), self.resources.ranks.sharing
-        self.runner.run(search, self.micro_batches, self.loss_weights)
+        self._run_once(search)
         first = sharing.rank // sharing.cp * len(self.micro_batches)
         mine = None if search.found is None else replace(search.found, micro_batch=first + search.found.micro_batch)
         found = [

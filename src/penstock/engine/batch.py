@@ -62,16 +62,19 @@ def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         raise ConfigError(f"position={position!r}: JSON would give back {copy!r} instead: use lists and text keys")
     if len(text) > MOST_POSITION:
         raise ConfigError(f"position: {len(text):,} bytes of JSON, and a commit takes {MOST_POSITION:,} at most")
-    assert isinstance(copy, dict)
+    if not isinstance(copy, dict):
+        raise ConfigError(f"position={position!r}: must be a mapping, such as {{'document': 3}}")
     return copy
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Copy tensors to the device, those in nested containers too; floating-point ones (pixels, audio features) in the
-    compute dtype. What holds no tensor that ``trees`` sees is handed on as it is: a list that is collected in."""
+    compute dtype. A forward may write to the copies, so each is handed its own. What holds no tensor that ``trees``
+    sees is handed on as it is: a list that is collected in."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None, non_blocking=True)
+        to = dtype if tensor.is_floating_point() else None
+        return tensor.to(device=device, dtype=to, non_blocking=True, copy=True)
 
     # One that a value holds twice is counted and moved once.
     return {name: trees.replace(value, functools.cache(move), keep=True) for name, value in micro_batch.items()}

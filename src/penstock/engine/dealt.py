@@ -121,8 +121,15 @@ def dealt_program(
     """
     assert share.holders is not None
     of_stages = [0 if fact.site is None else dealt[fact.site.index] for fact in facts]
-    for of_shape in handed:
-        _refuse(of_shape, facts, of_stages)
+    refused: str | None = None
+    try:
+        for of_shape in handed:
+            _refuse(of_shape, facts, of_stages)
+    except ModelError as error:
+        refused = str(error)
+    told = ranks.gather_objects("what cannot be sent", refused)  # of other pipelines' micro-batches, perhaps, alone
+    if (said := refused or next(filter(None, told), None)) is not None:
+        raise ranks.of_all(ModelError(said))
     sizes = [0] * len(program.stages)
     for of_shape in handed:
         for k, numbers in besides(of_shape.calls, of_stages).items():

@@ -166,7 +166,7 @@ class Engine:
         attempt = Attempt(
             runner=runner,
             context=self._context(),
-            micro_batches=batch.all_to_device(micro_batches, self.device, self._resources.dtype),
+            micro_batches=micro_batches,
             loss_weights=weights,
             durability=self._durability,
             resources=self._resources,

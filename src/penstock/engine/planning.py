@@ -186,7 +186,7 @@ class Planning:
             check_split(stages, self._schedule)
         if train and self._asked.recompute is False and all(stage.graph is None for stage in stages):
             raise ModelError(NO_GRAPHS)
-        calls = {shape: p.handed for shape, p in probed.items()}
+        calls = {p.moved: p.handed for p in every}
         largest = max(nbytes, *(p.nbytes for p in every))
         request = self._request(self._program(stages, facts, calls), count, largest, train=train)
         times = self._times([p.times for p in every], request.program)
@@ -352,8 +352,8 @@ class Planning:
         """Give the runner's memory back; the plans stay."""
         if self.runner is not None:
             self._before_change()
-            self.runner.close()
-            self.runner = None
+            runner, self.runner = self.runner, None  # first: what is half closed is not used again
+            runner.close()
 
     def _use(self, ready: Ready) -> Runner:
         if self.runner is None or self.runner.plan is not ready.plan:
@@ -560,10 +560,12 @@ class Planning:
         """
         shared, nbytes = self._shared, batch.nbytes(micro_batch)
         micro_batch = self.labels.to_probe(micro_batch)
-        inputs = batch.to_device(micro_batch, shared.device, shared.arrays.dtype)
-        before = trees.to_collect_in(inputs)
+        fresh = partial(batch.to_device, micro_batch, shared.device, shared.arrays.dtype)
+        inputs = fresh()
+        moved, before = batch.shapes(inputs), trees.to_collect_in(inputs)
         stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
         batch.check_not_collected(before)
+        del inputs, before
         self.labels.learn(micro_batch, *shared.tape.compared)
         waits = sentence(shared.tape.waits)
         if waits is not None and waits not in self._waits:
@@ -576,7 +578,7 @@ class Planning:
                 # From here on all compute at once. Of pipelines beside each other each has shapes of its own to probe,
                 # and neighbours bring weights together: there nobody may wait for all.
                 shared.ranks.gather_objects("beginning of the times", None)
-            times = time_stages(shared.tape, program, facts, inputs, weights.load, weights.unload)
+            times = time_stages(shared.tape, program, facts, fresh, weights.load, weights.unload)
             times = replace(times, orthogonal=self._orthogonal)
         return Probed(
             stages=stages,
@@ -585,5 +587,6 @@ class Planning:
             flops=model_flops(stages, shared.tape.flops),
             tokens=batch.tokens(micro_batch),
             nbytes=nbytes,
+            moved=moved,
             handed=HandedOn(calls=shared.tape.handed, shared=shared.tape.shared),
         )

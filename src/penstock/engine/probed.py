@@ -69,7 +69,8 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
     for same in zip(*probed, strict=True):
         buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
         written = tuple(dict.fromkeys(p for f in same for p in f.call.written))
-        joined.append(replace(same[0], call=Facts(buffers=buffers, written=written), offload=_movable_for_all(same)))
+        call = Facts(buffers=buffers, written=written, trains=any(f.call.trains for f in same))
+        joined.append(replace(same[0], call=call, offload=_movable_for_all(same)))
     return tuple(joined)
 
 
@@ -85,7 +86,7 @@ class HandedOn:
 class Probed:
     """Results of the probe for one shape of micro-batch. ``times``: only where there is a machine to predict for.
     ``flops``: of the model, forward and backward, without what is computed again; ``tokens``, ``nbytes``: of the
-    micro-batch.
+    micro-batch; ``moved``: its shapes as it is on the device, in the compute dtype.
     """
 
     stages: tuple[Stage, ...]
@@ -94,6 +95,7 @@ class Probed:
     flops: float
     tokens: int
     nbytes: int
+    moved: batch.Shapes
     handed: HandedOn
 
 

@@ -16,11 +16,11 @@ import torch
 
 from penstock.config import format_size
 from penstock.doctor import examine
-from penstock.engine.device import kind_of
+from penstock.engine.device import kind_of, name_of
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware import system
-from penstock.hardware.machine import DeviceKind, Drive, Machine
-from penstock.hardware.profiles import file_system, find_parts, find_profile, save_profile
+from penstock.hardware.machine import Drive, Machine
+from penstock.hardware.profiles import by_directory, file_system, find_parts, find_profile, save_profile
 from penstock.hardware.sharing import knows_ranks
 from penstock.tape.rng import RandomState
 
@@ -29,21 +29,21 @@ log = logging.getLogger("penstock")
 _SWITCH = "PENSTOCK_MEASURE"
 LEAST = 2 << 30
 """Bytes of memory that must be available: measuring takes a third of that for a moment."""
-_unkept: dict[tuple[DeviceKind, tuple[Path, ...]], Machine] = {}
+_unkept: dict[tuple[torch.device, tuple[Path, ...]], Machine] = {}
 """Profiles that could not be stored, kept for as long as this process lives."""
 
 
 def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, ranks: int = 1) -> Machine | None:
-    """The stored profile of this machine with these directories and this kind of device. Of what it needs (the machine,
-    each drive, what ``ranks`` processes that compute on its processors send each other, a GPU's steps of ``optimizer``)
+    """The stored profile of this machine with these directories and this device. Of what it needs (the machine, each
+    drive, what ``ranks`` processes that compute on its processors send each other, a GPU's steps of ``optimizer``)
     that which is not stored is measured, which is said in a line, and stored. What cannot be measured is said, too:
     None, or what is stored.
 
     Raises:
         ConfigError: the stored profile is damaged, or the environment's switch is neither "never" nor left out.
     """
-    kind, may = kind_of(device), _may_measure()
-    found = find_profile(paths, kind=kind) or _unkept.get((kind, tuple(paths)))
+    kind, name, may = kind_of(device), None if device.type == "cpu" else name_of(device), _may_measure()
+    found = find_profile(paths, kind=kind, device=name) or _unkept.get((device, tuple(paths)))
     among = (ranks,) if ranks > 1 and kind == "cpu" and (found is None or not knows_ranks(found, ranks)) else ()
     steps = kind != "cpu" and found is not None and optimizer not in found.device.optimizer
     if not may or (found is not None and not among and not steps):
@@ -55,7 +55,7 @@ def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, rank
             format_size(LEAST),
         )
         return found
-    known, missing = find_parts(paths, kind=kind)
+    known, missing = find_parts(paths, kind=kind, device=name)
     before, begun = RandomState.capture(device), time.perf_counter()
     try:
         machine = _measured(known, paths, missing, device, among, optimizer)
@@ -73,13 +73,14 @@ def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, rank
     what = [*map(str, missing), *(f"what {count} ranks send each other" for count in among)]
     what += [f"{optimizer} steps on the device"] if steps else []
     what = ["this machine"] if known is None else what
+    found = by_directory(machine)
     try:
         kept = f"kept as {save_profile(machine)}"
     except ConfigError as error:
-        _unkept[kind, tuple(paths)] = machine
+        _unkept[device, tuple(paths)] = found
         kept = f"not kept ({error})"
     log.warning("measured %s in %.1f s, %s; penstock doctor measures more closely", ", ".join(what), seconds, kept)
-    return machine
+    return found
 
 
 def _may_measure() -> bool:

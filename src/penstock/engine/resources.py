@@ -36,6 +36,7 @@ from penstock.state.shared import SharedArrays
 from penstock.state.values import Arrays, Values
 from penstock.store.owner import Owner
 from penstock.store.parts import of_rank
+from penstock.store.store import SCRATCH, remove_scratch
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, ParamSlice, group_parameters
 from penstock.tape.guard import guard
@@ -189,6 +190,8 @@ def open_resources(
     )
     with ExitStack() as undo:
         undo.callback(commits.close)
+        for path in budget.disk_paths:
+            remove_scratch(path)
         spans = None if ranks.cp == 1 else Spans(model, ranks)
         if spans is not None:
             undo.callback(spans.ulysses.close)
@@ -250,7 +253,7 @@ def open_resources(
             strands=description.get("strands", 1),
             device=device,
             streams=streams_for(device),
-            scratch_paths=tuple(path / "scratch" for path in budget.disk_paths),
+            scratch_paths=tuple(path / SCRATCH for path in budget.disk_paths),
             io_threads=settings.io_threads,
             threads=numa.thread_count(device),
             overlap=settings.overlap,

@@ -287,8 +287,7 @@ def _scratch(bound: Bound, shared: EngineResources) -> Store | None:
     if not sizes:
         return None
     paths = shared.scratch_paths
-    if Store.exists(paths) and not Store.delete(paths, only=lambda facts: facts.passing):
-        # What is passing was left behind by a run that was killed; a live one holds its lock.
+    if Store.exists(paths):
         raise StoreError(f"{paths[0]} is needed for what lives no longer than a step, and holds a run's state: move it")
     layout = Layout.build(((name, nbytes, 1) for name, nbytes in sizes.items()), grids)
     store = shared.commits.store

@@ -2,6 +2,7 @@
 folder's files, or by its own initialisation."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -39,17 +40,39 @@ class WeightSource(Protocol):
 _WAITING = "_penstock_weights_wait"
 
 
-def expect_weights(model: nn.Module, where: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Waiting:
+    where: str
+    parameters: tuple[nn.Parameter, ...]
+
+
+def expect_weights(model: nn.Module, weights: WeightSource, where: str) -> None:
     """A model without values has them waiting: whoever wraps it must hand them on, or say that he wants others.
 
     ``where``: what to hand on, in words.
     """
-    vars(model)[_WAITING] = where
+    known = tuple(parameter for name, parameter in model.named_parameters() if name in weights)
+    vars(model)[_WAITING] = _Waiting(where=where, parameters=known)
+
+
+def _waiting(model: nn.Module) -> list[_Waiting]:
+    return [vars(module)[_WAITING] for module in model.modules() if _WAITING in vars(module)]
 
 
 def waiting_weights(model: nn.Module) -> str | None:
     """The words with which ``expect_weights`` was called for a model, or for a part of it; None: it was not."""
-    return next((str(vars(m)[_WAITING]) for m in model.modules() if _WAITING in vars(m)), None)
+    return next((waiting.where for waiting in _waiting(model)), None)
+
+
+def not_given(model: nn.Module, weights: WeightSource) -> str | None:
+    """The name of a parameter whose values wait and that ``weights`` does not know by this name, as it would if other
+    modules had not been put around it; or of the first parameter, if it knows none at all. None: there is none.
+    """
+    named = list(model.named_parameters())
+    expected = {id(parameter) for waiting in _waiting(model) for parameter in waiting.parameters}
+    missed = [(name, parameter) for name, parameter in named if name not in weights]
+    lost = missed if len(missed) == len(named) else [each for each in missed if id(each[1]) in expected]
+    return lost[0][0] if lost else None
 
 
 def built_on_meta(model: nn.Module) -> bool:

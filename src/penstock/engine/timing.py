@@ -18,7 +18,7 @@ from penstock.optim.orthogonal import orthogonalise
 from penstock.schedule.matrices import Piece, orthogonal_flop
 from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
-from penstock.state.buffers import Buffers
+from penstock.tape.buffers import buffers_before
 from penstock.tape.suspended import StageFacts
 from penstock.tape.tape import Tape
 
@@ -27,18 +27,19 @@ def time_stages(
     tape: Tape,
     program: Program,
     facts: tuple[StageFacts, ...],
-    micro_batch: Mapping[str, Any],
+    fresh: Callable[[], Mapping[str, Any]],
     load: Callable[[int], None],
     unload: Callable[[int], None],
 ) -> StageTimes:
-    """Seconds of every stage for ``micro_batch``, whose tensors are on the device. Changes nothing of the model.
+    """Seconds of every stage for the micro-batch that ``fresh`` makes, with its tensors on the device. Changes nothing
+    of the model.
 
     ``load(group)`` attaches a group's weights on the device, ``unload(group)`` detaches them. Stages that are alike
     (the blocks of a transformer) count with their median, so that one interruption does not tell. A short pass is made
     several times, and one counts that a quarter of them are faster than: a slow spell of the machine does not tell,
     either, nor does a moment in which others who compute here stood still.
     """
-    timed = partial(_pass, tape, program, facts, micro_batch, load, unload)
+    timed = partial(_pass, tape, program, facts, fresh, load, unload)
     if tape.compiled:  # what is compiled on the way is compiled once
         timed()
     began, passes = time.perf_counter(), [timed()]
@@ -78,17 +79,16 @@ def _pass(
     tape: Tape,
     program: Program,
     facts: tuple[StageFacts, ...],
-    micro_batch: Mapping[str, Any],
+    fresh: Callable[[], Mapping[str, Any]],
     load: Callable[[int], None],
     unload: Callable[[int], None],
 ) -> StageTimes:
     stages = program.stages
     forward, backward, weights = ([0.0] * len(stages) for _ in range(3))
-    buffers = Buffers(tape.model)
-    before = buffers.copies()
+    buffers = buffers_before(tape.model)
     on_gradient, tape.on_gradient = tape.on_gradient, _Sink(program, tape.device)
     tape.facts = facts
-    tape.begin(0, [micro_batch], [1.0], stages=stages)
+    tape.begin(0, [fresh()], [1.0], stages=stages)
     try:
         for k, stage in enumerate(stages):
             forward[k] = _timed(tape.device, partial(tape.forward, k, 0), _needs(stage, k, stages), load, unload)
@@ -102,7 +102,8 @@ def _pass(
     finally:
         tape.finish()
         tape.on_gradient = on_gradient
-        buffers.put_back(before)
+        for buffer in buffers:
+            buffer.put_back()
     return StageTimes(
         forward=_typical(stages, program, forward),
         backward=_typical(stages, program, backward),

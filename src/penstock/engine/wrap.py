@@ -116,7 +116,7 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
 
 def _said(asked: WrapArguments, budget: Budget, precision: Precision) -> dict[str, Any]:
     """The arguments that decide about the numbers and the plan, and so have to be the same on all ranks."""
-    own = {"budget", "loss_fn", "device", "mesh", "weights", "blocks", "run", "io_threads", "plan", "overlap"}
+    own = {"budget", "loss_fn", "device", "mesh", "weights", "blocks", "run", "plan"}
     settings = {key: repr(getattr(asked, key)) for key in sorted(hints_of(WrapArguments).keys() - own)}
     tiers = {f"budget.{key}": repr(getattr(budget, key)) for key in sorted(hints_of(Budget))}
     return settings | tiers | {"precision": precision}
@@ -135,6 +135,13 @@ def _check_init(model: nn.Module, weights: WeightSource | None, *, init: bool) -
             "init has no effect: "
             + ("weights are given" if weights is not None else "no folder's weights are waiting for this model")
             + ". Leave it out"
+        )
+    unknown = None if weights is None else start.not_given(model, weights)
+    if unknown is not None:
+        raise ConfigError(
+            f"weights has no values for {unknown!r}, which would begin at random. To a model with adapters (peft) give "
+            "weights=penstock.hf.lora.BaseWeights(loaded.weights); to another module around a loaded model, a source "
+            "that knows its parameters by the names that they have there"
         )
 
 

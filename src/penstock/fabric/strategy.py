@@ -1,5 +1,6 @@
 """The strategy: Fabric's ``setup``, ``backward``, ``clip_gradients``, ``step``, ``save`` and ``load`` on one engine."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -231,10 +232,11 @@ class PenstockStrategy(OneDevice):
         """Ask for the clipping that the strategy was set up with. Returns the norm, known after the step."""
         if norm_type != 2.0:
             raise ConfigError(f"norm_type={norm_type!r} cannot be honoured: the engine clips by the 2-norm")
-        if max_norm != self._clip:
+        asked = None if max_norm == math.inf else max_norm  # for the norm alone
+        if asked != self._clip:
             raise ConfigError(
                 f"fabric.clip_gradients(max_norm={max_norm!r}), and the strategy was made with clip_grad_norm="
-                f"{self._clip!r}: give it PenstockStrategy(clip_grad_norm={max_norm!r})"
+                f"{self._clip!r}: give it PenstockStrategy(clip_grad_norm={asked!r})"
             )
         self._norm, self._strict = Deferred(MODEL), error_if_nonfinite
         return self._norm
@@ -256,7 +258,7 @@ class PenstockStrategy(OneDevice):
             raise ModelError(
                 "optimizer.step() has nothing to do: no loss was given to fabric.backward() since the last"
             )
-        if (norm is None) != (self._clip is None):
+        if norm is None and self._clip is not None:
             raise ConfigError(
                 f"the strategy was made with clip_grad_norm={self._clip!r}: call fabric.clip_gradients(model, "
                 f"optimizer, max_norm={self._clip!r}) before each optimizer.step(), or leave it out there"

@@ -3,11 +3,12 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from penstock.hardware.machine import HEAVIEST, Drive
 
+_TB = 1e12
 _SAME = 0.93
 """Share of the best rate that is as good: what two measurements of the same drive may differ by."""
 _NEAR = 0.97
@@ -48,6 +49,29 @@ def striped_room(free: Sequence[int], drives: Sequence[Drive]) -> int:
     if not free:
         return 0
     return int(max(spread(free, stripe_weights(drives)), spread(free, (1,) * len(free))))
+
+
+def with_room(drives: Sequence[Drive], nbytes: int) -> tuple[Drive, ...]:
+    """The drives as if so many bytes were free on all of them together, on each its share of the stripe."""
+    weights = stripe_weights(drives)
+    pairs = zip(drives, weights, strict=True)
+    return tuple(replace(drive, free=nbytes * weight // sum(weights)) for drive, weight in pairs)
+
+
+def part_of(drive: Drive, users: int) -> Drive:
+    """The part of a drive that each of so many users has, which all use it at the same time."""
+    rates, left = ("read", "write", "read_both", "write_both"), drive.sustained
+    less = {name: getattr(drive, name) / users for name in rates}
+    if left is not None:
+        left = replace(left, **{name: getattr(left, name) / users for name in rates[1:]})
+    tbw = None if drive.tbw is None else drive.tbw / users
+    return replace(drive, free=drive.free // users, tbw=tbw, sustained=left, **less)
+
+
+def rated_bytes(drives: Sequence[Drive]) -> float | None:
+    """Bytes that all drives together may be written in their life, striped; None: of some nobody says it."""
+    known = [drive.tbw for drive in drives if drive.tbw is not None]
+    return spread(known, stripe_weights(drives)) * _TB if known and len(known) == len(drives) else None
 
 
 def stripe_weights(drives: Sequence[Drive]) -> tuple[int, ...]:

@@ -57,6 +57,8 @@ class Drive:
     """None: nobody has measured that"""
     weight: int | None = None
     """its stripes of a store, in proportion to the other drives'; None: as many as its rates say"""
+    directories: int = 1
+    """a budget's directories that are on it, of which this is one: its figures are an equal part of the drive's"""
 
     @property
     def steady(self) -> "Drive":
@@ -290,7 +292,7 @@ _PARTS: dict[str, type] = {
 _MAY_BE_NULL = {"network", "nic", "crossing", "sustained", "measured"}
 _KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
 _LISTS: dict[str, type] = {"drives": Drive, "between": Between}
-_WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks", "after", "weight"}
+_WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks", "after", "weight", "directories"}
 _MAY_BE_ZERO = {"latency", "overhead", "interpreter", "free", "lockable", "node", "contention", "load"}
 _MOST = {"load": 1e6, "latency": 1e6, "overhead": 1e6, "interpreter": 1e6, "contention": 1e6, "weight": HEAVIEST}
 _MOST_OF_OTHERS = 1e21

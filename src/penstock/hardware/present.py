@@ -13,8 +13,9 @@ _LESS = 0.95
 """Share of its memory with which a machine is the one that it was: what is reserved differs a little."""
 
 
-def outdated(machine: Machine, root: Path = _ROOT) -> str | None:
-    """The reason that a stored profile is not of this machine as it is now; None: it is."""
+def outdated(machine: Machine, root: Path = _ROOT, *, device: str | None = None) -> str | None:
+    """The reason that a stored profile is not of this machine as it is now; None: it is. ``device``: the name of the
+    one to compute on; None: any that is there."""
     if machine.measured is None:
         return "it is from before profiles said when they were measured and where their drives were mounted"
     now = system.look(root)
@@ -25,6 +26,8 @@ def outdated(machine: Machine, root: Path = _ROOT) -> str | None:
             f"it was measured with {format_size(machine.host.memory)} of memory, and this process may use "
             f"{format_size(now.memory)}"
         )
+    if device is not None and machine.device.name != device:
+        return f"it was measured on {machine.device.name}, and this run computes on {device}"
     there = _devices(machine.device, root)
     if there is not None and machine.device.name.partition(_SLICE)[0] not in there:
         return f"it was measured on {machine.device.name}, and this machine has {' and '.join(sorted(there)) or 'none'}"

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import get_args
 
 from penstock.errors import ConfigError
+from penstock.hardware.drives import part_of
 from penstock.hardware.machine import DeviceKind, Drive, Machine, load_machine, parse_machine
 from penstock.hardware.present import had_less, is_gone, outdated
 
@@ -89,40 +90,59 @@ def _digest(words: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
 
 
-def find_profile(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> Machine | None:
+def find_profile(
+    paths: Sequence[Path] = (), *, kind: DeviceKind | None = None, device: str | None = None
+) -> Machine | None:
     """The newest profile that was measured here, with a drive for each of ``paths``, in that order; None if there is
     none. One of other cores, another device or a drive that is gone is none, and any that was measured with as much
     memory as there is counts before one that was measured with less.
 
     A profile that has all directories is taken before several that have some each. Without ``paths``: the newest
-    profile with its own drives. Directories need not exist yet. ``kind``: of the device that computes; None: any. What
-    is damaged or from another version is left out with a warning, unless it is of just these directories.
+    profile with its own drives. Directories need not exist yet, and share a drive as in ``by_directory``. ``kind``,
+    ``device``: of the device that computes, and its name; None: any. What is damaged or from another version is left
+    out with a warning, unless it is of just these directories.
 
     Raises:
         ConfigError: the stored profile of these directories is damaged or from another version: names it.
     """
-    machines = _of_kind(paths, kind)
+    machines = _of_kind(paths, kind, device)
     if not paths:
-        return next((machine for machine in machines if not any(map(is_gone, machine.drives))), None)
+        found = next((machine for machine in machines if not any(map(is_gone, machine.drives))), None)
+        return None if found is None else by_directory(found)
     if not machines:
         return None
     for machine in machines:
-        drives = [_drive_for(path, machine.drives) for path in paths]
-        if None not in drives:
-            return replace(machine, drives=tuple(drive for drive in drives if drive is not None))
+        drives = [drive for path in paths if (drive := _drive_for(path, machine.drives)) is not None]
+        if len(drives) == len(paths):
+            return by_directory(replace(machine, drives=tuple(drives)))
     found, missing = _known(machines, paths)
-    return None if missing else found
+    return None if missing else by_directory(found)
 
 
-def find_parts(paths: Sequence[Path], *, kind: DeviceKind) -> tuple[Machine | None, tuple[Path, ...]]:
+def by_directory(machine: Machine) -> Machine:
+    """The machine with an equal part of a drive for each of its directories that are on one file system. They are one
+    drive, whatever was measured in each: as fast as it is in the first."""
+    systems = [file_system(Path(drive.path)) for drive in machine.drives]
+    first = dict(zip(reversed(systems), reversed(machine.drives), strict=True))
+    users = [systems.count(system) for system in systems]
+    shared = (
+        replace(part_of(first[system], n), path=drive.path, directories=n) if n > 1 else drive
+        for system, n, drive in zip(systems, users, machine.drives, strict=True)
+    )
+    return replace(machine, drives=tuple(shared))
+
+
+def find_parts(
+    paths: Sequence[Path], *, kind: DeviceKind, device: str | None = None
+) -> tuple[Machine | None, tuple[Path, ...]]:
     """The parts that are stored where there is no profile of this machine for all of ``paths``: the newest profile,
-    with the directories' drives that any profile has, and the directories whose drives none has. Without any profile:
-    (None, ``paths``).
+    with the directories' drives that any profile has, each as if it had the drive to itself, and the directories whose
+    drives none has. Without any profile: (None, ``paths``).
 
     Raises:
         ConfigError: as ``find_profile``.
     """
-    machines = _of_kind(paths, kind)
+    machines = _of_kind(paths, kind, device)
     return _known(machines, paths) if machines else (None, tuple(paths))
 
 
@@ -133,10 +153,11 @@ def _known(machines: Sequence[Machine], paths: Sequence[Path]) -> tuple[Machine,
     return replace(machines[0], drives=drives), tuple(path for path, drive in found if drive is None)
 
 
-def _of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> list[Machine]:
-    """Every stored profile of a kind of device that is of this machine as it is now, newest first, and before those
-    that were measured with less memory."""
-    return sorted((machine for machine in _all_of_kind(paths, kind) if outdated(machine) is None), key=had_less)
+def _of_kind(paths: Sequence[Path], kind: DeviceKind | None, device: str | None) -> list[Machine]:
+    """Every stored profile of a kind of device, or the one of a name, that is of this machine as it is now, newest
+    first, and before those that were measured with less memory."""
+    found = (machine for machine in _all_of_kind(paths, kind) if outdated(machine, device=device) is None)
+    return sorted(found, key=had_less)
 
 
 def _all_of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> Iterator[Machine]:
@@ -145,11 +166,11 @@ def _all_of_kind(paths: Sequence[Path], kind: DeviceKind | None) -> Iterator[Mac
     return (machine for machine in _stored(asked) if machine.device.kind in kinds)
 
 
-def why_none(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None) -> str | None:
+def why_none(paths: Sequence[Path] = (), *, kind: DeviceKind | None = None, device: str | None = None) -> str | None:
     """The reason that a stored profile is not used, of the newest that is not of this machine as it is now or whose
     drive for one of these directories is gone; None: there is no such profile."""
     for machine in _all_of_kind(paths, kind):
-        old = outdated(machine)
+        old = outdated(machine, device=device)
         drives = {Path(drive.path): drive for drive in machine.drives}
         asked = list(drives) if not paths else [path.resolve() for path in paths]
         gone = [drive.path for path in asked if (drive := drives.get(path)) is not None and is_gone(drive)]

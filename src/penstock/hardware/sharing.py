@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import ConfigError
-from penstock.hardware.drives import together
+from penstock.hardware.drives import part_of, striped_room, together
 from penstock.hardware.machine import Between, Collectives, Device, Drive, Host, Machine, Network
 from penstock.schedule.lower.mesh import is_branch
 
@@ -176,13 +176,13 @@ def drives_of(drives: Sequence[Drive], rank: int, ranks: int) -> tuple[Drive, ..
     """A rank's share of the drives, as ``Budget.of_rank`` deals their directories out."""
     if not drives or len(drives) >= ranks:
         return tuple(drives[rank::ranks])
-    drive, users = drives[rank % len(drives)], len(range(rank % len(drives), ranks, len(drives)))
-    rates, left = ("read", "write", "read_both", "write_both"), drive.sustained
-    less = {name: getattr(drive, name) / users for name in rates}
-    if left is not None:
-        left = replace(left, **{name: getattr(left, name) / users for name in rates[1:]})
-    tbw = None if drive.tbw is None else drive.tbw / users
-    return (replace(drive, free=drive.free // users, tbw=tbw, sustained=left, **less),)
+    return (part_of(drives[rank % len(drives)], len(range(rank % len(drives), ranks, len(drives)))),)
+
+
+def room_of_each(drives: Sequence[Drive], ranks: int) -> int:
+    """Bytes that each of so many ranks on a host may have on disk: of the one whose drives have the least room."""
+    dealt = [drives_of(drives, rank, ranks) for rank in range(ranks)]
+    return min(striped_room([drive.free for drive in own], own) for own in dealt)
 
 
 def _slowest(dealt: Sequence[tuple[Drive, ...]]) -> tuple[Drive, ...]:

@@ -28,7 +28,7 @@ class System:
     """bytes that this process may use: the least of what is installed and every cgroup's limit"""
     installed: int
     available: int
-    """bytes that could be had now without swapping"""
+    """bytes that could be had now without swapping: of the machine's memory, and of what every cgroup's limit leaves"""
     lockable: int
     """bytes that may be page-locked"""
 
@@ -36,7 +36,8 @@ class System:
 def look(root: Path = _ROOT) -> System:
     """The system as this process sees it."""
     info = _meminfo(root)
-    memory = min([info["MemTotal"], *_memory_limits(root)])
+    limits = list(_memory_limits(root))
+    memory = min([info["MemTotal"], *(limit for limit, _ in limits)])
     quota = min(_cpu_quotas(root), default=None)
     cores = len(os.sched_getaffinity(0))
     return System(
@@ -44,7 +45,7 @@ def look(root: Path = _ROOT) -> System:
         quota=quota,
         memory=memory,
         installed=info["MemTotal"],
-        available=min(info["MemAvailable"], memory),
+        available=max(min([info["MemAvailable"], *(limit - used for limit, used in limits)]), 0),
         lockable=min(memory, _lock_limit(root)),
     )
 
@@ -71,16 +72,18 @@ def nvidia_names(root: Path = _ROOT) -> set[str]:
 
 class Others:
     """Load of other programs on the processors that this process may use, from now on. Time that a virtual machine's
-    neighbours take (steal) counts."""
+    neighbours take (steal) counts. What they do on processors that a quota leaves this process no time for does not."""
 
     def __init__(self, root: Path = _ROOT) -> None:
         self._root = root
+        cores = len(os.sched_getaffinity(0))
+        self._unused = cores - min(_cpu_quotas(root), default=cores)
         self._begun = self._now()
 
     def cores(self) -> float:
         """Cores that they have kept busy since, on average."""
         busy, own, clock = (now - then for now, then in zip(self._now(), self._begun, strict=True))
-        return max(busy - own, 0.0) / clock if clock > 0 else 0.0
+        return max((busy - own) / clock - max(self._unused, 0), 0.0) if clock > 0 else 0.0
 
     def _now(self) -> tuple[float, float, float]:
         """Seconds that the processors were busy, those of them that this process and its children took, and the time.
@@ -130,13 +133,21 @@ def _lock_limit(root: Path) -> int:
     return 2**63 if soft == resource.RLIM_INFINITY else soft
 
 
-def _memory_limits(root: Path) -> Iterator[int]:
-    """Every limit on the memory of this process's cgroups, and of those above them."""
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Every limit on the memory of this process's cgroups, and of those above them, and the bytes of it that are used
+    and could not be given back at once, as a cache of files that nobody reads could."""
+    versions = {
+        "memory.max": ("memory.current", "inactive_file"),
+        "memory.high": ("memory.current", "inactive_file"),
+        "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
+    }
     for folder in _cgroups(root, "memory"):
-        for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
+        for name, (usage, cache) in versions.items():
             text = _read(folder / name)
-            if text is not None and text != "max":
-                yield int(text)  # without a limit, version 1 has a number larger than any memory
+            if text is not None and text != "max":  # without a limit, version 1 has a number larger than any memory
+                lines = (line.split() for line in (_read(folder / "memory.stat") or "").splitlines())
+                given_back = sum(int(count) for key, count in lines if key == cache)
+                yield int(text), max(int(_read(folder / usage) or 0) - given_back, 0)
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:

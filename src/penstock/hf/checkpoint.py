@@ -6,6 +6,7 @@ and it is handed on to the run that is resumed. A store is replaced by a checkpo
 
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock import files
 from penstock.config import Budget
 from penstock.config.budget import is_of_rank
+from penstock.engine.arguments import WrapArguments
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, StoreError
-from penstock.hf.models.exporting import Dtype, export
+from penstock.hf.models.adapters import has_adapters
+from penstock.hf.models.exporting import Dtype, export, export_adapter
+from penstock.optim.facade import StreamedOptimizer
 from penstock.ranks.group import Ranks
+from penstock.state.record import check_kept, check_param_groups, check_progress
+from penstock.state.snapshots import require_like
+from penstock.store.snapshot_parts import opened_snapshot
 from penstock.store.store import Store
 
 SNAPSHOT = "penstock.snapshot"
@@ -31,6 +39,8 @@ _ASIDE = "penstock.export"
 _DTYPES: Mapping[torch.dtype, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _RUN = "run"
 _PREFIX, _LAST = "checkpoint-", "trainer_state.json"
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
+"""names of the files of a model's weights"""
 
 
 def name_run(engine: Engine, ranks: Ranks) -> None:
@@ -61,8 +71,30 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 
     A run that is killed while it saves leaves a part of one, which transformers' own search would name.
     """
-    found = {int(p.name.removeprefix(_PREFIX)): p for p in Path(output_dir).glob(f"{_PREFIX}*") if _is_complete(p)}
-    return str(found[max(found)]) if found else None
+    return next((str(folder) for folder in _checkpoints(Path(output_dir)) if _is_complete(folder)), None)
+
+
+def last_complete(output_dir: Path) -> str | None:
+    """``last_checkpoint``. None: there is no checkpoint at all.
+
+    Raises:
+        ConfigError: there are some, and none is complete.
+    """
+    found = last_checkpoint(output_dir)
+    broken_off = _checkpoints(output_dir)
+    if found is None and broken_off:
+        raise ConfigError(
+            f"{output_dir} has no complete checkpoint: saving {broken_off[0].name} was broken off. Remove "
+            f"{' and '.join(map(str, broken_off))}, and begin anew: trainer.train()"
+        )
+    return found
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints in a Trainer's output folder, the newest first."""
+    numbers = {path: path.name.removeprefix(_PREFIX) for path in output_dir.glob(f"{_PREFIX}*") if path.is_dir()}
+    found = [path for path, number in numbers.items() if number.isdecimal()]
+    return sorted(found, key=lambda path: int(numbers[path]), reverse=True)
 
 
 def _is_complete(folder: Path) -> bool:
@@ -71,7 +103,7 @@ def _is_complete(folder: Path) -> bool:
         json.loads((folder / _LAST).read_text())
     except (OSError, ValueError):
         return False
-    return folder.name.removeprefix(_PREFIX).isdigit()
+    return True
 
 
 def require(folder: Path) -> Path:
@@ -86,6 +118,31 @@ def require(folder: Path) -> Path:
             "a Trainer without the engine? Load its model instead, and start anew"
         )
     return folder
+
+
+def look_into(folder: Path, model: nn.Module, asked: WrapArguments, ranks: int) -> None:
+    """Check that a checkpoint is one that this run can go on from, as far as its snapshot says without its values being
+    read: before a store is deleted for it. ``ranks``: that share the state.
+
+    Raises:
+        StoreError: the snapshot cannot be read, or is of another model, precision, optimizer or number of strands.
+        ConfigError: it was saved by a run with another seed.
+    """
+    path = folder / SNAPSHOT
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    optimizer = {"optimizer": [type(asked.optimizer).__name__, *asked.optimizer.moment_names]}
+    strands = {"strands": ranks if asked.strands is None else asked.strands}
+    mine = {name: (list(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()}
+    with opened_snapshot(path) as parts:
+        saved = parts[0].meta
+        check_kept(saved, str(path))
+        made_for = saved["model"]
+        require_like(made_for, {"precision": asked.precision} | optimizer | strands, path, ranks)
+        every = [parameter for group in made_for["groups"] for parameter in group["parameters"]]
+        theirs = {name: (shape, trains) for name, shape, _, trains in every}
+        require_like({"model": theirs}, {"model": mine}, path, ranks)
+        check_progress(saved, str(path), trained=len(trained), seed=asked.seed)
+        check_param_groups(saved["param_groups"], StreamedOptimizer(asked.optimizer, trained).param_groups, str(path))
 
 
 def load(engine: Engine, folder: Path) -> None:
@@ -158,12 +215,13 @@ def _resolved(directories: Sequence[Path]) -> list[str]:
     return [str(path.resolve()) for path in directories]
 
 
-def write_model(engine: Engine, folder: Path, ranks: Ranks, tokenizer: Any, dtype: torch.dtype | None) -> None:
+def write_model(engine: Engine, folder: Path, ranks: Ranks, tokenizer: Any, dtypes: Mapping[str, torch.dtype]) -> None:
     """Write the model as ``save_pretrained`` of its class does; of a model with adapters, the adapters alone. All ranks
     come here, and the first writes.
 
-    ``dtype``: of the model as the Trainer was given it; None: of the folder that it was loaded from. The weights are
-    streamed into a folder of their own first, and then moved to where other files of the Trainer may be.
+    ``dtypes``: of the parameters as the Trainer was given them; a model that came without values is written in that of
+    the folder that it was loaded from, and its adapters in fp32. The weights are streamed into a folder of their own
+    first, and then moved to where other files of the Trainer may be.
 
     Raises: as ``penstock.hf.export``.
     """
@@ -172,15 +230,23 @@ def write_model(engine: Engine, folder: Path, ranks: Ranks, tokenizer: Any, dtyp
         folder.mkdir(parents=True, exist_ok=True)
         if aside.exists():  # a kill has left it
             shutil.rmtree(aside)
-    export(engine, aside, tokenizer=tokenizer, dtype=None if dtype is None else _DTYPES.get(dtype))
+    if has_adapters(engine.model):
+        export_adapter(engine, aside, tokenizer=tokenizer, own=dtypes)
+    else:
+        export(engine, aside, tokenizer=tokenizer, dtype=next((_DTYPES.get(dtype) for dtype in dtypes.values()), None))
     if ranks.rank == 0:
         _move_into(folder, aside)
 
 
 def _move_into(folder: Path, aside: Path) -> None:
-    """Put a model's files in the place of those of an earlier one, which may have had more shards."""
-    for old in (*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")):
-        old.unlink()
-    for file in aside.iterdir():
-        os.replace(file, folder / file.name)
+    """Put a model's files in the place of those of an earlier one, which may have had more shards. Adapters leave the
+    files of a model's weights where they are."""
+    names = [file.name for file in aside.iterdir()]
+    if any(map(_WEIGHTS.fullmatch, names)):
+        for old in [file for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name)]:
+            old.unlink()
+    for name in names:
+        if (folder / name).is_dir():  # nothing can be moved onto a folder
+            files.remove(folder / name)
+        os.replace(aside / name, folder / name)
     aside.rmdir()

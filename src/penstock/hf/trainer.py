@@ -10,6 +10,7 @@ A micro-batch goes through the engine as a mapping that also carries a ``Piece``
 
 import contextvars
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -30,6 +31,8 @@ from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import checkpoint
 from penstock.hf.engine_arguments import EngineArguments
+from penstock.hf.lora import BaseWeights
+from penstock.hf.models.adapters import check_adapters
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
 from penstock.hf.training_arguments import check_arguments, check_launch
 from penstock.loss.tiled import in_tiles
@@ -100,7 +103,7 @@ class EngineMixin(TrainerSteps):
         self._stats: StepStats | None = None
         self._items: Any = None  # of the micro-batch that is evaluated
         self._resumes: Path | None = None
-        self._dtype: torch.dtype | None = None
+        self._dtypes: Mapping[str, torch.dtype] = {}  # of parameters as they were given, if they had values
         super().__init__(*args, **kwargs)
         self.check_args(self.args)
         check_launch(self)
@@ -142,9 +145,15 @@ class EngineMixin(TrainerSteps):
 
     def _open_engine(self) -> Engine:
         device = self.args.device
+        model = self.model
+        assert isinstance(model, nn.Module)
+        asked = self._asked(model)
         ranks = join(torchrun_mesh(device.type) if self.args.world_size > 1 else None, device)
         try:
             with ranks.together():
+                if self._resumes is not None:
+                    look = partial(checkpoint.look_into, self._resumes, model, asked, ranks.sharing.size)
+                    ranks.jointly("checkpoint to go on from", look)
                 if ranks.hosts > 1 and self.args.save_on_each_node:
                     raise ranks.of_all(
                         ConfigError(
@@ -153,7 +162,7 @@ class EngineMixin(TrainerSteps):
                     )
                 for host in range(ranks.hosts):  # in turn: they may see the same directories
                     ranks.jointly("room for the state", partial(self._make_room, ranks, host))
-            engine = self._engine_of(ranks)
+            engine = wrap_among(ranks, model, asked)
         except BaseException:
             ranks.close()
             raise
@@ -167,20 +176,23 @@ class EngineMixin(TrainerSteps):
         if ranks.host == host and ranks.is_first_on_host:
             checkpoint.make_room(self._resumes, given.budget, overwrite=given.overwrite)
 
-    def _engine_of(self, ranks: Ranks) -> Engine:
-        assert isinstance(self.model, nn.Module)
-        # What the library would save it in; a model without values has no dtype of its own.
-        self._dtype = None if start.built_on_meta(self.model) else next(self.model.parameters()).dtype
-        asked = WrapArguments(
+    def _asked(self, model: nn.Module) -> WrapArguments:
+        """The engine that the arguments ask for. Takes note of the dtypes that the model is given in."""
+        if not start.built_on_meta(model):
+            self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        given = self._engine_arguments
+        weights, limit = given.weights, self.args.max_grad_norm
+        if weights is not None and hasattr(model, "peft_config"):
+            weights = BaseWeights(weights)
+        return WrapArguments(
             optimizer=optimizer_of(self),
-            precision=precision_of(self.args, self.model),
-            clip_grad_norm=self.args.max_grad_norm if self.args.max_grad_norm > 0 else None,
+            precision=precision_of(self.args, model),
+            clip_grad_norm=limit if limit > 0 and math.isfinite(limit) else None,
             device=self.args.device,
             loss_fn=_loss_of_piece,
             seed=self.args.seed,
-            **fields_of(self._engine_arguments, LoopArguments),
+            **fields_of(given, LoopArguments) | {"weights": weights},
         )
-        return wrap_among(ranks, self.model, asked)
 
     def end(self) -> None:
         """Close the engine, then what the library closes. The model's parameters are placeholders from here on."""
@@ -194,16 +206,18 @@ class EngineMixin(TrainerSteps):
         """The library's own ``train``. With ``resume_from_checkpoint=True`` the last complete checkpoint is taken.
 
         Raises:
-            ConfigError: a callback looks at gradients, which there are none of between steps; or checkpoints are to
-                be saved of a model that cannot be.
+            ConfigError: a callback looks at gradients, which there are none of between steps; checkpoints are to be
+                saved of a model that cannot be; or a checkpoint is to be resumed and none is complete.
+            ModelError: the model has adapters that could not be saved.
         """
+        check_adapters(self.model)
         if self.args.save_strategy != "no" and not hasattr(self.model, "save_pretrained"):
             raise ConfigError(
                 f"checkpoints were asked for, and {type(self.model).__name__} has no save_pretrained: set "
                 "save_strategy='no', and call trainer.engine.save(path)"
             )
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = checkpoint.last_checkpoint(str(self.args.output_dir)) or True
+            resume_from_checkpoint = checkpoint.last_complete(Path(str(self.args.output_dir))) or True
         for callback in self.callback_handler.callbacks:
             if type(callback).on_pre_optimizer_step is not transformers.TrainerCallback.on_pre_optimizer_step:
                 raise ConfigError(
@@ -317,8 +331,7 @@ class EngineMixin(TrainerSteps):
             with self._tiles(of) if prediction_loss_only else nullcontext():
                 result = above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
             found[:] = [trees.replace(result, torch.Tensor.clone)]
-            value = result[0]
-            return torch.zeros((), device=self.args.device) if value is None else value
+            return torch.zeros((), device=self.args.device)  # the library has the loss, which may be no number
 
         piece = Piece(loss)
         self._items = self.items_of([inputs])
@@ -334,7 +347,7 @@ class EngineMixin(TrainerSteps):
 
     # ---- checkpoints
 
-    def save_state(self, folder: Path) -> None:
+    def save_whole(self, folder: Path) -> None:
         assert self.lr_scheduler is not None
         checkpoint.save(self.engine, folder, self._engine_arguments.budget, self._ranks)
         if self._ranks.rank == 0:
@@ -357,7 +370,7 @@ class EngineMixin(TrainerSteps):
 
     def write_model(self, folder: Path) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        checkpoint.write_model(self.engine, folder, self._ranks, tokenizer, self._dtype)
+        checkpoint.write_model(self.engine, folder, self._ranks, tokenizer, self._dtypes)
         if self._ranks.rank == 0:
             torch.save(self.args, folder / checkpoint.ARGUMENTS)
         self.wait_for_all()

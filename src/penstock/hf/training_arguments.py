@@ -52,7 +52,7 @@ ENGINE: Mapping[str, str] = {
     "adam_beta1": "of adamw and lion",
     "adam_beta2": "of adamw and lion",
     "adam_epsilon": "of adamw",
-    "max_grad_norm": "clipping, exact; 0: none",
+    "max_grad_norm": "clipping, exact; 0 or inf: none",
     "bf16": "weights that compute are bf16, and their master copy is fp32; there is no autocast",
     "fp16": "as bf16, with a loss scale",
     "activation_checkpointing": "what the engine does where device memory is short: blocks are recomputed from their "

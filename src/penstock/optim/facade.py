@@ -47,11 +47,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
 
     def hypers(self) -> tuple[Hyper, ...]:
-        """The settings of each param group as they are now."""
-        return tuple(_hyper(_kind(self.spec, group), group) for group in self.param_groups)
+        """The settings of each param group that has parameters, as they are now."""
+        return tuple(_hyper(_kind(self.spec, group), group) for group in self.param_groups if group["params"])
 
     def group_of(self, parameter: torch.nn.Parameter) -> int:
-        """The index of the parameter's param group."""
+        """The index of the parameter's param group, among those that have any."""
         return self._group_of[id(parameter)]
 
     def record_step(self) -> None:
@@ -80,14 +80,18 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over settings.
+        """Takes over settings. The param groups stay the ones that they are: others may hold them, too.
 
         Raises:
             ConfigError: the dictionary also holds moments, which would be lost here.
         """
         if state_dict.get("state"):
             raise ConfigError("this state_dict holds moments, which engine.load restores; this loads settings only")
+        groups = self.param_groups
         super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = groups
 
 
 def _elementwise(spec: OptimizerSpec) -> OptimizerSpec:

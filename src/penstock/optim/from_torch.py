@@ -71,9 +71,10 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
             f"the optimizer leaves out {left_out[0]!r} and {len(left_out) - 1} more that require a gradient: freeze "
             "them (requires_grad_(False)), or give them to it"
         )
-    first, *others = ({k: v for k, v in g.items() if k not in _BOOKKEEPING} for g in optimizer.param_groups)
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    first, *others = ({k: v for k, v in group.items() if k not in _BOOKKEEPING} for group in groups)
     overrides = []
-    for settings, group in zip(others, optimizer.param_groups[1:], strict=True):
+    for settings, group in zip(others, groups[1:], strict=True):
         different = [key for key, value in settings.items() if key not in _PER_GROUP and value != first.get(key)]
         if different:
             raise ConfigError(f"the optimizer's param groups differ in {different[0]!r}: only lr and weight_decay may")

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Budget, Family, StepConfig, Tier, fields_of, format_size, parse_size
+from penstock.config import Budget, StepConfig, Tier, fields_of, format_size, parse_size
 from penstock.config.counts import parse_count
 from penstock.config.meanings import model_and
 from penstock.config.optimizer import NS_STEPS, Orthogonal
@@ -22,14 +22,13 @@ from penstock.planner.endurance import EnduranceError
 from penstock.planner.fit import Plan
 from penstock.planner.forecast import Forecast, forecast
 from penstock.planner.longest import Longest, longest
+from penstock.planner.question import FAMILIES
 from penstock.planner.roofline import Roofline, roofline
 from penstock.planner.search import Choice, search
 from penstock.planner.task import Task, free_bytes, moments_of, own_budget
 from penstock.planner.whole_run import WholeRun, steps_for, whole_run
 from penstock.shape.huggingface import model_shape
 from penstock.shape.model import ModelShape
-
-_FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -147,7 +146,7 @@ def task_for(
         moments=moments_of(asked.optimizer, asked.momentum),
         form_of_moments=asked.moments,
         whole=Orthogonal(steps=NS_STEPS) if asked.optimizer == "muon" else None,
-        families=_FAMILIES if asked.schedule is None else (asked.schedule,),
+        families=FAMILIES if asked.schedule is None else (asked.schedule,),
         disk_free=free_bytes(machine) if asked.disk_free is None else parse_size(asked.disk_free),
         **fields_of(asked, StepConfig) | {"precision": asked.precision_on(machine.device.kind)},
     )
@@ -155,7 +154,7 @@ def task_for(
 
 def rated(machine: Machine, tbw: float) -> Machine:
     """The machine with another rating of its drives, in terabytes."""
-    return replace(machine, drives=tuple(replace(drive, tbw=tbw) for drive in machine.drives))
+    return replace(machine, drives=tuple(replace(drive, tbw=tbw / drive.directories) for drive in machine.drives))
 
 
 def _machine(machine: str | Path | Machine | None, budget: Budget | None) -> Machine:

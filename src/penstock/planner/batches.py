@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from penstock.config import Family
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.endurance import EnduranceError
+from penstock.planner.question import FAMILIES
 from penstock.planner.search import Choice, estimate, estimate_lasting, search
 from penstock.planner.task import MOST_OPS, Task
 
@@ -141,23 +142,20 @@ def _lasts(task: Task, batch: int, micro_batch_size: int) -> bool:
 
 
 def curve(task: Task, micro_batch_size: int, *, until: int, also: int | None = None) -> list[Point]:
-    """Tokens/s over the global batch, doubled up to ``until`` sequences in micro-batches of ``micro_batch_size``, or
-    to as many as a batch may be cut into. By the linear program alone, however many ops a schedule would have.
+    """Tokens/s over the global batch, up to ``until`` sequences or as many as a batch may be cut into: powers of two in
+    one micro-batch, then ``micro_batch_size`` and its doubles. By the linear program alone, however many ops a schedule
+    would have.
 
     ``also``: another batch to have in it, a multiple of ``micro_batch_size``.
     """
     until = min(until, _MICRO_BATCHES * micro_batch_size)
-    doubled = {1 << power for power in range(until.bit_length())}
+    powers = [1 << power for power in range(until.bit_length())]
+    asked = {n for n in powers if n < micro_batch_size} | {micro_batch_size * n for n in powers}
     points = []
-    for batch in sorted(doubled | ({also} if also else set())):
-        rates = {
-            family: _rate(task, family, batch, min(micro_batch_size, batch), most_ops=None) for family in _FAMILIES
-        }
+    for batch in sorted({n for n in asked if n <= until} | ({also} if also else set())):
+        rates = {family: _rate(task, family, batch, min(micro_batch_size, batch), most_ops=None) for family in FAMILIES}
         points.append(Point(batch=batch, tokens=batch * task.sequence_length, tokens_per_second=rates))
     return points
-
-
-_FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
 
 
 def _rate(

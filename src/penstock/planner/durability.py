@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from penstock.config import Budget, Durability
 from penstock.errors import ConfigError
-from penstock.hardware.drives import together
+from penstock.planner.commits import Commits
 from penstock.planner.search import Choice, estimate
 from penstock.planner.task import Task
 
@@ -64,22 +64,12 @@ def weigh(task: Task, micro_batch_size: int, micro_batches: int) -> Weighed:
 
 
 def kill_seconds(task: Task, choice: Choice) -> float | None:
-    """Seconds of work that a kill costs at most; None: all of it.
-
-    A commit of what is in memory begins after a step, soon enough that one step more and the writing end in time, and
-    not before the one before is written.
-    """
+    """Seconds of work that a kill costs at most; None: all of it."""
     budget, plan, step = task.budget, choice.plan, choice.expected_seconds
     if budget.durability == "step":
         return step * (2 if plan.settings.delay else 1)
-    if budget.durability != "interval":
-        return None
-    written = plan.state_bytes - plan.disk_bytes
-    writing = written / together(task.machine.drives).write
-    if budget.interval_seconds is None:
-        assert budget.interval_steps is not None
-        return budget.interval_steps * step + writing
-    return max(budget.interval_seconds, step + 2 * writing)
+    commits = Commits.of(budget, plan, task.machine.drives, step)
+    return None if commits is None else max(budget.interval_seconds or 0.0, commits.period + commits.writing)
 
 
 def undecided(task: Task) -> bool:

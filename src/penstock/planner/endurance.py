@@ -8,8 +8,8 @@ from penstock.config import Budget, format_size
 from penstock.errors import BudgetError
 from penstock.hardware.drives import spread, stripe_weights
 from penstock.hardware.machine import Machine
+from penstock.planner.commits import Commits
 from penstock.planner.fit import Plan
-from penstock.schedule.place import FP32
 
 DAY = 86400.0
 
@@ -18,27 +18,17 @@ def allowance(budget: Budget, machine: Machine) -> float | None:
     """Bytes a day that all drives together may be written, striped; None: as many as there are."""
     if budget.endurance is None or not machine.drives:
         return None
-    return spread([budget.endurance.bytes_per_day] * len(machine.drives), stripe_weights(machine.drives))
+    each = [budget.endurance.bytes_per_day / drive.directories for drive in machine.drives]
+    return spread(each, stripe_weights(machine.drives))
 
 
-def written_per_day(budget: Budget, plan: Plan, runs: float, expected: float) -> float:
+def written_per_day(budget: Budget, plan: Plan, machine: Machine, runs: float, expected: float) -> float:
     """Bytes a day that a plan writes whose steps take ``expected`` seconds each, with ``runs`` of a step on average:
     what the steps write, and commits of state in memory, where it is committed now and then. Snapshots not counted.
     """
     step = plan.schedule.bytes_per_lane().get("write", 0) * runs
-    return (step / expected + _in_background(budget, plan, expected)) * DAY
-
-
-def _in_background(budget: Budget, plan: Plan, expected: float) -> float:
-    """Bytes per second of commits of what is in memory."""
-    if budget.durability != "interval" or not budget.disk_paths:
-        return 0.0
-    gradients = FP32 * sum(group.trainable for group in plan.program.groups)
-    kept = max(plan.state_bytes - gradients - plan.disk_bytes, 0)
-    if budget.interval_steps is not None:
-        return kept / (budget.interval_steps * expected)
-    assert budget.interval_seconds is not None
-    return kept / max(budget.interval_seconds, expected)
+    commits = Commits.of(budget, plan, machine.drives, expected)
+    return (step / expected + (0.0 if commits is None else commits.nbytes / commits.period)) * DAY
 
 
 @dataclass(frozen=True, kw_only=True)

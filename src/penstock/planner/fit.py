@@ -37,7 +37,8 @@ _OF_STEP, _OF_GROUP = 256, 8
 H100 a step in 1,635 chunks took 2.7 s, of which compute's own kernels are 2.0."""
 DEVICE_TEMPORARIES = 32 << 20
 """Bytes that an optimizer step on an accelerator needs besides its arguments (``optim.fallback`` has the same)."""
-_DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
+DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
+"""Depths of weights and gradients, from the best to the smallest."""
 _HOST_DEPTHS = (Depths(), Depths(stage_in=3, stage_out=3, state=3), Depths(stage_in=2, stage_out=2, state=2))
 
 
@@ -481,7 +482,7 @@ def _fit_device(request: Request, base: Placement) -> Settings:
     """Choose what decides device memory: whether saved activations leave, and the depth of weights and gradients."""
     away: tuple[Tier, ...] = ("device", "host") if request.budget.activations is None else (base.activations,)
     needs = []
-    for tier, (weights, gradients) in product(away if request.train else ("device",), _DEVICE_DEPTHS):
+    for tier, (weights, gradients) in product(away if request.train else ("device",), DEVICE_DEPTHS):
         depths = Depths(weights=weights, gradients=gradients)
         settings = settings_of(request, replace(base, activations=tier), _CHUNKS[0], depths)
         needs.append(request.peak_bytes(settings, "device"))

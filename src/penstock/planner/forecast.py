@@ -7,8 +7,9 @@ from functools import cached_property
 import numpy as np
 
 from penstock.config import Tier, format_size
-from penstock.hardware.drives import spread, stripe_weights
+from penstock.hardware.drives import rated_bytes
 from penstock.planner.bounds import limits_of
+from penstock.planner.endurance import DAY
 from penstock.planner.phase_costs import PhaseCosts
 from penstock.planner.phase_memory import peaks_outside_steps
 from penstock.planner.search import Choice
@@ -20,9 +21,6 @@ MODEL_FLOP = 6
 """FLOP per parameter and token that model FLOPs utilisation counts: forward 2, backward 4, no recomputation."""
 FROZEN_FLOP = 4
 """FLOP per token of a parameter that is not trained: the backward has no gradient of it to compute."""
-
-_DAY = 86400.0
-_TB = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +34,8 @@ class LaneForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Wear:
-    """Bytes that a step writes that is run once, and how long the drives last, with repeated steps. ``days``: of
-    training without a break; ``steps``: in them."""
+    """Bytes that a step writes that is run once, and how long the drives last, with repeated steps and commits of state
+    in memory. ``days``: of training without a break; ``steps``: in them."""
 
     written_bytes: int
     per_parameter: float
@@ -240,16 +238,14 @@ class Forecast:
         """The wear of the drives, snapshots not counted."""
         written = self.lanes["write"].nbytes if "write" in self.lanes else 0
         drives = self.task.machine.drives
-        known = [drive.tbw for drive in drives if drive.tbw is not None]
-        tbw = min(known) if known and len(known) == len(drives) else None
-        each = written * (1 + self.repeats)
-        steps = None if tbw is None or not written else spread(known, stripe_weights(drives)) * _TB / each
+        rated = rated_bytes(drives)
+        days = None if rated is None or not self.written_per_day else rated / self.written_per_day
         return Wear(
             written_bytes=written,
             per_parameter=self.task.size * written / self.parameters,
-            tbw=tbw,
-            steps=steps,
-            days=None if steps is None else steps * self.choice.expected_seconds / _DAY,
+            tbw=None if rated is None else min(d.tbw * d.directories for d in drives if d.tbw is not None),
+            steps=None if days is None else days * DAY / self.choice.expected_seconds,
+            days=days,
         )
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from penstock.config import ZeroStage
-from penstock.errors import ConfigError
+from penstock.config import Tier, ZeroStage, format_size
+from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.hosts import Hosts
 from penstock.hardware.machine import Machine, Network
-from penstock.hardware.sharing import leaving, of_each_rank
+from penstock.hardware.sharing import leaving, of_each_rank, room_of_each
 from penstock.planner.batches import choose
 from penstock.planner.durability import settled
 from penstock.planner.question import Question
@@ -76,6 +76,10 @@ class Asked:
     batch: int
     size: int | None = None
 
+    def __post_init__(self) -> None:
+        for kind in self.hosts.kinds:
+            replace(self.task, machine=kind.machine)  # which refuses one whose profile lacks a rate
+
     def views(self, copies: int = 1) -> list[Machine]:
         """The machine as each rank sees it, by kind of host. A collective is over when the slowest link is done."""
         hosts = self.hosts
@@ -89,7 +93,8 @@ class Asked:
         """The task of a rank that sees such a machine."""
         task, hosts = self.task, self.hosts
         budget = task.budget.of_rank(0, hosts.ranks, hosts.count)
-        shared: dict[str, Any] = {"machine": machine, "budget": budget, "disk_free": task.disk_free // hosts.each}
+        room = min(room_of_each(kind.machine.drives, hosts.each) for kind in hosts.kinds)
+        shared: dict[str, Any] = {"machine": machine, "budget": budget, "disk_free": room}
         return settled(replace(task, **shared | changes))
 
 
@@ -182,8 +187,9 @@ def planned(asked: Asked, layout: Layout) -> Planned:
             f"of {hosts.ranks * (size or 1)}"
         )
     views = asked.views(layout.copies)
-    flops = {name: min(v.device.flops.get(name, 0.0) for v in views) for name in views[0].device.flops}
-    slow = replace(views[0], device=replace(views[0].device, flops=flops))
+    slowest_view = min(views, key=lambda view: view.device.flops.get(asked.task.precision, 0.0))
+    device = replace(views[0].device, flops=slowest_view.device.flops)
+    slow = replace(views[0], name=slowest_view.name, device=device)
     shared = {"ranks": hosts.ranks // layout.copies, "copies": layout.copies, "hosts": hosts.count}
     task = asked.of_rank(slow, **shared, stage=layout.stage)
     if size is None:
@@ -196,20 +202,40 @@ def planned(asked: Asked, layout: Layout) -> Planned:
 
 
 def shared_by_all(asked: Asked, layout: Layout) -> Outcome:
-    """The outcome where ranks share all state, or each copy of it; raises as ``planned``."""
+    """The outcome where ranks share all state, or each copy of it; raises as ``planned``, and ``check_memory``."""
     found = planned(asked, layout)
     choice, kinds = found.choice, len(asked.hosts.kinds)
     world = one_of_each(choice.plan.schedule, layout, asked.hosts.count, kinds)
     simulation = choice.simulation if asked.hosts.alike else simulate(world, found.costs)
+    hosts = tuple(_of_host(asked, layout, choice, simulation, kind) for kind in range(kinds))
+    check_memory(asked.hosts, hosts)
     return Outcome(
         layout=layout,
         seconds=choice.question.expected(simulation.time, choice.plan.settings),
         tokens=asked.batch * asked.task.sequence_length,
         micro_batches=choice.request.micro_batches,
         micro_batch_size=found.size,
-        hosts=tuple(_of_host(asked, layout, choice, simulation, kind) for kind in range(kinds)),
+        hosts=hosts,
         in_proportion=None if asked.hosts.alike else _in_proportion(asked, choice, world, found.costs, simulation),
     )
+
+
+def check_memory(hosts: Hosts, found: Sequence[OfHost]) -> None:
+    """``found``: what is taken, by kind of host.
+
+    Raises:
+        BudgetError: a host does not have it.
+    """
+    for kind, one in zip(hosts.kinds, found, strict=True):
+        device, host = kind.machine.device, kind.machine.host
+        of_device = device.memory if device.kind != "cpu" else device.memory // hosts.each
+        taken: Mapping[Tier, tuple[int, int]] = {"device": (one.device, of_device), "host": (one.host, host.memory)}
+        for tier, (nbytes, there) in taken.items():
+            if nbytes > there:
+                raise BudgetError(
+                    f"{'a rank' if tier == 'device' else 'a host'} takes {format_size(nbytes)} of {tier} memory, and "
+                    f"{kind.name} has {format_size(there)}: lower budget.{tier} to that"
+                )
 
 
 def _costs(task: Task, choice: Choice, view: Machine, size: int) -> Costs:

@@ -48,7 +48,6 @@ def peaks_outside_steps(
     host_bytes: int,
     slots: int,
     scratch: int = 0,
-    from_meta: bool = True,
     cut: int = 1,
 ) -> dict[Phase, Peaks]:
     """Bytes that each tier holds at most in each phase outside of steps.
@@ -62,13 +61,13 @@ def peaks_outside_steps(
             in a store twice.
         scratch: bytes on disk for saved activations and gradients that wait there, from the first step on
             (``Request.scratch_bytes``).
-        from_meta: whether the engine initialises the model. The check that everything was filled takes one byte for
-            each element of a parameter; the group's largest is taken to be all of it.
         cut: into how many parts groups are cut, of which the program has one: they are made, and visit the device,
             whole.
 
     Returns:
         ``load``: a fresh start (``engine.start.fill``, ``_write_group``): a group in fp32, then written to its home.
+        The check that everything was filled takes one byte for each element of a parameter; the group's largest is
+        taken to be all of it.
         ``probe``: the first step's probe (``engine.planning.Planning._probe``): the weights of a stage at a time, all
         saved activations of one micro-batch.
         ``place``: arrays move to their tiers (``state.arrays.StateArrays.settle``); an array is in both places while
@@ -94,7 +93,7 @@ def peaks_outside_steps(
         return {"device": device, "host": host, "disk": base["disk"] + more_disk}
 
     whole = [cut * g.numel for g in groups]
-    filling = max(numel * FP32 + max(BOUNCE, numel if from_meta else 0) for numel in whole)
+    filling = max(numel * FP32 + max(BOUNCE, numel) for numel in whole)
     placing, copies = _moving(sizes, first, wanted), dict.fromkeys(TIERS, 0)
     for group in groups:
         if place.copied(group):

@@ -23,7 +23,7 @@ from penstock.planner.costs import costs_of_plan
 from penstock.planner.dealt import Asked as Wanted
 from penstock.planner.dealt import Foreseen, Pace, fastest_of, programs_of
 from penstock.planner.fit import Plan, Request
-from penstock.planner.layouts import Asked, Layout, OfHost, Outcome, slowest
+from penstock.planner.layouts import Asked, Layout, OfHost, Outcome, check_memory, slowest
 from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.lower.dealt import stages_dealt
@@ -130,7 +130,12 @@ def _sizes(asked: Asked, layout: Layout) -> Iterator[int]:
 def simulated(
     asked: Asked, layout: Layout, views: Sequence[Machine], size: int, counts: Sequence[int] | None = None
 ) -> Simulated:
-    """A pipeline in micro-batches of ``size`` sequences. ``counts``: of each rank; None: by compute."""
+    """A pipeline in micro-batches of ``size`` sequences. ``counts``: of each rank; None: by compute.
+
+    Raises:
+        BudgetError: it does not fit.
+        ConfigError: it has too few blocks or too many ops, or a profile lacks a rate.
+    """
     ranks, beside, hosts = layout.stages, layout.beside, asked.hosts
     task = asked.of_rank(views[0], families=("vertical",), stage=None)
     request = task.question(size, asked.batch // beside // size).request
@@ -160,7 +165,9 @@ def simulated(
                 f"free is {format_size(task.disk_free)}: give more drives or host memory"
             )
     counts = tuple(calls.count(rank) for rank in range(ranks))
-    return Simulated(layout=layout, requests=requests, step=step, counts=counts, size=size)
+    found = Simulated(layout=layout, requests=requests, step=step, counts=counts, size=size)
+    check_memory(hosts, [_of_kind(hosts, found, kind) for kind in range(len(views))])
+    return found
 
 
 _OPS_OF_BLOCK = 6

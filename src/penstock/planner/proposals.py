@@ -9,7 +9,7 @@ from itertools import product
 from penstock.config import format_size
 from penstock.errors import BudgetError
 from penstock.hardware.drives import together
-from penstock.planner.fit import Request, base_placement, fitted, settings_of, with_keep
+from penstock.planner.fit import DEVICE_DEPTHS, Request, base_placement, fitted, settings_of, with_keep
 from penstock.planner.phase_costs import PhaseCosts, Prices
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.probes import Probes
@@ -28,8 +28,6 @@ chunks, are simulated before the neighbours of the best"""
 
 _FEW_CHUNKS = (2**24, 2**20, 2**18, 2**16)
 """Chunk sizes where one has to do: the first that fits."""
-_DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
-"""Depths of weights and gradients, from the best to the smallest."""
 _HOST_DEPTHS = (4, 3, 2, 1)
 _SHALLOWEST = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, activations=1)
 _TIERS_TRIED = 2
@@ -231,7 +229,7 @@ class Proposals:
         """The settings with the most buffers, up to the usual ones, with which anything fits."""
         if not self.program(replace(settings, depths=_SHALLOWEST), request).fits:
             return None
-        for weights, gradients in _DEVICE_DEPTHS:
+        for weights, gradients in DEVICE_DEPTHS:
             for n in _HOST_DEPTHS:
                 depths = Depths(weights=weights, gradients=gradients, stage_in=n, stage_out=n, state=n, activations=n)
                 option = replace(settings, depths=depths)

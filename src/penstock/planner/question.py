@@ -16,6 +16,8 @@ from penstock.schedule.place import Placement, Settings, Side
 from penstock.shape.model import StageTimes
 from penstock.sim.costs import Costs
 
+FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
+"""Families that are searched where none is asked for."""
 SIMULATED_OPS = 50_000
 """The most ops that all simulations of one search may have together; the first is done whatever it takes."""
 
@@ -36,7 +38,7 @@ class Question:
     machine: Machine
     times: StageTimes
     optimizer: str
-    families: tuple[Family, ...] = ("vertical", "horizontal")
+    families: tuple[Family, ...] = FAMILIES
     delays: tuple[float, ...] = DELAYS
     repeats: float = REPEATS
     disk_free: int | None = None
@@ -92,7 +94,7 @@ class Question:
     def written_per_day(self, plan: Plan, seconds: float) -> float:
         """Bytes a day that a plan writes whose steps take so long, if they are run once."""
         expected = self.expected(seconds, plan.settings)
-        return written_per_day(self.request.budget, plan, expected / seconds, expected)
+        return written_per_day(self.request.budget, plan, self.machine, expected / seconds, expected)
 
     @cached_property
     def unstartable(self) -> str | None:

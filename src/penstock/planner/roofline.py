@@ -30,7 +30,7 @@ class Roofline:
     its own; disk None: there is none. ``balance_tokens``: T* = (F/8) (r/Br + w/Bw), the tokens from which compute takes
     as long as a disk that reads and writes in turns, with r and w bytes per parameter read and written (14 and 12 in
     bf16 with Adam), F FLOP/s that the model reaches and 8 FLOP per parameter and token, 6 of blocks that are
-    not computed again. ``disk_tokens``: the same for ``disk_seconds``.
+    not computed again; frozen weights are read twice. ``disk_tokens``: the same for ``disk_seconds``.
     """
 
     compute_tokens_per_second: float
@@ -87,10 +87,11 @@ def roofline(question: Question, tokens: int, kept: float = 0.0) -> Roofline:
     rate = tokens / (sum(times.forward) + sum(times.backward) - saved)
     disk = together(machine.drives) if machine.drives else None
     read, write = moved_per_parameter(form, trained)
+    frozen = 2 * form.weight_bytes * sum(group.frozen for group in request.program.groups)
     turns = at_once = None
     if disk is not None:
         load = np.zeros((1, len(STREAM_LANES)))
-        load[0, STREAM_LANES.index("read")] = parameters * read / disk.read
+        load[0, STREAM_LANES.index("read")] = (parameters * read + frozen) / disk.read
         load[0, STREAM_LANES.index("write")] = parameters * write / disk.write
         turns, at_once = float(load.sum()), bound(load, limits_of(question.costs, Depths())[: len(STREAM_LANES)])
     updates = sum(group.trainable * BF16 for group in trained if group.whole)

@@ -56,8 +56,7 @@ _SLOWER = (1.0, 1.3, 2.0, 4.0)
 class Choice:
     """The best plan found, and its simulation.
 
-    ``settled``: it takes as long as the least estimate, or the optimum in parts of groups, to 1%. ``considered``:
-    settings weighed; ``simulated``: how many of them were built and simulated.
+    ``considered``: settings weighed; ``simulated``: how many of them were built and simulated.
     """
 
     question: Question
@@ -66,7 +65,6 @@ class Choice:
     simulation: Simulation
     pattern: Pattern
     estimate: float
-    settled: bool
     considered: int
     simulated: int
 
@@ -283,7 +281,6 @@ class _Search:
             simulation=simulation,
             pattern=proposal.pattern,
             estimate=proposal.estimate,
-            settled=self._settled(possible),
             considered=self.proposals.considered,
             simulated=len(self.seen),
         )

@@ -3,11 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from penstock.hardware.drives import spread, stripe_weights
+from penstock.hardware.drives import rated_bytes
 from penstock.planner.endurance import DAY
 from penstock.planner.forecast import Forecast
-
-_TB = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +27,9 @@ class WholeRun:
 
 def whole_run(f: Forecast, steps: int) -> WholeRun:
     """Training without a break; evaluations and the way to the first step are not counted."""
-    drives = f.task.machine.drives
-    known = [drive.tbw for drive in drives if drive.tbw is not None]
     seconds = steps * f.choice.expected_seconds
     written = f.written_per_day * seconds / DAY
-    rated = spread(known, stripe_weights(drives)) * _TB if known and len(known) == len(drives) else None
+    rated = rated_bytes(f.task.machine.drives)
     return WholeRun(
         steps=steps,
         tokens=steps * f.tokens,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import distributed as dist
@@ -323,12 +323,16 @@ class Together(Telling):
         self._on_device: list[dist.ProcessGroup] = []
         """process groups of what is queued on the device"""
         self._giving_up = threading.Lock()
+        self._left = _Left.of(mesh, device)
         try:
-            found = _told(mesh, (Place.here(), _made))
+            found = _told(mesh, (Place.here(), _made, self._left.numbers))
         except RuntimeError as error:  # whoever waits for it is told at once that a rank is dead
             raise RankError(f"another rank was gone before all had joined: {error}") from error
-        _made = max(made for _, made in found) + 1
-        places = [place for place, _ in found]
+        self._number = _made = max(made for _, made, _ in found) + 1
+        self._to_take_over = deque(self._left.taken([numbers for _, _, numbers in found]))
+        self._groups: list[dist.ProcessGroup] = []
+        """process groups, in the order in which they were joined"""
+        places = [place for place, _, _ in found]
         self.hosts = host_count(places)
         self._watch = Watch(store_of(f"penstock/{'-'.join(map(str, members))}/{_made}"), self.rank, places)
         self._members, self._device = members, device
@@ -395,12 +399,14 @@ class Together(Telling):
                 torch.accelerator.set_device_index(device)
             group = dist.new_group(list(members), backend=backend, use_local_synchronization=True, timeout=_PATIENCE)
             assert isinstance(group, dist.ProcessGroup)
-            if backend != "gloo":
-                self._on_device.append(group)
             return group
 
         try:
-            return beside(make, self.check)
+            group = self._to_take_over.popleft() if self._to_take_over else beside(make, self.check)
+            self._groups.append(group)
+            if backend != "gloo":
+                self._on_device.append(group)
+            return group
         except RankError:
             raise
         except RuntimeError as error:
@@ -508,6 +514,8 @@ class Together(Telling):
         self._watch.close()
         for thread in self._beside.values():
             thread.close()
+        if not self.broken_off and self._watch.failure is None:
+            self._left.put(self._number, [*self._groups, *self._to_take_over])
 
     def _wait(self, work: Any, *tensors: torch.Tensor) -> None:
         """Block until a collective is done. ``tensors``: what it reads and writes."""
@@ -629,6 +637,37 @@ def _told(mesh: DeviceMesh, value: T) -> list[T]:
         dist.all_gather_object(gathered, found, group=group)
         found = [one for along in gathered for one in along]
     return found
+
+
+class _Left:
+    """Process groups that closed engines have left, of one kind of ranks, for the next one of that kind: torch gives
+    the name of a group that is destroyed to another one, which would find the old one's addresses."""
+
+    _of_kinds: ClassVar[dict[str, "_Left"]] = {}
+
+    def __init__(self) -> None:
+        self._world: Any = None
+        self._groups: dict[int, list[dist.ProcessGroup]] = {}
+
+    @staticmethod
+    def of(mesh: DeviceMesh, device: torch.device) -> "_Left":
+        found = _Left._of_kinds.setdefault(f"{axes_of(mesh)} on {device}", _Left())
+        if found._world is not dist.group.WORLD:  # torch's groups were made anew
+            found._world, found._groups = dist.group.WORLD, {}
+        return found
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the ``Together`` whose groups are there."""
+        return tuple(self._groups)
+
+    def taken(self, numbers: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
+        """The groups of one that all ranks have. ``numbers``: of each rank."""
+        common = set(numbers[0]).intersection(*numbers)
+        return self._groups.pop(max(common)) if common else []
+
+    def put(self, number: int, groups: list[dist.ProcessGroup]) -> None:
+        self._groups[number] = groups
 
 
 _made = 0

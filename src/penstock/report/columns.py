@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Kind = Literal["f8", "u4", "i4", "i2", "u2"]
+Kind = Literal["f8", "u4", "i4"]
 _ALIGN = 8  # a typed array's offset is a multiple of its element's size
 
 

@@ -94,10 +94,14 @@ class Executor:
             with self._lock:
                 self._shut()
         self._surface()
+        try:
+            self._streams.resolve(self._marks.values())
+            if self.schedule.carried:
+                self.pools.end_step()
+        except BaseException:
+            self.pools.reset()
+            raise
         self.marks = self._marks
-        self._streams.resolve(self.marks.values())
-        if self.schedule.carried:
-            self.pools.end_step()
 
     def _begin(self) -> None:
         """Let the lanes start."""
@@ -148,7 +152,7 @@ class Executor:
             self._shut()
             for lane in self._lanes:
                 while lane.sleepers:
-                    lane.sleepers.pop().put(None)
+                    _wake_one(lane)
         for thread in self._threads:
             thread.join()
 
@@ -193,7 +197,7 @@ class Executor:
         lane.started += 1
         self._running += lane is not self._compute
         if lane.sleepers and self._next(lane):
-            lane.sleepers.pop().put(None)
+            _wake_one(lane)
         if not turn.op.takes:
             return turn.waits, ()
         taken = self.pools.take(turn.op)
@@ -248,7 +252,7 @@ class Executor:
         held."""
         for lane in self._lanes:
             if lane.sleepers and self._next(lane):
-                lane.sleepers.pop().put(None)
+                _wake_one(lane)
         if self._over():
             self._gate.put(None)
 
@@ -272,3 +276,9 @@ class Executor:
                 if self._over():
                     return
             self._gate.get()
+
+
+def _wake_one(lane: LaneState) -> None:
+    """Wake a thread of a lane. An interrupt in between leaves its gate: it is then woken once more, for nothing."""
+    lane.sleepers[-1].put(None)
+    lane.sleepers.pop()

@@ -40,14 +40,14 @@ class SerialExecutor:
                     self._streams.begin(mark, ())
                     mark.moved = self._act(op)
                     self._streams.end(mark)
+                self._streams.synchronize()
+                self.marks[op.id] = mark
+                self.pools.give(op)
             except BaseException as error:
                 error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
                 settle(self._streams, error)
                 self.pools.reset()
                 raise
-            self._streams.synchronize()
-            self.marks[op.id] = mark
-            self.pools.give(op)
         self._streams.resolve(self.marks.values())
         if self.schedule.carried:
             self.pools.end_step()

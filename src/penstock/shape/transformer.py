@@ -515,9 +515,10 @@ def _decoder(
         given.size("num_hidden_layers", 32),
         given.size("num_attention_heads", 32),
     )
-    kv_heads = given.size("num_key_value_heads", kv_heads or heads)
-    d = given.size("head_dim", head_dim or max(h // heads, 1))
-    f, vocabulary = given.size("intermediate_size", intermediate), given.size("vocab_size", 32000)
+    kv_heads = given.size("num_key_value_heads", kv_heads or heads, null=None if kv_heads else heads)
+    each = max(h // heads, 1)
+    d = given.size("head_dim", head_dim or each, null=each if head_dim is None else None)
+    f, vocabulary = given.size("intermediate_size", intermediate), given.size("vocab_size", vocabulary)
     longest = given.size("max_position_embeddings", positions)
     tied = given.flag("tie_word_embeddings", False)
     plain = given.are(hidden_act="silu", attention_dropout=0.0, attn_implementation="sdpa")

@@ -339,9 +339,10 @@ class Commits:
         self._started = True
         if self.every_step:
             last = self.store.last_commit()
-            # What counts is not committed yet: arrays have moved to disk since, or a commit has failed, perhaps that of
-            # a step that has changed no array.
-            if not self.slots.all_durable or last is None or last["step"] != progress["step"]:
+            # What counts is not committed yet: arrays have moved to disk since, of any rank of a pipeline, or a commit
+            # has failed, perhaps that of a step that has changed no array.
+            owed = not self.slots.all_durable or last is None or last["step"] != progress["step"]
+            if any(self.ranks.gather_objects("commit before a step", owed)):
                 self.commit(progress)
         elif not self._interval:
             last = self.store.last_commit()
@@ -397,10 +398,6 @@ class Commits:
         """Write the model's buffers that have changed; the next commit names them."""
         self._buffers.write_changed(self._write_buffer)
 
-    def commit_written(self, progress: Progress) -> None:
-        """Commit a step all of whose state has been written, wherever it lives."""
-        self._commit(progress, whole=True)
-
     def commit_beside(self, progress: Progress) -> None:
         """Commit a step all of whose state has been written, in a thread of its own, while steps go on. What fails is
         for whoever waits for it to raise: all ranks wait at the same places, and there it ends the others."""
@@ -423,7 +420,7 @@ class Commits:
             with self.ranks.together():
                 self.arrays.to_disk()
                 self.write_buffers()
-                self.commit_written(progress)
+                self._commit(progress, whole=True)
 
     def close(self) -> None:
         """Give memory and the store back, whose last commit stands."""

@@ -172,7 +172,7 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
         check_kept(own.meta, str(path))
         as_here = all(own.meta["model"].get(key) == description.get(key) for key in (HOLDERS, STAGES))
         if as_here and not has_other_form(own.meta["model"], description, str(path)):
-            _require_like(own.meta["model"], description, path, ranks.sharing.size)
+            require_like(own.meta["model"], description, path, ranks.sharing.size)
             own.verify()
             return own
     readers = [stack.enter_context(parts.open(rank)) for rank in range(parts.ranks)]
@@ -185,10 +185,10 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
             "with optimizer.moments as it was saved"
         )
     if converts:
-        _require_like(without_form(model), without_form(description), path, ranks.sharing.size)
+        require_like(without_form(model), without_form(description), path, ranks.sharing.size)
     else:
         made_for = described(model, share.size, model.get("strands", 1))[share.number]
-        _require_like(made_for, description, path, ranks.sharing.size)
+        require_like(made_for, description, path, ranks.sharing.size)
     for reader in readers[ranks.rank :: ranks.size]:  # all of them have been read by some rank when all have done this
         reader.verify()
     if not converts:
@@ -198,7 +198,12 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
     return _Converted(readers, description, share, renumbered(readers[0].meta, model, description, str(path)))
 
 
-def _require_like(saved: Mapping[str, Any], description: Mapping[str, Any], path: Path, ranks: int) -> None:
+def require_like(saved: Mapping[str, Any], description: Mapping[str, Any], path: Path, ranks: int) -> None:
+    """Check what a snapshot is of against ``description``, or a part of one, of an engine of so many ``ranks``.
+
+    Raises:
+        StoreError: it was made for another model, precision, optimizer or number of strands.
+    """
     for key, mine in {"strands": 1, **description}.items():
         found = saved.get(key, 1 if key == "strands" else None)
         if key in OF_RANK or found == mine:  # whose part it is was looked at as it was opened

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.errors import StoreError
 from penstock.store.directory import is_there
 from penstock.store.making import require_settled
-from penstock.store.manifest import DATA, Manifest
+from penstock.store.manifest import DATA, Manifest, require_all
 from penstock.store.owner import Owner
 from penstock.store.records import CommitLog
 
@@ -60,18 +60,31 @@ def facts_of(paths: Sequence[Path]) -> StoreFacts | None:
     """Ask a store. None: there is none in any of the directories.
 
     Raises:
-        StoreError: a directory may not be looked at, or what is there cannot be read; or another store is about to take
-            its place.
+        StoreError: a directory may not be looked at, or what is there cannot be read; the directories are not those of
+            one store, in their order; or another store is about to take its place.
     """
     for path in paths:
         require_settled(path)
     there = [path for path in paths if is_there(path / DATA)]
     if not there:
         return None
-    manifest = Manifest.read(there[0])
+    manifests = [Manifest.read(path) for path in there]
+    manifest = manifests[0]
     if paths[0] not in there:
         raise StoreError(
             f"{paths[0]} lacks its part of the store in {there[0]}, the one with the commits: is the drive mounted?"
+        )
+    if len(there) == len(paths):
+        require_all(paths, manifests)
+    elif len(paths) > len(manifest.directories):
+        raise StoreError(
+            f"the store in {there[0]} was made in {len(manifest.directories)} of the {len(paths)} directories that are "
+            "given: leave out the others, as a store keeps the drives that it was made on"
+        )
+    elif manifest.index:
+        raise StoreError(
+            f"{paths[0]} has part number {manifest.index + 1} of a store, and the first one, with the commits, was "
+            f"made as {manifest.directories[0]}: give the directories in the order that they were made in"
         )
     log = CommitLog(paths[0], manifest.store, writable=False)
     return StoreFacts(

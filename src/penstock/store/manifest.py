@@ -99,16 +99,18 @@ def require_all(paths: Sequence[Path], found: Sequence[Manifest]) -> None:
     """Check that these, found in ``paths``, are all the manifests of one store.
 
     Raises:
-        StoreError: one is of another store, some are missing, or their order is another.
+        StoreError: one is of another store or a copy, some are missing, or their order is another.
     """
     first = found[0]
     for path, manifest in zip(paths, found, strict=True):
         if manifest.store != first.store:
             raise StoreError(f"{paths[0]} and {path} belong to different stores: give the directories of one")
+    by_part: dict[int, Path] = {}
+    for path, manifest in zip(paths, found, strict=True):
+        if (other := by_part.setdefault(manifest.index, path)) is not path:
+            raise StoreError(f"{other} and {path} have the same part of one store: leave out the one that is a copy")
     missing = [
-        f"number {i + 1} (made as {first.directories[i]})"
-        for i in range(len(first.directories))
-        if i not in {m.index for m in found}
+        f"number {i + 1} (made as {first.directories[i]})" for i in range(len(first.directories)) if i not in by_part
     ]
     if missing:
         raise StoreError(f"the store has {len(first.directories)} directories, missing here: {', '.join(missing)}")

@@ -26,6 +26,7 @@ from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_vi
 DATA = "penstock.snapshot"
 
 _VERIFIED = 8 << 20
+_IO_THREADS = 4
 
 
 @dataclass(kw_only=True)
@@ -64,9 +65,7 @@ class PartWriter:
     space is reserved at the start, also for what is adopted: the store takes new blocks for that as it goes on.
     """
 
-    def __init__(
-        self, folder: Path, layout: Layout, meta: Mapping[str, Any], *, io_threads: int = 4, direct: bool | None = None
-    ) -> None:
+    def __init__(self, folder: Path, layout: Layout, meta: Mapping[str, Any]) -> None:
         """Reserve the space; ``meta`` is anything that JSON has.
 
         Raises:
@@ -79,7 +78,7 @@ class PartWriter:
         self._digests = Digests(layout)
         self._progress = {e.name: _Progress() for e in layout.extents}
         packed.allocate(folder / DATA, self._area.end)
-        self._files = StripedFiles([PackedFile(folder / DATA, direct=direct)], stripe=ALIGN, io_threads=io_threads)
+        self._files = StripedFiles([PackedFile(folder / DATA)], stripe=ALIGN, io_threads=_IO_THREADS)
         self._sharing = True  # until the file system has refused
 
     def write(self, name: str, offset: int, buffer: Buffer) -> None:
@@ -152,8 +151,6 @@ class SnapshotWriter(PartWriter):
         *,
         overwrite: bool = False,
         grids: Mapping[str, Grid] | None = None,
-        io_threads: int = 4,
-        direct: bool | None = None,
     ) -> None:
         """Reserve the space of all ``entries`` (name, bytes); ``grids``: as ``layout_of``.
 
@@ -164,7 +161,7 @@ class SnapshotWriter(PartWriter):
         with ExitStack() as undo:
             self._whole = SnapshotPlace(path, size_of(layout), overwrite=overwrite)
             undo.callback(self._whole.abort)
-            super().__init__(self._whole.partial, layout, meta, io_threads=io_threads, direct=direct)
+            super().__init__(self._whole.partial, layout, meta)
             undo.pop_all()
         self._open = True
 
@@ -214,7 +211,7 @@ class _Written:
 class SnapshotReader:
     """Reads a snapshot, checking each byte against its checksum. Thread-safe; a context manager."""
 
-    def __init__(self, path: Path, *, io_threads: int = 4, direct: bool | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         """Open the snapshot at ``path``.
 
         Raises:
@@ -230,8 +227,8 @@ class SnapshotReader:
         except StoreError as e:
             raise StoreError(f"{self._path / MANIFEST}: {e}") from e
         area = digests.area(self.layout, slots=1)
-        file = PackedFile(self._path / DATA, direct=direct, writable=False)
-        self._files = StripedFiles([file], stripe=ALIGN, io_threads=io_threads)
+        file = PackedFile(self._path / DATA, writable=False)
+        self._files = StripedFiles([file], stripe=ALIGN, io_threads=_IO_THREADS)
         try:
             if file.nbytes < area.end:
                 raise StoreError(f"{path} is damaged: {DATA} has {file.nbytes} bytes, its manifest says {area.end}")

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -20,12 +20,14 @@ from penstock.store.facts import StoreFacts, facts_of
 from penstock.store.layout import Extent, Grid, Layout
 from penstock.store.making import NEXT, claim, file_sizes, fill, remove_files, require_settled, striped
 from penstock.store.manifest import DATA as DATA
-from penstock.store.manifest import Manifest, difference, read_manifests
+from penstock.store.manifest import PARTIAL, Manifest, difference, read_manifests
 from penstock.store.owner import Owner, check_owner
 from penstock.store.packed import PackedFile, reported
 from penstock.store.records import CommitLog, Table
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
 
+SCRATCH = "scratch"
+"""The folder, in each directory of a run's store, of what lives no longer than a step."""
 STRIPE = 2 << 20  # bytes; a chunk of 8 MiB then keeps four drives busy
 
 _VERIFIED = 8 << 20
@@ -218,6 +220,21 @@ class Store:
             for lock in locks:
                 lock.release(remove=True)
         return True
+
+    @staticmethod
+    def delete_part(path: Path, *, only: Callable[[Manifest], bool]) -> bool:
+        """Remove one directory's part of a store where ``only`` says so of its manifest; or what is left of one whose
+        making or removal was interrupted. Returns whether something was removed.
+
+        Raises:
+            StoreError: as ``delete``.
+        """
+        if directory.is_there(path / DATA):
+            if not only(Manifest.read(path)):
+                return False
+        elif not directory.is_there(path / PARTIAL):
+            return False
+        return Store.delete([path])
 
     @property
     def stats(self) -> StoreStats:
@@ -461,6 +478,18 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def remove_scratch(path: Path) -> None:
+    """Remove what a run that was killed within a step has left in a directory of its store.
+
+    Raises:
+        StoreError: as ``Store.delete``.
+    """
+    scratch = path / SCRATCH
+    if Store.delete_part(scratch, only=lambda found: found.passing):
+        with suppress(OSError):  # something else is in it: not ours to remove
+            scratch.rmdir()
 
 
 def _attach(

@@ -7,6 +7,7 @@
     suspended  one micro-batch's suspended forward, its cuts and its recomputation
     likeness  compares a recomputation's results with its forward's
     probe     learns a model's program from one micro-batch; watch sees its ops, segments makes stages of them
+    buffers   which buffers code changes, and as they were
     graph     autograd by pieces
     compiled  torch.compile of blocks
     modes     torch's switches of a thread
@@ -14,6 +15,7 @@
     trees     tensors in nested arguments
     opaque    tensors in objects that cannot be looked into
     smuggled  tensors that pass by other ways than arguments and results
+    weight_views  views of weights that are read when the weight has left
     asked     calls of autograd in a model's forward
     parameters  hooks on parameters, and parameters that must stay
     cut       ends the graph behind a block

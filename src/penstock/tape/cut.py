@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.compat.torch import gradient_hooks, storage_key, version
+from penstock.compat.torch import gradient_hooks, is_view_of_parameter, storage_key, version
 from penstock.errors import ModelError
 
 
@@ -99,7 +99,8 @@ class Cuts:
 
     def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
         leaf = Leaf()
-        new = tensor.detach()
+        # The weight that an output is a view of leaves with the call.
+        new = tensor.detach().clone() if is_view_of_parameter(tensor) else tensor.detach()
         if _can_have_gradient(tensor) and self._wants_gradient(tensor):
             new = begun(new, leaf)
         self.leaves.append(leaf)

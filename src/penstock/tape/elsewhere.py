@@ -135,7 +135,7 @@ class Elsewhere:
                 if not self.has(k - 1):
                     made = self._inputs.pop(mb)
                 assert made is not None
-                call.modes.apply()
+                call.modes.apply(self._tape.suspended[mb].flags)
                 args, kwargs = fill(call, made, self._shared[mb])
                 made = None  # nothing here holds what a block was handed while another micro-batch runs
                 made = trees.tensors(site.module.forward(*args, **kwargs))[0]
@@ -199,6 +199,7 @@ class Elsewhere:
     def _run_ahead(self, suspended: SuspendedForward, stage: int) -> None:
         """Run the model's code through the calls of other ranks, up to the next one of this rank."""
         tape, mb = self._tape, suspended.index
+        random = RandomState.capture(tape.device)
         for k in self._dealt.elsewhere(stage):
             site = tape.facts[k].site
             assert site is not None
@@ -215,7 +216,6 @@ class Elsewhere:
                 return
             assert call.result is not None
             suspended.answer = self._answer(k, mb, self._placeholder(site.name, call.result))
-            random = RandomState.capture(tape.device)
             assert tape.resume(suspended, k) == "cut"
             suspended.resume(k)
             if not random.is_now():

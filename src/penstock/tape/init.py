@@ -26,7 +26,7 @@ _ADVICE = "give the module a reset_parameters() that fills it, or build the mode
 def initialise(model: nn.Module, group: ParamGroup, seed: int) -> None:
     """Fill one group's parameters, attached to a real fp32 buffer, with the model's own initialisation.
 
-    What is drawn depends on ``seed`` and the group's name alone. torch's random state is left as it was.
+    What is drawn depends on ``seed`` and the group's name alone. The random state is left as it was.
 
     Raises:
         ModelError: a parameter that no initialiser fills, by name.
@@ -159,7 +159,7 @@ def _stand_ins(model: nn.Module, but: set[int]) -> Iterator[None]:
 @contextmanager
 def _random(seed: int, name: str) -> Iterator[None]:
     state = rng.RandomState.capture(torch.device("cpu"))
-    torch.default_generator.manual_seed(rng.mix(seed, *name.encode()))
+    rng.seed_on_cpu(rng.mix(seed, *name.encode()))
     try:
         yield
     finally:

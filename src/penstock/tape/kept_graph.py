@@ -13,7 +13,8 @@ Whether that gives the same bits, and what it holds, is found out in the probe, 
   context variable;
 - where a backward is written in Python, which may keep a view of a weight, where weights are needed under another
   dtype, and where it goes through a transform of torch.func, which knows no packing of what is saved;
-- where a call changes buffers or writes to weights, which its graph would find changed.
+- where a call changes buffers or writes to weights, which its graph would find changed;
+- where it draws from the generators of Python or numpy, as a hook of its backward may draw what comes next.
 
 Where a model changes what a block has returned, which may be in the block's graph, that call is computed again.
 """
@@ -29,7 +30,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from penstock.compat.torch import is_of_python, number_of, storage_key, version
 from penstock.tape import graph, trees
-from penstock.tape.rng import RandomState
+from penstock.tape.rng import TorchState
 from penstock.tape.watch import Watch
 
 Leaves = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -62,7 +63,7 @@ class KeptGraph:
 
     edges: tuple[GradientEdge | None, ...]
     leaves: Leaves
-    random: RandomState
+    random: TorchState
     saved: Sequence["weakref.ref[graph.SavedTensor]"]
 
     def is_intact(self) -> bool:
@@ -115,7 +116,8 @@ class Footprint:
         if self.refused or not is_closed(edges, beside):
             return
         held = _sizes(packed.tensor for saved in self._saved if (packed := saved()) is not None)
-        outputs = {key: size for key, size in _sizes(made).items() if key not in held}
+        own = (t for t in made if not (trees.has_storage(t) and self._packer.holds(t)))  # and no view of a weight
+        outputs = {key: size for key, size in _sizes(own).items() if key not in held}
         more = self._watch.live - self._start - sum(outputs.values())  # what functions within it have kept, too
         self.nbytes = max(sum(held.values()), more)
 

@@ -1,15 +1,17 @@
 """torch's switches, which a suspended forward must carry by itself: captured and applied again.
 
-Some belong to a thread (grad mode, autocast), some to the process (the default dtype, which kernels are allowed). What
-cannot be carried, as it is a stack that others go on building on, is refused where a block is called inside of it.
+Some belong to a thread (grad mode, autocast), some to the process (the default dtype, which kernels are allowed), and
+``training`` to each module. What cannot be carried, as it is a stack that others go on building on, is refused where a
+block is called inside of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.compat import torch as private
 from penstock.errors import ModelError
@@ -29,10 +31,24 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+def _nesting() -> int:
+    """The number of autocast's regions that are open. The one that leaves none forgets all cast weights."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _set_nesting(value: int) -> None:
+    for _ in range(_nesting(), value):
+        torch.autocast_increment_nesting()
+    for _ in range(value, _nesting()):
+        torch.autocast_decrement_nesting()
+
+
 _CUDA: Any = torch.backends.cuda
 _SWITCHES: tuple[_Switch, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_deterministic, _set_deterministic),
+    (_nesting, _set_nesting),
     (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
     (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
     (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
@@ -43,28 +59,50 @@ _SWITCHES: tuple[_Switch, ...] = (
 """Switches of the whole process: how each is read, and how it is set."""
 
 
+class TrainingFlags:
+    """``training`` of modules that a forward may switch (``train()``, ``eval()``), as it was when this was made."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._before = {module: module.training for module in modules}
+        self.seen: set[nn.Module] = set()
+        """Modules that were switched when somebody asked."""
+
+    def switched(self) -> frozenset[nn.Module]:
+        """The modules that are in the other mode now."""
+        found = frozenset(module for module, before in self._before.items() if module.training != before)
+        self.seen |= found
+        return found
+
+    def switch(self, modules: frozenset[nn.Module]) -> None:
+        """Put these modules into the other mode, and the rest into the one that they were in."""
+        for module, before in self._before.items():
+            training = before != (module in modules)
+            if module.training != training:
+                module.training = training
+
+
 @dataclass(frozen=True, kw_only=True)
 class Modes:
-    """torch's switches as they stand at one place of a forward."""
+    """torch's switches as they stand at one place of a forward. ``switched``: as of ``TrainingFlags``."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     switches: tuple[Any, ...]
+    switched: frozenset[nn.Module]
 
     @classmethod
-    def capture(cls, device_types: tuple[str, ...]) -> "Modes":
+    def capture(cls, device_types: tuple[str, ...], flags: TrainingFlags) -> "Modes":
         return cls(
             grad=torch.is_grad_enabled(),
             autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types),
             autocast_cache=torch.is_autocast_cache_enabled(),
             switches=tuple(read() for read, _ in _SWITCHES),
+            switched=flags.switched(),
         )
 
-    def apply(self) -> None:
-        # A cast weight that autocast remembered would outlive the weight that it was cast from.
-        if any(enabled or torch.is_autocast_enabled(device_type) for device_type, enabled, _ in self.autocast):
-            torch.clear_autocast_cache()
+    def apply(self, flags: TrainingFlags) -> None:
+        torch.clear_autocast_cache()  # a cast weight would outlive the weight that it was cast from
         torch.set_grad_enabled(self.grad)
         for device_type, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(device_type, enabled)
@@ -73,6 +111,7 @@ class Modes:
         for (read, set_to), value in zip(_SWITCHES, self.switches, strict=True):
             if read() != value:
                 set_to(value)
+        flags.switch(self.switched)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,28 +6,31 @@ storage is freed. What an op uses inside itself (a library's workspace) is not s
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.compat.torch import buffers_of, unwatched, version, without_functions
+from penstock.compat.torch import persistent_buffers, unwatched, without_functions
 from penstock.errors import ModelError
 from penstock.schedule.program import OF_BLOCK, Stage
 from penstock.tape import graph, trees
 from penstock.tape.asked import Asked
+from penstock.tape.buffers import BufferBefore, buffers_before
 from penstock.tape.handed import Calls, Handed
 from penstock.tape.kept_graph import Footprint
 from penstock.tape.losses import Losses
+from penstock.tape.modes import TrainingFlags
 from penstock.tape.segments import InTwo, Kept, Seen, Segment, Stages, Usage, see
 from penstock.tape.smuggled import Smuggled
-from penstock.tape.suspended import Arrival, Facts, Site, StageFacts, SuspendedForward
+from penstock.tape.suspended import Arrival, Facts, Site, StageFacts, SuspendedForward, copies
 from penstock.tape.waits import Waits
 from penstock.tape.watch import CHANGES, Ahead, Watch, put_back
+from penstock.tape.weight_views import WeightViews
 
 if TYPE_CHECKING:
     from penstock.tape.tape import Tape
@@ -62,6 +65,7 @@ class Probe:
         self._before: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # what a call has written to, as it was
         self._watch = Watch(self._group_of, self._touch, self._note_write, self._on_op)
         self._smuggled = Smuggled(self._watch.birth, micro_batch)
+        self._views = WeightViews(self._packer, {id(s.parameter): s.name for g in tape.groups for s in g.slices})
         self._ahead = Ahead(self._group_of, self._bring)
         self._segments: list[Segment] = []
         self._asked = Asked(self._block)
@@ -88,9 +92,10 @@ class Probe:
     def run(self, train: bool) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
         """Forward (and backward) of the micro-batch. The model, its buffers and the random state end as they began."""
         tape = self._tape
-        buffers = _buffers(tape.model)
+        buffers = buffers_before(tape.model)
         on_gradient, tape.on_gradient = tape.on_gradient, self._note_gradient
-        tape.open(0, [self._micro_batch], train)
+        flags = TrainingFlags(tape.model.modules())
+        tape.open(0, [self._micro_batch], train, flags=flags)
         try:
             suspended = tape.suspended[0]
             suspended.samples, suspended.hooked = {}, self._asked.hooked
@@ -99,20 +104,23 @@ class Probe:
             self._forward_done = True
             self._refuse_replaced(tape.model)
             self._refuse_kept()
+            self._views.refuse()
             self._smuggled.refuse()
+            _refuse_unplaced(buffers)
             found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
             if train:
                 self._run_backward(suspended)
+                self._views.refuse()
             self.flops, self.sent = found.flops(), found.sent()
             self.handed = tuple(self.seen.calls.get(members[0]) for members in found.members)
             return found.stages(), found.facts()
         finally:
             tape.finish()
+            tape.switched |= flags.seen
             self._release()
             tape.on_gradient = on_gradient
-            with torch.no_grad():
-                for buffer in buffers:
-                    buffer.put_back()
+            for buffer in buffers:
+                buffer.put_back()
 
     # -- what is read ---------------------------------------------------------------------------------------------
 
@@ -232,8 +240,25 @@ class Probe:
     ) -> None:
         elsewhere = [t for t in written if not self._packer.holds(t)]  # parameters end as they were
         self._smuggled.on_op(func, inputs, elsewhere, results)
+        self._views.on_op(self._who(), inputs, results)
         if not self._forward_done:
             self.waits.on_op(self._block(), func, inputs, results)
+            self._note_trained(inputs)
+
+    def _note_trained(self, inputs: list[torch.Tensor]) -> None:
+        """Note if a call reads parameters that train, which need not be its block's own."""
+        segment, suspended = self._segments[self._watch.segment], self._tape.suspended[0]
+        if self._calling is None or segment.trains:
+            return
+        if any(t.requires_grad and id(t) in self._group_of for t in inputs):
+            segment.trains = True
+            suspended.facts = replace(suspended.facts, trains=True)
+
+    def _who(self) -> str:
+        """The code that runs now, in words."""
+        if self._calling is not None:
+            return f"block {self._calling.name!r}"
+        return "the backward of the model itself" if self._forward_done else "the model itself"
 
     def _block(self) -> str | None:
         site = self._segments[self._watch.segment].site
@@ -276,7 +301,7 @@ class Probe:
         segment = self._start(site)
         self._see_call(suspended, arrival)
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
-        before, attributes = _buffers(site.module), _attributes(site)
+        before, attributes = buffers_before(site.module), _attributes(site)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
         with self._measuring(segment.forward, site), self._asked:
             self._tape.run_call(suspended, self._watch.segment, Facts())
@@ -288,7 +313,7 @@ class Probe:
         del returned
         changed = [b for b in before if b.has_changed()]
         segment.changed = tuple((b.module, b.name) for b in changed)
-        suspended.see_buffers(self._watch.segment, tuple((b.module, b.name, b.value.clone()) for b in changed))
+        suspended.see_buffers(self._watch.segment, copies((b.module, b.name, b.value) for b in changed))
         segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
         segment.kept_attributes = self._kept(site, attributes, {id(seen.birth) for seen in segment.outputs})
 
@@ -326,7 +351,7 @@ class Probe:
         return self._segments[-1]
 
     def _see(self, place: trees.Place, tensor: torch.Tensor) -> Seen:
-        return see(place, tensor, self._watch.birth(tensor))
+        return see(place, tensor, self._watch.birth(tensor), self._tape.device)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -371,35 +396,13 @@ def _graph(footprint: Footprint, segment: Segment) -> int | None:
     return max(footprint.nbytes, recomputed - forward, 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Buffer:
-    """A buffer with its owner, its name, a copy of its value, and how often it had been written to."""
-
-    module: nn.Module
-    name: str
-    tensor: torch.Tensor
-    value: torch.Tensor
-    version: int
-
-    def has_changed(self) -> bool:
-        now = buffers_of(self.module)[self.name]
-        if now is not self.tensor:
-            return True
-        # Written to is changed, also where that has left the same value: in another micro-batch it may not.
-        return version(now) != self.version or not (now.is_meta or torch.equal(now, self.value))
-
-    def put_back(self) -> None:
-        buffers_of(self.module)[self.name] = self.tensor
-        self.tensor.copy_(self.value)
-
-
-def _buffers(module: nn.Module) -> list[_Buffer]:
-    return [
-        _Buffer(module=m, name=n, tensor=b, value=b.clone(), version=version(b))
-        for m in module.modules()
-        for n, b in buffers_of(m).items()
-        if b is not None
-    ]
+def _refuse_unplaced(before: Iterable[BufferBefore]) -> None:
+    for buffer in before:
+        if buffer.tensor is None and buffer.name in persistent_buffers(buffer.module):
+            raise ModelError(
+                f"buffer {buffer.path!r} is None until a forward puts a tensor there, so that the commits of a run have "
+                "no place for it: register it with a tensor, or with persistent=False if it is no state of the model"
+            )
 
 
 def _attributes(site: Site) -> Attributes:

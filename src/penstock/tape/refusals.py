@@ -7,7 +7,7 @@ when it is recomputed) is refused where it shows: in ``kv_cache.without_caches``
 from torch import nn
 
 from penstock.compat.marks import is_moved
-from penstock.compat.torch import accumulation_hooks, gradient_hooks, is_compiled
+from penstock.compat.torch import accumulation_hooks, gradient_hooks, is_compiled, storage_key
 from penstock.errors import ModelError
 
 NO_GRAPHS = (
@@ -89,6 +89,30 @@ def _refuse_parameters(model: nn.Module) -> None:
             f"parameters are on several devices ({first!r} on {one}, {second!r} on {other}): put the whole model on "
             "the CPU; the budget says where weights live"
         )
+    _refuse_shared(model)
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """Refuse two parameters in one memory, one of which trains: each gets memory of its own, which unties them."""
+    found: dict[int, list[tuple[int, int, str, bool]]] = {}  # storage -> (first byte, the one behind, name, trains)
+    for name, parameter in model.named_parameters():
+        span = 1 + sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
+        if parameter.is_meta or not parameter.numel() or 0 in parameter.stride():  # as placeholders have it
+            continue
+        size, start = parameter.element_size(), int(parameter.storage_offset())
+        end = start + (span if span == parameter.numel() else 1)  # what lies between other elements may be another's
+        place = (start * size, end * size, name, parameter.requires_grad)
+        found.setdefault(storage_key(parameter), []).append(place)
+    for places in found.values():
+        last, before, trained = 0, "", False
+        for start, end, name, trains in sorted(places):
+            if start < last and (trains or trained):
+                raise ModelError(
+                    f"parameters {before!r} and {name!r} lie in the same memory, and would be trained apart: tie them "
+                    "by one parameter (model.head.weight = model.embed.weight), or give each its own (.clone())"
+                )
+            if end > last:
+                last, before, trained = end, name, trains
 
 
 def refuse_accumulation_hooks(name: str, parameter: nn.Parameter, *, ours: bool = False) -> None:

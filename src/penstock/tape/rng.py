@@ -4,8 +4,11 @@ Dropout must draw the same numbers when a block is recomputed, and whatever the 
 the generators are seeded from (seed, step, micro-batch, stage, part) and from nothing else.
 """
 
+import random
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 FORWARD = 0
@@ -14,6 +17,8 @@ BACKWARD = 1
 """``part`` of the backward of a segment, which draws nothing unless an op's own derivative is random."""
 
 _MASK = (1 << 64) - 1
+_NUMPY = (1 << 32) - 1
+"""The largest seed of numpy's."""
 
 
 def mix(*values: int) -> int:
@@ -30,17 +35,24 @@ def mix(*values: int) -> int:
 def seed(
     seed: int, step: int, micro_batch: int, stage: int, part: int = FORWARD, device: torch.device | None = None
 ) -> None:
-    """Seed torch's CPU generator, and ``device``'s, from the arguments alone."""
+    """Seed the global generators of the CPU, and torch's of ``device``, from the arguments alone."""
     value = mix(seed, step, micro_batch, stage, part)
-    torch.default_generator.manual_seed(value)
+    seed_on_cpu(value)
     if device is not None and device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
         with module.device(device):
             module.manual_seed(value)
 
 
+def seed_on_cpu(value: int) -> None:
+    """Seed the global generators of Python, of numpy and of torch on the CPU."""
+    random.seed(value)
+    np.random.seed(value & _NUMPY)
+    torch.default_generator.manual_seed(value)
+
+
 @dataclass(frozen=True, kw_only=True)
-class RandomState:
+class TorchState:
     """The state of torch's generators, to be put back as it was."""
 
     cpu: torch.Tensor
@@ -48,14 +60,14 @@ class RandomState:
     device: torch.device
 
     @classmethod
-    def capture(cls, device: torch.device) -> "RandomState":
+    def capture(cls, device: torch.device) -> "TorchState":
         on_cpu = device.type in ("cpu", "meta")
         accelerator = None if on_cpu else torch.get_device_module(device).get_rng_state(device)
         return cls(cpu=torch.get_rng_state(), accelerator=accelerator, device=device)
 
     def is_now(self) -> bool:
         """True if nothing was drawn, or seeded, since."""
-        now = RandomState.capture(self.device)
+        now = TorchState.capture(self.device)
         same = torch.equal(self.cpu, now.cpu)
         if self.accelerator is None or now.accelerator is None:
             return same
@@ -65,3 +77,34 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomState:
+    """The state of all global generators, to be put back as it was. To read or set Python's and numpy's takes as long
+    as some operations of torch."""
+
+    of_torch: TorchState
+    of_python: tuple[Any, ...]
+    of_numpy: Any
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "RandomState":
+        of_torch, of_numpy = TorchState.capture(device), np.random.get_state()
+        return cls(of_torch=of_torch, of_python=random.getstate(), of_numpy=of_numpy)
+
+    def is_now(self) -> bool:
+        """True if nothing was drawn, or seeded, since."""
+        return self.of_torch.is_now() and self.only_torch_has_drawn()
+
+    def only_torch_has_drawn(self) -> bool:
+        """True if nothing was drawn from Python's or numpy's generators since."""
+        kind, key, *others = self.of_numpy
+        kind_now, key_now, *others_now = np.random.get_state()
+        same = kind == kind_now and others == others_now and np.array_equal(key, key_now)
+        return same and self.of_python == random.getstate()
+
+    def restore(self) -> None:
+        self.of_torch.restore()
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)

@@ -66,9 +66,10 @@ class Segment:
     """A piece of the forward between two events: a call (of ``site``), or the model's own code (None).
 
     Of a call: ``changed`` are the buffers that it changed, ``written`` the parameters that it wrote to and left as
-    they were; for each output, ``needed`` says whether it depends on anything that trains, and ``reached`` whether a
-    gradient came to it; ``in_two`` what its backward takes in two parts, None where it is run as a whole; ``graph``
-    the bytes that its graph takes if it is kept, None where it cannot be.
+    they were, and ``trains`` says whether it read any that train; for each output, ``needed`` says whether it depends
+    on anything that trains, and ``reached`` whether a gradient came to it; ``in_two`` what its backward takes in two
+    parts, None where it is run as a whole; ``graph`` the bytes that its graph takes if it is kept, None where it cannot
+    be.
     """
 
     site: Site | None
@@ -79,18 +80,20 @@ class Segment:
     outputs: list[Seen] = field(default_factory=list)
     changed: tuple[tuple[nn.Module, str], ...] = ()
     written: tuple[nn.Parameter, ...] = ()
+    trains: bool = False
     kept_attributes: list["Kept"] = field(default_factory=list)
     reached: tuple[bool, ...] = ()
     in_two: InTwo | None = None
     graph: int | None = None
 
 
-def see(place: trees.Place, tensor: torch.Tensor, birth: Birth | None) -> Seen:
+def see(place: trees.Place, tensor: torch.Tensor, birth: Birth | None, device: torch.device) -> Seen:
+    """``device``: the one that blocks run on."""
     return Seen(
         place=place,
         birth=birth,
         nbytes=tensor.numel() * tensor.element_size(),
-        movable=trees.has_own_memory(tensor),
+        movable=trees.is_movable(tensor, device),
         needs_grad=tensor.requires_grad,
     )
 
@@ -135,7 +138,7 @@ class Stages:
         found = []
         for stage, members in enumerate(self.members):
             segment = self._segments[members[0]]
-            call = Facts(buffers=segment.changed, written=segment.written)
+            call = Facts(buffers=segment.changed, written=segment.written, trains=segment.trains)
             boundary = self._boundary(stage)
             offload = tuple(boundary[p].place for p in self._offload[stage])
             found.append(StageFacts(site=segment.site, call=call, offload=offload))

@@ -21,20 +21,20 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.compat.torch import buffers_of, next_number, unwatched, version
+from penstock.compat.torch import buffers_of, is_view_of_parameter, next_number, unwatched, version
 from penstock.errors import ModelError
 from penstock.tape import graph, opaque, trees
 from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
 from penstock.tape.kept_graph import Footprint, Keeping, KeptGraph, Leaves, is_closed, is_plain
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.likeness import alike, fingerprint, sample
-from penstock.tape.modes import Modes, Stacks, refuse_stacked
-from penstock.tape.rng import RandomState
+from penstock.tape.modes import Modes, Stacks, TrainingFlags, refuse_stacked
+from penstock.tape.rng import RandomState, TorchState
 from penstock.tape.split import Held, Splitting
 from penstock.tape.watch import CHANGES, put_back
 
 Event = Literal["call", "cut", "done"]
-Buffer = tuple[nn.Module, str, torch.Tensor]
+Buffer = tuple[nn.Module, str, torch.Tensor | None]
 LossFn = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
@@ -59,11 +59,12 @@ class Facts:
 
     Not which outputs need a gradient: that may depend on the data, and an output without one would lose another
     micro-batch's. ``buffers``: the buffers that the call changes, as (module, name). ``written``: parameters that it
-    writes to, and that are to be what they were.
+    writes to, and that are to be what they were. ``trains``: it reads parameters that train, be they the block's own.
     """
 
     buffers: tuple[tuple[nn.Module, str], ...] = ()
     written: tuple[nn.Parameter, ...] = ()
+    trains: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +84,14 @@ class StageFacts:
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """One block call as it is kept for its recomputation. ``inputs`` is (args, kwargs, values of ``containers``) as
-    they were before it. ``graph``: the one that its backward goes through; None: that has to be computed again.
+    they were before it; ``versions`` and ``needed`` are theirs: of each, its version, and whether it needed a gradient.
+    ``graph``: the one that its backward goes through; None: that has to be computed again.
     """
 
     site: Site
     inputs: Any
     versions: tuple[int, ...]
+    needed: tuple[bool, ...]
     containers: tuple[contextvars.ContextVar[Any], ...]
     context: contextvars.Context
     modes: Modes
@@ -124,8 +127,10 @@ class SuspendedForward:
         index: int,
         train: bool,
         device: torch.device,
+        flags: TrainingFlags,
     ) -> None:
         self.index = index
+        self.flags = flags
         self.train = train
         self.in_block = False
         self.arrival: Arrival | None = None
@@ -151,6 +156,7 @@ class SuspendedForward:
         self._modes: Modes | None = None
         self._stacks = Stacks.capture()
         self._shared = SharedMemory()  # in a probe
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of views of weights, see ``_copy``
         self._carrier: Any = greenlet(lambda: self._run(model, loss_fn, micro_batch))
         self._carrier.penstock_forward = self  # a block's boundary finds it there
         self._carrier.gr_context = contextvars.copy_context()
@@ -167,16 +173,16 @@ class SuspendedForward:
         """Let the model's code run on, as part of ``stage``, up to its next event."""
         assert self._carrier is not None, "the forward has ended"
         self._stage = stage
-        outer, self._stacks = Modes.capture(self._device_types), Stacks.capture()
+        outer, self._stacks = Modes.capture(self._device_types, self.flags), Stacks.capture()
         if self._modes is None:
             torch.set_grad_enabled(self.train)
         else:
-            self._modes.apply()
+            self._modes.apply(self.flags)
         try:
             event: Event = self._carrier.switch()
         finally:
-            self._modes = Modes.capture(self._device_types)
-            outer.apply()
+            self._modes = Modes.capture(self._device_types, self.flags)
+            outer.apply(self.flags)
         if event == "done":
             self._end()
         return event
@@ -186,21 +192,22 @@ class SuspendedForward:
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
             carrier.penstock_forward = None
-            outer = Modes.capture(self._device_types)
+            outer = Modes.capture(self._device_types, self.flags)
             try:
                 if carrier:  # started and not ended: its context managers are left in passing
                     carrier.throw()
             finally:
-                outer.apply()
+                outer.apply(self.flags)
         self.arrival = None
         self.outputs = []
         self.calls.clear()
+        self._copies.clear()
         self.pending = graph.Pending()
 
     def arrive(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block call inside the greenlet: suspended, then run and cut, then suspended again."""
         refuse_stacked(site.name, self._stacks)
-        args, kwargs = without_caches(site.name, site.forward, args, kwargs)
+        args, kwargs = self._copied(without_caches(site.name, site.forward, args, kwargs))
         self.arrival = Arrival(site=site, inputs=(args, kwargs), tensors=trees.places((args, kwargs)))
         if any(t.is_nested for t in self.arrival.tensors.values()):
             raise ModelError(f"block {site.name!r} is handed a nested tensor: pad it, or nest it within the block")
@@ -219,6 +226,20 @@ class SuspendedForward:
         self._suspend("cut")
         self.outputs = []
         return output
+
+    def _copied(self, value: Any) -> Any:
+        """What passes between blocks, with copies of the views of weights in it: the weights leave in between."""
+        if any(map(is_view_of_parameter, trees.tensors(value))):
+            return trees.settle(value, None, self._copy)
+        return value
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of a view of a weight, the same one for all calls that are handed the view; others are handed on."""
+        if not is_view_of_parameter(tensor):
+            return tensor
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = (tensor, tensor.clone())
+        return self._copies[id(tensor)][1]
 
     def _look_beside(self, value: Any) -> None:
         """In a probe: note the tensors that objects in ``value``, and in context variables, hold and ``trees`` does not
@@ -251,10 +272,11 @@ class SuspendedForward:
         self._carrier.penstock_forward = None
         self._carrier = None
         self._modes = None
+        self._copies.clear()
 
     def _run_only(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._in_block(site):
-            output = site.forward(*args, **kwargs)
+            output = self._copied(site.forward(*args, **kwargs))
         self.outputs = trees.tensors(output)
         self._look_beside((output, args, kwargs))
         return output
@@ -265,11 +287,11 @@ class SuspendedForward:
         live = (args, kwargs, [value for _, value in held])
         before = trees.snapshot(live)
         inputs = trees.tensors(before)
-        versions = tuple(version(t) for t in inputs)
+        versions, needed = tuple(version(t) for t in inputs), tuple(t.requires_grad for t in inputs)
         saved, others = self._buffers(site)
         context.run(_forget, held)
-        modes = Modes.capture(self._device_types)
-        wanted = modes.grad and (site.trainable or any(t.requires_grad for t in inputs))
+        modes = Modes.capture(self._device_types, self.flags)
+        wanted = modes.grad and (site.trainable or self.facts.trains or any(needed))
         hidden = opaque.hidden(live)
         opaque.refuse_inputs(site.name, hidden)
         keeping, self.keeping = self.keeping, None
@@ -281,6 +303,7 @@ class SuspendedForward:
             with self._in_block(site), torch.no_grad(), _explained(f"block {site.name!r}"):
                 output = site.forward(*args, **kwargs)
         changed = any(version(t) != v for t, v in zip(inputs, versions, strict=True))
+        wanted = wanted or (modes.grad and self.facts.trains)  # which a probe has found out
         self._look_beside((output, live))
         if wanted:
             opaque.refuse_outputs(site.name, output, live, hidden)
@@ -311,6 +334,7 @@ class SuspendedForward:
                 site=site,
                 inputs=before,
                 versions=versions,
+                needed=needed,
                 containers=tuple(var for var, _ in held),
                 context=context,
                 modes=modes,
@@ -349,7 +373,7 @@ class SuspendedForward:
         reads = any(t.requires_grad for t in trees.tensors(inputs[-1]))
         if reads and not is_closed(edges, number=keeping.number):
             return None
-        random = RandomState.capture(self._device)
+        random = TorchState.capture(self._device)
         return KeptGraph(edges=edges, leaves=leaves, random=random, saved=keeping.saved)
 
     @contextmanager
@@ -374,11 +398,11 @@ class SuspendedForward:
     def _buffers(self, site: Site) -> tuple[tuple[Buffer, ...], tuple[tuple[Buffer, int], ...]]:
         """Copies of the buffers that a call will change, and in a run the others, with their versions."""
         known = {(id(module), name) for module, name in self.facts.buffers}
-        copies = tuple((m, name, b.clone()) for m, name in self.facts.buffers if (b := buffers_of(m)[name]) is not None)
+        changed = copies((m, name, buffers_of(m)[name]) for m, name in self.facts.buffers)
         if self.samples is not None:  # a probe finds out which change
-            return copies, ()
-        found = ((m, name, b) for m in site.buffered for name, b in buffers_of(m).items() if b is not None)
-        return copies, tuple(((m, name, b), version(b)) for m, name, b in found if (id(m), name) not in known)
+            return changed, ()
+        found = ((m, name, b) for m in site.buffered for name, b in buffers_of(m).items() if (id(m), name) not in known)
+        return changed, tuple(((m, name, b), 0 if b is None else version(b)) for m, name, b in found)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -418,7 +442,7 @@ class SuspendedForward:
         nothing to what it is run back from as a whole."""
         call = self.calls[stage]
         with unwatched():
-            buffers = tuple((module, name, before.clone()) for module, name, before in call.buffers)
+            buffers = copies(call.buffers)
         call = replace(call, buffers=buffers, context=call.context.copy())
         samples, self.samples = self.samples, None  # the outputs are compared when the call is run back as a whole
         try:
@@ -485,7 +509,7 @@ class SuspendedForward:
                 return tensor
             return others.setdefault(id(tensor), tensor.detach().flip(-1) * 0.5)
 
-        buffers = tuple((module, name, before.clone()) for module, name, before in call.buffers)
+        buffers = copies(call.buffers)
         with self._as_it_was(call, buffers):
             call.context.copy().run(_run_only_again, call, trees.replace(call.inputs, other))
 
@@ -505,8 +529,9 @@ class SuspendedForward:
             if not alike(before, tensor):
                 raise ModelError(
                     f"block {site.name!r} returned other numbers when it was recomputed from the same inputs: it keeps "
-                    "something from one call to the next that is no buffer, or draws random numbers from elsewhere "
-                    "than torch's generators. A block must do the same on the same inputs"
+                    "something from one call to the next that is no buffer, or draws random numbers from other "
+                    "generators than the global ones of torch, numpy and Python. A block must do the same on the same "
+                    "inputs"
                 )
 
     def _recompute_seen(self, call: Call, fresh: Leaves) -> list[torch.Tensor]:
@@ -515,11 +540,13 @@ class SuspendedForward:
         self.footprint.refused = not self._can_keep(call.inputs)
         random = RandomState.capture(self._device)
         with unwatched():
-            buffers = tuple((module, name, before.clone()) for module, name, before in call.buffers)
+            buffers = copies(call.buffers)
         tried = replace(call, buffers=buffers, context=call.context.copy())
         try:
             with self.footprint.hooks(trees.tensors(call.inputs)):
-                return self._recompute(tried, fresh)
+                made = self._recompute(tried, fresh)
+            self.footprint.refused |= not random.only_torch_has_drawn()
+            return made
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):  # which a transform of torch.func has no way to follow
                 raise
@@ -538,17 +565,21 @@ class SuspendedForward:
     @contextmanager
     def _as_it_was(self, call: Call, buffers: tuple[Buffer, ...]) -> Iterator[None]:
         """Inside, a block has ``buffers``, and the modes that it was called in."""
-        outer = Modes.capture(self._device_types)
+        outer = Modes.capture(self._device_types, self.flags)
         current = [(module, name, buffers_of(module)[name]) for module, name, _ in buffers]
         for module, name, before in buffers:
             buffers_of(module)[name] = before
         try:
-            call.modes.apply()
+            call.modes.apply(self.flags)
             yield
         finally:
-            outer.apply()
+            outer.apply(self.flags)
             for module, name, buffer in current:
                 buffers_of(module)[name] = buffer
+
+
+def copies(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
+    return tuple((module, name, None if buffer is None else buffer.clone()) for module, name, buffer in buffers)
 
 
 def _leaf(leaves: Leaves, tensor: torch.Tensor) -> torch.Tensor:
@@ -567,10 +598,16 @@ def _beside(call: Call, leaves: Leaves) -> set[int]:
 
 
 def _check_unchanged(call: Call) -> None:
-    if any(version(t) != v for t, v in zip(trees.tensors(call.inputs), call.versions, strict=True)):
+    inputs = trees.tensors(call.inputs)
+    if any(version(t) != v for t, v in zip(inputs, call.versions, strict=True)):
         raise ModelError(
             f"an input of block {call.site.name!r} was changed in place after the block had run, so the block "
             "cannot be recomputed from it: write the result to a new tensor"
+        )
+    if any(needed and not t.requires_grad for t, needed in zip(inputs, call.needed, strict=True)):
+        raise ModelError(
+            f"an input of block {call.site.name!r} was detached in place after the block had run (x.detach_()), so its "
+            "gradient would be lost: write x = x.detach()"
         )
 
 
@@ -604,7 +641,7 @@ def _replaced(block: str, buffers: Sequence[tuple[Buffer, int]]) -> tuple[Buffer
     for (module, name, before), at in buffers:
         if buffers_of(module).get(name) is not before:
             found.append((module, name, before))
-        elif version(before) != at:
+        elif before is not None and version(before) != at:
             raise ModelError(
                 f"block {block!r} changes its buffer {name!r} for this micro-batch, and did not for the first one of "
                 "its shape, so what the buffer held before is not known where the block is recomputed: write to it in "

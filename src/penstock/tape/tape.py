@@ -35,6 +35,7 @@ from penstock.tape.handed import Handed, Kind
 from penstock.tape.kept_graph import Keeping
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.losses import Compared
+from penstock.tape.modes import TrainingFlags
 from penstock.tape.parameters import GradientHooks, refuse_changed
 from penstock.tape.probe import Probe
 from penstock.tape.refusals import NOTHING_TRAINS
@@ -129,6 +130,8 @@ class Tape:
         """In a step of a rank of a pipeline: what is between its stages and those of others."""
         self.waits: tuple[Wait, ...] = ()
         """The waits for the device of the forward of the latest probe's micro-batch."""
+        self.switched: set[nn.Module] = set()
+        """The modules that forwards put into the other mode (``train()``, ``eval()``), as far as probes have seen."""
         self._loss_fn = loss_fn
         self._ulysses = ulysses
         self._seed = seed
@@ -216,12 +219,20 @@ class Tape:
         assert not self.suspended, "the previous step is still open"
         assert len(stages) == len(self.facts), "these stages are not the ones that the probe found"
         assert len(micro_batches) == len(loss_weights)
-        self.open(step, micro_batches, train, first)
+        self.open(step, micro_batches, train, first, flags=TrainingFlags(self.switched))
         self._stages = tuple(stages)
         self._weights = tuple(weight * scale for weight in loss_weights)
 
-    def open(self, step: int, micro_batches: Sequence[Mapping[str, Any]], train: bool, first: int = 0) -> None:
-        """``begin`` without a program: what the probe starts from."""
+    def open(
+        self,
+        step: int,
+        micro_batches: Sequence[Mapping[str, Any]],
+        train: bool,
+        first: int = 0,
+        *,
+        flags: TrainingFlags,
+    ) -> None:
+        """``begin`` without a program: what the probe starts from. ``flags``: of modules that forwards may switch."""
         refuse_changed(self.model, self.groups)
         for site in self.sites:
             _check_installed(site)
@@ -232,7 +243,13 @@ class Tape:
         self._next = [0] * len(micro_batches)
         self.suspended = [
             SuspendedForward(
-                model=self.model, loss_fn=self._code(i), micro_batch=mb, index=i, train=train, device=self.device
+                model=self.model,
+                loss_fn=self._code(i),
+                micro_batch=mb,
+                index=i,
+                train=train,
+                device=self.device,
+                flags=flags,
             )
             for i, mb in enumerate(micro_batches)
         ]
@@ -408,10 +425,10 @@ class Tape:
         if places:
             arrival = suspended.arrival
             found = trees.places(suspended.outputs) if arrival is None else arrival.tensors
-            # What has memory of its own in the largest micro-batches, which were probed, may be a view in this one.
+            # What can be moved in the largest micro-batches, which were probed, may be a view in this one.
             tensors = [found[p] for p in places if p in found]
             self._saved_activations[stage, suspended.index] = [
-                Movable.of(t) for t in tensors if trees.has_own_memory(t)
+                Movable.of(t) for t in tensors if trees.is_movable(t, self.device)
             ]
 
     def run_code(self, suspended: SuspendedForward, stage: int) -> Event:
@@ -522,8 +539,10 @@ class Tape:
     def _gradient_of_segment(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
         if not self.suspended or self._doing.what != "segment":
             return None
-        self.on_gradient(parameter, self._stage, gradient)
+        self.on_gradient(parameter, self._stage, _dense(gradient))
         # What autograd hands on from here is thrown away; one element instead of the gradient lets it be freed now.
+        if gradient.is_sparse:  # which would have to be replaced by a sparse one, and is small
+            return None
         return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(gradient)
 
     def _gradient_of_call(self, parameter: torch.Tensor) -> None:
@@ -531,6 +550,7 @@ class Tape:
             return
         assert isinstance(parameter, nn.Parameter)
         gradient, parameter.grad = parameter.grad, None
+        gradient = _dense(gradient)
         if self._doing.what == "forward":
             raise ModelError(
                 "backward() was called in the forward, where the gradients of weights would not be kept: add the "
@@ -619,6 +639,13 @@ def _check_installed(site: Site) -> None:
         raise ModelError(
             f"the forward of block {site.name!r} was replaced after wrap(): replace it before, and wrap the model again"
         )
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as a plain tensor: ``nn.Embedding(sparse=True)`` makes sparse ones."""
+    if gradient.is_sparse and gradient.is_meta:  # of which torch makes none
+        return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _drop_gradient(parameter: nn.Parameter, stage: int, gradient: torch.Tensor) -> None:

@@ -51,12 +51,13 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-def has_own_memory(tensor: torch.Tensor) -> bool:
-    """True if a tensor is all that its storage holds, in some order of dimensions, so that memory is free once it is
-    moved. A view's base would keep the storage alive, whatever becomes of the view.
+def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
+    """True if a tensor is all that its storage holds, in some order of dimensions, so that memory of ``device`` is free
+    once it is moved. A view's base would keep the storage alive, whatever becomes of the view.
     """
     return (
-        tensor.layout == torch.strided
+        tensor.device == device
+        and tensor.layout == torch.strided
         and not is_view(tensor)
         and memory_order(tensor) is not None
         and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

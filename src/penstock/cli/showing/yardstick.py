@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.config import TrainConfig
-from penstock.hardware.drives import spread, stripe_weights, together
+from penstock.hardware.drives import rated_bytes, spread, stripe_weights, together
 from penstock.hardware.machine import Machine
+from penstock.hardware.profiles import file_system
 from penstock.schedule.ir.lanes import Lane
 
 DRIVE_WRITES = 0.3 * 365 * 5
@@ -39,7 +40,9 @@ def yardstick(config: TrainConfig, machine: Machine | None, *, kind: str) -> Yar
     rated, assumed = _rated(config, machine)
     endurance, count = config.budget.endurance, len(config.budget.disk_paths)
     weights = stripe_weights(machine.drives) if machine is not None and len(machine.drives) == count else (1,) * count
-    allowed = None if endurance is None else spread([endurance.bytes_per_day] * count, weights)
+    systems = [file_system(path) for path in config.budget.disk_paths]
+    each = [] if endurance is None else [endurance.bytes_per_day / systems.count(system) for system in systems]
+    allowed = spread(each, weights) if each else None
     if machine is None:
         return Yardstick(rated=rated, assumed=assumed, allowed=allowed)
     device, drives = machine.device, machine.drives if config.budget.disk_paths else ()
@@ -62,15 +65,15 @@ def _rated(config: TrainConfig, machine: Machine | None) -> tuple[float | None, 
     paths = config.budget.disk_paths
     if not paths:
         return None, False
+    drives = len({file_system(path) for path in paths})
     if config.drive_tbw is not None:
-        return len(paths) * config.drive_tbw * _TB, False
+        return drives * config.drive_tbw * _TB, False
     if machine is not None:
         if any(drive.kind in ("tmpfs", "network") for drive in machine.drives):
             return None, False
-        ratings = [drive.tbw for drive in machine.drives if drive.tbw is not None]
-        if len(ratings) == len(paths):
-            return spread(ratings, stripe_weights(machine.drives)) * _TB, False
-    return len(paths) * DRIVE_WRITES * min(map(_capacity, paths)), True
+        if len(machine.drives) == len(paths) and (rated := rated_bytes(machine.drives)) is not None:
+            return rated, False
+    return drives * DRIVE_WRITES * min(map(_capacity, paths)), True
 
 
 def _capacity(path: Path) -> int:

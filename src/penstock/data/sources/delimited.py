@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.data.sources.reader import FIELDS, Cursor, Example
-from penstock.data.sources.walk import BOM, LONGEST, walk
+from penstock.data.sources.walk import BOM, LONGEST, ending, walk
 from penstock.errors import ConfigError
 
 _QUOTES = "text in quotes has its own quotes doubled, and ends with one"
@@ -103,7 +103,7 @@ class _Lines:
 
 def _rows(lines: _Lines, path: Path) -> Iterator[list[str]]:
     """Rows, without lines that are empty."""
-    delimiter = "\t" if path.name.removesuffix(".gz").endswith(".tsv") else ","
+    delimiter = "\t" if ending(path) == ".tsv" else ","
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST))  # of the whole process, and so never lowered
     rows: Any = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:

@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 from penstock.config import SourceConfig
@@ -11,6 +12,7 @@ from penstock.data.sources.hub import open_dataset
 from penstock.data.sources.jsonl import JsonLines
 from penstock.data.sources.reader import Reader, Renamed, wanted
 from penstock.data.sources.text import TextFiles, in_order, stdlib
+from penstock.data.sources.walk import ending, is_packed
 from penstock.errors import ConfigError
 
 _JSON = {".jsonl", ".json", ".ndjson"}
@@ -27,8 +29,9 @@ _REFUSED = {
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def open_source(source: SourceConfig, *, streaming: bool) -> Reader | tuple[Path, ...]:
-    """The reader of a source; of one that is token ids already, its files.
+def open_source(source: SourceConfig, *, streaming: bool, commit: str | None = None) -> Reader | tuple[Path, ...]:
+    """The reader of a source; of one that is token ids already, its files. ``commit``: of a data set on the hub, where
+    it is known which one is to be read.
 
     Raises:
         ConfigError: there is nothing there, of several kinds, or of a kind that is not read.
@@ -36,7 +39,7 @@ def open_source(source: SourceConfig, *, streaming: bool) -> Reader | tuple[Path
     here = local_source(source)
     if here is not None:
         return here
-    return _renamed(source, open_dataset(source, streaming=streaming))
+    return _renamed(source, open_dataset(source, streaming=streaming, commit=commit))
 
 
 def _renamed(source: SourceConfig, reader: Reader) -> Reader:
@@ -54,7 +57,9 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
         return TextFiles(files=stdlib(), limit=source.limit_bytes)
     files = _files(source.path)
     if not files:
-        if not _HUB_NAME.fullmatch(source.path) or Path(source.path).suffix in _NAMED:
+        if (left := left_out(source)) is not None:
+            raise ConfigError(f"data: {source.path!r} has no file that is read: {left}")
+        if not _HUB_NAME.fullmatch(source.path) or ending(Path(source.path)) in _NAMED:
             raise ConfigError(f"data: {source.path!r} matches no file (relative to {os.getcwd()})")
         _check_keys(source, hub=True, rows=True)
         return None
@@ -63,7 +68,7 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
     if group == "tokens":
         if source.kind not in (None, "tokens"):
             raise ConfigError(f"data: {source.path!r} holds token ids, not kind: {source.kind}")
-        return tuple(path for path in files if path.suffix in _TOKENS)
+        return tuple(path for path in files if ending(path) in _TOKENS)
     if source.kind == "tokens":
         raise ConfigError(f"data: {source.path!r} holds {group}, not kind: tokens")
     if group == "text":
@@ -98,18 +103,48 @@ def _check_keys(source: SourceConfig, *, text: bool = False, rows: bool = False,
 
 
 def _files(pattern: str) -> tuple[Path, ...]:
-    """The files that a path or pattern names, in order; of a folder, those in it and below but for hidden ones."""
-    path = Path(pattern).expanduser()
+    """The files that a path or pattern names, in order; of a folder, those in it and below whose endings are those of
+    data, but for hidden ones."""
+    path = Path(os.path.expanduser(pattern))
     if path.is_file():
         return (path,)
     if path.is_dir():
-        inside = (p for p in path.rglob("*") if p.is_file() and not p.relative_to(path).as_posix().startswith("."))
-        return tuple(sorted(p for p in inside if _kind(p) != "text" or p.suffix in _TEXT))
+        return tuple(file for file in _inside(path) if _is_data(file))
     return tuple(sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)))
 
 
+def _inside(folder: Path) -> list[Path]:
+    """The files in a folder and below, in order; none that is hidden, or in a hidden folder."""
+    inside = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in inside if not any(p.startswith(".") for p in path.relative_to(folder).parts))
+
+
+def _is_data(path: Path) -> bool:
+    return _kind(path) != "text" or (ending(path) in _TEXT and not is_packed(path))
+
+
+def left_out(source: SourceConfig) -> str | None:
+    """Words on the files of a folder that are not read, by their endings; None: there are none."""
+    folder = Path(os.path.expanduser(source.path))
+    if source.path == "stdlib" or not folder.is_dir():
+        return None
+    inside = _inside(folder)
+    tokens = {path.with_suffix("") for path in inside if ending(path) == ".tokens"}
+    rest = [path for path in inside if not _is_data(path) and path.with_suffix("") not in tokens]
+    if not rest:
+        return None
+    counts = Counter(path.suffix for path in rest).most_common()
+    named = ", ".join(f"{count:,} {suffix or 'without an ending'}" for suffix, count in counts[:_MOST_NAMED])
+    more = f" and {len(counts) - _MOST_NAMED} other endings" if len(counts) > _MOST_NAMED else ""
+    pattern = Path(source.path, "**", f"*{next(filter(None, (suffix for suffix, _ in counts)), '')}")
+    return f"left out of the folder: {named}{more} (a pattern reads them as text: {pattern})"
+
+
+_MOST_NAMED = 5
+
+
 def _kind(path: Path) -> str:
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    suffix = ending(path)
     if suffix in _JSON:
         return "JSON"
     if suffix in _CSV:
@@ -121,13 +156,15 @@ def _kind(path: Path) -> str:
 
 def _group(pattern: str, files: tuple[Path, ...]) -> str:
     """The one kind that all files are of. The files beside ``.tokens`` belong to it."""
-    tokens = {path.with_suffix("") for path in files if path.suffix == ".tokens"}
+    tokens = {path.with_suffix("") for path in files if ending(path) == ".tokens"}
     kinds: dict[str, Path] = {}
     for path in files:
-        if path.suffix in _REFUSED:
-            raise ConfigError(f"data: cannot use {path}: {_REFUSED[path.suffix]}")
-        if path.suffix == ".tokens" or path.with_suffix("") not in tokens:
-            kinds.setdefault(_kind(path), path)
+        kind = _kind(path)
+        refused = "unpack it" if is_packed(path) and kind not in ("JSON", "CSV") else _REFUSED.get(ending(path))
+        if refused is not None:
+            raise ConfigError(f"data: cannot use {path}: {refused}")
+        if ending(path) == ".tokens" or path.with_suffix("") not in tokens:
+            kinds.setdefault(kind, path)
     if len(kinds) > 1:
         found = " and ".join(f"{kind} ({path.name})" for kind, path in sorted(kinds.items()))
         raise ConfigError(f"data: {pattern!r} holds {found}: give a pattern for one of them, and each as a source")

@@ -12,12 +12,13 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class HubDataset:
-    """Reads a data set on the hub. A cursor is what ``datasets`` keeps of its place in a stream, and the rows so
-    far."""
+    """Reads a data set on the hub. A cursor is what ``datasets`` keeps of its place in a stream, and the rows so far.
+    ``commit``: that the rows are of."""
 
     name: str
     rows: Any
     """``datasets.IterableDataset``"""
+    commit: str | None = None
     files: tuple[Path, ...] = ()
     wanted: Sequence[str] = FIELDS
 
@@ -35,22 +36,25 @@ class HubDataset:
             yield example, {"state": rows.state_dict(), "row": count}
 
 
-def open_dataset(source: SourceConfig, *, streaming: bool) -> HubDataset:
-    """A data set by its name, one split of it.
+def open_dataset(source: SourceConfig, *, streaming: bool, commit: str | None) -> HubDataset:
+    """A data set by its name, one split of it. ``commit``: the one to read; None: that of the source's revision now.
 
     Raises:
         ConfigError: it cannot be had, with what ``datasets`` says.
     """
     import datasets
 
+    split = source.split or "train"
     try:
-        rows = datasets.load_dataset(
-            source.path, source.subset, split=source.split or "train", revision=source.revision, streaming=streaming
-        )
+        builder = datasets.load_dataset_builder(source.path, source.subset, revision=commit or source.revision)
+        if streaming:
+            rows = builder.as_streaming_dataset(split=split)
+        else:
+            builder.download_and_prepare()
+            rows = builder.as_dataset(split=split).to_iterable_dataset()
     except Exception as error:  # noqa: BLE001  whatever hub, network or data set makes of a name
         raise ConfigError(
             f"data: {source.path!r} is no file, folder or pattern here, and cannot be had from the hub either: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from None
-    rows = rows if streaming else rows.to_iterable_dataset()
-    return HubDataset(name=source.path, rows=rows, wanted=wanted(source.fields))
+    return HubDataset(name=source.path, rows=rows, commit=builder.hash, wanted=wanted(source.fields))

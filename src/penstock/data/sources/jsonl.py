@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from penstock.data.sources.json_array import is_array, items
 from penstock.data.sources.reader import FIELDS, Cursor, Example
-from penstock.data.sources.walk import LONGEST, walk
+from penstock.data.sources.walk import LONGEST, ending, walk
 from penstock.documents.text import MalformedError, parse_json
 from penstock.errors import ConfigError
 
@@ -32,7 +32,7 @@ class JsonLines:
         for text, behind, count in (items if array else _lines)(file, path, offset, number, LONGEST):
             place = f"{path}, {'item' if array else 'line'} {count}"
             row = _row(text, place)
-            if not array and count == 1 and path.name.removesuffix(".gz").endswith(".json"):
+            if not array and count == 1 and ending(path) == ".json":
                 self._check_rows(file, behind, row, path)
             fields = {name: row[name] for name in self.wanted if name in row}
             yield Example(fields=fields, place=place, has=tuple(row)), behind, count

@@ -10,6 +10,7 @@ from typing import BinaryIO
 import xxhash
 
 from penstock.data.sources.reader import Cursor, Example
+from penstock.data.sources.walk import BOM
 from penstock.errors import ConfigError
 
 LONGEST = 1 << 20
@@ -35,14 +36,17 @@ class TextFiles:
             path = self.files[index]
             try:
                 with path.open("rb") as file:
+                    begins = offset == 0
+                    offset = len(BOM) if begins and file.read(len(BOM)) == BOM else offset
                     file.seek(offset)
                     ahead = _part(file)
                     while ahead and (self.limit is None or seen < self.limit):
                         text, ahead = ahead, _part(file)
-                        begins, offset, seen = offset == 0, offset + len(text), seen + len(text)
+                        offset, seen = offset + len(text), seen + len(text)
                         last = not ahead or (self.limit is not None and seen >= self.limit)
                         fields = {"text": text.decode("utf-8")}
                         yield Example(fields=fields, place=str(path), begins=begins, ends=last), [index, offset, seen]
+                        begins = False
             except (OSError, UnicodeDecodeError) as error:
                 reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text ({error.reason})"
                 raise ConfigError(f"data: cannot use {path}: {reason}") from None

@@ -15,9 +15,20 @@ LONGEST = 32 << 20
 BOM = b"\xef\xbb\xbf"
 """The byte order mark, with which some programs begin a file in UTF-8."""
 
+PACKED = ".gz"
+
 ReadOne = Callable[[BinaryIO, Path, int, int], Iterator[tuple[Example, int, int]]]
 """Reads a file's rows behind a byte, which is behind the row of a number (0, 0: from its beginning): each with the byte
 behind it and its number."""
+
+
+def ending(path: Path) -> str:
+    """The ending of a file's name that says of what kind it is, in lower case and without ``.gz``."""
+    return Path(path.name.lower().removesuffix(PACKED)).suffix
+
+
+def is_packed(path: Path) -> bool:
+    return path.name.lower().endswith(PACKED)
 
 
 def walk(files: Sequence[Path], start: Cursor, read_one: ReadOne) -> Iterator[tuple[Example, Cursor]]:
@@ -42,4 +53,4 @@ def walk(files: Sequence[Path], start: Cursor, read_one: ReadOne) -> Iterator[tu
 
 def _open_bytes(path: Path) -> BinaryIO:
     """A file of a source, unpacked if its name says that it is packed."""
-    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+    return cast(BinaryIO, gzip.open(path, "rb")) if is_packed(path) else path.open("rb")

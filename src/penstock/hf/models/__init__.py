@@ -10,5 +10,5 @@
     shard_files  safetensors files, written piece by piece
     kept     what a run keeps of its model, so that it can be built and exported without its source
 
-May import: ``config``, ``errors``, ``store``, ``run``, and transformers, which the extra ``hf`` installs.
+May import what ``hf`` may. The extra ``hf`` installs transformers and what else is needed.
 """

@@ -31,8 +31,8 @@ from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.adapters import Merged, has_adapters, save_adapter
-from penstock.hf.models.folder import CONFIG, GENERATION, INDEX, TOKENIZER_FILES
-from penstock.hf.models.kept import NOTES, Kept
+from penstock.hf.models.folder import CONFIG, GENERATION, INDEX
+from penstock.hf.models.kept import NOTES, Kept, copy_tokenizer
 from penstock.hf.models.mapping import Step
 from penstock.hf.models.shard_files import ShardFiles, lay_out
 from penstock.state.values import Values
@@ -127,6 +127,15 @@ def export(
     engine.on_first("export", write)
 
 
+def export_adapter(engine: Engine, out: Path, *, tokenizer: Any, own: Mapping[str, torch.dtype]) -> None:
+    """``export`` of a model with adapters, of which each parameter is written in a dtype of its ``own``, or fp32."""
+
+    def write(values: Values) -> None:
+        write_adapter(out, engine.model, values, partial(_write_tokenizer, tokenizer), own=own)
+
+    engine.on_first("export", write)
+
+
 def _write_companions(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write what goes beside a model's configuration and weights: generation settings, its own code, the tokenizer."""
     if model.can_generate():
@@ -151,16 +160,19 @@ def write_adapter(
     companions: Callable[[Path], None],
     *,
     dtype: Dtype | None = None,
+    own: Mapping[str, torch.dtype] | None = None,
     overwrite: bool = False,
 ) -> Written:
-    """An adapter's folder, whole or not at all. ``companions`` writes what goes beside it.
+    """An adapter's folder, whole or not at all. ``companions`` writes what goes beside it. ``own``: dtypes of
+    parameters, by name, where not all have one ``dtype``.
 
     Raises: as ``export``.
     """
     _check_target(out, overwrite=overwrite)
+    dtypes = dict.fromkeys(values.parameters, shell.FLOATS[dtype]) if dtype else own or {}
     with WholeFolder(out) as folder:
         try:
-            save_adapter(folder.partial, model, values, shell.FLOATS[dtype] if dtype else None)
+            save_adapter(folder.partial, model, values, dtypes)
             companions(folder.partial)
             files.sync_tree(folder.partial, private=False)
         except OSError as error:
@@ -174,9 +186,9 @@ def copy_companions(kept: Path, folder: Path, *, adapter: bool = False) -> None:
     """Copy what a run keeps of its model beside the configuration: generation settings, code, and (of an ``adapter``
     that alone) the tokenizer.
     """
+    copy_tokenizer(kept, folder, private=False)
     for file in sorted(kept.iterdir()):
-        tokens = file.name in TOKENIZER_FILES or file.suffix == ".jinja"
-        if tokens or (not adapter and (file.name == GENERATION or file.suffix == ".py")):
+        if not adapter and (file.name == GENERATION or file.suffix == ".py"):
             files.copy(file, folder / file.name, private=False)
 
 

@@ -31,6 +31,7 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -38,12 +39,15 @@ TOKENIZER_FILES = (
     "merges.txt",
     "spiece.model",
     "sentencepiece.bpe.model",
-    "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",
     "processor_config.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
 )
-"""Files beside the weights that prepare a model's inputs: its tokenizer's, and those for images or sound."""
+"""Files beside the weights that prepare a model's inputs, as patterns: its tokenizer's, those for images or sound, and
+chat templates.
+"""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OTHERS = {"*.gguf": "GGUF", "*.h5": "TensorFlow", "*.msgpack": "Flax", "*.onnx": "ONNX"}

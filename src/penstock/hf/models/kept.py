@@ -64,9 +64,10 @@ def keep(
         if tokenizer is not None:
             save(tokenizer, partial)
         elif source is not None:
-            _copy(source, partial, TOKENIZER_FILES)
+            copy_tokenizer(source, partial)
         if source is not None and getattr(config, "auto_map", None):
-            _copy(source, partial, [path.name for path in source.glob("*.py")])
+            for path in source.glob("*.py"):
+                files.copy(path, partial / path.name)
         notes = {"rules": None if rules is None else mapping.rules_to_json(list(rules)), "code": _runs_code(model)}
         files.replace(partial / NOTES, json.dumps(notes, indent=2) + "\n")
         files.sync_tree(partial)
@@ -102,10 +103,16 @@ def _write_generation(folder: Path, model: Any, source: Path | None) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:
-    for name in names:
-        if (source / name).is_file():
-            files.copy(source / name, folder / name)
+def copy_tokenizer(source: Path, folder: Path, *, private: bool = True) -> None:
+    """Copy from one folder of a model to another what prepares its inputs.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    for file in sorted(path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        files.copy(file, target, private=private)
 
 
 def kept_model(folder: Path, *, trust_remote_code: bool = False, flag: str = "trust_remote_code=True") -> Kept:

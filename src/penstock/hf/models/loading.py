@@ -78,7 +78,8 @@ def load(
             "are in"
         )
     _like_loaded(model, folder, dtype, weights)
-    start.expect_weights(model, f"the weights in {folder} (loaded.weights, of what penstock.hf.load has returned)")
+    where = f"the weights in {folder} (loaded.weights, of what penstock.hf.load has returned)"
+    start.expect_weights(model, weights, where)
     return Loaded(model=model, weights=weights, folder=folder, dtype=dtype, config=config, rules=weights.rules)
 
 

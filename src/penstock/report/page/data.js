@@ -1,7 +1,7 @@
 // The page's numbers: columns of typed arrays, unpacked once, and the sides (or ranks) that they make up.
 
 const facts = JSON.parse(document.getElementById("facts").textContent);
-const KINDS = { f8: Float64Array, u4: Uint32Array, i4: Int32Array, i2: Int16Array, u2: Uint16Array };
+const KINDS = { f8: Float64Array, u4: Uint32Array, i4: Int32Array };
 
 async function unpackColumns() {
   const packed = atob(document.getElementById("columns").textContent.trim());

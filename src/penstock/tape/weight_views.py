@@ -1,0 +1,66 @@
+"""Views of weights that are read when the weight has left, and its buffer may hold another one.
+
+A view that a block is handed or returns is copied at its boundary (``suspended``, ``cut``), as far as autograd knows it
+as a view. So in a probe all ops are watched for those that read a view of a weight that is no longer there.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from penstock.compat.torch import storage_key
+from penstock.errors import ModelError
+from penstock.tape.graph import WeightPacker
+
+
+class WeightViews:
+    """Follows views of weights, op by op. ``packer`` knows the weights that are there, ``names`` those of all
+    parameters, by identity."""
+
+    def __init__(self, packer: WeightPacker, names: Mapping[int, str]) -> None:
+        self._packer = packer
+        self._names = names
+        self._taken: dict[int, dict[int, str]] = {}  # storage -> where in it a view begins -> the parameter's name
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._found: str | None = None
+
+    def on_op(self, who: str, inputs: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
+        """Take note of an op of ``who``: the tensors that it read and made."""
+        for tensor in inputs:
+            taken = self._taken.get(storage_key(tensor))
+            if taken is not None and not isinstance(tensor, nn.Parameter) and not self._packer.holds(tensor):
+                self._find(who, tensor, taken)
+        for tensor in results:
+            parameter = self._packer.parameter_of(tensor)
+            if parameter is not None and not isinstance(tensor, nn.Parameter):
+                self._follow(tensor)[int(tensor.storage_offset())] = self._names[id(parameter)]
+
+    def refuse(self) -> None:
+        """Raises:
+        ModelError: a view was read when its weight had left.
+        """
+        if self._found is not None:
+            raise ModelError(
+                f"{self._found} that was taken earlier (weight[i], weight.t(), weight.detach(), weight.data), and the "
+                "weight leaves the device in between: take the view where it is used, or keep a copy of it (.clone())"
+            )
+
+    def _find(self, who: str, tensor: torch.Tensor, taken: Mapping[int, str]) -> None:
+        if self._found is None:
+            of = taken.get(int(tensor.storage_offset()))
+            whose = "a weight" if of is None else f"parameter {of!r}"
+            self._found = f"{who} reads a view of {whose}, of shape {tuple(tensor.shape)},"
+
+    def _follow(self, tensor: torch.Tensor) -> dict[int, str]:
+        """The views of a storage, until that is no more."""
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        if key not in self._taken:
+
+            def freed(_: object) -> None:
+                self._taken.pop(key, None)
+                self._alive.pop(key, None)
+
+            self._taken[key], self._alive[key] = {}, weakref.ref(storage, freed)
+        return self._taken[key]
