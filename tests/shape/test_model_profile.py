@@ -311,7 +311,8 @@ def test_parameters_are_counted_with_biases(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen3"])
 def test_a_setting_that_is_left_out_is_what_the_installed_class_takes_for_it(kind: str) -> None:
     of_all = PreTrainedConfig().to_dict().keys()
-    given = {"model_type": kind} | ({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {})
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
+    given = {"model_type": kind, **off}
     whole = {k: v for k, v in AutoConfig.for_model(**given).to_dict().items() if k not in of_all or k in given}
     formula = transformer.from_config(given, name=kind)
     assert formula is not None

@@ -4,7 +4,6 @@ wherever weights are by then, nothing computed twice, and no more memory than th
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from tests.models import MODELS, Case
 from tests.stacks import WEIGHTS, WIDTH, Layer, assert_same_gradients, beside_vertical, stack, unequal
 from tests.tape.test_autograd import HONOURED
 from tests.tape.test_refusals import Smoothed
+from tests.tape.test_rules import drawn_beside
 from tests.tape.test_split import ODD, Products
 from tests.tape_reference import Bench, Order, horizontal, plain_step, vertical, with_graphs
 
@@ -255,9 +255,9 @@ class DrawsBeside(Layer):
     """Draws from numpy's generator, and from where that is then where its own gradient comes by."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x) * np.random.rand()
+        y = self.linear(x) * drawn_beside().to(x.dtype)
         if y.requires_grad:
-            y.register_hook(lambda gradient: gradient * np.random.rand())
+            y.register_hook(lambda gradient: gradient * drawn_beside().to(x.dtype))
         return x + y
 
 

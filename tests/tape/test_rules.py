@@ -298,29 +298,38 @@ def test_batch_norm_counts_each_micro_batch_once(order: Any) -> None:
         torch.testing.assert_close(buffer, wanted[name], rtol=1e-12, atol=0)
 
 
+def state_beside() -> Any:
+    """The states of the global generators besides torch's."""
+    return random.getstate(), np.random.get_state()  # noqa: NPY002  models have this one
+
+
+def drawn_beside(*shape: int) -> torch.Tensor:
+    """Numbers of numpy's global generator."""
+    return torch.from_numpy(np.random.random_sample(shape))  # noqa: NPY002  models have this one
+
+
 def test_random_state_is_put_back() -> None:
     case = MODELS["gpt2"]
     bench = Bench(case, case.model())
     bench.probe(case.micro_batches(1)[0])
     bench.load_all()
     torch.manual_seed(11)
-    state, others = torch.get_rng_state(), (random.getstate(), np.random.random_sample(), np.random.get_state())
+    state, others = torch.get_rng_state(), state_beside()
     bench.step(case.micro_batches(2), [1.0, 1.0])
     assert torch.equal(torch.get_rng_state(), state)
-    np.testing.assert_equal((random.getstate(), others[1], np.random.get_state()), others)
+    np.testing.assert_equal(state_beside(), others)
 
 
 class DrawsBeside(Layer):
     """Drops by the generators of numpy and Python."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = torch.from_numpy(np.random.rand(*x.shape) > 0.2)
-        return super().forward(x * kept) * random.uniform(0.9, 1.1)
+        return super().forward(x * (drawn_beside(*x.shape) > 0.2)) * random.uniform(0.9, 1.1)
 
 
 def mask_beside(model: Any, x: torch.Tensor) -> torch.Tensor:
     for layer in model.layers:
-        x = layer(x) * torch.from_numpy(np.random.rand(*x.shape[:2], 1) > 0.2) * random.uniform(0.9, 1.1)
+        x = layer(x) * (drawn_beside(*x.shape[:2], 1) > 0.2) * random.uniform(0.9, 1.1)
     return x
 
 

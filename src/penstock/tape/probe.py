@@ -8,7 +8,7 @@ storage is freed. What an op uses inside itself (a library's workspace) is not s
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -400,8 +400,8 @@ def _refuse_unplaced(before: Iterable[BufferBefore]) -> None:
     for buffer in before:
         if buffer.tensor is None and buffer.name in persistent_buffers(buffer.module):
             raise ModelError(
-                f"buffer {buffer.path!r} is None until a forward puts a tensor there, so that the commits of a run have "
-                "no place for it: register it with a tensor, or with persistent=False if it is no state of the model"
+                f"buffer {buffer.path!r} is None until a forward puts a tensor there, so that commits and snapshots "
+                "have no place for it: register it with a tensor, or with persistent=False if it is no state"
             )
 
 

@@ -47,7 +47,7 @@ def seed(
 def seed_on_cpu(value: int) -> None:
     """Seed the global generators of Python, of numpy and of torch on the CPU."""
     random.seed(value)
-    np.random.seed(value & _NUMPY)
+    np.random.seed(value & _NUMPY)  # noqa: NPY002  what models draw from
     torch.default_generator.manual_seed(value)
 
 
@@ -90,8 +90,7 @@ class RandomState:
 
     @classmethod
     def capture(cls, device: torch.device) -> "RandomState":
-        of_torch, of_numpy = TorchState.capture(device), np.random.get_state()
-        return cls(of_torch=of_torch, of_python=random.getstate(), of_numpy=of_numpy)
+        return cls(of_torch=TorchState.capture(device), of_python=random.getstate(), of_numpy=_numpy_state())
 
     def is_now(self) -> bool:
         """True if nothing was drawn, or seeded, since."""
@@ -100,11 +99,15 @@ class RandomState:
     def only_torch_has_drawn(self) -> bool:
         """True if nothing was drawn from Python's or numpy's generators since."""
         kind, key, *others = self.of_numpy
-        kind_now, key_now, *others_now = np.random.get_state()
+        kind_now, key_now, *others_now = _numpy_state()
         same = kind == kind_now and others == others_now and np.array_equal(key, key_now)
         return same and self.of_python == random.getstate()
 
     def restore(self) -> None:
         self.of_torch.restore()
         random.setstate(self.of_python)
-        np.random.set_state(self.of_numpy)
+        np.random.set_state(self.of_numpy)  # noqa: NPY002  what models draw from
+
+
+def _numpy_state() -> Any:
+    return np.random.get_state()  # noqa: NPY002  what models draw from

@@ -228,7 +228,7 @@ class SuspendedForward:
         return output
 
     def _copied(self, value: Any) -> Any:
-        """What passes between blocks, with copies of the views of weights in it: the weights leave in between."""
+        """Arguments or results of a block, with copies of the views of weights in them: the weights leave."""
         if any(map(is_view_of_parameter, trees.tensors(value))):
             return trees.settle(value, None, self._copy)
         return value
