@@ -330,6 +330,9 @@ def test_what_a_run_may_write_a_day_follows_its_stripe(tmp_path: Path) -> None:
     assert yardstick(config, profile, kind="cpu").allowed is None
     assert allowed_per_day(two.budget, 1) == 2e12
     assert allowed_per_day(replace(two.budget, disk=(tmp_path / "a",)), 2) == 1e12  # two ranks that share a drive
+    assert allowed_per_day(same.budget, 1) == 2e12, "of drives that are not here nobody knows that they are one"
+    for path in same.budget.disk_paths:
+        path.mkdir()
     assert allowed_per_day(same.budget, 1) == 1e12
     made = Store.create(same.budget.disk_paths, Layout.build([("a", 1, 1)]), model={}, weights=(3, 1))
     made.close()

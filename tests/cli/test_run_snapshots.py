@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -67,8 +68,10 @@ def test_a_damaged_snapshot_is_passed_over_and_a_run_may_say_that_it_keeps_none(
     assert main([*words, "--budget.durability", "none"]) == 0
     assert "a kill costs the whole run" in capsys.readouterr().out
     assert snapshots_of(run) == []
-    assert main(["reshard", str(run), "--ranks", "1"]) == 2
-    assert "It has no snapshot to go on from either\n" in capsys.readouterr().err
+    shutil.copytree(run, tmp_path / "copy")
+    for folder in (run, tmp_path / "copy"):
+        assert main(["reshard", str(folder), "--ranks", "1"]) == 2
+        assert "It has no snapshot to go on from either\n" in capsys.readouterr().err
     assert main([*words, "--overwrite"]) == 0
     said = capsys.readouterr().out
     assert "a snapshot in the run's folder every 5 min or step: a kill costs at most that" in said

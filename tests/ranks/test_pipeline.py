@@ -66,6 +66,9 @@ def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | No
         if mesh is None or mesh.size() == 1:
             return found
         engine.step(steps_of(case, 1, first=60, lengths=(12, 12, 12))[0])
+        plan = engine.plan
+        engine.step(steps_of(case, 1, first=61, lengths=(12, 12, 12))[0])
+        assert engine.plan is plan, "whose shapes it has had"
         moved = sum(event.bytes for event in engine.trace if event.lane == "send")
         formula = sent_bytes(engine.plan.program, 3)
         return found, (moved, engine.plan.schedule.bytes_per_lane()["send"], formula)

@@ -310,7 +310,9 @@ class Interrupted(HostStreams):
         self._arrive("resolve")
 
 
-@pytest.mark.parametrize(("executor", "call"), [(Executor, "resolve"), (SerialExecutor, "synchronize")])
+@pytest.mark.parametrize(
+    ("executor", "call"), [(Executor, "resolve"), (SerialExecutor, "resolve"), (SerialExecutor, "synchronize")]
+)
 def test_an_interrupt_behind_an_op_or_all_of_them_leaves_pools_as_a_step_finds_them(
     executor: type[Executor] | type[SerialExecutor], call: str
 ) -> None:

@@ -165,6 +165,8 @@ class Claim:
                 )
             self._replaces = (_replaced(facts, self._stores),)
             return None
+        if facts.unfit is not None:
+            raise StoreError(facts.unfit)
         if not self._has_another_copy(config, facts):
             _require_whole(facts, self._stores)
         check_same_data(as_cut_before(config), before)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.config import INTERVAL, Budget, Durability, format_size, parse_duration
+from penstock.config.budget import is_of_rank
 from penstock.hardware.drives import in_proportion, spread
 from penstock.hardware.profiles import file_system
 from penstock.planner.durability import Weighed
@@ -39,13 +40,14 @@ def allowed_per_day(budget: Budget, ranks: int, hosts: int = 1) -> float | None:
     """Bytes a day that all drives of a run may be written together, striped as its stores are; None: any."""
     if budget.endurance is None:
         return None
-    total, systems = 0.0, [file_system(path) for path in budget.disk_paths]
+    total, systems = 0.0, [file_system(path) for path in budget.disk_paths if path.is_dir()]
     for rank in range(ranks):
         own = budget.of_rank(rank, ranks, hosts)
         assert own.endurance is not None
         first = own.disk_paths[0]
         weights = Manifest.read(first).weights if is_there(first / DATA) else ()
-        each = [own.endurance.bytes_per_day / systems.count(file_system(path)) for path in own.disk_paths]
+        on = [systems.count(file_system(path.parent if is_of_rank(path) else path)) for path in own.disk_paths]
+        each = [own.endurance.bytes_per_day / max(1, count) for count in on]
         total += spread(each, weights or (1,) * len(each))
     return total
 

@@ -16,7 +16,7 @@ from penstock.store.owner import RUN_FILE, Owner, check_owner
 def original_of(folder: Path, owners: Sequence[Owner], stores: Stores) -> Path | None:
     """The folder that a run's is a copy of, if it is there still and its settings name the same directories.
     ``owners``: of one id, as the run and its stores say."""
-    for place in sorted({owner.folder for owner in owners}):
+    for place in sorted({owner.folder for owner in owners}) if stores else ():
         original = Path(place)
         with suppress(OSError, ConfigError):
             found = RunRecord.read(original)

@@ -30,15 +30,15 @@ _MOST_TOKENS = 1 << 25  # of one window: 128 MiB of ids
 class Place(TypedDict):
     """The place in one source: the pass, the place within it, and the tokens that it has given so far.
 
-    ``left``: as many of the last tokens are still to be cut, with ``since``, the place before the document of the first
-    of them; without, there are none.
+    ``read``: so many documents behind it were read, too, as the last ``left`` of their tokens are still to be cut; none
+    where these are not there.
     """
 
     turn: int
     at: Cursor
     tokens: int
     left: NotRequired[int]
-    since: NotRequired["Place"]
+    read: NotRequired[int]
 
 
 class Start(TypedDict):
@@ -107,18 +107,18 @@ class Streamed:
         if position is None:
             start = Start(window=0, lost=0, sources=[Place(turn=0, at=None, tokens=0) for _ in self.sources])
         else:
-            places = [cast(Place, dict(place)) for place in position["sources"]]
-            start = Start(window=int(position["window"]), lost=int(position["lost_before"]), sources=places)
+            sources = [cast(Place, dict(place)) for place in position["sources"]]
+            start = Start(window=int(position["window"]), lost=int(position["lost_before"]), sources=sources)
         opened = [_from(source, place) for source, place in zip(self.sources, start["sources"], strict=True)]
-        documents, left = [found for found, _ in opened], [rest for _, rest in opened]
-        fruitful, barren = max(place["turn"] for place in start["sources"]), False
+        documents, left = [found for found, _, _ in opened], [rest for _, rest, _ in opened]
+        places = [place for _, _, place in opened]
+        fruitful, barren = max(place["turn"] for place in places), False
         while True:
-            taken, places = yield from self._take(documents, start["sources"])
+            taken, places = yield from self._take(documents, places)
             pieces = []
             for number, found in enumerate(taken):
                 whole, left[number] = self._whole([*left[number], *found])
                 pieces.append(self._pieces(_corpus([document for document, _ in whole])))
-                places[number] = _with_rest(places[number], left[number])
             source = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])
             piece = np.concatenate([np.arange(len(p)) for p in pieces])
             rows = Rows.of(pieces, source, piece, packing=self.packing, length=self.length)
@@ -130,7 +130,8 @@ class Streamed:
                 fruitful, barren = turn, False
             elif barren and turn > fruitful + 1:
                 raise ConfigError("data: no document of the sources has a token that counts in the loss, and fits")
-            start = Start(window=start["window"] + 1, lost=lost, sources=places)
+            sources = [_before(place, rest) for place, rest in zip(places, left, strict=True)]
+            start = Start(window=start["window"] + 1, lost=lost, sources=sources)
 
     def _take(
         self, documents: Sequence[Iterator[tuple[Document, Place]]], places: Sequence[Place]
@@ -163,24 +164,24 @@ class Streamed:
         return pieces_of(corpus, self.length, self.rule)
 
 
-def _from(source: StreamSource, place: Place) -> tuple[Iterator[tuple[Document, Place]], Sequence[_Placed]]:
-    """A source's documents from a place on, and what of those before it is still to be cut."""
-    before = place.get("since", place)
-    documents, found = _endless(source, before), list[_Placed]()
-    while before["tokens"] < place["tokens"]:
+def _from(source: StreamSource, place: Place) -> tuple[Iterator[tuple[Document, Place]], Sequence[_Placed], Place]:
+    """(the documents of a source behind those that were read, what of these is still to be cut, the place of the
+    first)"""
+    documents, found = _endless(source, place), list[_Placed]()
+    before = Place(turn=place["turn"], at=place["at"], tokens=place["tokens"])
+    for _ in range(place.get("read", 0)):
         document, behind = next(documents)
         found.append((document, before))
         before = behind
-    return documents, _divided(found, place.get("left", 0))[1]
+    return documents, _divided(found, place.get("left", 0))[1], before
 
 
-def _with_rest(place: Place, rest: Sequence[_Placed]) -> Place:
-    found = Place(turn=place["turn"], at=place["at"], tokens=place["tokens"])
-    if rest:
-        since = rest[0][1]
-        found["left"] = sum(len(document.ids) for document, _ in rest)
-        found["since"] = Place(turn=since["turn"], at=since["at"], tokens=since["tokens"])
-    return found
+def _before(place: Place, rest: Sequence[_Placed]) -> Place:
+    """The place from which a source goes on: in front of what is still to be cut."""
+    if not rest:
+        return place
+    since, left = rest[0][1], sum(len(document.ids) for document, _ in rest)
+    return Place(turn=since["turn"], at=since["at"], tokens=since["tokens"], left=left, read=len(rest))
 
 
 def _divided(found: Sequence[_Placed], count: int) -> tuple[Sequence[_Placed], Sequence[_Placed]]:

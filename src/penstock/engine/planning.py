@@ -67,11 +67,11 @@ class Ready:
     times: StageTimes | None
     """measured times of stages, from which steps are predicted; None: nothing is predicted"""
     handed: Mapping[batch.Shapes, HandedOn]
-    """by shape, what calls of blocks are handed"""
+    """by shape on the device, what calls of blocks are handed"""
 
     def covers(self, wanted: Sequence[batch.Shapes]) -> bool:
         """True if these micro-batches need no more than the plan has."""
-        if self.plan.program.dealt is not None and not self.handed.keys() >= set(wanted):
+        if self.plan.program.dealt is not None and not set(self.shapes) >= set(wanted):
             return False  # other ranks have to know of each shape what calls are handed
         return len(wanted) == self.plan.settings.micro_batches and all(
             any(batch.covers(planned, shape) for planned in self.shapes) for shape in wanted

@@ -58,6 +58,11 @@ def with_room(drives: Sequence[Drive], nbytes: int) -> tuple[Drive, ...]:
     return tuple(replace(drive, free=nbytes * weight // sum(weights)) for drive, weight in pairs)
 
 
+def count_of(drives: Sequence[Drive]) -> int:
+    """The number of drives that directories are on."""
+    return round(sum(1 / drive.directories for drive in drives))
+
+
 def part_of(drive: Drive, users: int) -> Drive:
     """The part of a drive that each of so many users has, which all use it at the same time."""
     rates, left = ("read", "write", "read_both", "write_both"), drive.sustained

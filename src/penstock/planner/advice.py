@@ -16,6 +16,7 @@ from typing import Any
 from penstock.config import TIERS, Family, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.crossing import with_faster_link
+from penstock.hardware.drives import count_of
 from penstock.hardware.machine import Drive, Machine
 from penstock.planner.batches import MOST_MICRO_BATCHES
 from penstock.planner.endurance import EnduranceError
@@ -107,7 +108,7 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
     bigger = replace(budget, device=budget.device_bytes + more)
     yield from variant(f"{format_size(more)} more device memory", _changed(task, budget=bigger))
     if budget.disk_paths:
-        n = len(machine.drives)
+        n = count_of(machine.drives)
         drives = replace(machine, drives=machine.drives * 2)
         words = "a second drive like the first" if n == 1 else f"{2 * n} such drives instead of {n}"
         yield from variant(words, _changed(task, machine=drives, disk_free=2 * task.disk_free))
@@ -237,7 +238,7 @@ def worn_out(task: Task, size: int, count: int, why: EnduranceError) -> BudgetEr
     for times in range(hopeful, _DRIVES + 1):
         more = replace(machine, drives=machine.drives * times)
         if keeps(_changed(task, machine=more, disk_free=times * task.disk_free)):
-            found.append(f"{len(more.drives)} such drives instead of {len(machine.drives)}")
+            found.append(f"{count_of(more.drives)} such drives instead of {count_of(machine.drives)}")
             break
     found.append(worn.what_helps[1])
     return EnduranceError.of(worn, found)

@@ -24,6 +24,7 @@ from itertools import product
 
 from penstock.config import Family, Tier
 from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.drives import count_of
 from penstock.hardware.machine import Machine
 from penstock.planner.endurance import EnduranceError, Worn
 from penstock.planner.fit import Plan, Request, fit, fitted, with_keep
@@ -183,7 +184,7 @@ def _enduring(question: Question, worn: Choice, allowed: float) -> Choice:
             per_day=question.written_per_day(worn.plan, worn.seconds),
             allowed=allowed,
             parameters=max(sum(group.trainable for group in worn.plan.program.groups), 1),
-            drives=len(question.machine.drives),
+            drives=count_of(question.machine.drives),
         )
     )
 

@@ -48,9 +48,13 @@ class SerialExecutor:
                 settle(self._streams, error)
                 self.pools.reset()
                 raise
-        self._streams.resolve(self.marks.values())
-        if self.schedule.carried:
-            self.pools.end_step()
+        try:
+            self._streams.resolve(self.marks.values())
+            if self.schedule.carried:
+                self.pools.end_step()
+        except BaseException:
+            self.pools.reset()
+            raise
 
     def close(self) -> None:
         """Nothing to do: nothing runs in the background."""

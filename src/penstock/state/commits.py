@@ -113,6 +113,8 @@ class Commits:
         with self.ranks.together():
             paths, stores = self._budget.disk_paths, self._settled()
             facts = facts_of(paths) if Store.exists(paths) else None
+            if facts is not None and facts.unfit is not None:
+                raise StoreError(facts.unfit)
             givers = self._givers(facts)
             if givers:
                 self._take_over(givers, facts, model, io_threads)

@@ -18,13 +18,15 @@ class StoreFacts:
     """Facts of one store. ``owner``: the run that the store belongs to. ``records``: the commits that it has, by
     number: the newest and, if it can be read, the one before; None is what there was before the first. ``missing``:
     directories whose part is not there: their drives are not mounted, or the making of the store was interrupted.
-    ``passing``: what is in it is needed for one step only.
+    ``passing``: what is in it is needed for one step only. ``unfit``: the reason that it cannot be opened in these
+    directories, which are not those that it was made in, in their order; None: they are.
     """
 
     owner: Owner | None
     records: Mapping[int, dict[str, Any] | None]
     missing: tuple[Path, ...]
     passing: bool
+    unfit: str | None = None
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -60,8 +62,8 @@ def facts_of(paths: Sequence[Path]) -> StoreFacts | None:
     """Ask a store. None: there is none in any of the directories.
 
     Raises:
-        StoreError: a directory may not be looked at, or what is there cannot be read; the directories are not those of
-            one store, in their order; or another store is about to take its place.
+        StoreError: a directory may not be looked at, or what is there cannot be read, as where the first has not the
+            commits; or another store is about to take its place.
     """
     for path in paths:
         require_settled(path)
@@ -74,25 +76,40 @@ def facts_of(paths: Sequence[Path]) -> StoreFacts | None:
         raise StoreError(
             f"{paths[0]} lacks its part of the store in {there[0]}, the one with the commits: is the drive mounted?"
         )
-    if len(there) == len(paths):
-        require_all(paths, manifests)
-    elif len(paths) > len(manifest.directories):
-        raise StoreError(
-            f"the store in {there[0]} was made in {len(manifest.directories)} of the {len(paths)} directories that are "
-            "given: leave out the others, as a store keeps the drives that it was made on"
-        )
-    elif manifest.index:
-        raise StoreError(
-            f"{paths[0]} has part number {manifest.index + 1} of a store, and the first one, with the commits, was "
-            f"made as {manifest.directories[0]}: give the directories in the order that they were made in"
-        )
-    log = CommitLog(paths[0], manifest.store, writable=False)
+    unfit = _unfit(paths, there, manifests)
+    try:
+        log = CommitLog(paths[0], manifest.store, writable=False)
+    except StoreError:
+        if unfit is not None:
+            raise StoreError(unfit) from None
+        raise
     return StoreFacts(
         owner=manifest.owner,
         records=log.records,
         missing=tuple(path for path in paths if path not in there),
         passing=manifest.passing,
+        unfit=unfit,
     )
+
+
+def _unfit(paths: Sequence[Path], there: Sequence[Path], manifests: Sequence[Manifest]) -> str | None:
+    first = manifests[0]
+    if len(there) < len(paths) and len(paths) > len(first.directories):
+        return (
+            f"the store in {there[0]} was made in {len(first.directories)} of the {len(paths)} directories that are "
+            "given: leave out the others, as a store keeps the drives that it was made on"
+        )
+    if len(there) < len(paths) and first.index:
+        return (
+            f"{paths[0]} has part number {first.index + 1} of a store, and the first one, with the commits, was made "
+            f"as {first.directories[0]}: give the directories in the order that they were made in"
+        )
+    try:
+        if len(there) == len(paths):
+            require_all(paths, manifests)
+    except StoreError as error:
+        return str(error)
+    return None
 
 
 def facts_of_all(
@@ -127,6 +144,7 @@ def facts_of_all(
         records={number: facts.records[number] for number in numbers},
         missing=(*(path for _, one in found for path in one.missing), *absent),
         passing=facts.passing,
+        unfit=next((one.unfit for _, one in found if one.unfit is not None), None),
     )
 
 
