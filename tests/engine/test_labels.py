@@ -114,10 +114,12 @@ def whole(model: nn.Module, mbs: list[MicroBatch], counts: Callable[[torch.Tenso
 
 @pytest.mark.parametrize("loss", [aligned, shifted, padded, by_nll, masked_mean, beside_another])
 def test_a_step_is_the_mean_over_all_labels_that_the_loss_counts(loss: Loss, tmp_path: Path) -> None:
-    """In the first step no row's first label counts, so that it does not show whether the model would look at it."""
+    """Of what is prepared for no label counts, and in the first step no row's first label does, so that neither shows
+    whether the model would look at it."""
     of = case(loss)
     counted = (lambda labels: labels != -100) if loss in (aligned, by_nll) else _but_first
     with wrap(of, budget(tmp_path / "store"), optimizer=penstock.SGD(lr=0.0)) as engine:
+        engine.prepare([mb | {"labels": torch.full_like(mb["labels"], -100)} for mb in micro_batches(first=True)])
         for first in (False, True):
             stats = engine.step(micro_batches(first=first))
             assert stats.loss == pytest.approx(whole(of.model(), micro_batches(first=first), counted), rel=1e-6)

@@ -229,7 +229,9 @@ def test_a_mask_that_begins_to_hide_is_planned_for(tmp_path: Path) -> None:
         assert engine.plan is planned
 
 
-def test_a_plain_module_equals_a_plain_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_plain_module_equals_a_plain_loop(tmp_path: Path, *, warm: bool) -> None:
+    """``warm``: of the first step the statistics stay as they are."""
     torch.manual_seed(0)
     model = Plain()
     plain = copy.deepcopy(model)
@@ -244,7 +246,9 @@ def test_a_plain_module_equals_a_plain_loop(tmp_path: Path) -> None:
         clip_grad_norm=0.1,
     )
     with engine:
-        for _ in range(STEPS):
+        for step in range(STEPS):
+            for one in (model, plain):
+                one.train(step > 0 or not warm)
             rows = (5, 3, 8)
             micro_batches = [{"x": torch.randn(n, 6), "labels": torch.randn(n)} for n in rows]
             stats = engine.step(micro_batches)

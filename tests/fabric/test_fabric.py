@@ -1,5 +1,6 @@
 """Lightning Fabric's own loops on the engine: what they compute eagerly is recorded, and comes out the same."""
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,20 @@ def test_a_loop_that_is_resumed_goes_on_to_the_same_bits(tmp_path: Path) -> None
     first, _ = train(fabric_on(clip_grad_norm=CLIP), last=2, save=tmp_path / "saved")
     second, _ = train(fabric_on(clip_grad_norm=CLIP), first=2, resume=tmp_path / "saved")
     assert first + second == whole
+
+
+def test_a_checkpoint_that_cannot_be_written_over_another_one_leaves_that_whole(tmp_path: Path) -> None:
+    fabric = fabric_on(clip_grad_norm=CLIP)
+    saved = tmp_path / "saved"
+    _, model = train(fabric, last=1, save=saved)
+    state = {"model": model, "optimizer": fabric.strategy.engine.optimizer, "done": 2}
+    before = {path.name for path in saved.iterdir()}
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+        fabric.save(saved, state | {"more": lambda: None})
+    assert {path.name for path in saved.iterdir()} == before
+    first, _ = train(fabric_on(clip_grad_norm=CLIP), first=1, last=2, save=saved, resume=saved)
+    assert sorted(path.name for path in saved.iterdir()) == ["penstock.snapshot", "state-2.pt"]
+    assert first == train(fabric_on(clip_grad_norm=CLIP), last=2)[0][1:]
 
 
 class Classifier(nn.Module):

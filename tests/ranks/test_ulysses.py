@@ -239,6 +239,10 @@ REFUSED: Mapping[str, tuple[Case, str]] = {
         case(models.llama, hidden_size=24, num_attention_heads=3, num_key_value_heads=3),
         "3 query heads and 3 key/value heads cannot be dealt out",
     ),
+    "positions stretched to the longest": (
+        case(models.llama, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+        "rope_type='dynamic' looks at the length of the whole sequence",
+    ),
     "a loss of one's own": (replace(case(models.llama), loss_fn=own_loss), "shift_labels"),
     "looking ahead": (replace(case(models.llama, is_causal=False)), "looks ahead"),
 }

@@ -50,6 +50,7 @@ from penstock.store.successor import settle
 log = logging.getLogger("penstock")
 
 _TRIES = 20
+_NUMBERS = "Or have the hosts got other numbers? Each has to be the one that it was (torchrun --node-rank). "
 _REMEDY = "Give another folder (--run PATH), --resume to go on with that run, or --overwrite to replace it"
 
 
@@ -245,7 +246,9 @@ class Claim:
         if record.has_state:
             raise StoreError(
                 f"run={str(self.folder)!r}: its state is not in {(there or self._stores)[0][0]} any more: is the drive "
-                "mounted? If the state is gone for good, --overwrite begins again"
+                "mounted? "
+                + (_NUMBERS if record.hosts > 1 else "")
+                + "If the state is gone for good, --overwrite begins again"
             )
 
     # ---- whose it is

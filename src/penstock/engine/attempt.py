@@ -31,6 +31,7 @@ from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.errors import ModelError, NonFiniteError
 from penstock.runtime.context import Mode, NonFinite, StepContext, Verdict
 from penstock.state.stats import StepStats
+from penstock.tape.buffers import ModulesBefore
 from penstock.tape.groups import groups_of
 
 log = logging.getLogger("penstock")
@@ -54,8 +55,10 @@ class Attempt:
     loss_weights: Sequence[float]
     durability: Durability
     resources: EngineResources
-    before: Mapping[str, torch.Tensor]
-    """copies of the model's buffers, from before the step"""
+    before: ModulesBefore
+    """the model's buffers and plain attributes, from before the step"""
+    copies: Mapping[str, torch.Tensor]
+    """of several ranks: copies of the model's persistent buffers, from before the step"""
     skips: bool
     """True: a step that is not finite is skipped; else it is an error"""
     began: float
@@ -122,9 +125,9 @@ class Attempt:
         the same ones, as the settings say."""
         resources = self.resources
         ranks, buffers = resources.ranks, resources.buffers
-        if ranks.size == 1 or not self.before:
+        if ranks.size == 1 or not self.copies:
             return
-        said = ranks.gather_objects("buffers that the forward has changed", buffers.changed(self.before))
+        said = ranks.gather_objects("buffers that the forward has changed", buffers.changed(self.copies))
         changed = sorted({name for names in said for name in names})
         if not changed:
             return
@@ -153,7 +156,7 @@ class Attempt:
 
     def _drop(self) -> Event:
         self.resources.arrays.drop_step()
-        self.resources.buffers.put_back(self.before)
+        self.before.put_back()
         return Event.DROPPED
 
     def _again(self, mode: Mode) -> StepContext:
@@ -178,7 +181,7 @@ class Attempt:
             one for one in self.resources.ranks.gather_objects("gradient that is not finite", mine) if one is not None
         ]
         self.non_finite = min(found, key=lambda one: (-one.stage, one.micro_batch), default=None)
-        self.resources.buffers.put_back(self.before)
+        self.before.put_back()
         if not self.skips:
             raise NonFiniteError(
                 f"{self._not_finite()}. Nothing was updated; with clip_grad_norm set such a step is skipped"

@@ -170,7 +170,8 @@ class Engine:
             loss_weights=weights,
             durability=self._durability,
             resources=self._resources,
-            before=self._resources.buffers.copies(),
+            before=self._resources.tape.before(),
+            copies=self._resources.buffers.copies() if self._ranks.size > 1 else {},
             skips=self._waits,
             began=began,
             origin=self._began,
@@ -274,15 +275,17 @@ class Engine:
         given = self._given("evaluate", micro_batches, loss_weights)
         micro_batches = self._cut(micro_batches)
         modes = {module: module.training for module in self.model.modules()}
-        buffers = self._resources.buffers.copies()
         self.model.eval()
         try:
             runner = self._planning.runner_for(micro_batches, train=False)
             weights = given or self._planning.labels.weights(micro_batches, self._ranks.sharing)
             context = StepContext(step=self.step_count, update=Update(count=1, hypers=()))
-            losses = runner.run(
-                context, batch.all_to_device(micro_batches, self.device, self._resources.dtype), weights
-            )
+            inputs = batch.all_to_device(micro_batches, self.device, self._resources.dtype)
+            before = self._resources.tape.before()  # now: a plan's probe tells which buffers change
+            try:
+                losses = runner.run(context, inputs, weights)
+            finally:
+                before.put_back()
             failures = self._ranks.gather_objects(
                 "losses that are no numbers", context.failure and str(context.failure)
             )
@@ -292,7 +295,6 @@ class Engine:
         finally:
             for module, training in modes.items():
                 module.training = training
-            self._resources.buffers.put_back(buffers)
         return batch.mean_loss(weights, losses, self._ranks.sharing)
 
     @property

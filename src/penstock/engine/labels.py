@@ -39,15 +39,18 @@ class LabelCount:
         self._why = "no micro-batch with labels has been seen yet"
 
     def to_probe(self, micro_batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A micro-batch to learn from: where no row's first label counts, both ways would be the same."""
+        """A micro-batch to learn from: where no row's first label counts, or none does, both ways would be the same."""
         labels = _rows(micro_batch)
         if self.known is not None or labels is None:
             return micro_batch
         count = labels != IGNORED
-        if bool(count[:, 0].any()) or not bool(count.any()):
+        if bool(count[:, 0].any()):
             return micro_batch
         labels = labels.clone()
-        labels[:, 0] = labels[count][0]
+        if bool(count.any()):
+            labels[:, 0] = labels[count][0]
+        else:
+            labels.zero_()
         return {**micro_batch, "labels": labels}
 
     def learn(self, micro_batch: Mapping[str, Any], seen: Sequence[Compared], loss: float | None) -> None:

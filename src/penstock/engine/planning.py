@@ -129,6 +129,8 @@ class Planning:
         self._before: Ready | None = None
         """the plan that was in use before a change that has not come into use yet; None: there is none"""
         self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
+        self._modes: dict[bool, tuple[bool, ...]] = {}
+        """whether each module was in training mode when that was probed"""
         self.placed: Placement | None = None
         """the placement of arrays; None: nothing has been placed"""
         if resources.spans is not None:
@@ -146,6 +148,10 @@ class Planning:
         if train:
             self.changed = None
         seen = self._following.take() if train and self._following is not None else None
+        modes = tuple(module.training for module in self._shared.tape.model.modules())
+        if self._modes.setdefault(train, modes) != modes:  # by which blocks may do, and need, something else
+            self._probed = {key: found for key, found in self._probed.items() if key[0] != train}
+            ready, self._modes[train] = None, modes
         gathered = ranks.gather_objects("plan", (ready is not None and ready.covers(shapes), seen))
         if ready is not None and all(covered for covered, _ in gathered):
             if train and self._following is not None:

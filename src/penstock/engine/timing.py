@@ -18,7 +18,7 @@ from penstock.optim.orthogonal import orthogonalise
 from penstock.schedule.matrices import Piece, orthogonal_flop
 from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
-from penstock.tape.buffers import buffers_before
+from penstock.tape.buffers import ModulesBefore
 from penstock.tape.suspended import StageFacts
 from penstock.tape.tape import Tape
 
@@ -85,7 +85,7 @@ def _pass(
 ) -> StageTimes:
     stages = program.stages
     forward, backward, weights = ([0.0] * len(stages) for _ in range(3))
-    buffers = buffers_before(tape.model)
+    before = ModulesBefore(tape.model)
     on_gradient, tape.on_gradient = tape.on_gradient, _Sink(program, tape.device)
     tape.facts = facts
     tape.begin(0, [fresh()], [1.0], stages=stages)
@@ -102,8 +102,7 @@ def _pass(
     finally:
         tape.finish()
         tape.on_gradient = on_gradient
-        for buffer in buffers:
-            buffer.put_back()
+        before.put_back()
     return StageTimes(
         forward=_typical(stages, program, forward),
         backward=_typical(stages, program, backward),

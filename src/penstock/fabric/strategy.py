@@ -23,13 +23,14 @@ from penstock.engine.arguments import LoopArguments, WrapArguments, check_seed
 from penstock.engine.device import resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.wrap import wrap_among
-from penstock.errors import ConfigError, ModelError, NonFiniteError, StoreError
+from penstock.errors import ConfigError, ModelError, NonFiniteError
 from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, inputs_of, run, spend
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
 from penstock.optim.precision import precision_of_weights
 from penstock.ranks.group import ALONE, Ranks, join
 from penstock.ranks.start import torchrun_mesh
+from penstock.store.snapshot_parts import opened_snapshot
 from penstock.tape import trees
 from penstock.tape.guard import guard
 
@@ -41,7 +42,9 @@ _PRECISIONS: Mapping[str, Precision | None] = {
     "16-mixed": "fp16",
 }
 _ROOT = "penstock_deferred"
-_SNAPSHOT, _REST = "penstock.snapshot", "state.pt"
+_SNAPSHOT = "penstock.snapshot"
+_REST = "state-{}.pt"
+"""The rest of a checkpoint, by the step that its snapshot is of."""
 resolve_first(Deferred, Deferred.resolve)
 _TOGETHER = "fabric.setup(model, optimizer): the engine needs the model and its optimizer together"
 
@@ -291,18 +294,19 @@ class PenstockStrategy(OneDevice):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002 - Lightning's name
     ) -> None:
         """Write a folder: a snapshot of the engine for the model and the optimizer, and the rest of ``state``, which of
-        several processes is the first's."""
+        several processes is the first's. Until the snapshot is whole, the one that was there stands, with its rest."""
         if filter or storage_options is not None:
             raise ConfigError("fabric.save(filter=..., storage_options=...) cannot be honoured: a snapshot is whole")
         folder, rest = Path(path), self._rest_of(state)
         folder.mkdir(parents=True, exist_ok=True)
-        self.engine.save(folder / _SNAPSHOT, overwrite=True)
-        kept = self.plain(rest)
-        whole = {"step": self.engine.step_count, "state": kept}
+        kept, file = self.plain(rest), folder / _REST.format(self.engine.step_count)
         with self._ranks.together():
-            self._ranks.once(
-                "the rest of a checkpoint", partial(self.checkpoint_io.save_checkpoint, whole, folder / _REST)
-            )
+            self._ranks.once("the rest of a checkpoint", partial(self.checkpoint_io.save_checkpoint, kept, file))
+        self.engine.save(folder / _SNAPSHOT, overwrite=True)
+        if self._ranks.rank == 0:
+            for old in folder.glob(_REST.format("*")):
+                if old != file:
+                    old.unlink()
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -314,16 +318,12 @@ class PenstockStrategy(OneDevice):
                 "A file of plain weights is loaded into the model before fabric.setup()"
             )
         folder, rest = Path(path), self._rest_of(state)
-        saved = self.checkpoint_io.load_checkpoint(folder / _REST, weights_only=weights_only)
-        found = saved["state"]
+        with opened_snapshot(folder / _SNAPSHOT) as parts:
+            step = parts[0].meta["step"]
+        found = self.checkpoint_io.load_checkpoint(folder / _REST.format(step), weights_only=weights_only)
         if strict and (missing := [key for key in rest if key not in found]):
             raise KeyError(f"{path} has no {missing[0]!r}: leave it out of the state, or load with strict=False")
         self.engine.load(folder / _SNAPSHOT)
-        if self.engine.step_count != saved["step"]:
-            raise StoreError(
-                f"{folder}: its snapshot is of step {self.engine.step_count} and {_REST} of step {saved['step']}: "
-                "saving was broken off. Load another checkpoint"
-            )
         for key, value in rest.items():
             if key not in found:
                 continue

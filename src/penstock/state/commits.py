@@ -125,6 +125,7 @@ class Commits:
             if facts is None and not all(untouched for _, untouched in found):
                 raise StoreError(f"{paths[0]} holds no store, and other ranks have theirs: give each its own again")
             self.ranks.agree("way to begin", all(untouched for _, untouched in found))
+            self._require_same_hosts()
             if facts is not None:  # a start came to nothing before all ranks had made theirs
                 check_owner(facts.owner, self._owner, str(paths[0]))
                 Store.delete(paths, only=lambda facts: facts.untouched)
@@ -133,6 +134,27 @@ class Commits:
                 for path in paths:  # what the budget names, in which each rank has a folder
                     make_directory(path.parent)
             return self._made(layout, model, io_threads), None
+
+    def _require_same_hosts(self) -> None:
+        """Before ranks of several hosts begin: no host has the state of ranks that are another one's now.
+
+        Raises:
+            StoreError: one has, on all ranks.
+        """
+        if self.ranks.hosts == 1:
+            return
+        each, folder = self.ranks.size // self.ranks.hosts, self._budget.disk_paths[0].parent
+        others = set(range(self.ranks.size)) - set(range(self.ranks.host * each, (self.ranks.host + 1) * each))
+        places = [folder / f"rank-{rank}" for rank in sorted(others)]
+        stores = (place for place in places if (facts := facts_of([place])) is not None and not facts.untouched)
+        told = self.ranks.gather_objects("stores of other hosts' ranks", str(next(stores, "")))
+        if first := next(filter(None, told), None):
+            raise self.ranks.of_all(
+                StoreError(
+                    f"{first} is the state of a rank that is on another host now: torchrun has given the hosts other "
+                    "numbers. Start each with the number that it had (--node-rank with --master-addr), or move it away"
+                )
+            )
 
     def _givers(self, facts: StoreFacts | None) -> Mapping[int, int] | None:
         """By rank that has lost its state the one that it is taken over from; nothing where that cannot be, or need

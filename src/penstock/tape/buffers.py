@@ -1,17 +1,25 @@
-"""A module's buffers as they were before code ran that may change them: which ones it has changed, and all put back."""
+"""A model's buffers, and the plain attributes beside them, as they were before code ran that may change them."""
 
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.compat.torch import buffers_of, version
+from penstock.compat.torch import buffers_of, persistent_buffers, version
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
+
+Attributes = tuple[nn.Module, Mapping[str, Any]]
+"""A module and its plain attributes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferBefore:
     """A buffer with its owner, its name there and within all, a copy of its value, and how often it had been written
-    to. One that the owner has declared may hold nothing yet (None)."""
+    to. One that the owner has declared may hold nothing yet (None); of one without a copy, only another tensor in its
+    place can be undone."""
 
     module: nn.Module
     name: str
@@ -21,11 +29,11 @@ class BufferBefore:
     version: int
 
     def has_changed(self) -> bool:
-        now = buffers_of(self.module)[self.name]
-        if now is None or self.value is None or now is not self.tensor:
+        now = buffers_of(self.module).get(self.name)
+        if now is None or now is not self.tensor:
             return now is not self.tensor
         # Written to is changed, also where that has left the same value: in another micro-batch it may not.
-        return version(now) != self.version or not (now.is_meta or torch.equal(now, self.value))
+        return version(now) != self.version or not (self.value is None or now.is_meta or torch.equal(now, self.value))
 
     def put_back(self) -> None:
         buffers_of(self.module)[self.name] = self.tensor
@@ -34,17 +42,68 @@ class BufferBefore:
                 self.tensor.copy_(self.value)
 
 
-def buffers_before(module: nn.Module) -> list[BufferBefore]:
-    """All buffers of a module and those within it, as they are now."""
-    return [
-        BufferBefore(
-            module=owner,
-            name=name,
-            path=f"{path}.{name}" if path else name,
-            tensor=buffer,
-            value=None if buffer is None else buffer.clone(),
-            version=0 if buffer is None else version(buffer),
-        )
-        for path, owner in module.named_modules()
-        for name, buffer in buffers_of(owner).items()
-    ]
+class ModulesBefore:
+    """The buffers and the plain attributes of a module and those within it, as they are when this is made.
+
+    An attribute is put back as the object that it was: of a list or a dict, what is in it by then.
+    """
+
+    def __init__(self, module: nn.Module, changing: Collection[tuple[nn.Module, str]] | None = None) -> None:
+        """``changing``: the buffers, as (module, name), of which there is a copy besides the persistent ones; None: all
+        of them."""
+        modules = list(module.named_modules())
+        self._attributes = [(owner, attributes_of(owner)) for _, owner in modules]
+        self.buffers = [
+            _before(owner, name, path, keeps=changing is None or (owner, name) in changing or name in persistent)
+            for path, owner in modules
+            if buffers_of(owner)
+            for persistent in [persistent_buffers(owner)]
+            for name in buffers_of(owner)
+        ]
+
+    def changed(self) -> list[BufferBefore]:
+        """The buffers that have changed since."""
+        return [buffer for buffer in self.buffers if buffer.has_changed()]
+
+    def attributes(self, modules: Iterable[nn.Module]) -> tuple[Attributes, ...]:
+        """The plain attributes of some of the modules."""
+        wanted = set(modules)
+        return tuple((owner, before) for owner, before in self._attributes if owner in wanted)
+
+    def put_back(self) -> None:
+        """Undo what has happened since."""
+        known = {(buffer.module, buffer.name) for buffer in self.buffers}
+        for owner, before in self._attributes:
+            buffers = buffers_of(owner)
+            for name in [name for name in buffers if (owner, name) not in known]:
+                del buffers[name]
+            set_attributes(owner, before)
+        for buffer in self.buffers:
+            buffer.put_back()
+
+
+def _before(module: nn.Module, name: str, path: str, *, keeps: bool) -> BufferBefore:
+    buffer = buffers_of(module)[name]
+    return BufferBefore(
+        module=module,
+        name=name,
+        path=f"{path}.{name}" if path else name,
+        tensor=buffer,
+        value=buffer.clone() if keeps and buffer is not None else None,
+        version=0 if buffer is None else version(buffer),
+    )
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes that are none of torch's, and not its forward."""
+    return {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+
+
+def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Make ``attributes`` those that ``attributes_of`` gives."""
+    now = vars(module)
+    for key in [key for key in now if key not in attributes and key not in _OF_TORCH]:
+        del now[key]
+    for key, value in attributes.items():
+        if key not in now or now[key] is not value:
+            now[key] = value

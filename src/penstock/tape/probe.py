@@ -20,7 +20,7 @@ from penstock.errors import ModelError
 from penstock.schedule.program import OF_BLOCK, Stage
 from penstock.tape import graph, trees
 from penstock.tape.asked import Asked
-from penstock.tape.buffers import BufferBefore, buffers_before
+from penstock.tape.buffers import BufferBefore, ModulesBefore, attributes_of
 from penstock.tape.handed import Calls, Handed
 from penstock.tape.kept_graph import Footprint
 from penstock.tape.losses import Losses
@@ -36,14 +36,12 @@ if TYPE_CHECKING:
     from penstock.tape.tape import Tape
 
 
-Attributes = list[tuple[str, str, torch.Tensor]]
+TensorAttributes = list[tuple[str, str, torch.Tensor]]
 
 _NOT_A_BLOCK = (
     ". Where it leaves it as it was, name what does so as a block, blocks=[...]. What RWKV does to weights when it is "
     "evaluated, config.rescale_every = 0 switches off"
 )
-
-_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
 
 class Probe:
@@ -90,9 +88,10 @@ class Probe:
         """The value of the model's loss, where it has one."""
 
     def run(self, train: bool) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
-        """Forward (and backward) of the micro-batch. The model, its buffers and the random state end as they began."""
+        """Forward (and backward) of the micro-batch. The model, its buffers and plain attributes, and the random state end
+        as they began."""
         tape = self._tape
-        buffers = buffers_before(tape.model)
+        before = ModulesBefore(tape.model)
         on_gradient, tape.on_gradient = tape.on_gradient, self._note_gradient
         flags = TrainingFlags(tape.model.modules())
         tape.open(0, [self._micro_batch], train, flags=flags)
@@ -106,7 +105,7 @@ class Probe:
             self._refuse_kept()
             self._views.refuse()
             self._smuggled.refuse()
-            _refuse_unplaced(buffers)
+            _refuse_unplaced(before.buffers)
             found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
             if train:
                 self._run_backward(suspended)
@@ -119,8 +118,8 @@ class Probe:
             tape.switched |= flags.seen
             self._release()
             tape.on_gradient = on_gradient
-            for buffer in buffers:
-                buffer.put_back()
+            tape.changing |= {(buffer.module, buffer.name) for buffer in before.changed()}
+            before.put_back()
 
     # -- what is read ---------------------------------------------------------------------------------------------
 
@@ -301,7 +300,7 @@ class Probe:
         segment = self._start(site)
         self._see_call(suspended, arrival)
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
-        before, attributes = buffers_before(site.module), _attributes(site)
+        before, attributes = ModulesBefore(site.module), _tensor_attributes(site)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
         with self._measuring(segment.forward, site), self._asked:
             self._tape.run_call(suspended, self._watch.segment, Facts())
@@ -311,9 +310,13 @@ class Probe:
         self.seen.returned(self._watch.segment, returned, suspended.outputs)
         self._made = weakref.ref(suspended.outputs[0]) if len(suspended.outputs) == 1 else None
         del returned
-        changed = [b for b in before if b.has_changed()]
+        changed = before.changed()
         segment.changed = tuple((b.module, b.name) for b in changed)
-        suspended.see_buffers(self._watch.segment, copies((b.module, b.name, b.value) for b in changed))
+        suspended.see_buffers(
+            self._watch.segment,
+            copies((b.module, b.name, b.value) for b in changed),
+            before.attributes(b.module for b in changed),
+        )
         segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
         segment.kept_attributes = self._kept(site, attributes, {id(seen.birth) for seen in segment.outputs})
 
@@ -325,11 +328,11 @@ class Probe:
         place, name = self._watch.segment, arrival.site.name
         self.seen.see(place, name, arrival.inputs, suspended.modes, before=before, born=born)
 
-    def _kept(self, site: Site, before: Attributes, outputs: set[int]) -> list[Kept]:
+    def _kept(self, site: Site, before: TensorAttributes, outputs: set[int]) -> list[Kept]:
         """The tensors that the call just run has left on the block's modules and does not return."""
         old = {id(t) for _, _, t in before}
         found = []
-        for module, attribute, tensor in _attributes(site):
+        for module, attribute, tensor in _tensor_attributes(site):
             birth = self._watch.birth(tensor)
             if id(tensor) not in old and tensor.is_floating_point() and birth is not None and id(birth) not in outputs:
                 found.append(Kept(module=module, attribute=attribute, birth=birth))
@@ -405,12 +408,11 @@ def _refuse_unplaced(before: Iterable[BufferBefore]) -> None:
             )
 
 
-def _attributes(site: Site) -> Attributes:
+def _tensor_attributes(site: Site) -> TensorAttributes:
     """(module, attribute, tensor) of the tensors among the plain attributes of a block's modules."""
     return [
         (f"{site.name}.{path}" if path else site.name, key, tensor)
         for path, module in site.module.named_modules()
-        for key, value in vars(module).items()
-        if key not in _OF_TORCH
+        for key, value in attributes_of(module).items()
         for tensor in trees.tensors(value)
     ]

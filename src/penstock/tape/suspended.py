@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.compat.torch import buffers_of, is_view_of_parameter, next_number, unwatched, version
 from penstock.errors import ModelError
 from penstock.tape import graph, opaque, trees
+from penstock.tape.buffers import Attributes, attributes_of, set_attributes
 from penstock.tape.cut import Cuts, Leaf, SharedMemory, leaf_of
 from penstock.tape.kept_graph import Footprint, Keeping, KeptGraph, Leaves, is_closed, is_plain
 from penstock.tape.kv_cache import without_caches
@@ -85,7 +86,8 @@ class StageFacts:
 class Call:
     """One block call as it is kept for its recomputation. ``inputs`` is (args, kwargs, values of ``containers``) as
     they were before it; ``versions`` and ``needed`` are theirs: of each, its version, and whether it needed a gradient.
-    ``graph``: the one that its backward goes through; None: that has to be computed again.
+    ``buffers``: those that it may have changed, as they were before it, and ``attributes``: the plain ones of the
+    modules that have them. ``graph``: the one that its backward goes through; None: that has to be computed again.
     """
 
     site: Site
@@ -97,6 +99,7 @@ class Call:
     modes: Modes
     outputs: tuple[Leaf, ...]
     buffers: tuple[Buffer, ...]
+    attributes: tuple[Attributes, ...]
     graph: KeptGraph | None = None
 
 
@@ -289,6 +292,7 @@ class SuspendedForward:
         inputs = trees.tensors(before)
         versions, needed = tuple(version(t) for t in inputs), tuple(t.requires_grad for t in inputs)
         saved, others = self._buffers(site)
+        attributes = [(module, attributes_of(module)) for module in site.buffered]
         context.run(_forget, held)
         modes = Modes.capture(self._device_types, self.flags)
         wanted = modes.grad and (site.trainable or self.facts.trains or any(needed))
@@ -340,6 +344,7 @@ class SuspendedForward:
                 modes=modes,
                 outputs=tuple(cuts.leaves),
                 buffers=saved,
+                attributes=_beside_buffers(attributes, saved),
                 graph=self._kept(cuts.originals, leaves, before, keeping),
             )
         return output
@@ -489,10 +494,11 @@ class SuspendedForward:
             torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
         return held, fresh.values()
 
-    def see_buffers(self, stage: int, buffers: tuple[Buffer, ...]) -> None:
-        """In a probe: keep what the buffers that a call has changed held before it, for its recomputation."""
+    def see_buffers(self, stage: int, buffers: tuple[Buffer, ...], attributes: tuple[Attributes, ...]) -> None:
+        """In a probe: keep the buffers that a call has changed, and the plain attributes of their modules, as they were
+        before it, for its recomputation."""
         if stage in self.calls:
-            self.calls[stage] = replace(self.calls[stage], buffers=buffers)
+            self.calls[stage] = replace(self.calls[stage], buffers=buffers, attributes=attributes)
 
     def call_elsewise(self, stage: int) -> None:
         """In a probe: run the block on other numbers, as another micro-batch may between a call and its recomputation.
@@ -564,11 +570,14 @@ class SuspendedForward:
 
     @contextmanager
     def _as_it_was(self, call: Call, buffers: tuple[Buffer, ...]) -> Iterator[None]:
-        """Inside, a block has ``buffers``, and the modes that it was called in."""
+        """Inside, a block has ``buffers``, the attributes beside them, and the modes that it was called in."""
         outer = Modes.capture(self._device_types, self.flags)
         current = [(module, name, buffers_of(module)[name]) for module, name, _ in buffers]
+        attributes = [(module, attributes_of(module)) for module, _ in call.attributes]
         for module, name, before in buffers:
             buffers_of(module)[name] = before
+        for module, beside in call.attributes:
+            set_attributes(module, beside)
         try:
             call.modes.apply(self.flags)
             yield
@@ -576,10 +585,18 @@ class SuspendedForward:
             outer.apply(self.flags)
             for module, name, buffer in current:
                 buffers_of(module)[name] = buffer
+            for module, beside in attributes:
+                set_attributes(module, beside)
 
 
 def copies(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
     return tuple((module, name, None if buffer is None else buffer.clone()) for module, name, buffer in buffers)
+
+
+def _beside_buffers(attributes: Iterable[Attributes], buffers: Iterable[Buffer]) -> tuple[Attributes, ...]:
+    """The attributes of the modules that have these buffers."""
+    owners = {module for module, _, _ in buffers}
+    return tuple((module, beside) for module, beside in attributes if module in owners)
 
 
 def _leaf(leaves: Leaves, tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.tape import graph, rng, trees
 from penstock.tape.blocks import Block
+from penstock.tape.buffers import ModulesBefore
 from penstock.tape.compiled import compiled_forwards
 from penstock.tape.elsewhere import Elsewhere
 from penstock.tape.groups import ParamGroup
@@ -132,6 +133,8 @@ class Tape:
         """The waits for the device of the forward of the latest probe's micro-batch."""
         self.switched: set[nn.Module] = set()
         """The modules that forwards put into the other mode (``train()``, ``eval()``), as far as probes have seen."""
+        self.changing: set[tuple[nn.Module, str]] = set()
+        """The buffers, as (module, name), that forwards or backwards change, as far as probes have seen."""
         self._loss_fn = loss_fn
         self._ulysses = ulysses
         self._seed = seed
@@ -192,6 +195,14 @@ class Tape:
         self.flops, self.compared = probe.flops, (tuple(probe.losses.seen), probe.loss)
         self.waits = tuple(probe.waits.found)
         return stages
+
+    def before(self) -> ModulesBefore:
+        """The model's buffers and plain attributes as they are now, to be put back behind a run that does not count.
+
+        Not copied, to save memory, are buffers outside the ``state_dict`` (masks, rotary tables) that no probe has seen
+        change: one that is written to in place for other values of a micro-batch alone stays as it is written.
+        """
+        return ModulesBefore(self.model, self.changing)
 
     @property
     def sent(self) -> int:

@@ -74,6 +74,8 @@ class Ulysses:
             self._refuse("it is no model of transformers")
         if getattr(config, "is_encoder_decoder", False):
             self._refuse("it has an encoder and a decoder, which attends to other tokens than its own")
+        if (setting := _of_the_whole_sequence(config.get_text_config())) is not None:
+            self._refuse(f"{setting} looks at the length of the whole sequence, of which each rank has a span")
         from penstock.compat import transformers as compat  # only who has such a model has the library
 
         self._compat = compat
@@ -307,3 +309,13 @@ def _sharing(module: nn.Module, groups: int) -> Iterator[None]:
         yield
     finally:
         own[_GROUPS] = before
+
+
+def _of_the_whole_sequence(config: Any) -> str | None:
+    """The setting of a text model by which a token's position counts for others, too; None: there is none."""
+    rope: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for of_layers in (rope, *(found for found in rope.values() if isinstance(found, dict))):
+        kind = str(of_layers.get("rope_type", "default"))
+        if kind == "longrope" or "dynamic" in kind:
+            return f"rope_type={kind!r}"
+    return "attn_temperature_tuning" if getattr(config, "attn_temperature_tuning", False) else None
