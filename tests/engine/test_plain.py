@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import penstock
 from penstock.optim.spec import OptimizerSpec
+from tests.engine.test_prediction import machine
 from tests.models import MODELS, Case, MicroBatch
 from tests.training import budget, items, master_of, plain_loop, relative, run_steps, steps_of, wrap
 
@@ -240,6 +243,54 @@ def test_evaluation_is_plain_evaluation_and_changes_nothing(name: str, tmp_path:
         plain_model.load_state_dict(dict(engine.master_parameters()), strict=False)
         plain_model.load_state_dict(dict(engine.model.named_buffers()), strict=False)
         assert after == pytest.approx(plain_mean(case, plain_model, held_out), rel=1e-6)
+
+
+class Counts(nn.Module):
+    """Counts its forwards in what is no part of the state, and scales the loss by the counts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.forwards, self.latest = 0, torch.zeros(())
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+        self.register_buffer("replaced", torch.zeros(()), persistent=False)
+        self.register_buffer("absent", None, persistent=False)
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**inputs).loss
+        self.forwards += 1
+        self.count += 1
+        self.replaced = self.replaced + 1
+        self.absent = torch.ones(()) if self.absent is None else self.absent + 1
+        return loss * (4 + self.forwards + self.count + self.replaced + self.absent)
+
+    def counts(self) -> list[float]:
+        return [self.forwards, *(float(getattr(self, name) or 0) for name in ("count", "replaced", "absent"))]
+
+
+COUNTS = replace(
+    MODELS["gpt2"],
+    build=lambda: Counts(MODELS["gpt2"].build()),
+    loss_fn=lambda model, micro_batch: model(**micro_batch),
+)
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_what_a_forward_counts_outside_the_state_is_that_of_the_steps_that_count(
+    speculate: bool, tmp_path: Path
+) -> None:
+    """A plan's probe and its timing count nothing, nor do a run that is dropped and an evaluation."""
+    steps, held_out = steps_of(COUNTS, 2), steps_of(COUNTS, 1, first=9)[0]
+    settings: dict[str, Any] = {"speculate": speculate, "plan": machine(tmp_path), "clip_grad_norm": 1e-3}
+    with wrap(COUNTS, budget(tmp_path), **settings) as engine:
+        model = engine.model
+        assert isinstance(model, Counts)
+        for number, micro_batches in enumerate(steps, 1):
+            stats = engine.step(micro_batches)
+            assert model.counts() == [len(micro_batches) * number] * 4
+            assert stats.repeats == int(speculate)
+            assert engine.evaluate(held_out) == engine.evaluate(held_out)
+            assert model.counts() == [len(micro_batches) * number] * 4
 
 
 def plain_mean(case: Case, model: nn.Module, micro_batches: list[MicroBatch]) -> float:

@@ -6,6 +6,8 @@ import dataclasses
 import random
 from collections import UserDict
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.tape.blocks import Block
-from tests.models import MODELS
+from tests.models import MODELS, Case, llama
 from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, refused, stack
 from tests.tape_reference import Bench, Order, horizontal, plain_step, relative_error, vertical, with_graphs
 
@@ -296,6 +298,118 @@ def test_batch_norm_counts_each_micro_batch_once(order: Any) -> None:
     assert int(wanted["down.0.norm.num_batches_tracked"]) == 3
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer, wanted[name], rtol=1e-12, atol=0)
+
+
+class Table(nn.Module):
+    """A table of positions that grows with the sequences, and its length in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grow(9)
+
+    def grow(self, length: int) -> None:
+        self.length = length
+        self.register_buffer("table", torch.arange(length).cos()[:, None], persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > self.length:
+            self.grow(x.shape[1])
+        return x * self.table[: x.shape[1]]
+
+
+class TableLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Table()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.positions(super().forward(x))
+
+
+class MeanOfFirst(Layer):
+    """Scales by a mean of the first input, which a flag says is there."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None, persistent=False)
+        self.is_ready = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.mean, self.is_ready = x.detach().mean(), True
+        return super().forward(x) * (1 + self.mean)
+
+
+class Counting(Layer):
+    """Counts its calls, in a buffer and beside it."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.number = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.number += 1
+        return super().forward(x) * (1 + self.number / self.calls / (1 + self.number))
+
+
+def run_counting(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.calls = getattr(model, "calls", 0) + 1
+    x = x / model.calls
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+def run_with_new_buffer(model: Any, x: torch.Tensor) -> torch.Tensor:
+    if "scale" not in dict(model.named_buffers()):
+        model.register_buffer("scale", x.detach().abs().mean(), persistent=False)
+    for layer in model.layers:
+        x = layer(x)
+    return x * model.scale
+
+
+def run_table(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = model.positions(x)
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+def add_table(model: Any) -> None:
+    if getattr(model, "run", None) is run_table:
+        model.positions = Table()
+
+
+def dynamic_llama() -> Case:
+    """Rotary frequencies that grow with sequences of more than nine tokens, and are the old ones for shorter ones."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10.0, "factor": 4.0}
+    return replace(MODELS["llama"], build=partial(llama, rope_parameters=rope, max_position_embeddings=9))
+
+
+@pytest.mark.parametrize("order", [vertical, horizontal, with_graphs])
+@pytest.mark.parametrize(
+    "case",
+    [
+        stack(TableLayer),
+        stack(Layer, run_table),
+        stack(MeanOfFirst),
+        stack(Counting),
+        stack(Layer, run_counting),
+        stack(Layer, run_with_new_buffer),
+        dynamic_llama(),
+    ],
+    ids=["table of a block", "table", "flag of a block", "counts of a block", "count", "new buffer", "dynamic rope"],
+)
+def test_attributes_that_change_with_buffers_or_in_the_models_own_code_are_those_of_a_plain_loop(
+    case: Case, order: Order
+) -> None:
+    assert_exact(case, add_table, order, steps=2)
 
 
 def state_beside() -> Any:

@@ -88,8 +88,8 @@ class Probe:
         """The value of the model's loss, where it has one."""
 
     def run(self, train: bool) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
-        """Forward (and backward) of the micro-batch. The model, its buffers and plain attributes, and the random state end
-        as they began."""
+        """Forward (and backward) of the micro-batch. The model, its buffers and attributes, and the random state end as
+        they began."""
         tape = self._tape
         before = ModulesBefore(tape.model)
         on_gradient, tape.on_gradient = tape.on_gradient, self._note_gradient
@@ -110,6 +110,7 @@ class Probe:
             if train:
                 self._run_backward(suspended)
                 self._views.refuse()
+            tape.changing |= {(buffer.module, buffer.name) for buffer in before.changed()}
             self.flops, self.sent = found.flops(), found.sent()
             self.handed = tuple(self.seen.calls.get(members[0]) for members in found.members)
             return found.stages(), found.facts()
@@ -118,7 +119,6 @@ class Probe:
             tape.switched |= flags.seen
             self._release()
             tape.on_gradient = on_gradient
-            tape.changing |= {(buffer.module, buffer.name) for buffer in before.changed()}
             before.put_back()
 
     # -- what is read ---------------------------------------------------------------------------------------------
