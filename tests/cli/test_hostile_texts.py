@@ -86,14 +86,14 @@ def _tokenizer(folder: Path, document: Any) -> None:
 def _parquet(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     for example, _ in Parquet(files=(path,)).read(None):
-        read_as(example, form_of(example, None, template=True), answers=True, alone=True)
+        read_as(example, form_of(example, None, template=True), answers=True)
 
 
 def _csv(path: Path, text: str) -> None:
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with suppress(ConfigError):
         for example, _ in Csv(files=(path,)).read(None):
-            read_as(example, form_of(example, None, template=True), answers=True, alone=True)
+            read_as(example, form_of(example, None, template=True), answers=True)
 
 
 def _command(words: Sequence[str]) -> None:

@@ -321,7 +321,7 @@ def test_buffers_that_a_forward_changes_are_refused() -> None:
 
 def records(mesh: DeviceMesh, disk: Path) -> None:
     """One rank has a commit that the other one has not: it was killed in between."""
-    with wrap(CASE, budget(disk), mesh=mesh) as engine:
+    with wrap(CASE, budget(disk), mesh=mesh, **AT_ONCE) as engine:
         engine.step(micro_batches(mesh, 1)[0])
         if mesh.get_rank() == 0:
             store = engine.inside.resources.commits.store

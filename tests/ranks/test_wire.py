@@ -39,6 +39,11 @@ class OneOfRanks(Together):
         self._data = cast(Any, None)
         self._beside = {}
 
+    def close(self) -> None:
+        self._watch.close()
+        for thread in self._beside.values():
+            thread.close()
+
 
 @pytest.mark.accelerator
 def test_who_comes_back_from_a_collective_finds_the_device_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,9 @@ class Probe:
         before = ModulesBefore(tape.model)
         on_gradient, tape.on_gradient = tape.on_gradient, self._note_gradient
         flags = TrainingFlags(tape.model.modules())
-        tape.open(0, [self._micro_batch], train, flags=flags)
+        micro_batch, self._micro_batch = self._micro_batch, {}  # this lives on until a collection
+        tape.open(0, [micro_batch], train, flags=flags)
+        del micro_batch
         try:
             suspended = tape.suspended[0]
             suspended.samples, suspended.hooked = {}, self._asked.hooked
