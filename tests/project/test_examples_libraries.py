@@ -94,7 +94,7 @@ def test_a_loop_of_ones_own_learns(given: dict[str, Path], tmp_path: Path) -> No
     torch.manual_seed(0)
     found = fabric_loop.main(**given, run=tmp_path / "run", steps=4)
     assert found[-1] < found[0] - 0.1
-    assert {path.name for path in (tmp_path / "run" / "checkpoint").iterdir()} == {"penstock.snapshot", "state.pt"}
+    assert {path.name for path in (tmp_path / "run" / "checkpoint").iterdir()} == {"penstock.snapshot", "state-4.pt"}
 
 
 def test_the_chat_file_is_what_the_examples_say(given: dict[str, Path]) -> None:

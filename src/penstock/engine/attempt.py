@@ -58,7 +58,7 @@ class Attempt:
     before: ModulesBefore
     """the model's buffers and plain attributes, from before the step"""
     copies: Mapping[str, torch.Tensor]
-    """of several ranks: copies of the model's persistent buffers, from before the step"""
+    """with several ranks the model's persistent buffers, from before the step; else empty"""
     skips: bool
     """True: a step that is not finite is skipped; else it is an error"""
     began: float

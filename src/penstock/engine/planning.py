@@ -130,7 +130,7 @@ class Planning:
         """the plan that was in use before a change that has not come into use yet; None: there is none"""
         self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
         self._modes: dict[bool, tuple[bool, ...]] = {}
-        """whether each module was in training mode when that was probed"""
+        """the modes of all modules when that was probed: True if in training"""
         self.placed: Placement | None = None
         """the placement of arrays; None: nothing has been placed"""
         if resources.spans is not None:

@@ -100,10 +100,9 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Make ``attributes`` those that ``attributes_of`` gives."""
+    """Give a module's own attributes these values. One that is new since stays: it may tell of what is not undone, as
+    transformers' mark of the hooks that a first forward installs does."""
     now = vars(module)
-    for key in [key for key in now if key not in attributes and key not in _OF_TORCH]:
-        del now[key]
     for key, value in attributes.items():
         if key not in now or now[key] is not value:
             now[key] = value
