@@ -15,6 +15,7 @@ from penstock.config.step import SyncBuffers
 from penstock.ranks.group import Ranks
 from penstock.state.buffers import Buffers
 from penstock.state.values import committed
+from penstock.tape.buffers import ModulesBefore
 from tests.models import MODELS, Skips
 from tests.ranks.worlds import together
 from tests.training import budget, wrap
@@ -125,7 +126,8 @@ def test_buffers_of_any_kind_are_synchronised(data: st.DataObject) -> None:
         torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in Buffers(model).tensors().values()])
         for model in models
     ]
-    before = [Buffers(model).copies() for model in models]
+    before = [{name: tensor.clone() for name, tensor in Buffers(model).tensors().items()} for model in models]
+    records = [ModulesBefore(model).copies() for model in models]
     refused = {Buffers(model).synchronise(names, Several(said), how) for model in models}
     assert len(refused) == 1
     (name,) = refused
@@ -134,7 +136,7 @@ def test_buffers_of_any_kind_are_synchronised(data: st.DataObject) -> None:
     other = [key for key in whole if any(not torch.equal(value, values[key][0]) for value in values[key])]
     if how == "mean" and other:
         assert name in other
-        assert all(not Buffers(model).changed(copies) for model, copies in zip(models, before, strict=True))
+        assert all(not Buffers(model).changed(record) for model, record in zip(models, records, strict=True))
         return
     assert name is None
     for model in models:

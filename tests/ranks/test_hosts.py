@@ -1,15 +1,22 @@
 """Ranks of several hosts."""
 
+import os
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.ranks import watch
 from penstock.ranks.watch import Place, Watch
+from tests.ranks import test_failures
+from tests.ranks.worlds import RankFailedError, World, together
+from tests.training import AT_ONCE
 
 
 def failure_beside(other: Place, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -48,3 +55,28 @@ def test_another_host_of_the_same_name_is_known_by_its_beats_alone(what: str, mo
 def test_an_error_names_the_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Place(name="second", boot="another", processes="pid:[1]", process=1)
     assert failure_beside(other, monkeypatch).startswith("rank 1 on host second has not answered")
+
+
+def on_hosts(mesh: DeviceMesh, drives: tuple[Path, Path]) -> tuple[int, list[float]]:
+    """A step of ranks that are each on a host of its own, with a drive of its own."""
+    os.environ["GROUP_RANK"] = str(mesh.get_rank())
+    os.chdir(drives[mesh.get_rank()])  # all of them call it so
+    return test_failures.steps(mesh, Path("store"), 1, **AT_ONCE)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_hosts_that_got_other_numbers_do_not_begin_beside_their_state(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for drive in (first, second):
+        drive.mkdir()
+    wanted = test_failures.whole()
+    assert together(2, on_hosts, (first, second)) == [(0, wanted[:1])] * 2
+    for error in World(2, on_hosts, (second, first)).outcomes():
+        assert isinstance(error, RankFailedError)
+        assert "store/rank-1 is the state of a rank that is on another host now" in error.said
+        assert "--node-rank" in error.said
+    assert sorted(path.name for path in second.glob("store/*")) == ["rank-1"]
+    assert together(2, on_hosts, (first, second)) == [(1, wanted[1:2])] * 2
+    for drive in (first, second):
+        shutil.rmtree(drive / "store")
+    assert together(2, on_hosts, (second, first)) == [(0, wanted[:1])] * 2

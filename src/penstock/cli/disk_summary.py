@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.config import INTERVAL, Budget, Durability, format_size, parse_duration
-from penstock.config.budget import is_of_rank
 from penstock.hardware.drives import in_proportion, spread
-from penstock.hardware.profiles import file_system
+from penstock.hardware.profiles import on_one_drive
 from penstock.planner.durability import Weighed
 from penstock.planner.fit import Plan
 from penstock.report.sentence import format_time
@@ -40,14 +39,15 @@ def allowed_per_day(budget: Budget, ranks: int, hosts: int = 1) -> float | None:
     """Bytes a day that all drives of a run may be written together, striped as its stores are; None: any."""
     if budget.endurance is None:
         return None
-    total, systems = 0.0, [file_system(path) for path in budget.disk_paths if path.is_dir()]
+    there = [path for path in budget.disk_paths if path.is_dir()]
+    total, users = 0.0, dict(zip(there, on_one_drive(there), strict=True))
     for rank in range(ranks):
         own = budget.of_rank(rank, ranks, hosts)
         assert own.endurance is not None
         first = own.disk_paths[0]
         weights = Manifest.read(first).weights if is_there(first / DATA) else ()
-        on = [systems.count(file_system(path.parent if is_of_rank(path) else path)) for path in own.disk_paths]
-        each = [own.endurance.bytes_per_day / max(1, count) for count in on]
+        drives = [path.parent if ranks > 1 else path for path in own.disk_paths]
+        each = [own.endurance.bytes_per_day / users.get(path, 1) for path in drives]
         total += spread(each, weights or (1,) * len(each))
     return total
 

@@ -22,9 +22,10 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.drives import with_room
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import check_device, machine_named, on_directories
+from penstock.hardware.sharing import room_of_each
 from penstock.planner.arguments import PlanSettings, check_drives
 from penstock.planner.ask import PlanReport, measured, plan, rated, report
-from penstock.planner.task import free_bytes, own_budget
+from penstock.planner.task import own_budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +215,7 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
         dealt(sequences, "sequences", beside, other_batch(beside, 1))
         found = fastest(config, machine, sequences, ranks)[0]
     need = beside * sum(found.disk_bytes)
-    if need and need > (free := free_bytes(_with_room(arguments, config, machine))):
+    if need and need > (free := room_of_each(_with_room(arguments, config, machine).drives, 1)):
         raise BudgetError(f"budget.disk: the stores take {format_size(need)}, and {format_size(free)} are free")
     steps = config.steps
     if arguments.epoch_tokens is not None or steps is None:

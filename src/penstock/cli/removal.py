@@ -22,9 +22,8 @@ from penstock.config.budget import is_of_rank
 from penstock.errors import StoreError
 from penstock.store.directory import LOCK, DirectoryLock, is_there, sync_directory
 from penstock.store.facts import facts_of, facts_of_all
-from penstock.store.manifest import DATA, Manifest
 from penstock.store.owner import RUN_FILE, Owner
-from penstock.store.store import Store, remove_scratch
+from penstock.store.store import Store
 
 log = logging.getLogger("penstock")
 
@@ -140,12 +139,7 @@ _TRIES, _APART = 20, 0.1
 
 def _remove_part(path: Path, owner: str) -> None:
     """Remove a directory's part of a store, if it is that run's, and what its steps have left beside it."""
-    if is_there(path / DATA):
-        found = Manifest.read(path).owner
-        if found is None or found.id != owner:
-            return
-    remove_scratch(path)
-    Store.delete_part(path, only=lambda _: True)
+    Store.delete_part(path, only=lambda found: found.owner is not None and found.owner.id == owner)
     _remove_if_empty(path)
 
 

@@ -27,7 +27,7 @@ from penstock.config.step import IN_TURN, STRANDS, check_strands
 from penstock.errors import ConfigError, StoreError
 from penstock.store.directory import DirectoryLock, is_there, make_directory, sync_directory
 from penstock.store.manifest import DATA, Manifest
-from penstock.store.store import Store, remove_scratch
+from penstock.store.store import Store
 
 _STAGED = "resharded-"
 """The beginning of the name of the folder of new stores; the run's id follows."""
@@ -205,7 +205,6 @@ def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
     for paths in config.budget.stores(record.ranks, record.hosts):
         for path in paths:
             Store.delete_part(path, only=lambda found: found.store in asked.replaces)
-            remove_scratch(path)
     targets = _flat(config.budget.stores(asked.ranks))
     new = _staged(config, asked.ranks, record)
     for target, staged in zip(targets, _flat(new), strict=True):

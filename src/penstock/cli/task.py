@@ -11,7 +11,7 @@ from penstock.config.budget import is_of_rank
 from penstock.config.step import SPLIT, check_copies
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.hardware.profiles import file_system
+from penstock.hardware.profiles import file_system, on_one_drive
 from penstock.hardware.sharing import of_each_rank, room_of_each
 from penstock.planner.task import Task, moments_of
 from penstock.shape.huggingface import model_shape
@@ -139,12 +139,12 @@ def as_free_here(machine: Machine, paths: Sequence[Path]) -> Machine:
     there already takes. Directories on one file system have equal parts of it."""
     if not paths:
         return machine
-    free, systems = dict[int | None, int](), [file_system(path.absolute()) for path in paths]
+    free, systems, users = dict[int | None, int](), list(map(file_system, paths)), on_one_drive(paths)
     for path, system in zip(paths, systems, strict=True):
         there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         free[system] = free.get(system, shutil.disk_usage(there).free) + _stored(path)
-    pairs = zip(machine.drives, systems, strict=True)
-    drives = (replace(drive, free=free[system] // systems.count(system)) for drive, system in pairs)
+    parts = (free[system] // count for system, count in zip(systems, users, strict=True))
+    drives = (replace(drive, free=part) for drive, part in zip(machine.drives, parts, strict=True))
     return replace(machine, drives=tuple(drives))
 
 

@@ -108,7 +108,7 @@ class Budget:
         if disks and not paths:
             own = place % len(disks)
             paths, users = (disks[own],), len(range(own, each, len(disks)))
-        disk = [path / f"{_OF_RANK}{rank}" for path in paths] or None
+        disk = [folder_of_rank(path, rank) for path in paths] or None
         endurance = None if self.endurance is None else self.endurance.shared(users)
         return replace(self, host=f"{self.host_bytes // each}B", disk=disk, endurance=endurance)
 
@@ -166,6 +166,11 @@ class Budget:
 
 
 _OF_RANK = "rank-"
+
+
+def folder_of_rank(path: Path, rank: int) -> Path:
+    """The directory of one of several ranks in one that a budget names."""
+    return path / f"{_OF_RANK}{rank}"
 
 
 def is_of_rank(path: Path) -> bool:

@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from penstock.engine import batch
 from penstock.engine.durability import Actions, Durability
 from penstock.engine.fate import Action, Event, State
@@ -57,8 +55,6 @@ class Attempt:
     resources: EngineResources
     before: ModulesBefore
     """the model's buffers and plain attributes, from before the step"""
-    copies: Mapping[str, torch.Tensor]
-    """with several ranks the model's persistent buffers, from before the step; else empty"""
     skips: bool
     """True: a step that is not finite is skipped; else it is an error"""
     began: float
@@ -125,9 +121,9 @@ class Attempt:
         the same ones, as the settings say."""
         resources = self.resources
         ranks, buffers = resources.ranks, resources.buffers
-        if ranks.size == 1 or not self.copies:
+        if ranks.size == 1 or not buffers.tensors():
             return
-        said = ranks.gather_objects("buffers that the forward has changed", buffers.changed(self.copies))
+        said = ranks.gather_objects("buffers that the forward has changed", buffers.changed(self.before.copies()))
         changed = sorted({name for names in said for name in names})
         if not changed:
             return

@@ -171,7 +171,6 @@ class Engine:
             durability=self._durability,
             resources=self._resources,
             before=self._resources.tape.before(),
-            copies=self._resources.buffers.copies() if self._ranks.size > 1 else {},
             skips=self._waits,
             began=began,
             origin=self._began,

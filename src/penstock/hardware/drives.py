@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from penstock.hardware.machine import HEAVIEST, Drive
 
-_TB = 1e12
+TB = 1e12
 _SAME = 0.93
 """Share of the best rate that is as good: what two measurements of the same drive may differ by."""
 _NEAR = 0.97
@@ -76,7 +76,7 @@ def part_of(drive: Drive, users: int) -> Drive:
 def rated_bytes(drives: Sequence[Drive]) -> float | None:
     """Bytes that all drives together may be written in their life, striped; None: of some nobody says it."""
     known = [drive.tbw for drive in drives if drive.tbw is not None]
-    return spread(known, stripe_weights(drives)) * _TB if known and len(known) == len(drives) else None
+    return spread(known, stripe_weights(drives)) * TB if known and len(known) == len(drives) else None
 
 
 def stripe_weights(drives: Sequence[Drive]) -> tuple[int, ...]:

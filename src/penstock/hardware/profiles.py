@@ -122,9 +122,9 @@ def find_profile(
 def by_directory(machine: Machine) -> Machine:
     """The machine with an equal part of a drive for each of its directories that are on one file system. They are one
     drive, whatever was measured in each: as fast as it is in the first."""
-    systems = [file_system(Path(drive.path)) for drive in machine.drives]
+    paths = [Path(drive.path) for drive in machine.drives]
+    systems, users = list(map(file_system, paths)), on_one_drive(paths)
     first = dict(zip(reversed(systems), reversed(machine.drives), strict=True))
-    users = [systems.count(system) for system in systems]
     shared = (
         replace(part_of(first[system], n), path=drive.path, directories=n) if n > 1 else drive
         for system, n, drive in zip(systems, users, machine.drives, strict=True)
@@ -267,6 +267,12 @@ def file_system(path: Path) -> int | None:
         with suppress(OSError):
             return folder.stat().st_dev
     return None
+
+
+def on_one_drive(paths: Sequence[Path]) -> list[int]:
+    """For each of some directories, the number of them that are on its file system."""
+    systems = list(map(file_system, paths))
+    return list(map(systems.count, systems))
 
 
 def shipped_names() -> tuple[str, ...]:

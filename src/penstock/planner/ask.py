@@ -13,6 +13,7 @@ from penstock.config.optimizer import NS_STEPS, Orthogonal
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories, why_none
+from penstock.hardware.sharing import room_of_each
 from penstock.planner.advice import Advice, advice, refusal, worn_out
 from penstock.planner.alternatives import Alternatives, alternatives
 from penstock.planner.arguments import PlanArguments, PlanSettings, check_drives, check_model
@@ -25,7 +26,7 @@ from penstock.planner.longest import Longest, longest
 from penstock.planner.question import FAMILIES
 from penstock.planner.roofline import Roofline, roofline
 from penstock.planner.search import Choice, search
-from penstock.planner.task import Task, free_bytes, moments_of, own_budget
+from penstock.planner.task import Task, moments_of, own_budget
 from penstock.planner.whole_run import WholeRun, steps_for, whole_run
 from penstock.shape.huggingface import model_shape
 from penstock.shape.model import ModelShape
@@ -147,7 +148,7 @@ def task_for(
         form_of_moments=asked.moments,
         whole=Orthogonal(steps=NS_STEPS) if asked.optimizer == "muon" else None,
         families=FAMILIES if asked.schedule is None else (asked.schedule,),
-        disk_free=free_bytes(machine) if asked.disk_free is None else parse_size(asked.disk_free),
+        disk_free=room_of_each(machine.drives, 1) if asked.disk_free is None else parse_size(asked.disk_free),
         **fields_of(asked, StepConfig) | {"precision": asked.precision_on(machine.device.kind)},
     )
 

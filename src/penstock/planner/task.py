@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from penstock.config import Budget, Family, OptimizerName, Precision, StepConfig, Tier, fields_of, format_size
 from penstock.config.optimizer import Moments, Orthogonal
 from penstock.errors import ConfigError
-from penstock.hardware.drives import striped_room
 from penstock.hardware.machine import Machine
 from penstock.planner.fit import Request
 from penstock.planner.question import Question
@@ -188,8 +187,3 @@ def own_budget(machine: Machine, *, device: str | float | None, host: str | floa
                 "more would do, change the machine's profile"
             )
     return budget
-
-
-def free_bytes(machine: Machine) -> int:
-    """Bytes that a striped disk tier may use."""
-    return striped_room([drive.free for drive in machine.drives], machine.drives)

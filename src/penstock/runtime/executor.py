@@ -13,6 +13,7 @@ stops all lanes from starting anything more and surfaces as itself, with a note 
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 from penstock.runtime.lanes import Gate, LaneState, Turn, lanes_of
 from penstock.runtime.pools import Pools
@@ -94,13 +95,7 @@ class Executor:
             with self._lock:
                 self._shut()
         self._surface()
-        try:
-            self._streams.resolve(self._marks.values())
-            if self.schedule.carried:
-                self.pools.end_step()
-        except BaseException:
-            self.pools.reset()
-            raise
+        self.pools.end_step(self.schedule, partial(self._streams.resolve, self._marks.values()))
         self.marks = self._marks
 
     def _begin(self) -> None:

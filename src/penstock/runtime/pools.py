@@ -1,7 +1,7 @@
 """The pools of a running schedule: which buffer has which slot, and how many bytes each tier has in use."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -114,8 +114,18 @@ class Pools:
             self._held[start] = (pool, slot)
             self._free[pool].remove(slot)
 
-    def end_step(self) -> None:
-        """Make the buffers that the step hands on those that the next one starts with."""
+    def end_step(self, schedule: Schedule, over: Callable[[], None]) -> None:
+        """Make the buffers that a step of this schedule hands on those that the next one starts with, once it is
+        ``over``. Where that is broken off, the step is forgotten."""
+        try:
+            over()
+            if schedule.carried:
+                self._hand_on()
+        except BaseException:
+            self.reset()
+            raise
+
+    def _hand_on(self) -> None:
         assert self._held.keys() == {end for _, end, _ in self._carried}
         self._held = {start: self._held[end] for start, end, _ in self._carried}
         self._started = dict(self._held)

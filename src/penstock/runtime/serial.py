@@ -1,6 +1,7 @@
 """The oracle: the same schedule and actions with no overlap at all, one op at a time in the caller's thread."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from penstock.runtime.pools import Pools
 from penstock.runtime.streams import DeviceStreams, HostStreams, Mark, settle
@@ -48,13 +49,7 @@ class SerialExecutor:
                 settle(self._streams, error)
                 self.pools.reset()
                 raise
-        try:
-            self._streams.resolve(self.marks.values())
-            if self.schedule.carried:
-                self.pools.end_step()
-        except BaseException:
-            self.pools.reset()
-            raise
+        self.pools.end_step(self.schedule, partial(self._streams.resolve, self.marks.values()))
 
     def close(self) -> None:
         """Nothing to do: nothing runs in the background."""

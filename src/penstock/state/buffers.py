@@ -48,15 +48,6 @@ class Buffers:
     def describe(self) -> list[list[Any]]:
         return [[name, list(t.shape), str(t.dtype)] for name, t in self.tensors().items()]
 
-    def copies(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.tensors().items()}
-
-    def put_back(self, copies: Mapping[str, torch.Tensor]) -> None:
-        """Undo what has happened since ``copies`` were made."""
-        with torch.no_grad():
-            for name, tensor in self.tensors().items():
-                tensor.copy_(copies[name])
-
     def digest(self) -> str:
         """A digest of the values of all."""
         values = xxhash.xxh3_64()
@@ -64,9 +55,13 @@ class Buffers:
             values.update(_bits(tensor).cpu().numpy().data)
         return values.hexdigest()
 
-    def changed(self, copies: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names of those that are other bits than ``copies`` are."""
-        return [name for name, now in self.tensors().items() if not torch.equal(_bits(now), _bits(copies[name]))]
+    def changed(self, before: Mapping[tuple[nn.Module, str], torch.Tensor]) -> list[str]:
+        """The names of those that are other bits than they were ``before``, by (module, name in it)."""
+        return [
+            name
+            for name, now in self.tensors().items()
+            if not torch.equal(_bits(now), _bits(before[self._places[name]]))
+        ]
 
     def synchronise(self, names: Collection[str], ranks: Ranks, how: SyncBuffers) -> str | None:
         """Give all ranks the same values of some buffers, whose ``names`` all of them say: the mean of all, computed in
@@ -91,7 +86,9 @@ class Buffers:
             else:
                 return name
             agreed[name] = value.view(tensor.shape)
-        self.put_back(self.tensors() | agreed)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(agreed[name])
         return None
 
     def write(self, write: Transfer) -> None:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.config import Budget, format_size
+from penstock.config.budget import folder_of_rank
 from penstock.errors import BudgetError, ConfigError, StoreError
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import WHOLE, Share
@@ -145,7 +146,7 @@ class Commits:
             return
         each, folder = self.ranks.size // self.ranks.hosts, self._budget.disk_paths[0].parent
         others = set(range(self.ranks.size)) - set(range(self.ranks.host * each, (self.ranks.host + 1) * each))
-        places = [folder / f"rank-{rank}" for rank in sorted(others)]
+        places = [folder_of_rank(folder, rank) for rank in sorted(others)]
         stores = (place for place in places if (facts := facts_of([place])) is not None and not facts.untouched)
         told = self.ranks.gather_objects("stores of other hosts' ranks", str(next(stores, "")))
         if first := next(filter(None, told), None):

@@ -94,21 +94,22 @@ def facts_of(paths: Sequence[Path]) -> StoreFacts | None:
 
 def _unfit(paths: Sequence[Path], there: Sequence[Path], manifests: Sequence[Manifest]) -> str | None:
     first = manifests[0]
-    if len(there) < len(paths) and len(paths) > len(first.directories):
+    if len(there) == len(paths):
+        try:
+            require_all(paths, manifests)
+        except StoreError as error:
+            return str(error)
+        return None
+    if len(paths) > len(first.directories):
         return (
             f"the store in {there[0]} was made in {len(first.directories)} of the {len(paths)} directories that are "
             "given: leave out the others, as a store keeps the drives that it was made on"
         )
-    if len(there) < len(paths) and first.index:
+    if first.index:
         return (
             f"{paths[0]} has part number {first.index + 1} of a store, and the first one, with the commits, was made "
             f"as {first.directories[0]}: give the directories in the order that they were made in"
         )
-    try:
-        if len(there) == len(paths):
-            require_all(paths, manifests)
-    except StoreError as error:
-        return str(error)
     return None
 
 

@@ -224,17 +224,16 @@ class Store:
     @staticmethod
     def delete_part(path: Path, *, only: Callable[[Manifest], bool]) -> bool:
         """Remove one directory's part of a store where ``only`` says so of its manifest; or what is left of one whose
-        making or removal was interrupted. Returns whether something was removed.
+        making or removal was interrupted; with its scratch. False: there is one that stays, or nothing of one.
 
         Raises:
             StoreError: as ``delete``.
         """
-        if directory.is_there(path / DATA):
-            if not only(Manifest.read(path)):
-                return False
-        elif not directory.is_there(path / PARTIAL):
+        there = directory.is_there(path / DATA)
+        if there and not only(Manifest.read(path)):
             return False
-        return Store.delete([path])
+        remove_scratch(path)  # first: who is interrupted and comes again finds it by the store, or by nothing
+        return (there or directory.is_there(path / PARTIAL)) and Store.delete([path])
 
     @property
     def stats(self) -> StoreStats:
@@ -487,7 +486,7 @@ def remove_scratch(path: Path) -> None:
         StoreError: as ``Store.delete``.
     """
     scratch = path / SCRATCH
-    if Store.delete_part(scratch, only=lambda found: found.passing):
+    if directory.is_there(scratch) and Store.delete_part(scratch, only=lambda found: found.passing):
         with suppress(OSError):  # something else is in it: not ours to remove
             scratch.rmdir()
 

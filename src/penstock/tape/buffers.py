@@ -65,6 +65,10 @@ class ModulesBefore:
         """The buffers that have changed since."""
         return [buffer for buffer in self.buffers if buffer.has_changed()]
 
+    def copies(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
+        """The copies that there are of buffers, by (module, name in it)."""
+        return {(buffer.module, buffer.name): buffer.value for buffer in self.buffers if buffer.value is not None}
+
     def attributes(self, modules: Iterable[nn.Module]) -> tuple[Attributes, ...]:
         """The plain attributes of some of the modules."""
         wanted = set(modules)

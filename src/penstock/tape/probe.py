@@ -47,11 +47,8 @@ _NOT_A_BLOCK = (
 class Probe:
     """One probe of one micro-batch; see ``run``."""
 
-    def __init__(
-        self, tape: "Tape", micro_batch: Mapping[str, Any], load: Callable[[int], None], unload: Callable[[int], None]
-    ) -> None:
+    def __init__(self, tape: "Tape", load: Callable[[int], None], unload: Callable[[int], None]) -> None:
         self._tape = tape
-        self._micro_batch = micro_batch
         self._load, self._unload = load, unload
         self._loaded: set[int] = set()
         self._usage = Usage()
@@ -62,7 +59,7 @@ class Probe:
         self._calling: Site | None = None  # the block that runs, forward or again
         self._before: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # what a call has written to, as it was
         self._watch = Watch(self._group_of, self._touch, self._note_write, self._on_op)
-        self._smuggled = Smuggled(self._watch.birth, micro_batch)
+        self._smuggled = Smuggled(self._watch.birth)
         self._views = WeightViews(self._packer, {id(s.parameter): s.name for g in tape.groups for s in g.slices})
         self._ahead = Ahead(self._group_of, self._bring)
         self._segments: list[Segment] = []
@@ -87,16 +84,15 @@ class Probe:
         self.loss: float | None = None
         """The value of the model's loss, where it has one."""
 
-    def run(self, train: bool) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
+    def run(self, micro_batch: Mapping[str, Any], train: bool) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
         """Forward (and backward) of the micro-batch. The model, its buffers and attributes, and the random state end as
         they began."""
         tape = self._tape
         before = ModulesBefore(tape.model)
         on_gradient, tape.on_gradient = tape.on_gradient, self._note_gradient
         flags = TrainingFlags(tape.model.modules())
-        micro_batch, self._micro_batch = self._micro_batch, {}  # this lives on until a collection
+        self._smuggled.given(micro_batch)  # which is not kept: a probe lives on until a collection
         tape.open(0, [micro_batch], train, flags=flags)
-        del micro_batch
         try:
             suspended = tape.suspended[0]
             suspended.samples, suspended.hooked = {}, self._asked.hooked

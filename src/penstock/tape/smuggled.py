@@ -33,10 +33,10 @@ class Smuggled:
     ``found``: the first that is smuggled, in words.
     """
 
-    def __init__(self, birth: Callable[[torch.Tensor], Birth | None], micro_batch: Any) -> None:
+    def __init__(self, birth: Callable[[torch.Tensor], Birth | None]) -> None:
         """``birth``: gives the birth of a tensor's storage, if an op of the probe has made it."""
         self._birth = birth
-        self._own = {storage_key(t) for t in trees.tensors(micro_batch) if trees.has_storage(t)}
+        self._own: set[int] = set()
         self._views: set[int] = set()  # storages of weights that the segment has taken views of
         self._written: dict[int, tuple[int, str | None]] = {}  # storages from before the probe -> segment and block
         self._segment: int | None = None
@@ -44,6 +44,10 @@ class Smuggled:
         self._handed: set[int] = set()
         self._blocks: dict[int, str] = {}  # segment -> block, of calls
         self.found: str | None = None
+
+    def given(self, micro_batch: Any) -> None:
+        """The forward is about to begin with this micro-batch."""
+        self._own = {storage_key(t) for t in trees.tensors(micro_batch) if trees.has_storage(t)}
 
     def begin(self, segment: int, block: str | None, handed: Iterable[torch.Tensor]) -> None:
         """A segment of the forward begins: a call of ``block``, which is ``handed`` these tensors, or the model's own

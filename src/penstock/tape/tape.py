@@ -188,8 +188,8 @@ class Tape:
             ModelError: the model cannot be run block by block, with the reason.
         """
         assert not self.suspended, "a step is open"
-        probe = Probe(self, micro_batch, load, unload)
-        stages, self.facts = probe.run(train)
+        probe = Probe(self, load, unload)
+        stages, self.facts = probe.run(micro_batch, train)
         self.handed, self.shared = probe.handed, tuple(probe.seen.shared)
         self.sent_by_stages = probe.sent
         self.flops, self.compared = probe.flops, (tuple(probe.losses.seen), probe.loss)

@@ -6,16 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.config import TrainConfig
-from penstock.hardware.drives import rated_bytes, spread, stripe_weights, together
+from penstock.hardware.drives import TB, rated_bytes, spread, stripe_weights, together
 from penstock.hardware.machine import Machine
-from penstock.hardware.profiles import file_system
+from penstock.hardware.profiles import file_system, on_one_drive
 from penstock.schedule.ir.lanes import Lane
 
 DRIVE_WRITES = 0.3 * 365 * 5
 """Times that a drive is assumed to bear being written in full, where nothing says what it is rated for: 0.3 a day over
 five years, what makers warrant of drives that are meant for reading."""
-
-_TB = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +38,8 @@ def yardstick(config: TrainConfig, machine: Machine | None, *, kind: str) -> Yar
     rated, assumed = _rated(config, machine)
     endurance, count = config.budget.endurance, len(config.budget.disk_paths)
     weights = stripe_weights(machine.drives) if machine is not None and len(machine.drives) == count else (1,) * count
-    systems = [file_system(path) for path in config.budget.disk_paths]
-    each = [] if endurance is None else [endurance.bytes_per_day / systems.count(system) for system in systems]
+    users = on_one_drive(config.budget.disk_paths)
+    each = [] if endurance is None else [endurance.bytes_per_day / count for count in users]
     allowed = spread(each, weights) if each else None
     if machine is None:
         return Yardstick(rated=rated, assumed=assumed, allowed=allowed)
@@ -67,7 +65,7 @@ def _rated(config: TrainConfig, machine: Machine | None) -> tuple[float | None, 
         return None, False
     drives = len({file_system(path) for path in paths})
     if config.drive_tbw is not None:
-        return drives * config.drive_tbw * _TB, False
+        return drives * config.drive_tbw * TB, False
     if machine is not None:
         if any(drive.kind in ("tmpfs", "network") for drive in machine.drives):
             return None, False
