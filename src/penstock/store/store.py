@@ -232,7 +232,7 @@ class Store:
         there = directory.is_there(path / DATA)
         if there and not only(Manifest.read(path)):
             return False
-        remove_scratch(path)  # first: who is interrupted and comes again finds it by the store, or by nothing
+        remove_scratch(path)  # first: who is interrupted here and comes again finds the store, and so this
         return (there or directory.is_there(path / PARTIAL)) and Store.delete([path])
 
     @property
