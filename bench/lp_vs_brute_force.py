@@ -19,6 +19,7 @@ from typing import Any
 from bench.harness import BenchError, write_section
 from penstock.config import Budget, Family, Tier
 from penstock.hardware.profiles import shipped_machine
+from penstock.hardware.sharing import room_of_each
 from penstock.planner.classes import GroupClass, Home
 from penstock.planner.fit import Request, base_placement, settings_of, with_keep
 from penstock.planner.phase_costs import PhaseCosts, by_lane
@@ -26,7 +27,7 @@ from penstock.planner.probes import Probes
 from penstock.planner.question import Question
 from penstock.planner.rounding import PATTERNS, Limits, assign
 from penstock.planner.search import search
-from penstock.planner.task import Task, free_bytes
+from penstock.planner.task import Task
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Depths, Settings
 from penstock.shape.model import ModelShape
@@ -70,7 +71,7 @@ class Pair:
             moments=2,
             clip_grad_norm=1.0 if self.waits else None,
             families=("vertical", "horizontal"),
-            disk_free=free_bytes(found),
+            disk_free=room_of_each(found.drives, 1),
         )
 
     def question(self) -> Question:

@@ -10,12 +10,13 @@ from penstock.config import Budget
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.hosts import Hosts, Kind
 from penstock.hardware.machine import Between, Machine, Network
+from penstock.hardware.sharing import room_of_each
 from penstock.planner.comparison import Comparison, compared, layouts
 from penstock.planner.dealt import world_of
 from penstock.planner.fit import fit
 from penstock.planner.layouts import Asked, Layout, asked_seat, one_of_each, planned, shared_by_all
 from penstock.planner.pipelines import pipeline, simulated, views_of
-from penstock.planner.task import Task, free_bytes
+from penstock.planner.task import Task
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
@@ -52,7 +53,7 @@ def asked(*kinds: tuple[Machine, int], each: int = 2, layers: int = 6, batch: in
         optimizer="adamw",
         moments=2,
         families=("vertical",),
-        disk_free=free_bytes(kinds[0][0]),
+        disk_free=room_of_each(kinds[0][0].drives, 1),
         clip_grad_norm=None,
         **changes,
     )

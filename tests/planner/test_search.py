@@ -14,6 +14,7 @@ from penstock.config import Budget, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine, Network, Sustained
 from penstock.hardware.profiles import machine_named
+from penstock.hardware.sharing import room_of_each
 from penstock.planner.advice import advice, refusal, round_up, smallest
 from penstock.planner.ask import plan, report
 from penstock.planner.batches import choose, curve, saturating, splits
@@ -21,7 +22,7 @@ from penstock.planner.fit import DEVICE_TEMPORARIES, Request, fit, fitted
 from penstock.planner.forecast import Forecast, forecast
 from penstock.planner.roofline import moved_per_parameter, roofline
 from penstock.planner.search import best, estimate, fits, search
-from penstock.planner.task import Task, free_bytes, own_budget
+from penstock.planner.task import Task, own_budget
 from penstock.schedule.check import check
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.worlds import World
@@ -203,7 +204,7 @@ def task(
         moments=2,
         clip_grad_norm=1.0 if waits else None,
         families=("vertical",),
-        disk_free=free_bytes(machine),
+        disk_free=room_of_each(machine.drives, 1),
     )
 
 
@@ -475,7 +476,7 @@ def large(name: str, machine: str, host: int | None = None) -> Task:
         moments=2,
         clip_grad_norm=None,
         families=("vertical", "horizontal"),
-        disk_free=free_bytes(found),
+        disk_free=room_of_each(found.drives, 1),
     )
 
 
