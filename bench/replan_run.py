@@ -67,7 +67,7 @@ def run(job: Job) -> Measured:
         for stretch, (rate, count) in enumerate(job.stretches):
             job.hold(rate)
             for i in range(count):
-                turn = [name for name in engines if name in (FOLLOWS, rate) or stretch == 1]
+                turn = list(engines)
                 for name in turn[i % len(turn) :] + turn[: i % len(turn)]:
                     engine = engines[name]
                     steps.append(_step(stretch, name, engine, tokens.step(engine.step_count)))

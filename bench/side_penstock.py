@@ -1,4 +1,5 @@
-"""Penstock's side of the benchmarks against peers: everything on disk, through the public interface only."""
+"""Penstock's side of the benchmarks against peers, through the public interface only: everything on disk, or what the
+plan leaves there of what does not fit the budgets."""
 
 import argparse
 import shutil
@@ -11,12 +12,14 @@ import penstock
 from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Report, Tokens, Work, build_initial
 
 
-def train(work: Work, report: Report, device: str, host: str) -> None:
-    """Train with weights and optimizer state on the disk of ``work.scratch``, in fp32, clipping off."""
+def train(work: Work, report: Report, device: str, host: str, *, planned: bool) -> None:
+    """Train in fp32, clipping off, with weights and optimizer state on the disk of ``work.scratch``, or as ``planned``
+    in memory as far as the budgets go."""
     store = Path(work.scratch) / "penstock"
     shutil.rmtree(store, ignore_errors=True)
     store.mkdir()
-    budget = penstock.Budget(device=device, host=host, disk=store, weights="disk", state="disk")
+    tier = None if planned else "disk"
+    budget = penstock.Budget(device=device, host=host, disk=store, weights=tier, state=tier)
     optimizer = penstock.AdamW(lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     tokens = Tokens(work)
     with penstock.wrap(
@@ -54,10 +57,11 @@ def main() -> None:
     parser.add_argument("--report", required=True, help="file that takes one line of JSON a step")
     parser.add_argument("--device", required=True, help="memory of the device tier, such as 256MiB")
     parser.add_argument("--host", required=True, help="memory of the host tier")
+    parser.add_argument("--planned", action="store_true", help="the plan says what is in memory; else nothing is")
     arguments = parser.parse_args()
     work = Work.from_json(arguments.work)
     torch.set_num_threads(work.threads)
-    train(work, Report(arguments.report), arguments.device, arguments.host)
+    train(work, Report(arguments.report), arguments.device, arguments.host, planned=arguments.planned)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ A GPT of 168M parameters (12 layers of 1024, vocabulary 8,192) in fp32, micro-ba
 recomputed and clipping off on both sides, parameters and optimizer state on disk. Both sides run in one cgroup
 whose disk is held to a rate, start from the same weights, see the same tokens, and their losses are compared.
 DeepSpeed has its fastest settings, with pipelined swapping; Penstock plans for the machine as ``penstock doctor
---quick`` measures it in that cgroup. Required: 3.4x and 3x at 200/100 MB/s (read/write) with 4 and with 8
-micro-batches, 5x at 100/50 MB/s with 8, and steps of at most 1.10 of Penstock's own bound: the drive's, or what its
-forwards and backwards took, which other programs beside make longer.
+--quick`` measures it in that cgroup, once told to have everything on disk, and once, in the same budgets, left to
+decide what is in memory. Required: told so, 3.4x and 3x at 200/100 MB/s (read/write) with 4 and with 8 micro-batches,
+and 5x at 100/50 MB/s with 8; left to decide, steps of at most 1.10 of their own bound: the drive's for what they move,
+or what forwards and backwards took in the fastest step of either, which other programs beside make longer.
 
 DeepSpeed is installed from PyPI into an environment of its own the first time (``.bench/deepspeed``, or the place
 named by ``--venv`` or ``$PENSTOCK_BENCH_DEEPSPEED``). Without root or cgroup v1 the disk's rate is not held; the
@@ -24,6 +25,7 @@ import os
 import shutil
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,7 +72,9 @@ CASES = (
     Case(limit=DiskLimit(read=100 * MB, write=50 * MB), micro_batches=8, required=5.0),
 )
 OF_BOUND = 1.10
-"""how many times its lower bound a step of Penstock may take"""
+"""how many times its lower bound a step of Penstock may take, where the plan places things"""
+ON_DISK, PLANNED = "penstock", "penstock-planned"
+"""Penstock's sides: told to have everything on disk, and left to place it."""
 
 
 OF_RANKS = replace(CASES[-1], required=3.0)
@@ -85,44 +89,53 @@ class Outcome:
     limited: bool
     runs: dict[str, list[Run]]
 
-    @property
-    def ratio(self) -> float:
-        return median_seconds(self.runs["deepspeed"]) / median_seconds(self.runs["penstock"])
+    def ratio(self, name: str) -> float:
+        """How many times as long as a side of Penstock DeepSpeed takes."""
+        return median_seconds(self.runs["deepspeed"]) / median_seconds(self.runs[name])
 
     @property
-    def bound(self) -> float:
-        """Penstock's lower bound in seconds: what it moved, at the disk's rates, reads beside writes, and beside
-        them what its forwards and backwards take, beside little else."""
-        steps = [step for run in self.runs["penstock"] for step in run.measured]
+    def compute(self) -> float:
+        """Seconds of a step's forwards and backwards beside little else, of both of Penstock's sides."""
+        return min(
+            step.compute or 0.0 for name in (ON_DISK, PLANNED) for run in self.runs[name] for step in run.measured
+        )
+
+    def bound(self, name: str) -> float:
+        """The lower bound of a side of Penstock in seconds: what it moved, at the disk's rates, reads beside writes,
+        and beside them its forwards and backwards."""
+        steps = [step for run in self.runs[name] for step in run.measured]
         read = statistics.median(step.read for step in steps) / self.case.limit.read
-        compute = min(step.compute or 0.0 for step in steps)
-        return max(read, statistics.median(step.written for step in steps) / self.case.limit.write, compute)
+        return max(read, statistics.median(step.written for step in steps) / self.case.limit.write, self.compute)
 
-    @property
-    def of_bound(self) -> float:
-        return median_seconds(self.runs["penstock"]) / self.bound
+    def of_bound(self, name: str) -> float:
+        return median_seconds(self.runs[name]) / self.bound(name)
 
     @property
     def passed(self) -> bool:
-        return not self.limited or (self.ratio >= self.case.required and self.of_bound <= OF_BOUND)
+        return not self.limited or (self.ratio(ON_DISK) >= self.case.required and self.of_bound(PLANNED) <= OF_BOUND)
 
-    def row(self) -> str:
-        cells = [str(self.case.limit) if self.limited else "not held", str(self.case.micro_batches)]
-        for name in ("deepspeed", "penstock"):
+    def rows(self) -> list[str]:
+        rows = []
+        for name in ("deepspeed", ON_DISK, PLANNED):
             runs = self.runs[name]
             last = runs[-1].steps[-1]
-            cells.append(f"{median_seconds(runs):.1f} s")
-            cells.append(f"{last.read / 1e9:.2f} + {last.written / 1e9:.2f} GB")
-            cells.append(f"{max(step.peak_rss for run in runs for step in run.steps) / 1e9:.2f} GB")
-        cells.append(f"{self.bound:.1f} s, {self.of_bound:.2f}x" if self.limited else "none")
-        cells.append(f"**{self.ratio:.2f}x**")
-        cells.append(f"{self.case.required:.1f}x" if self.limited else "none")
-        return "| " + " | ".join(cells) + " |"
+            cells = [str(self.case.limit) if self.limited else "not held", str(self.case.micro_batches), name]
+            cells += [f"{median_seconds(runs):.1f} s", f"{last.read / 1e9:.2f} + {last.written / 1e9:.2f} GB"]
+            cells += [f"{max(step.peak_rss for run in runs for step in run.steps) / 1e9:.2f} GB"]
+            if name == "deepspeed":
+                cells += [""] * 2
+            else:
+                asked = f" (at least {self.case.required:.1f})" if self.limited and name == ON_DISK else ""
+                within = f" (at most {OF_BOUND:.2f})" if name == PLANNED else ""
+                bound = f"{self.bound(name):.1f} s, {self.of_bound(name):.2f}x{within}" if self.limited else "none"
+                cells += [f"**{self.ratio(name):.2f}x**{asked}", bound]
+            rows.append("| " + " | ".join(cells) + " |")
+        return rows
 
 
 HEADER = (
-    "| disk read/write | micro-batches | DeepSpeed step | its read + written | its peak RSS "
-    "| Penstock step | its read + written | its peak RSS | its lower bound, times it | ratio | required |"
+    "| disk read/write | micro-batches | side | step | read + written | peak RSS | DeepSpeed's time over its "
+    "| its lower bound, times it |"
 )
 
 
@@ -138,8 +151,8 @@ def _work(case: Case, arguments: argparse.Namespace, scratch: str) -> Work:
     )
 
 
-def measure(case: Case, sides: tuple[Side, Side], arguments: argparse.Namespace, scratch: str) -> Outcome:
-    """Run both sides of a case in turn, with their files in ``scratch``."""
+def measure(case: Case, sides: Sequence[Side], arguments: argparse.Namespace, scratch: str) -> Outcome:
+    """Run all sides of a case in turn, with their files in ``scratch``."""
     limited = why_no_limit() is None
     work = _work(case, arguments, scratch)
     write_initial_weights(work)
@@ -222,11 +235,13 @@ def describe(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
     setting = (
         f"GPT-2 classes, 168M, fp32, micro-batches of 4x128, recompute and no clipping on both sides, "
         f"{arguments.threads} threads; DeepSpeed {deepspeed_venv.VERSION}, {_flags(arguments)}; "
-        f"Penstock: device {arguments.device}, host {arguments.host}; "
+        f"Penstock: device {arguments.device}, host {arguments.host}, all on disk or as planned in them; "
         f"medians of {measured} steps a side after a warm-up step; {machine()}"
     )
     rule = "|" + "---|" * (HEADER.count("|") - 1)
-    return "\n".join([setting, "", HEADER, rule, *(o.row() for o in outcomes), "", f"Command: `{COMMAND}`"])
+    return "\n".join(
+        [setting, "", HEADER, rule, *(row for o in outcomes for row in o.rows()), "", f"Command: `{COMMAND}`"]
+    )
 
 
 def _peer_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -255,14 +270,14 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure_all(ours: Side, arguments: argparse.Namespace) -> list[Outcome]:
+def measure_all(ours: Sequence[Side], arguments: argparse.Namespace) -> list[Outcome]:
     """All cases asked for. What is measured so far is recorded after each, since a case takes many minutes."""
     peer = deepspeed_venv.side(arguments.venv, *_peer_flags(arguments))
     outcomes: list[Outcome] = []
     with TemporaryDirectory(dir=arguments.scratch.resolve(), prefix="penstock-bench-") as scratch:
         for case in CASES:
             if arguments.case is None or case.name in arguments.case:
-                outcomes.append(measure(case, (peer, ours), arguments, scratch))
+                outcomes.append(measure(case, (peer, *ours), arguments, scratch))
                 if outcomes[-1].limited and not arguments.no_record:
                     path = write_section("zero_infinity", describe(outcomes, arguments), results_file())
                     print(f"recorded in {path}", flush=True)
@@ -292,13 +307,8 @@ def main() -> int:
         print(f"the disk is not held to a rate: {reason}", file=sys.stderr)
     if arguments.ranks > 1:
         return main_of_ranks(arguments)
-    ours = Side(
-        name="penstock",
-        command=(
-            *(sys.executable, "-m", "bench.side_penstock"),
-            *("--device", arguments.device, "--host", arguments.host),
-        ),
-    )
+    command = (sys.executable, "-m", "bench.side_penstock", "--device", arguments.device, "--host", arguments.host)
+    ours = Side(name=ON_DISK, command=command), Side(name=PLANNED, command=(*command, "--planned"))
     try:
         outcomes = measure_all(ours, arguments)
     except BenchError as error:

@@ -33,7 +33,10 @@ def programs(draw: st.DrawFn, *, stages: int = 9, groups: int = 8) -> Program:
         frozen = draw(st.sampled_from(SIZES if not trainable else (0, 0, 1, 12)))
         matrices = trainable and draw(st.integers(0, 2)) == 0
         whole = Whole(flop=draw(st.integers(1, 10**6)), scratch=draw(st.sampled_from(BYTES))) if matrices else None
-        specs.append(GroupSpec(index=i, name=f"g{i}", trainable=trainable * ALIGN, frozen=frozen * ALIGN, whole=whole))
+        sizes = {"trainable": trainable * ALIGN, "frozen": frozen * ALIGN}
+        specs.append(
+            GroupSpec(index=i, name=f"g{i}", **sizes, compact=trainable > 0 and draw(st.booleans()), whole=whole)
+        )
     members = st.sets(st.integers(0, count - 1), max_size=min(count, 4))
     everywhere = draw(st.sets(st.integers(0, count - 1), max_size=2))
     return Program(
@@ -83,7 +86,12 @@ class AnyCase:
         return (horizontal if self.family == "horizontal" else vertical)(self.program, self.settings)
 
 
-FORMATS = st.builds(Format.of, st.sampled_from(("fp32", "bf16", "fp16")), st.integers(0, 2))
+FORMATS = st.builds(
+    Format.of,
+    st.sampled_from(("fp32", "bf16", "fp16")),
+    st.integers(0, 2),
+    st.sampled_from(("fp32", "bf16", "int8")),
+)
 
 
 @st.composite

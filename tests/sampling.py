@@ -48,10 +48,12 @@ def _values(item: pytest.Item) -> frozenset[tuple[str, str]]:
 def sample(cases: Mapping[str, Set[object]], count: int, test: str) -> list[str]:
     """Names of ``count`` cases, each with its values, or of as many as it takes for every value to be in one. By the
     name of the ``test``, so that tests of the same settings do not all leave out the same ones."""
-    shuffled = random.Random(test).sample(list(cases), len(cases))
-    seen: set[object] = set()
-    first, others = [], []
-    for name in shuffled:
-        (others if cases[name] <= seen else first).append(name)
-        seen |= cases[name]
-    return [*first, *others][: max(count, len(first))]
+    left = random.Random(test).sample(list(cases), len(cases))
+    unseen: set[object] = set().union(*cases.values())
+    found: list[str] = []
+    while left and (unseen or len(found) < count):
+        name = max(left, key=lambda name: len(cases[name] & unseen))  # the first of those with the most
+        left.remove(name)
+        found.append(name)
+        unseen -= cases[name]
+    return found

@@ -41,6 +41,26 @@ def _slot(run: Path, name: str) -> int:
         return Slots.of(store).current(name)
 
 
+MUON = ("--optimizer.name", "muon", "--optimizer.adamw.lr", "1e-3")
+
+
+@pytest.mark.parametrize("words", [(), MUON], ids=["adamw", "muon"])
+def test_state_that_takes_less_memory_is_read_and_damage_in_it_is_named(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", str(write_run(tmp_path)), "--steps", "2", "--optimizer.moments", "int8", *words]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(run)]) == 0
+    with Store.open([run / "store"]) as store:
+        parts = sorted(e.name for e in store.layout.extents if e.name.startswith("moment"))
+    for name in (parts[0], parts[-1]):
+        _flip(run, name, _slot(run, name))
+        assert main(["verify", str(run)]) == 1
+        assert name in capsys.readouterr().out
+        _flip(run, name, _slot(run, name))
+
+
 @pytest.mark.parametrize("inside", ["", "store"])
 def test_a_whole_run_is_said_to_be_whole(trained: Path, inside: str, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()

@@ -1,12 +1,13 @@
 """Muon: the numbers of torch's own beside AdamW, and no schedule changes them."""
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -44,6 +45,8 @@ ADAMW = penstock.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 FUSED = penstock.Split(match=r"attn\.c_attn\.weight", parts=3, dim=1)
 MUON = penstock.Muon(lr=0.02, adamw=ADAMW, splits=(FUSED,))
 RULE = Orthogonal(steps=5)
+Cut = tuple[Any, Literal[0, 1]]
+"""Number of parts, or their sizes, and the dimension that is cut."""
 Numbers = tuple[str, Moments, str]
 """model, moments, precision"""
 NUMBERS: tuple[Numbers, ...] = (
@@ -94,7 +97,7 @@ def test_same_bits_as_the_oracle(numbers: Numbers, variant: str, tmp_path: Path)
 
 
 @pytest.mark.accelerator
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("variant", ["on disk", "on the host", "on the device", "delayed", "horizontal", "planned"])
 def test_an_accelerator_gives_the_bits_of_the_oracle_on_it(variant: str, tmp_path: Path) -> None:
     (where, more), numbers = MORE[variant], NUMBERS[1]
@@ -153,8 +156,19 @@ class TorchMuon(torch.optim.Muon):
 
 
 class Documented(TorchMuon):
-    """The formula of docs/numerics.md, around torch's own iteration: each operation is rounded by itself, where torch's
-    ``lerp`` may contract two."""
+    """The formulas of docs/numerics.md, Muon's around torch's own iteration, and AdamW's: each operation is rounded by
+    itself, where torch may contract two. ``splits``: what a matrix is cut into, by the end of its name."""
+
+    def __init__(self, model: nn.Module, adamw: penstock.AdamW, splits: dict[str, Cut], **settings: Any) -> None:
+        super().__init__(model, adamw, **settings)
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.adamw, self.splits = adamw, splits
+
+    def matrices(self, p: torch.Tensor, update: torch.Tensor) -> Sequence[torch.Tensor]:
+        for end, (parts, dim) in self.splits.items():
+            if self.names[p].endswith(end):
+                return update.chunk(parts, dim) if isinstance(parts, int) else update.split(parts, dim)
+        return (update,)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -165,22 +179,48 @@ class Documented(TorchMuon):
             m.add_((p.grad - m) * (1 - momentum))
             update = m + (p.grad - m) * (1 - momentum) if group["nesterov"] else m
             whole = (group["ns_coefficients"], group["ns_steps"], group["eps"])
-            update = _zeropower_via_newtonschulz(update.bfloat16(), *whole)
-            rate = _adjust_lr(lr, group["adjust_lr_fn"], p.shape)
-            p.copy_(p * (1 - lr * group["weight_decay"]) - update.float() * rate)
-        self.others.step()
+            for part, into in zip(self.matrices(p, update.bfloat16()), self.matrices(p, p), strict=True):
+                rate = _adjust_lr(lr, group["adjust_lr_fn"], part.shape)
+                step = _zeropower_via_newtonschulz(part, *whole).float() * rate
+                into.copy_(into * (1 - lr * group["weight_decay"]) - step)
+        (others,) = self.others.param_groups
+        for p in others["params"]:
+            self.element_by_element(p)
+
+    def element_by_element(self, p: torch.Tensor) -> None:
+        state, (b1, b2) = self.state[p], self.adamw.betas
+        state["t"] = t = state.get("t", 0) + 1
+        m, v = (state.setdefault(name, torch.zeros_like(p)) for name in "mv")
+        rate, root = self.adamw.lr / (1 - b1**t), 1 / math.sqrt(1 - b2**t)
+        m.add_((p.grad - m) * (1 - b1))
+        v.mul_(b2).add_((p.grad * (1 - b2)) * p.grad)
+        denominator = v.double().sqrt().float() * root + self.adamw.eps  # rounded once, as torch's of fp32 is not
+        p.mul_(1 - self.adamw.lr * self.adamw.weight_decay).sub_((m * rate) / denominator)
 
 
-@pytest.mark.parametrize("settings", [{}, {"nesterov": False, "momentum": 0.5, "adjust_lr_fn": "match_rms_adamw"}])
-def test_matrices_have_the_bits_of_a_plain_loop(settings: dict[str, Any], tmp_path: Path) -> None:
-    """A step of one micro-batch, whose gradients are autograd's own, and with all else at rest."""
+CUTS: dict[str, Cut] = {"gate_proj.weight": (2, 0), "down_proj.weight": (4, 1), "q_proj.weight": ((8, 24), 0)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "cuts"),
+    [
+        ({}, {}),
+        ({"nesterov": False, "momentum": 0.5, "adjust_lr_fn": "match_rms_adamw"}, {}),
+        ({"adjust_lr_fn": "match_rms_adamw"}, CUTS),
+    ],
+)
+def test_parameters_have_the_bits_of_a_plain_loop(
+    settings: dict[str, Any], cuts: dict[str, Cut], tmp_path: Path
+) -> None:
+    """Steps of one micro-batch, whose gradients are autograd's own."""
     case, all_steps = MODELS["llama"], steps_of(MODELS["llama"], 3, lengths=(12,))
-    model, rest = case.model(), penstock.AdamW(lr=0.0, weight_decay=0.0)
+    model = case.model()
     plain_model = copy.deepcopy(model)
-    made = penstock.Muon(lr=0.02, weight_decay=0.1, adamw=rest, **settings)
+    splits = tuple(penstock.Split(match=f"{end}$", parts=parts, dim=dim) for end, (parts, dim) in cuts.items())
+    made = penstock.Muon(lr=0.02, weight_decay=0.1, adamw=ADAMW, splits=splits, **settings)
     with wrap(case, budget(tmp_path / "store"), model=model, optimizer=made, clip_grad_norm=None) as engine:
         found = run_steps(engine, all_steps)
-        optimizer = lambda m: Documented(m, rest, lr=0.02, weight_decay=0.1, **settings)  # noqa: E731
+        optimizer = lambda m: Documented(m, ADAMW, cuts, lr=0.02, weight_decay=0.1, **settings)  # noqa: E731
         plain = plain_loop(case, plain_model, engine, all_steps, optimizer, None)
         assert found.losses == plain.losses
         assert torch.equal(master_of(engine), plain.parameters)

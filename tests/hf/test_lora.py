@@ -26,7 +26,7 @@ from penstock.schedule.place import Format
 from penstock.shape.huggingface import model_shape
 from tests import models
 from tests.engine.test_zoo import ADAMW, CLIP, ROUNDING, STEPS, ZOO, built, plain_step, steps_of
-from tests.training import budget, relative
+from tests.training import abandon, budget, relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,6 +90,42 @@ def test_sixteen_bits_keep_half_a_master_copy_of_what_is_trained_alone(tmp_path:
         assert sum(
             p.nbytes for n, p in engine.inside.resources.arrays.parts.items() if n.startswith("weights")
         ) == 2 * sum(g.spec.numel for g in engine.inside.resources.groups)
+
+
+COMPACT = {
+    "int8": penstock.AdamW(**ADAMW, moments="int8"),
+    "bf16": penstock.AdamW(**ADAMW, moments="bf16"),
+    "muon": penstock.Muon(lr=0.02, moments="int8", adamw=penstock.AdamW(**ADAMW)),
+}
+
+
+@pytest.mark.parametrize("name", COMPACT)
+def test_adapters_whose_moments_take_less_have_the_bits_of_the_oracle_and_go_on_after_a_kill(
+    name: str, tmp_path: Path
+) -> None:
+    """Matrices of 128 x 32, which are large enough to be kept in less than fp32."""
+    steps = [*steps_of(ZOO["llama"]), *steps_of(ZOO["llama"])]
+    settings = {"optimizer": COMPACT[name], "precision": "bf16"}
+
+    def engine(folder: str, **more: Any) -> penstock.Engine:
+        return wrapped(adapted(built(ZOO["llama"]), r=128), tmp_path / folder, **settings, **more)
+
+    with engine("oracle", overlap=False, delay=0.0, speculate=False) as oracle:
+        losses = [oracle.step(micro_batches).loss for micro_batches in steps]
+        wanted = dict(oracle.master_parameters())
+        groups = [g.spec for g in oracle.inside.resources.groups if g.spec.trainable]
+        assert any(spec.compact and spec.frozen for spec in groups)
+        assert any(spec.whole is not None for spec in groups) == (name == "muon")
+    half = len(steps) // 2
+    with engine("store", delay=0.5) as first:
+        found = [first.step(micro_batches).loss for micro_batches in steps[:half]]
+        abandon(first)
+    with engine("store", delay=0.5) as second:
+        done = second.step_count
+        assert 0 < done <= half
+        found[done:] = [second.step(micro_batches).loss for micro_batches in steps[done:]]
+        assert found == losses
+        assert all(torch.equal(value, wanted[n]) for n, value in second.master_parameters())
 
 
 def test_the_loss_in_tiles_is_the_same(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("way", WAYS)
 def test_two_copies_of_two_ranks_each_have_the_bits_of_one_rank(way: str, tmp_path: Path) -> None:
     numbers, run = WAYS[way]
@@ -62,7 +62,7 @@ def sent_in_copies(mesh: DeviceMesh, each: int, schedule: str) -> dict[str, Any]
     return sent(copies_of(mesh), each, "bf16", schedule)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 def test_between_copies_each_gradient_crosses_twice_and_no_weights_do(schedule: str) -> None:
     """8 N / r (H - 1) / H bytes of each of r ranks, so 8 N (H - 1) / H of a host that has a copy."""
@@ -94,7 +94,7 @@ def steps_in_copies(mesh: DeviceMesh, disk: Path, count: int, stage: int | None)
     return steps(two, disk, count, **({} if stage is None else {"stage": stage}))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("stage", [None, 0])
 def test_ranks_that_have_lost_their_state_take_it_over_from_another_copy(stage: int | None, tmp_path: Path) -> None:
     """A host is new: its drives have nothing. What all copies have lost is an error."""
