@@ -45,14 +45,17 @@ _OUTSIDE: frozenset[Lane] = frozenset(("read", "write", "net", "nic"))
 """Lanes whose pace is set by what is not the processor, so that one that goes slower takes less from the others."""
 _ROUNDS = 4
 
-STAGE_KEYS = ("forward", "backward", "ends")
-"""Compute, by what it is of: blocks' forward and backward, and the model's own code between blocks."""
+STAGE_KEYS = ("forward", "backward", "ends", "orthogonal")
+"""Compute, by what it is of: blocks' forward and backward, the model's own code between blocks, and updates that are
+made orthogonal."""
 KEYS: tuple[str, ...] = (*LANES, *STAGE_KEYS)
 """Everything that is looked at in a step: its lanes, and its compute by kind."""
 
 
 def stage_key(kind: str, stage: Stage) -> str | None:
-    """The one of ``STAGE_KEYS`` that an op of compute counts to; None: it is no op of a stage."""
+    """The one of ``STAGE_KEYS`` that an op of compute counts to; None: it is none of theirs."""
+    if kind == "NS":
+        return "orthogonal"
     if kind not in ("F", "E", "B", "I", "W"):
         return None
     if stage.kind == "segment":
@@ -227,8 +230,10 @@ def corrected_times(times: StageTimes, factors: Mapping[str, float], stages: Seq
     def by(kind: str) -> Iterable[float]:
         return (factors.get(stage_key(kind, stage) or "", 1.0) for stage in stages)
 
+    orthogonal = times.orthogonal
     return replace(
         times,
+        orthogonal=None if orthogonal is None else orthogonal / factors.get("orthogonal", 1.0),
         forward=tuple(seconds * factor for seconds, factor in zip(times.forward, by("F"), strict=True)),
         backward=tuple(seconds * factor for seconds, factor in zip(times.backward, by("B"), strict=True)),
         weights=tuple(seconds * factor for seconds, factor in zip(times.weights, by("W"), strict=bool(times.weights))),
@@ -265,6 +270,7 @@ _NAMES: Mapping[str, str] = {
     "read": "reads", "write": "writes", "h2d": "copies to the device", "d2h": "copies from the device",
     "cpu": "the optimizer", "net": "collectives", "nic": "collectives between hosts",
     "forward": "the blocks' forward", "backward": "the blocks' backward", "ends": "the model's ends",
+    "orthogonal": "Muon's orthogonal updates",
 }  # fmt: skip
 
 
