@@ -27,8 +27,9 @@ from penstock.optim.codes import GROUP, Codes, Moment
 from penstock.optim.formula import Hyper
 from penstock.optim.norm import BLOCK
 
-MUST_REACH = 1.6
-COMPACT_MUST_REACH = 1.5  # with moments in 8 bits
+SPLIT, COMPACT = "split, fp32 moments", "split, 8-bit moments"
+"""what training in bf16 does, with moments in fp32 and in 8 bits"""
+MUST_REACH = {SPLIT: 1.7, COMPACT: 1.5}  # times as fast as torch
 COMPACT_AT_MOST = 1.3  # times as long as with moments in fp32
 BYTES_EACH_WAY = 14  # per parameter: 2 + 4 + 4 + 4 read, 4 + 4 + 4 + 2 written
 FP32, BF16, INT16 = torch.float32, torch.bfloat16, torch.int16
@@ -135,11 +136,8 @@ def report(setting: Setting, seconds: dict[str, list[float]]) -> tuple[str, bool
         median = statistics.median(times)
         bandwidth = "" if name == "torch" else f"{bytes_moved(name) * n / median / 1e9:.1f}"
         rows.append(f"| {name} | {median * 1e3:.1f} | {min(times) * 1e3:.1f} | {bandwidth} | {' | '.join(ratios)} |")
-    ratio, of_copy = over(seconds, "torch", "penstock"), over(seconds, "copy", "penstock")
-    compact, longer = (
-        over(seconds, "torch", "split, 8-bit moments"),
-        over(seconds, "split, 8-bit moments", "split, fp32 moments"),
-    )
+    reached = {name: over(seconds, "torch", name) for name in MUST_REACH}
+    longer, of_copy = over(seconds, COMPACT, SPLIT), over(seconds, "copy", SPLIT)
     head = (
         f"`python -m bench.adamw --rounds {setting.rounds} --threads {setting.threads}`: {n / 1e6:.0f}M parameters, "
         "bf16 gradient in, fp32 master and moments, bf16 copy out; *split*: bf16 weights and the lower halves of their "
@@ -147,18 +145,18 @@ def report(setting: Setting, seconds: dict[str, list[float]]) -> tuple[str, bool
         f"kernels. Load average of the machine at the end: {os.getloadavg()[0]:.1f} (about {setting.threads} when "
         "nothing else runs)."
     )
-    best = min(seconds["torch"]) / min(seconds["penstock"])
+    best = min(seconds["torch"]) / min(seconds[SPLIT])
     verdict = (
-        f"**{ratio:.2f}x torch fused AdamW with its two casts** (must reach {MUST_REACH}x); {of_copy:.2f} of the "
-        "bandwidth of a copy of the same bytes. Ratios are medians over rounds; torch's best round against our best is "
-        f"{best:.2f}x.\n\n"
-        f"**Moments in 8 bits: {compact:.2f}x torch** (must reach {COMPACT_MUST_REACH}x), {longer:.2f} times as long "
-        f"as with moments in fp32 (at most {COMPACT_AT_MOST})."
+        f"**{reached[SPLIT]:.2f}x torch's fused AdamW with its two casts** in bf16 (must reach {MUST_REACH[SPLIT]}x); "
+        f"a copy of {BYTES_EACH_WAY} bytes of each parameter takes {of_copy:.2f} times as long. Ratios are medians of "
+        f"rounds; torch's best round against our best is {best:.2f}x.\n\n"
+        f"**Moments in 8 bits: {reached[COMPACT]:.2f}x torch** (must reach {MUST_REACH[COMPACT]}x), {longer:.2f} times "
+        f"as long as with moments in fp32 (at most {COMPACT_AT_MOST})."
     )
     if os.getloadavg()[0] > 1.5 * setting.threads:
         verdict += " The machine was busy with other work: this says little about an idle one."
-    reached = ratio >= MUST_REACH and compact >= COMPACT_MUST_REACH and longer <= COMPACT_AT_MOST
-    return "\n\n".join([machine(), head, "\n".join(rows), verdict]), reached
+    met = all(reached[name] >= least for name, least in MUST_REACH.items()) and longer <= COMPACT_AT_MOST
+    return "\n\n".join([machine(), head, "\n".join(rows), verdict]), met
 
 
 def over(seconds: dict[str, list[float]], one: str, other: str) -> float:

@@ -62,7 +62,7 @@ class Worn:
         fewer = self.written / self.parameters / self.too_fast
         return (
             f"steps of {self.seconds * self.too_fast:.3g} s that write as much (a larger batch)",
-            f"at most {fewer:.3g} bytes written per parameter (state in memory, or an optimizer that keeps less)",
+            f"at most {fewer:.3g} bytes written per parameter (state in memory, or less state: optimizer.moments)",
             f"{drives} such drives instead of {self.drives}, where steps are not faster for it",
         )
 
