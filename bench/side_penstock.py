@@ -2,6 +2,7 @@
 plan leaves there of what does not fit the budgets."""
 
 import argparse
+import os
 import shutil
 import time
 from pathlib import Path
@@ -33,10 +34,10 @@ def train(work: Work, report: Report, device: str, host: str, *, planned: bool) 
     ) as engine:
         report.start()
         for step in range(work.steps):
-            start = time.perf_counter()
+            start, before = time.perf_counter(), os.times().system
             stats = engine.step(tokens.step(step))
-            seconds = time.perf_counter() - start
-            report.step(seconds=seconds, loss=stats.loss, compute=_compute(engine))
+            seconds, system = time.perf_counter() - start, os.times().system - before
+            report.step(seconds=seconds, loss=stats.loss, compute=_compute(engine, system))
             if step == 0:
                 print(engine.plan.describe(), flush=True)
                 if (predicted := engine.prediction) is not None:
@@ -44,11 +45,14 @@ def train(work: Work, report: Report, device: str, host: str, *, planned: bool) 
     shutil.rmtree(store)
 
 
-def _compute(engine: penstock.Engine) -> float:
-    """Seconds of the last step's forwards and backwards: as they took in it, or as they took when the model was
-    wrapped. Each is an upper limit of what they take alone, by as much as what was beside them slowed them."""
-    measured = sum(event.end - event.start for event in engine.trace if event.lane == "compute")
-    return measured if engine.prediction is None else min(measured, engine.prediction.work(0)["compute"])
+def _compute(engine: penstock.Engine, system: float) -> float:
+    """Seconds of the last step's forwards and backwards, less the most that other lanes took of the cores meanwhile:
+    the time of their copies and optimizer steps, and what the ``system`` took of it, as for reads and writes."""
+    busy = dict.fromkeys(("compute", "h2d", "d2h", "cpu"), 0.0)
+    for event in engine.trace:
+        if event.lane in busy:
+            busy[event.lane] += event.end - event.start
+    return busy.pop("compute") - sum(busy.values()) - system
 
 
 def main() -> None:
