@@ -37,7 +37,7 @@ proofs: $(READY)
 # Every case of the products of settings of which `make test` runs a sample; those of faults `make faults` runs.
 products: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --campaign -m sampled --ignore tests/campaigns
-	$(BIN)/python -m pytest --campaign tests/ranks/test_bits.py
+	$(BIN)/python -m pytest --campaign tests/ranks/test_bits.py tests/ranks/test_pipeline.py tests/ranks/test_any_way.py
 
 # Every type of model of the installed transformers, tiny, against a plain loop of torch; about half an hour of a core.
 # It goes on where it was stopped: remove tests/sweep/results.json to begin anew.

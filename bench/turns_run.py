@@ -18,7 +18,7 @@ from bench.turns import Job, Measured, Planned, Taken, Variant
 from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Tokens, build, disk_bytes
 from penstock.hardware.machine import load_machine
 from penstock.report.causes import measured_bars
-from penstock.report.series import Bar, parse_cause
+from penstock.report.series import Bar
 from penstock.report.trace_file import MeasuredStep, Ran
 from penstock.schedule.ir.text import op_id
 
@@ -118,10 +118,11 @@ class Side:
 
 def _cause(bar: Bar) -> str:
     """What an op waited for, in as few words as many ops share."""
-    because = parse_cause(bar.cause)
-    if because.pool:
-        return f"a free buffer of {because.pool.rstrip('0123456789.')}"
-    return op_id(because.op).kind if because.op else "(no op: starting up)"
+    if bar.cause is None:
+        return "(no op: starting up)"
+    if bar.cause.pool:
+        return f"a free buffer of {bar.cause.pool.rstrip('0123456789.')}"
+    return op_id(bar.cause.op).kind
 
 
 def _drive(path: Path) -> Path | None:

@@ -137,9 +137,10 @@ _STAYS = ("wandb-", "playwright", "org.chromium.", "torchinductor_", PREFIX)
 compiled, for the next who asks for it."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Small models are faster on one thread, and sums then do not depend on the machine."""
+    """Small models are faster on one thread, and sums then do not depend on the machine. Of a whole file, with what its
+    tests share."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

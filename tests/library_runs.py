@@ -1,6 +1,6 @@
 """Small training runs by the loops of other libraries, with the engine and without it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +152,3 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 def check_same_weights(engine: penstock.Engine, plain: Any) -> None:
     mine = {name: tensor.clone() for name, tensor in engine.master_parameters()}
     torch.testing.assert_close(mine, weights(plain), rtol=1e-3, atol=2e-5)  # AdamW divides by gradients near 0
-
-
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -8,8 +8,9 @@ from penstock.doctor import disk
 from penstock.doctor.disk import DiskRates
 from penstock.doctor.mounts import Mount
 from penstock.hardware import system
-from penstock.hardware.machine import Device, Drive, Host, Machine, Measured
+from penstock.hardware.machine import Device, Drive, Host, Machine, Measured, Network
 from penstock.hardware.present import mount_point
+from penstock.hardware.profiles import shipped_machine
 from penstock.hardware.system import System
 
 GIB = 1 << 30
@@ -51,6 +52,14 @@ def drive(**changes: Any) -> Drive:
 def mount(**changes: Any) -> Mount:
     made = Mount(file_system="ext4", device=1, disk="nvme0n1", spins=False, size=1000 * GIB, free=500 * GIB, node=None)
     return replace(made, **changes)
+
+
+def cluster_profile(folder: Path) -> Path:
+    """A profile in a file, of a machine with a network between ranks."""
+    profile = replace(shipped_machine("a100-40g"), name="cluster", network=Network(bandwidth=25e9, latency=1e-5))
+    path = folder / "cluster.json"
+    path.write_text(profile.to_json())
+    return path
 
 
 SYSTEM = System(cores=8, quota=None, memory=64 * GIB, installed=64 * GIB, available=60 * GIB, lockable=64 * GIB)

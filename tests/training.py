@@ -169,6 +169,11 @@ def plain_loop(
     return Plain(losses=losses, norms=norms, parameters=torch.cat(flat))
 
 
+def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """torch's own, with settings that ``plain_loop`` and an engine are compared with."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+
 def master_of(engine: penstock.Engine) -> torch.Tensor:
     """All of an engine's parameters, in the order of their names."""
     return torch.cat([tensor.flatten() for _, tensor in sorted(engine.master_parameters())])

@@ -11,7 +11,9 @@ for _name in (
     *("tests.victims", "torch._dynamo", "penstock.cli.train", "penstock.cli.export"),
     *("tests.conftest", "tests.ranks.worlds"),  # which files of tests import, whose functions ranks run
     "torch._subclasses.schema_check_mode",  # by the first step of an engine
-    "transformers.models.llama.modeling_llama",  # the model of the settings files in the tests
+    # the model of the settings files in the tests, and those of ranks
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "gemma3", "mixtral", "vit")),
+    "tests.ranks.test_accelerator",  # and with it most files of tests of ranks
 ):
     import_module(_name)
 gc.freeze()

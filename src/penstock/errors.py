@@ -1,4 +1,19 @@
-"""Errors that a user can act on. Each message says what was asked, what is the case, and what to do."""
+"""Errors that a user can act on. Each message says what was asked, what is the case, and what to do.
+
+``is_out_of_memory`` knows one that others raise, in many forms.
+"""
+
+import errno
+
+_NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "Cannot allocate memory",
+    "_STATUS_ALLOC_FAILED",
+)
+"""Words by which a plain RuntimeError of torch's allocators, CUDA's, or cuBLAS's and its like is known to be about
+memory."""
 
 
 class ConfigError(ValueError):
@@ -46,3 +61,14 @@ class NonFiniteError(ArithmeticError):
 
 class RankError(RuntimeError):
     """Another of the ranks that train together has failed, was killed or does not answer: names it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an error says that there was no memory: Python's, the system's, torch's, or a library's of the device."""
+    import torch  # here: planning imports errors, and no torch
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

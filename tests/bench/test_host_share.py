@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench.host_share import HAND_OVERS, Found, Planned, Round, Taken, cut, measure, schedule_of, table
+from bench.host_share import HAND_OVERS, Found, Planned, Round, Taken, cut, held_up, measure, schedule_of, table
 
 import penstock
 from penstock.config import Budget
+from penstock.planner.ask import PlanReport
 from penstock.shape.shipped import named
+from penstock.sim.simulate import simulate
 
 
 def test_the_step_is_as_large_as_it_says() -> None:
@@ -30,6 +32,13 @@ def test_every_case_is_measured_beside_the_yardstick() -> None:
         for taken in (one.hand_over, one.call, *one.cases.values()):
             assert taken.seconds > 0
             assert taken.processor > 0
+
+
+def planned(blocks: int) -> PlanReport:
+    """A plan for the shipped profile of an H100."""
+    budget = Budget(device="70GiB", host="900GiB", state="host")
+    model = named("qwen3-8b").with_layers(blocks)
+    return penstock.plan(model, machine="h100-80g", budget=budget, micro_batch_size=1, micro_batches=1)
 
 
 def taken(microseconds: float) -> Taken:
@@ -54,19 +63,34 @@ def test_a_slow_spell_of_the_machine_is_none_of_the_ops() -> None:
 
 
 def test_the_share_is_that_of_the_ops_in_the_step() -> None:
-    step = Planned(model="m", where="on disk", tokens=8, how="as planned", ops=10_000, seconds=2.0, required=0.05)
+    step = Planned(
+        model="m", where="on disk", tokens=8, how="as planned", ops=10_000, seconds=2.0, held=0.3, required=0.05
+    )
     assert step.share(2.0) == pytest.approx(10_000 * 2 * 5e-6 / 2.0)
     assert step.missed(2.0)
     assert not replace(step, seconds=2.01).missed(2.0)
-    assert "| 5.00% NOT MET | < 5% |" in table(rounds_of((5, 10)), [step])
+    assert "| 5.00% NOT MET | < 5% | 15.00% |" in table(rounds_of((5, 10)), [step])
+
+
+def test_the_profiles_share_is_what_its_costs_of_an_op_take_of_the_prediction() -> None:
+    """Without them compute is predicted to take so much less."""
+    choice = planned(blocks=2).forecast.choice
+    request, schedule = choice.request, choice.plan.schedule
+    machines = [
+        replace(choice.question.machine, overhead=overhead, interpreter=interpreter)
+        for overhead, interpreter in ((2e-5, 5e-5), (0.0, 0.0))
+    ]
+    work = [
+        simulate(request.world(schedule), replace(choice.question, machine=machine).costs_of(request)).work(0)
+        for machine in machines
+    ]
+    assert held_up(schedule, machines[0]) == pytest.approx(work[0]["compute"] - work[1]["compute"])
 
 
 def test_a_plan_is_cut_in_as_many_chunks_as_asked() -> None:
     """The plan's step takes longer for it: its ops have a cost each."""
-    budget = Budget(device="70GiB", host="900GiB", state="host")
     blocks = 4
-    model = named("qwen3-8b").with_layers(blocks)
-    report = penstock.plan(model, machine="h100-80g", budget=budget, micro_batch_size=1, micro_batches=1)
+    report = planned(blocks=blocks)
     few, many = cut(report, chunks=1), cut(report, chunks=64)
-    assert many[0] - few[0] >= 63 * 3 * blocks
+    assert len(many[0].ops) - len(few[0].ops) >= 63 * 3 * blocks
     assert many[1] > few[1] > 0

@@ -81,7 +81,7 @@ def test_what_turns_out_not_to_fit_is_cut_smaller(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The choice was made from the model's configuration; the engine sees the model."""
-    monkeypatch.setattr(split, "_largest", lambda config, kind, ranks, hosts: (4, "said the test"))
+    monkeypatch.setattr(split, "fit", lambda request: None)  # which takes the first size, the largest
     assert main(["train", str(path), "--steps", "1", "--budget.device", "900KiB"]) == 0
     said = capsys.readouterr().out
     assert "Micro-batches of 4 sequences do not fit after all: budget.device=900KiB is too small" in said

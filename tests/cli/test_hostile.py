@@ -261,7 +261,7 @@ def test_a_changed_document_is_read_or_refused(
             _read(reader, known["document"])
 
     @settings(
-        max_examples=campaign.cases(few=8, many=3000),
+        max_examples=campaign.cases(few=4, many=3000),
         deadline=timedelta(seconds=SECONDS),
         suppress_health_check=list(HealthCheck),
         derandomize=not campaign.full,

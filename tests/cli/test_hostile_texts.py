@@ -198,7 +198,7 @@ def test_a_changed_text_is_read_or_refused(
             reader.read(known["document"])
 
     @settings(
-        max_examples=campaign.cases(few=5, many=1500),
+        max_examples=campaign.cases(few=3, many=1500),
         deadline=timedelta(seconds=SECONDS),
         suppress_health_check=list(HealthCheck),
         derandomize=not campaign.full,

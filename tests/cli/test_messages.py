@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.cli import main, train
+from penstock.cli import main, settings, train
 from penstock.cli.model import RunModel, run_model
-from penstock.cli.out_of_memory import is_out_of_memory
+from penstock.cli.out_of_memory import explain
 from penstock.cli.showing import pace
 from penstock.hardware.profiles import save_profile
 from tests.engine.test_prediction import machine
@@ -87,16 +87,18 @@ def test_out_of_memory_says_what_to_lower_what_is_safe_and_how_to_go_on(
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "where"),
     [
-        "CUDA out of memory. Tried to allocate 2.00 GiB",
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried 8 bytes",
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", "device"),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "device"),
+        ("HIP out of memory. Tried to allocate 2.00 GiB", "device"),
+        ("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory", "host"),
     ],
 )
-def test_whoever_says_it_running_out_of_memory_is_known(said: str) -> None:
-    assert is_out_of_memory(RuntimeError(said))
-    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+def test_out_of_memory_says_of_whose(said: str, where: str, config: Path) -> None:
+    message = explain(RuntimeError(said), settings.load(config), ranks=1, begun=False)
+    assert message.startswith(f"out of memory on the {where}: ")
+    assert ("Lower budget.device (now 8MiB), or micro_batch_size" in message) is (where == "device")
 
 
 def json_lines(run: Path) -> int:

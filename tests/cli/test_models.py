@@ -22,13 +22,7 @@ from tests.documents import tokenizer
 from tests.folders import write
 from tests.runs import FROM_A_FOLDER, write_run
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,9 @@ from penstock.cli.schedule_file import line_of
 from penstock.cli.simulate_arguments import Arguments
 from penstock.cli.words import read_words
 from penstock.hardware.profiles import shipped_machine
+from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.lower.families import FAMILIES
+from tests.machines import cluster_profile
 from tests.patience import PATIENCE
 
 Simulate = Callable[..., dict[str, Any]]
@@ -49,15 +51,6 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
     return run
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Path:
-    """A profile with a network between ranks."""
-    data = json.loads(shipped_machine("a100-40g").to_json())
-    path = tmp_path / "cluster.json"
-    path.write_text(json.dumps(data | {"name": "cluster", "network": {"bandwidth": 25e9, "latency": 1e-5}}))
-    return path
-
-
 # ---- what it says
 
 
@@ -73,6 +66,17 @@ def test_every_number_of_1f1b_is_there_and_right(simulate: Simulate) -> None:
     assert said["ranks"][0]["puzzle_time"] <= 33
     assert said["bubble"] == pytest.approx(3 / 11)
     assert said["stalls"][0] == {"rank": 0, "op": "B0m0", "waited": 6, "for": ["RD0m0", "1:SD0m0", "B1m0"]}
+
+
+def test_json_has_the_keys_that_programs_read_and_no_others(simulate: Simulate) -> None:
+    said = simulate("1f1b", "--ranks", 2, "--micro-batches", 2, "--costs", "unit")
+    whole = ("schedule", "costs", "time", "ranks", "bytes", "lower_bound", "bubble", "stalls", "violations")
+    assert tuple(said) == whole
+    of_a_rank = ("end", "busy", "peak", "in_flight_peak", "puzzle_time", "puzzle_peak")
+    assert [tuple(rank) for rank in said["ranks"]] == [of_a_rank] * 2
+    assert {tuple(rank["peak"]) for rank in said["ranks"]} == {("device", "host", "disk")}
+    assert {tuple(stall) for stall in said["stalls"]} == {("rank", "op", "waited", "for")}
+    assert said["bytes"].keys() == {*LOCAL_LANES, "send", "recv"}
 
 
 @pytest.mark.parametrize(
@@ -123,9 +127,9 @@ def test_every_offload_schedule_simulates_on_a_shipped_machine(simulate: Simulat
 
 @pytest.mark.parametrize("family", ["1f1b", "fsdp", "zero1", "pipeline-fsdp", "zero-bubble"])
 def test_a_distributed_schedule_takes_its_costs_from_a_profile_with_a_network(
-    simulate: Simulate, cluster: Path, family: str
+    simulate: Simulate, tmp_path: Path, family: str
 ) -> None:
-    said = simulate(family, "--costs", cluster, "--model", "llama-8b", "--layers", 8)
+    said = simulate(family, "--costs", cluster_profile(tmp_path), "--model", "llama-8b", "--layers", 8)
     assert said["costs"] == "cluster"
     assert said["time"] >= said["lower_bound"] > 0
     assert sum(said["bytes"].values()) > 0

@@ -2,14 +2,12 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.cli import main, settings
 from penstock.cli.recipe import lr_factor, optimizer_spec
@@ -28,15 +26,13 @@ from tests.engine.test_prediction import machine
 from tests.machines import measured_here
 from tests.patience import PATIENCE, until
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def processes_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model this small gains nothing from threads, and on a busy machine they wait for one another."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the processes that a test starts
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
@@ -242,7 +238,7 @@ def test_a_plan_that_follows_the_machine_says_when_and_why(
     [
         (None, "there is no such file"),
         ("schedule s micro-batches 2 chunk 4096\nF0m0 after F1m0\n", "line 2"),
-        ("world w ranks 2\nrank 0-1\nschedule s micro-batches 1 chunk 0\nF0m0\n", "for 2 ranks: training runs one"),
+        ("world w ranks 2\nrank 0-1\nschedule s micro-batches 1 chunk 0\nF0m0\n", "is for 2 ranks: this is 1"),
     ],
 )
 def test_a_schedule_file_that_cannot_be_run_is_refused(

@@ -153,7 +153,7 @@ def _numbers(pieces: Pieces) -> tuple[list[int], list[int], int, int]:
 def test_labels_are_counted_as_in_memory_however_much_is_read_at_a_time(
     at_once: int, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.data.pieces._AT_ONCE", at_once)
+    monkeypatch.setattr("penstock.data.pieces.AT_ONCE", at_once)
     found = open_tokens(corpus)
     assert found.answers is not None
     memory = TokenFile(ids=found.ids[:], ends=found.ends, answers=found.answers[:])

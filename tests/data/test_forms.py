@@ -292,7 +292,7 @@ def test_a_field_that_no_row_has_is_refused_when_all_have_been_read(
 def test_of_a_stream_a_field_that_the_first_rows_lack_is_refused_before_training(
     bpe: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_LOOKED_AT", 3)
+    monkeypatch.setattr(opening, "LOOKED_AT", 3)
     path = tmp_path / "a.jsonl"
     said = [{"thread": row["messages"]} | ({"persona": "brief"} if i == 2 else {}) for i, row in enumerate(chats(9))]
     late = [said[0], said[1], said[3], said[2]]

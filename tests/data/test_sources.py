@@ -115,7 +115,7 @@ def test_an_array_gives_its_objects_whatever_is_in_their_texts(tmp_path: Path, m
     path.write_text(json.dumps(rows, ensure_ascii=False, indent=2))
     reader = _reader(path)
     for size in (1, 2, 7, 1 << 16):
-        monkeypatch.setattr("penstock.data.sources.json_array._FIRST", size)
+        monkeypatch.setattr("penstock.data.sources.json_array.AT_ONCE", size)
         found = list(reader.read(None))
         assert [dict(example.fields) for example, _ in found] == [{"text": row["text"]} for row in rows]
         assert list(reader.read(found[40][1])) == found[41:]

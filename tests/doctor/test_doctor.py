@@ -21,6 +21,7 @@ from penstock.config import format_size
 from penstock.doctor import device, disk, examine, mounts, work
 from penstock.doctor.disk import Scratch
 from penstock.errors import ConfigError
+from penstock.hardware import system
 from penstock.hardware.machine import Machine, Sustained, load_machine, parse_machine
 from penstock.hardware.profiles import find_profile, profile_folder
 from penstock.schedule.program import ALIGN
@@ -251,8 +252,8 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured with on the simulated accelerator is small, as its rates say nothing."""
     if DEVICE != "cuda":
         monkeypatch.setitem(device.SIZES, "cuda", (64,))
-        monkeypatch.setattr(work, "_beyond_cache", lambda at_least, nbytes: at_least)
-        for name, smaller in (("CHUNK", ALIGN), ("_GROUP", ALIGN), ("_QUEUED", 2)):
+        monkeypatch.setattr(system, "cache_size", lambda: 0)
+        for name, smaller in (("CHUNK", ALIGN), ("DEVICE_STEP", ALIGN), ("QUEUED", 2)):
             monkeypatch.setattr(work, name, smaller)
 
 

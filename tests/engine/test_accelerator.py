@@ -296,13 +296,15 @@ class Wide(nn.Module):
         return self.head(x).mean()
 
 
-@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
-def test_what_the_allocator_reserves_for_saved_activations_that_come_back_is_planned(
-    schedule: str, tmp_path: Path
-) -> None:
-    """It has memory of its own for each stream, and keeps it: what compute's has is no memory for what comes back."""
-    rows, slack = (1 << 17, 64 << 20) if DEVICE == "cuda" else (4096, 1 << 18)
-    where = budget(tmp_path / "store", activations="host", device="1GiB", host="1GiB", durability="none")
+SLACK = 64 << 20 if DEVICE == "cuda" else 1 << 18
+"""Bytes that torch's allocator may reserve beyond a plan: what it rounds up, and cuBLAS's workspace."""
+
+
+def reserved_for_what_comes_back(schedule: str, disk: Path) -> tuple[int, int]:
+    """Bytes that torch's allocator reserves at most in a step whose saved activations come back from the host, and that
+    the plan counts."""
+    rows = 1 << 17 if DEVICE == "cuda" else 4096
+    where = budget(disk, activations="host", device="1GiB", host="1GiB", durability="none")
     settings: Setting = {"device": DEVICE, "precision": "fp32", "schedule": schedule, "optimizer": penstock.AdamW()}
     settings["recompute"] = True
     micro_batches = [{"x": torch.randn(rows, Wide.WIDTH)} for _ in range(6)]
@@ -314,7 +316,16 @@ def test_what_the_allocator_reserves_for_saved_activations_that_come_back_is_pla
         torch.accelerator.reset_peak_memory_stats()
         engine.step(micro_batches)
         assert {"DC", "UC"} <= {op.id.kind for op in engine.plan.schedule.ops}
-        assert torch.accelerator.max_memory_reserved() - before <= engine.plan.device_bytes + slack
+        return torch.accelerator.max_memory_reserved() - before, engine.plan.device_bytes
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_what_the_allocator_reserves_for_saved_activations_that_come_back_is_planned(
+    schedule: str, tmp_path: Path
+) -> None:
+    """It has memory of its own for each stream, and keeps it: what compute's has is no memory for what comes back."""
+    reserved, planned = reserved_for_what_comes_back(schedule, tmp_path / "store")
+    assert reserved <= planned + SLACK
 
 
 class OnItsOwnStream(Wide):

@@ -162,7 +162,7 @@ def test_same_bits_with_any_chunk_size(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fit, "_CHUNKS", (chunk,))
+    monkeypatch.setattr(fit, "CHUNKS", (chunk,))
     where = budget(tmp_path / "store", activations="disk", gradients="disk" if clip else None)
     with wrap(CASE, where, precision=precision, clip_grad_norm=clip, schedule=schedule) as engine:
         found = run_steps(engine, STEPS)
@@ -265,17 +265,22 @@ def test_same_bits_when_closed_and_continued_on_its_store(
     assert_same_state(rest.state, wanted.state)
 
 
-def test_same_bits_with_a_schedule_of_ones_own(reference: Callable[..., Result], tmp_path: Path) -> None:
-    """A schedule goes through its text form, and is run as it stands: here with every pool a buffer larger."""
-    where = budget(tmp_path / "store")
-    with wrap(CASE, where, clip_grad_norm=1.75) as engine:
+@pytest.mark.parametrize(("order", "name"), [("vertical", "horizontal"), ("horizontal", "mine")])
+def test_same_bits_with_a_schedule_of_ones_own(
+    order: str, name: str, reference: Callable[..., Result], tmp_path: Path
+) -> None:
+    """A schedule goes through its text form, and is run as it stands, whatever it is called: here with every pool a
+    buffer larger."""
+    where = budget(tmp_path / "store", activations="disk")
+    with wrap(CASE, where, clip_grad_norm=1.75, schedule=order) as engine:
         engine.step(STEPS[0])
-        schedule = engine.plan.schedule
+        built = parse_schedule(str(engine.plan.schedule))
     shutil.rmtree(tmp_path / "store")
-    own = replace(parse_schedule(str(schedule)), pools=tuple(replace(p, count=p.count + 1) for p in schedule.pools))
+    own = replace(built, name=name, pools=tuple(replace(p, count=p.count + 1) for p in built.pools))
     with wrap(CASE, where, clip_grad_norm=1.75, schedule=own) as engine:
-        found = run_steps(engine, STEPS)
-        assert engine.plan.schedule.pools == own.pools
+        before, found = engine.evaluate(STEPS[0]), run_steps(engine, STEPS)
+        assert (engine.plan.schedule.ops, engine.plan.schedule.pools) == (own.ops, own.pools)
+        assert engine.evaluate(STEPS[0]) < before
     assert_same(found, reference("fp32", 1.75))
 
 

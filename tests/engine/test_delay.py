@@ -61,7 +61,7 @@ def steps(schedule: Schedule) -> list[str]:
 cases = st.builds(training, st.integers(0, 10_000))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases, st.sampled_from(SHARES))
 def test_a_delayed_schedule_is_safe_and_its_text_parses_back(case: Case, share: float) -> None:
     schedule = delayed(case, share).build()
@@ -69,7 +69,7 @@ def test_a_delayed_schedule_is_safe_and_its_text_parses_back(case: Case, share: 
     assert parse_schedule(str(schedule)) == schedule
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases, st.sampled_from(SHARES))
 def test_a_delay_moves_work_and_adds_none(case: Case, share: float) -> None:
     """Every chunk is stepped once a step, as without; bytes are the same on every lane but one. A delayed chunk whose
@@ -95,7 +95,7 @@ def test_a_delay_moves_work_and_adds_none(case: Case, share: float) -> None:
     assert late.bytes_per_lane() == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases, st.sampled_from(SHARES))
 def test_delayed_steps_come_before_whoever_uses_the_weights(case: Case, share: float) -> None:
     schedule = delayed(case, share).build()
@@ -227,7 +227,7 @@ class Run:
                 assert version == self.now, f"{op.id} reads chunk {g}.{c} after {version} steps"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases, st.sampled_from((0.0, *SHARES)))
 def test_every_forward_and_backward_sees_all_steps_before_its_own(case: Case, share: float) -> None:
     """That is why a delay does not change the numbers."""
@@ -237,7 +237,7 @@ def test_every_forward_and_backward_sees_all_steps_before_its_own(case: Case, sh
         run.step()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases, st.sampled_from((0.0, 0.5)), st.integers(2, 5), st.sampled_from(("vertical", "horizontal")))
 def test_the_same_holds_on_each_of_several_ranks(case: Case, share: float, ranks: int, family: str) -> None:
     place = case.settings.place
@@ -257,7 +257,7 @@ def test_the_same_holds_on_each_of_several_ranks(case: Case, share: float, ranks
 # ---- the commit in between
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases, st.sampled_from(SHARES))
 def test_the_step_before_is_committed_between_its_last_write_and_this_ones_first(case: Case, share: float) -> None:
     schedule = delayed(case, share).build()
@@ -365,7 +365,7 @@ def test_a_saved_activation_that_fits_no_shared_buffer_well_keeps_a_pool_of_its_
     assert {"saved_activations", "gradients_held"} <= {pool.name for pool in late.pools}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases, st.sampled_from(SHARES))
 def test_the_pool_of_waiting_gradients_is_as_large_as_the_most_that_wait(case: Case, share: float) -> None:
     """Exactly; where saved activations share it, up to one visit's, as a lane that runs ahead frees them sooner."""

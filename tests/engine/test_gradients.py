@@ -30,6 +30,7 @@ from tests.training import (
     relative,
     run_steps,
     steps_of,
+    torch_adamw,
     train,
     wrap,
 )
@@ -124,10 +125,6 @@ def test_horizontal_sums_on_the_host_and_rounds_there(tmp_path: Path) -> None:
         assert_same(wanted("fp32", clip), run_steps(engine, STEPS))
         assert set(crossing(engine.plan)) == {4.0}
         assert engine.plan.settings.cast == "host"
-
-
-def torch_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def test_training_equals_plain_torch_with_gradients_rounded_once(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def wanted(form: Moments, optimizer: str = "adamw", precision: str = "bf16") -> 
         return train(CASE, where, STEPS, **settings_of(form, optimizer, precision), **more)
 
 
-@pytest.mark.sampled(7, values=False)
+@pytest.mark.sampled(5, values=False)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("form", "optimizer", "precision"),

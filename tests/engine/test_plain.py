@@ -14,7 +14,7 @@ import penstock
 from penstock.optim.spec import OptimizerSpec
 from tests.engine.test_prediction import machine
 from tests.models import MODELS, Case, MicroBatch
-from tests.training import budget, items, master_of, plain_loop, relative, run_steps, steps_of, wrap
+from tests.training import budget, items, master_of, plain_loop, relative, run_steps, steps_of, torch_adamw, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,10 +22,6 @@ CLIP = {"llama": 1.28, "qwen3": 1.48, "gpt2": 1.7, "mixtral": 1.27, "bert": 1.9,
 """A limit that lies between the gradient norms of the first three steps, so that some are clipped and some are not."""
 
 TorchOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 @pytest.mark.parametrize("name", CLIP)

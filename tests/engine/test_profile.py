@@ -33,7 +33,7 @@ CASE = MODELS["llama"]
 def nobody_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("PENSTOCK_MEASURE")
-    monkeypatch.setattr(profile, "_unkept", {})
+    monkeypatch.setattr(profile, "UNKEPT", {})
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import penstock
 from tests.shared_models import SHARED
@@ -21,6 +19,7 @@ from tests.training import (
     relative,
     run_steps,
     steps_of,
+    torch_adamw,
     train,
     wrap,
 )
@@ -33,10 +32,6 @@ LEAST = {"device": "4MiB", "host": "3MiB"}
 
 def small(disk: Path, **places: Any) -> penstock.Budget:
     return budget(disk, **LEAST | places)
-
-
-def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -27,7 +27,7 @@ def speculative(seed: int) -> Case:
 cases = st.builds(speculative, st.integers(0, 10_000))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases)
 def test_only_state_that_is_all_on_disk_steps_before_the_norm(case: Case) -> None:
     schedule, s = case.build(), case.settings
@@ -41,7 +41,7 @@ def test_only_state_that_is_all_on_disk_steps_before_the_norm(case: Case) -> Non
             assert on_disk or (norm is not None and clocks.before(norm, op))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases)
 def test_a_step_that_speculates_does_the_work_of_one_that_does_not_wait(case: Case) -> None:
     """With all state on disk it is that step, op by op."""

@@ -100,7 +100,7 @@ def check_run(run: Run, folder: Path) -> None:
     losses: dict[int, tuple[float, float]] = {}
     lives, kills = 0, sorted(run.kills)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "_CHUNKS", (run.chunk,))
+        patch.setattr(fit, "CHUNKS", (run.chunk,))
         engine = run.engine(folder / "0")
         try:
             while engine.step_count < len(steps):

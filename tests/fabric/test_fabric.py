@@ -1,7 +1,6 @@
 """Lightning Fabric's own loops on the engine: what they compute eagerly is recorded, and comes out the same."""
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,12 @@ from torch.utils.data import DataLoader
 import penstock
 from penstock.fabric import Deferred, PenstockStrategy
 from penstock.fabric.deferred import nodes
-from tests.library_runs import CLOSE, VOCABULARY, check_kept_whole, check_same_weights, examples, llama, one_thread
+from tests.library_runs import CLOSE, VOCABULARY, check_kept_whole, check_same_weights, examples, llama
 from tests.overrides import foreign_overrides
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS, ACCUMULATE, CLIP = 4, 3, 0.5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from one_thread()
 
 
 def strategy(disk: Path | None = None, **settings: Any) -> PenstockStrategy:

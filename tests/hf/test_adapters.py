@@ -1,7 +1,6 @@
 """A model with adapters comes out as its adapter, as peft writes it, or merged, as peft merges it."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,9 @@ from tests import folders
 from tests.library_runs import arguments, examples, in_memory, llama
 from tests.models import causal_lm
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TARGETS = {"llama": ["q_proj", "down_proj", "embed_tokens"], "gpt2": ["c_attn"], "mixtral": ["q_proj"]}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def with_adapters(name: str, folder: Path, **options: Any) -> Any:

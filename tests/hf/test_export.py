@@ -23,13 +23,7 @@ from penstock.state.values import committed
 from tests import folders, warm
 from tests.models import causal_lm
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def wrap(model: Any, store: Path | None, **options: Any) -> penstock.Engine:
@@ -69,7 +63,7 @@ def assert_same_files(found: Path, expected: Path) -> None:
 TRAINED = ["llama", "llama-tied", "mixtral", "qwen3-moe", "gemma3", "gpt2", "deepseek-v3", "gpt-oss"]
 
 
-@pytest.mark.sampled(5, values=False)
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_is_exported_is_what_was_trained(name: str, tmp_path: Path) -> None:
     """Train a folder, export it; the files are those of a plain model in memory, and so are logits and loss."""

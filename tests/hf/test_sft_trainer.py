@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 import penstock
 from penstock.compat.peft import base_name
 from penstock.hf import SFTTrainer
-from tests.library_runs import COMMON, check_same, in_memory, llama, on_disk, one_thread, shown, tokenizer
+from tests.library_runs import COMMON, check_same, in_memory, llama, on_disk, shown, tokenizer
 from tests.overrides import foreign_overrides, public_overrides
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = [
     "import",
@@ -36,11 +38,6 @@ WORDS = [
     "it",
     "small",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from one_thread()
 
 
 @pytest.fixture(scope="module", autouse=True)

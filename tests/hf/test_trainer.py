@@ -1,7 +1,6 @@
 """``penstock.hf.Trainer`` runs transformers' own loop: it logs, saves and goes on from what the library's own does."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,16 @@ from tests.library_runs import (
     in_memory,
     llama,
     on_disk,
-    one_thread,
     shown,
     tokenizer,
     weights,
 )
 from tests.training import abandon
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DATA = examples(16)
 HELD_OUT = examples(5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from one_thread()
 
 
 def plain(folder: Path, model: Any = None, cls: Any = transformers.Trainer, given: Any = None, **settings: Any) -> Any:

@@ -48,7 +48,7 @@ def fused() -> Iterator[ModuleType]:
         importlib.reload(importlib.import_module(name))
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize(
     ("grad_dtype", "form", "moment_dtype"),
@@ -162,3 +162,22 @@ def test_a_gpu_that_triton_cannot_compile_for_is_no_error_but_memory_is(monkeypa
     monkeypatch.setattr(found, "fold_squares", full)
     with pytest.raises(torch.OutOfMemoryError):
         library.fused(here)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_triton_without_a_steps_roots_is_found_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its norm compiles: quotients and roots that are rounded correctly came to Triton later than the rest."""
+
+    def step(*_: object, **__: object) -> None:
+        raise AttributeError("module 'triton.language' has no attribute 'div_rn'")
+
+    found = ModuleType("penstock.optim.fused")
+    vars(found).update(fold_squares=fallback.fold_squares, step=step)
+    monkeypatch.setitem(sys.modules, "penstock.optim.fused", found)
+    with pytest.warns(RuntimeWarning, match=r"many times slower \(AttributeError: .* has no attribute 'div_rn'"):
+        assert library.fused(torch.device("cpu")) is None
+
+
+@pytest.mark.usefixtures("fresh")
+def test_kernels_that_work_are_used(fused: ModuleType) -> None:
+    assert library.fused(torch.device("cpu")) is fused

@@ -41,7 +41,7 @@ def test_every_task_gets_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.0
 
     monkeypatch.setattr("penstock.planner.advice.estimate", estimate)
-    monkeypatch.setattr("penstock.planner.advice._SMALL", 0)
+    monkeypatch.setattr("penstock.planner.advice.SMALL", 0)
     settings = list(product(PINS, (None, 1.0), (None, 0.0, 0.5), (None, True, False)))
     refused = 0
     for pins, clip, delay, speculate in settings:
@@ -64,7 +64,7 @@ def test_every_task_gets_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_clipping_is_advised_with_the_pin_that_it_leaves_without_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much each gains is no matter here."""
     monkeypatch.setattr("penstock.planner.advice.WORTH_SAYING", 0.0)
-    monkeypatch.setattr("penstock.planner.advice._SMALL", 0)
+    monkeypatch.setattr("penstock.planner.advice.SMALL", 0)
     changes = [advice.change for advice in planned({"gradients": "disk"}, clip_grad_norm=1.0).advice]
     assert any(change.startswith("no gradient clipping and no budget.gradients, so") for change in changes)
     delayed = [advice.change for advice in planned({"gradients": "disk"}, clip_grad_norm=1.0, delay=0.5).advice]

@@ -136,7 +136,7 @@ def test_the_same_question_has_the_same_answer(monkeypatch: pytest.MonkeyPatch) 
     asked = question(transformer(6, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
     first = search(asked)
     search(question(transformer(3, block=40), form=ADAM32, wait=True, device=4 * MIB, host=12 * MIB))
-    monkeypatch.setattr("penstock.planner.optimum._SOLVED", {})
+    monkeypatch.setattr("penstock.planner.optimum.SOLVED", {})
     again = search(asked)
     assert again.plan == first.plan
     assert again.seconds == first.seconds
@@ -291,7 +291,7 @@ def test_advice_for_a_large_schedule_is_not_simulated(monkeypatch: pytest.Monkey
     asked = task(host=12 * MIB, machine=SLOW)
     choice = searched(asked.question(2, 4))
     assert all(a.simulated for a in advice(asked, 2, choice)[:1])
-    monkeypatch.setattr("penstock.planner.advice._SMALL", 10)
+    monkeypatch.setattr("penstock.planner.advice.SMALL", 10)
     assert not any(a.simulated for a in advice(asked, 2, choice))
 
 

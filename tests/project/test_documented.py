@@ -116,17 +116,14 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Path:
     """The current directory: the stage, on a machine that has been measured."""
     folder = tmp_path / "here"
     shutil.copytree(stage, folder, symlinks=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save_profile(measured_here(replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),))))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield folder
-    torch.set_num_threads(threads)
+    return folder
 
 
 def test_a_block_says_what_it_is() -> None:

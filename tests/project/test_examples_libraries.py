@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,16 +14,12 @@ from examples.small import chats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import warm
-from tests.library_runs import one_thread
 from tests.patience import until
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 8
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from one_thread()
 
 
 @pytest.fixture(scope="module")

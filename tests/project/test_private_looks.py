@@ -1,6 +1,8 @@
 """Tests look at Penstock from outside: at what is public, or through ``Engine.inside``."""
 
 import ast
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
@@ -8,6 +10,7 @@ OF_OTHERS = {"torch", "os", "sys", "threading", "atexit"}
 """Libraries whose own private names tests may need to know."""
 
 OF_LIBRARIES = {
+    "accelerator/elsewhere.py": {"_setupstate"},  # pytest: to end what a test has set up before its process ends
     "engine/test_compile.py": {"_COMPILER_FNS"},  # torch: to take a compiler's registration back
     "schedule/test_pipelines.py": {  # torch's own pipelines, as the reference
         *("_calculate_single_rank_operations", "_n_microbatches", "_num_stages", "_stages"),
@@ -16,23 +19,67 @@ OF_LIBRARIES = {
 }
 """Private names of libraries that no public one stands for, by file."""
 
+_BY_TEXT = {"getattr", "setattr", "hasattr", "delattr", "patch", "object"}
+"""Functions that find an attribute by its name: Python's, ``monkeypatch``'s, and ``patch`` and ``patch.object`` of
+``unittest.mock``."""
+
+_PRIVATE = re.compile(r"_[A-Za-z]\w*")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
 
 def _private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    return _PRIVATE.fullmatch(name) is not None
+
+
+def _is_own(value: ast.AST) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def _is_of_others(value: ast.AST) -> bool:
+    return ast.unparse(value).partition(".")[0] in OF_OTHERS
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+
+
+def _by_text(call: ast.Call, within: ast.AST) -> Iterator[str]:
+    """Private names that a call finds by their text. Where the text is a variable, any of the texts ``within`` the
+    function around it may be one."""
+    match call.args:
+        case [ast.Constant(value=str(path)), *_]:
+            names = path.split(".")
+            yield from () if names[0] in OF_OTHERS else filter(_private, names)
+        case [owner, *_] if _is_own(owner) or _is_of_others(owner):
+            pass
+        case [_, ast.Constant(value=str(name)), *_]:
+            yield from filter(_private, [name])
+        case [_, ast.Name(), *_]:
+            yield from filter(_private, _texts(within))
 
 
 def looks(tree: ast.AST) -> set[str]:
-    """Private names of other files that a file looks at: attributes, and what it imports."""
+    """Private names of other files that a file looks at: attributes, by name or by its text, and what it imports."""
     found: set[str] = set()
+    within: dict[ast.AST, ast.AST] = {}
+    for function in ast.walk(tree):
+        if isinstance(function, Function):
+            within = dict.fromkeys(ast.walk(function), function) | within  # the outermost, which comes first
     for node in ast.walk(tree):
         match node:
-            case ast.Attribute(value=ast.Name(id="self" | "cls")):
-                pass
-            case ast.Attribute(value=value, attr=name) if _private(name):
-                if ast.unparse(value).partition(".")[0] not in OF_OTHERS:
-                    found.add(name)
+            case ast.Attribute(value=value, attr=name) if _private(name) and not _is_own(value):
+                found |= set() if _is_of_others(value) else {name}
             case ast.ImportFrom(module=str(module), names=names) if module.startswith(("penstock", "tests")):
                 found |= {alias.name for alias in names if _private(alias.name)}
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _BY_TEXT:
+                found |= {*_by_text(node, within.get(node, tree))}
+            case ast.Subscript(
+                value=ast.Call(func=ast.Name(id="vars"), args=[value]) | ast.Attribute(attr="__dict__", value=value),
+                slice=ast.Constant(value=str(name)),
+            ) if _private(name) and not _is_own(value) and not _is_of_others(value):
+                found.add(name)
     return found
 
 
@@ -44,6 +91,22 @@ def test_files_of_tests_look_at_what_is_public() -> None:
     assert not found, "give it a public look, or look through Engine.inside"
 
 
+def test_exceptions_are_needed() -> None:
+    for name, names in OF_LIBRARIES.items():
+        assert names <= looks(ast.parse((TESTS / name).read_text())), name
+
+
 def test_private_looks_are_seen() -> None:
     assert looks(ast.parse("engine._arrays.x; self._own; a.__class__; torch._C; f()._y")) == {"_arrays", "_y"}
     assert looks(ast.parse("from penstock.a import _b, c\nfrom torch import _d")) == {"_b"}
+
+
+def test_private_names_are_seen_by_their_texts() -> None:
+    by_path = "monkeypatch.setattr('penstock.a._B', 1); patch('penstock._c.d'); patch.setattr('torch._C.x', f)"
+    assert looks(ast.parse(by_path)) == {"_B", "_c"}
+    by_owner = "patch.setattr(fit, '_D', 1); getattr(a, '_e', None); patch.object(A, '_f'); vars(a)['_g'] = 1"
+    assert looks(ast.parse(by_owner)) == {"_D", "_e", "_f", "_g"}
+    of_others = "patch.setattr(torch, '_h', 1); getattr(self, '_i'); vars(self)['_j']; patch.setattr(a, 'b', self._k)"
+    assert not looks(ast.parse(of_others))
+    by_variable = "def f():\n    for n in ('_l', 'm'):\n        patch.setattr(a, n, 1)\ndef g():\n    print('_o')"
+    assert looks(ast.parse(by_variable)) == {"_l"}

@@ -162,6 +162,23 @@ def test_an_import_the_wrong_way_is_found() -> None:
     assert not wrong_ways("engine", lazy)
 
 
+def rooms_that_import(package: str) -> set[str]:
+    """Rooms with a source that imports a module of a package."""
+    return {
+        room_of(name)
+        for name, path in modules().items()
+        for other in imports(ast.parse(path.read_text()))
+        if f"{other}.".startswith(f"{package}.")
+    }
+
+
+def test_the_runtime_imports_nothing_that_makes_schedules() -> None:
+    """It runs a schedule as it stands: ``schedule.ir`` answers what it asks about ops."""
+    found = rooms_that_import("penstock.schedule.lower")
+    assert "runtime" not in found
+    assert {"schedule", "planner"} <= found
+
+
 def test_only_the_engine_imports_both_the_planner_and_the_runtime() -> None:
     assert {room for room, below in MAY_IMPORT.items() if {"planner", "runtime"} <= below} == {"engine"}
 

@@ -126,7 +126,7 @@ def trained(mesh: DeviceMesh | None, numbers: Numbers, way: Way, folder: Path) -
 
     found: dict[str, Any] = {"losses": [], "norms": [], "clipped": []}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "_CHUNKS", (way.chunk,))
+        patch.setattr(fit, "CHUNKS", (way.chunk,))
         engine = opened()
         try:
             for number, micro_batches in enumerate(steps, start=1):

@@ -95,7 +95,7 @@ def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | No
     """What a run has found, and left."""
     with pytest.MonkeyPatch.context() as patch:
         if run.chunk is not None:
-            patch.setattr(fit, "_CHUNKS", (run.chunk,))
+            patch.setattr(fit, "CHUNKS", (run.chunk,))
         where = budget(disk if run.disk else None, **run.budget)
         with wrap(
             MODELS[numbers.model], where, mesh=mesh, strands=STRANDS, **numbers.settings(), **run.settings

@@ -2,7 +2,7 @@
 
 import io
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from penstock.errors import RankError
+from penstock.errors import ConfigError, ModelError, RankError
 from tests.accelerator import DEVICE
 from tests.patience import PATIENCE, until
 from tests.warm import server
@@ -99,6 +99,19 @@ def pipeline(size: int, what: Callable[..., R], *args: Any, **given: Any) -> lis
 def sharing(size: int, what: Callable[..., R], *args: Any, **given: Any) -> list[R]:
     """``together``, of ranks that share each sequence."""
     return _settled(World(size, what, *args, axis="cp", **given))
+
+
+def refusals(mesh: DeviceMesh, what: Callable[..., Any], cases: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """On a rank: kind and words of the error that ``what(mesh, ...)`` raises in each case, one after the other."""
+    found = []
+    for case in cases:
+        try:
+            what(mesh, **case)
+        except (ConfigError, ModelError) as error:
+            found.append((type(error).__name__, str(error)))
+        else:
+            found.append(("none", f"{case} is not refused"))
+    return found
 
 
 def _settled(world: World) -> list[Any]:

@@ -36,7 +36,7 @@ from penstock.report.html import in_script
 from penstock.report.prediction import Prediction, parse_prediction
 from penstock.report.run_page import run_page
 from penstock.report.sentence import bottleneck, format_time, measured_bottleneck, verdict
-from penstock.report.series import Because, last_of_each_moment, parse_cause
+from penstock.report.series import last_of_each_moment
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import Ran
 from penstock.report.waits import held_up
@@ -45,6 +45,7 @@ from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.references import LANE_OF
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.ir.worlds import World
+from penstock.sim.cause import Cause
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from penstock.store.directory import DirectoryLock
@@ -78,11 +79,11 @@ def test_a_measured_op_waited_for_the_last_of_what_the_schedule_asks() -> None:
         ("F1m0", "compute", 9.001, 10.0),
     )
     bars = {bar.id: bar for bar in measured_bars(ops, parse_schedule(SCHEDULE))}
-    assert bars["UW0.0@F0"].cause == "RW0.0@F0"
-    assert bars["RW1.0@F1"].cause == "pool one (given by UW0.0@F0)"
+    assert bars["UW0.0@F0"].cause == Cause("RW0.0@F0")
+    assert bars["RW1.0@F1"].cause == Cause("UW0.0@F0", pool="one")
     assert bars["RW1.0@F1"].waited == pytest.approx(2.001)
-    assert bars["F0m0"].cause == "UW0.0@F0"
-    assert bars["F1m0"].cause == ""  # all it needs was there: its lane was busy until it began
+    assert bars["F0m0"].cause == Cause("UW0.0@F0")
+    assert bars["F1m0"].cause is None  # all it needs was there: its lane was busy until it began
     assert bars["F1m0"].waited == pytest.approx(0.001)
     assert all(not bar.cause for bar in measured_bars(ops, None))
 
@@ -98,8 +99,10 @@ def test_measured_causes_are_those_of_the_simulation_where_a_lane_does_one_op_at
     compared = 0
     for t in timed:
         if t.waited > 1e-5:
-            because, said = parse_cause(bars[t.op.id].cause), parse_cause(t.cause)
-            assert end_of[because.op] == pytest.approx(end_of[said.op], abs=1e-5), t.op.id
+            found, said = bars[t.op.id].cause, t.cause
+            assert found is not None
+            assert said is not None
+            assert end_of[found.op] == pytest.approx(end_of[said.op], abs=1e-5), t.op.id
             assert bars[t.op.id].waited == pytest.approx(t.waited)
             compared += 1
     assert compared > 20
@@ -137,20 +140,6 @@ def test_what_held_a_step_up_adds_up_to_the_step() -> None:
     found = held_up(ops, schedule)
     assert sum(found.values()) == pytest.approx(simulation.end(0), rel=1e-3)
     assert set(found) >= {"compute", "read"}
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("B3m0", Because(op="B3m0")),
-        ("12:RA5m0", Because(op="RA5m0", rank=12)),
-        ("pool stage_in (given by UW1.0@F1)", Because(op="UW1.0@F1", pool="stage_in")),
-        ("pool act", Because(pool="act")),
-        ("", Because()),
-    ],
-)
-def test_a_cause_is_taken_apart(text: str, cause: Because) -> None:
-    assert parse_cause(text) == cause
 
 
 # ---- what a page is made of

@@ -17,7 +17,6 @@ from penstock.schedule.ir.text import parse_op, parse_schedule
 from penstock.schedule.lower.visits import vertical
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.program import ALIGN
-from tests.engine.test_plain import torch_adamw
 from tests.models import MODELS
 from tests.programs import all_on_disk, transformer
 from tests.training import (
@@ -29,6 +28,7 @@ from tests.training import (
     relative,
     run_steps,
     steps_of,
+    torch_adamw,
     train,
     wrap,
 )

@@ -80,7 +80,7 @@ def requests(draw: st.DrawFn) -> Request:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(requests())
 def test_every_schedule_is_safe_and_runs_under_any_costs_and_reads_back(request: Request) -> None:
     world = build(request)
@@ -93,7 +93,7 @@ def test_every_schedule_is_safe_and_runs_under_any_costs_and_reads_back(request:
             assert simulation.peak(rank)["device"] <= schedule.peak_bytes("device")
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(requests())
 def test_every_micro_batch_goes_once_through_every_layer_and_back(request: Request) -> None:
     world = build(request)
@@ -118,7 +118,7 @@ def test_every_micro_batch_goes_once_through_every_layer_and_back(request: Reque
     assert done["E", len(layers)] == batches
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(requests())
 def test_what_is_sent_is_received(request: Request) -> None:
     world = build(request)

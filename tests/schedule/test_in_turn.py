@@ -93,7 +93,7 @@ def meet(world: World) -> None:
 
 @pytest.mark.parametrize(("name", "ranks", "layers"), list(product(FAMILY, (2, 3, 4), (4, 5, 9))))
 def test_every_rank_is_proved_and_all_are_safe_together(name: str, ranks: int, layers: int) -> None:
-    for micro_batches in range(1, 9):
+    for micro_batches in (1, 2, 3, 5, 8):
         wait, tier = bool(micro_batches % 2) or None, ("device", "host", "disk")[micro_batches % 3]
         asked = request(name, layers, ranks, micro_batches, wait=wait, activations=tier)
         world = build(asked)
@@ -109,7 +109,7 @@ def test_every_rank_is_proved_and_all_are_safe_together(name: str, ranks: int, l
 def test_whatever_is_trained_and_wherever_it_lives_ranks_are_proved_and_end(name: str, campaign: Campaign) -> None:
     """Tied ends, frozen blocks, any tier for any group, strands, gradients in bf16, with the norm or before it."""
     done = 0
-    for seed in range(campaign.cases(80, 4000)):
+    for seed in range(campaign.cases(40, 4000)):
         case, rng = random_case(seed, largest=8), Random(seed)
         calls, ranks = len(case.program.stages) - 2, rng.randint(2, 4)
         if not case.settings.train or calls < ranks - 1:
@@ -268,7 +268,7 @@ DEALS = st.integers(2, 5).flatmap(
 )
 
 
-@settings_of_hypothesis(max_examples=150, deadline=None)
+@settings_of_hypothesis(max_examples=75, deadline=None)
 @given(DEALS, st.integers(1, 14), st.randoms(use_true_random=False))
 def test_each_part_comes_once_and_in_its_order_and_few_micro_batches_are_unfinished(
     of_stages: tuple[int, ...], micro_batches: int, rng: Random

@@ -12,6 +12,7 @@ from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_schedule, parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
+from penstock.sim.cause import Cause
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
@@ -66,7 +67,7 @@ def test_a_full_pool_holds_an_op_back_until_a_buffer_is_given() -> None:
     )
     result = simulate(one(*lines), COSTS)
     third = next(t for t in result.timed(0) if t.op.id == "RW0.2@F0")
-    assert (third.start, third.waited, third.cause) == (6, 4, "pool p (given by UW0.0@F0)")
+    assert (third.start, third.waited, third.cause) == (6, 4, Cause("UW0.0@F0", pool="p"))
     assert result.peak(0)["device"] == 20
     assert result.memory(0)["device"][-1] == (16, 0)
 
@@ -74,7 +75,7 @@ def test_a_full_pool_holds_an_op_back_until_a_buffer_is_given() -> None:
 def test_what_a_stall_waited_for_is_the_last_thing_to_come() -> None:
     result = simulate(one("RW0.0@F0 bytes 4", "UC1m0 bytes 6", "F1m0 after RW0.0@F0,UC1m0 bytes 1"), COSTS)
     compute = next(t for t in result.timed(0) if t.op.id == "F1m0")
-    assert (compute.start, compute.waited, compute.cause) == (6, 6, "UC1m0")
+    assert (compute.start, compute.waited, compute.cause) == (6, 6, Cause("UC1m0"))
 
 
 def test_a_serial_rank_does_one_op_at_a_time_in_the_order_written() -> None:
@@ -123,7 +124,7 @@ def test_a_collective_starts_when_the_last_rank_has_come_and_blocks_the_lane() -
     result = simulate(parse_world(text), COSTS)
     assert spans(result, 0)["AR0"] == spans(result, 1)["AR0"] == (5, 8)
     early = next(t for t in result.timed(0) if t.op.id == "AR0")
-    assert early.cause == "1:AR0"
+    assert early.cause == Cause("AR0", rank=1)
 
 
 def test_a_collective_holds_its_buffers_from_when_its_rank_arrives() -> None:

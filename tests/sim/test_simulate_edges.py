@@ -8,18 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.hardware.profiles import shipped_machine
+from tests.machines import cluster_profile
 
 COMMAND = (sys.executable, "-m", "penstock.cli")
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Path:
-    """A profile with a network between ranks."""
-    data = json.loads(shipped_machine("a100-40g").to_json())
-    path = tmp_path / "cluster.json"
-    path.write_text(json.dumps(data | {"name": "cluster", "network": {"bandwidth": 25e9, "latency": 1e-5}}))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -67,9 +58,9 @@ def test_no_name_and_no_command_are_told_what_there_is(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("name", ["horizontal", "vertical", "zero-infinity", "greedysnake"])
 def test_ranks_of_offload_share_weights_state_and_micro_batches(
-    capsys: pytest.CaptureFixture[str], cluster: Path, name: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
-    words = ["simulate", name, "--layers", "4", "--chunks", "2", "--costs", str(cluster), "--json"]
+    words = ["simulate", name, "--layers", "4", "--chunks", "2", "--costs", str(cluster_profile(tmp_path)), "--json"]
     assert main([*words, "--micro-batches", "2"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert main([*words, "--micro-batches", "4", "--ranks", "2"]) == 0
@@ -92,7 +83,7 @@ def test_the_bound_of_a_rank_that_does_one_thing_at_a_time_is_all_that_it_does(
 
 
 def test_layers_of_a_file_are_those_of_the_model_and_its_sizes_must_be(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, cluster: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """What is printed with a machine's costs simulates to the same; what is printed with other costs is refused."""
 
@@ -102,7 +93,7 @@ def test_layers_of_a_file_are_those_of_the_model_and_its_sizes_must_be(
         path.write_text(capsys.readouterr().out)
         return path
 
-    machine = ("--costs", str(cluster))
+    machine = ("--costs", str(cluster_profile(tmp_path)))
     words = ("1f1b", "--layers", "8", *machine)
     path = printed(*words)
     assert main(["simulate", str(path), *machine, "--json"]) == 0

@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,6 +48,35 @@ def test_pages_are_locked_and_unlocked_on_the_device_that_they_lie_beside(monkey
     address = slab.bytes.data_ptr()
     slab.close()
     assert calls == [("lock", address, [second]), ("unlock", address, [second])]
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_an_error_of_a_page_lock_is_not_the_next_kernels(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps a call's error for whoever asks next, and only that clears it; where there is none nothing is
+    launched."""
+    second, last, launched = torch.device("cuda", 1), list[int](), list[int]()
+    empty = torch.empty
+
+    def lock(address: int, nbytes: int, flags: int) -> int:
+        last.extend([code] if code else [])
+        return code
+
+    def launch(value: int) -> None:
+        launched.append(value)
+        if last:
+            raise RuntimeError(f"CUDA error: {last.pop()}")
+
+    def made(*size: int, **given: object) -> object:
+        return SimpleNamespace(fill_=launch) if given.get("device") == second else empty(*size, **given)
+
+    runtime = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=lambda address: 0)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "empty", made)
+    with pytest.raises(BudgetError, match=r"could not be page-locked \(cuda error 2\)") if code else nullcontext():
+        HostSlab(4096, beside=second).close()
+    assert len(launched) == bool(code)
+    assert not last
 
 
 SIZE = 1 << 20
@@ -100,7 +129,7 @@ def test_memory_that_is_not_there_is_a_budget_error(locked: list[int], monkeypat
         ctypes.set_errno(errno.ENOMEM)
         return -1
 
-    monkeypatch.setattr(memory, "_madvise", refuse)
+    monkeypatch.setattr(memory, "madvise", refuse)
     with pytest.raises(BudgetError, match=r"1048576 bytes of host memory are not to be had \(Cannot allocate memory\)"):
         HostSlab(SIZE, beside=torch.device("cuda", 0))
     assert not locked

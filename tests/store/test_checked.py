@@ -25,7 +25,7 @@ BLOCKS = [span for _, span in LAYOUT["weights"].spans()]
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """One whose requests are cut into parts and hashed beside, as large ones are."""
     monkeypatch.setattr(checked, "LAST", 8 * ALIGN)
-    monkeypatch.setattr(checked, "_AT_ONCE", 0)
+    monkeypatch.setattr(checked, "AT_ONCE", 0)
     (tmp_path / "drive").mkdir()
     with Store.create([tmp_path / "drive"], LAYOUT, model={}) as made:
         yield made
@@ -105,14 +105,17 @@ def test_a_write_does_not_wait_for_a_thread_that_hashes(store: Store, monkeypatc
     """Threads that are busy leave it to the thread that asks."""
 
     class Busy:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
         def submit(self, *_: Any) -> Future[list[int]]:
             return Future()  # never begun
 
         def shutdown(self) -> None:
             pass
 
+    monkeypatch.setattr(checked, "ThreadPoolExecutor", Busy)
     files = CheckedFiles(store.files)
-    monkeypatch.setattr(files, "_pool", Busy())
     content = noise(61 * ALIGN)
     found = files.write(LAYOUT["weights"], BLOCKS, content.data.cast("B"), 0)
     assert found == digests.checksums(content.data.cast("B"), BLOCKS)

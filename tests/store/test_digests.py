@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -418,10 +417,8 @@ def test_verification_goes_on_after_what_cannot_be_read(store: Store, monkeypatc
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store after two steps."""
-    path, threads = tmp_path_factory.mktemp("stores") / "d", torch.get_num_threads()
-    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("stores") / "d"
     train(CASE, budget(path), STEPS[:2], precision="bf16")
-    torch.set_num_threads(threads)
     return path
 
 
@@ -485,7 +482,7 @@ def test_a_flipped_bit_in_what_waits_on_disk_costs_only_that_step(
 def test_plans_of_other_chunk_sizes_go_on_from_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = train(CASE, budget(tmp_path / "wanted"), STEPS)
     for count, chunk in enumerate((4096, 16384, 1 << 21)):
-        monkeypatch.setattr(fit, "_CHUNKS", (chunk,))
+        monkeypatch.setattr(fit, "CHUNKS", (chunk,))
         found = train(CASE, budget(tmp_path / "d"), STEPS[count : count + 1])
     assert found.losses == wanted.losses[-1:]
     assert_same_state(found.state, wanted.state)

@@ -20,7 +20,7 @@ from penstock.tape.dry import build_on_meta, dry_run
 from tests.models import VOCABULARY
 from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, assert_same_gradients, of, refused, stack
 from tests.tape_reference import Bench, Gradients, Order, horizontal, in_two_parts, vertical, with_graphs
-from tests.training import budget, master_of, plain_loop, relative, run_steps, steps_of, wrap
+from tests.training import budget, master_of, plain_loop, relative, run_steps, steps_of, torch_adamw, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -569,7 +569,3 @@ def test_three_steps_equal_a_plain_loop(name: str, schedule: str, tmp_path: Path
         assert found.losses == pytest.approx(plain.losses, rel=1e-6)
         assert found.norms == pytest.approx(plain.norms, rel=1e-5)
         assert relative(master_of(engine), plain.parameters) <= 1e-6
-
-
-def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)

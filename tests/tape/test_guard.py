@@ -18,6 +18,7 @@ from penstock.engine.arguments import LoopArguments
 from penstock.errors import BudgetError, ConfigError, ModelError
 from penstock.fabric import PenstockStrategy
 from penstock.hf import EngineArguments, load
+from penstock.state.arrays import StateArrays
 from tests.folders import write
 from tests.models import MODELS
 from tests.training import budget, relative, run_steps, state_of, steps_of, wrap
@@ -116,7 +117,7 @@ def test_a_model_of_which_nothing_was_taken_can_be_wrapped_again_and_one_of_whic
         raise OSError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.engine.start._write_group", fail)
+        patch.setattr(StateArrays, "write", fail)
         with pytest.raises(OSError, match="injected"):
             wrap(CASE, budget(tmp_path / "store"), model=model)
     with pytest.raises(ModelError, match="this model was wrapped before"):

@@ -30,7 +30,7 @@ def group_of(bench: Bench, name: str) -> int:
     return next(g.spec.index for g in bench.groups for s in g.slices if s.name == name)
 
 
-@pytest.mark.sampled(7, values=False)
+@pytest.mark.sampled(5, values=False)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_plain_accumulation(name: str) -> None:
     case = MODELS[name]
@@ -46,7 +46,7 @@ def test_gradients_equal_plain_accumulation(name: str) -> None:
         assert relative_error(gradients, wanted) <= 1e-12
 
 
-@pytest.mark.sampled(7, values=False)
+@pytest.mark.sampled(5, values=False)
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_bits_do_not_depend_on_order_or_place(name: str) -> None:
     """One tape for all of them: what a step leaves behind must not reach the next one, either."""

@@ -1,11 +1,8 @@
 """Running out of memory in the middle of a run, in words: what to lower, what is safe, how to go on."""
 
-import errno
 import re
 import shlex
 from collections.abc import Sequence
-
-import torch
 
 from penstock.cli.launch import how_to_start
 from penstock.config import TrainConfig
@@ -13,32 +10,14 @@ from penstock.engine.device import resolve_device
 from penstock.errors import StoreError
 from penstock.store.facts import facts_of_all
 
-_TORCH = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "Cannot allocate memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
-"""Words by which a plain RuntimeError of torch's allocators, CUDA's or cuBLAS's is known to be about memory."""
-
-
 _PLACE = re.compile(r"^\[enforce fail at [^\]]*\] [^.]*\. ")
 """Torch's own line of code, which its CPU allocator begins with."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error says that there was no memory: Python's, the system's, or torch's."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH)
+_OF_THE_DEVICE = re.compile(r"cuda|\bhip\b|_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 def explain(error: BaseException, config: TrainConfig, *, ranks: int, hosts: int = 1, begun: bool) -> str:
     """The message. ``ranks``: that train, on so many ``hosts``. ``begun``: the run has steps to go on from."""
-    on_device = "cuda" in str(error).lower()
+    on_device = _OF_THE_DEVICE.search(str(error)) is not None
     keys = ["device"] if on_device else ["host"]
     if not on_device and resolve_device(config.device).type == "cpu":
         keys.insert(0, "device")  # there it is the same memory

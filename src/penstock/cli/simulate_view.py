@@ -43,7 +43,12 @@ def as_json(case: Case, simulation: Simulation, ranks: Sequence[RankFigures]) ->
             "lower_bound": _exact(simulation.lower_bound),
             "bubble": _bubble(simulation, ranks),
             "stalls": [
-                {"rank": stall.rank, "op": stall.op.id, "waited": _exact(stall.waited), "for": list(stall.causes)}
+                {
+                    "rank": stall.rank,
+                    "op": stall.op.id,
+                    "waited": _exact(stall.waited),
+                    "for": [str(cause) for cause in stall.causes],
+                }
                 for stall in longest_stalls(simulation, _STALLS, serial=case.costs.serial)
             ],
             "violations": [],
@@ -169,7 +174,7 @@ def _show_stalls(case: Case, simulation: Simulation, console: Console) -> None:
     several = len(case.world.ranks) > 1
     for stall in stalls:
         where = f"rank {stall.rank}: " if several else ""
-        why = f", waiting for {', for '.join(stall.causes)}" if stall.causes else ""
+        why = f", waiting for {', for '.join(map(str, stall.causes))}" if stall.causes else ""
         console.print(f"  {where}{_time(case, stall.waited)} before {stall.op.id}{why}", markup=False)
 
 

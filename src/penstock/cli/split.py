@@ -122,7 +122,7 @@ def cut_batch(
     """
     each = config.sequences_per_step // config.sharing(ranks)
     if isinstance(schedule, Schedule):
-        return _as_scheduled(config, schedule)
+        return _as_scheduled(config, schedule, config.sharing(ranks))
     if config.micro_batch_size is not None:
         return Cut(size=config.micro_batch_size, reason="as micro_batch_size says")
     if each == 1:
@@ -132,8 +132,8 @@ def cut_batch(
     return Cut(size=found[0], reason=found[1], smaller=smaller)
 
 
-def _as_scheduled(config: TrainConfig, schedule: Schedule) -> Cut:
-    sequences, count = config.sequences_per_step, schedule.micro_batches
+def _as_scheduled(config: TrainConfig, schedule: Schedule, ranks: int) -> Cut:
+    sequences, count = config.sequences_per_step, schedule.micro_batches * ranks
     size, rest = divmod(sequences, count)
     if rest or not size:
         raise ConfigError(

@@ -20,7 +20,7 @@ from penstock.cli.kept_files import KeptFiles, kept_of, vouched_by
 from penstock.cli.launch import launched
 from penstock.cli.loop import report_last, run_steps
 from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
-from penstock.cli.out_of_memory import explain, is_out_of_memory
+from penstock.cli.out_of_memory import explain
 from penstock.cli.recipe import optimizer_spec
 from penstock.cli.run_folder import Start, as_cut_before, model_folder, write_settings
 from penstock.cli.run_snapshots import newest, record_kept, strands_kept
@@ -45,7 +45,7 @@ from penstock.engine.device import kind_of, name_of, resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
-from penstock.errors import BudgetError, ConfigError, StoreError
+from penstock.errors import BudgetError, ConfigError, StoreError, is_out_of_memory
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, save_profile, why_none
 from penstock.hardware.sharing import knows_ranks
@@ -71,12 +71,12 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
         MemoryError: no memory was left, of the device's or the process's memory.
     """
     display = choose_display(sys.stdout)
-    schedule = _schedule(config.schedule)
     optimizer = optimizer_spec(config.optimizer)
     with launched(config.device, config.copies, config.pipeline, config.cp) as ranks:
         if start != "resume":  # a run that goes on has more to say
             check_shared(config, ranks.size)
         ranks.agree_on_each({key: repr(value) for key, value in plain(config).items()})
+        schedule = ranks.jointly("the schedule", lambda: _schedule(config.schedule, ranks.size))
         with joint(ranks, config, start) as run:
             if run.is_complete:
                 display.say(is_complete(config, run.step or 0, ranks.size, ranks.hosts))
@@ -350,11 +350,11 @@ def _precision(config: TrainConfig) -> Precision:
     return config.precision_on(device_kind(config.device))
 
 
-def _schedule(asked: Family | Path) -> Family | Schedule:
-    """A family by its name, or the schedule that a file holds, checked.
+def _schedule(asked: Family | Path, ranks: int) -> Family | Schedule:
+    """A family by its name, or the schedule that a file holds for so many ranks, checked.
 
     Raises:
-        ConfigError: there is no such file, or it holds no schedule of one rank that keeps the rules.
+        ConfigError: there is no such file, or it holds no schedule for all ranks that keeps the rules.
     """
     if not isinstance(asked, Path):
         return asked
@@ -362,8 +362,10 @@ def _schedule(asked: Family | Path) -> Family | Schedule:
         known = ", ".join(get_args(Family))
         raise ConfigError(f"schedule={str(asked)!r}: must be {known} or a file, and there is no such file")
     world = read_world(asked)
-    if len(world.ranks) > 1:
-        raise ConfigError(f"schedule={str(asked)!r} is for {len(world.ranks)} ranks: training runs one")
+    if len(world.ranks) != ranks:
+        raise ConfigError(f"schedule={str(asked)!r} is for {len(world.ranks)} ranks: this is {ranks}")
+    if any(schedule != world.ranks[0] for schedule in world.ranks):
+        raise ConfigError(f"schedule={str(asked)!r}: ranks that share the state do the same: write it once, for all")
     return world.ranks[0]
 
 

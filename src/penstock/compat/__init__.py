@@ -9,6 +9,7 @@
     marks          what transformers, accelerate and peft leave on modules, for rooms that must not import them
 
 A name is private if it begins with an underscore or is in a module that the library does not document; no other room
-uses such a name (a test looks). When a library changes one, the file of its name is all that has to change. May import:
-nothing.
+uses such a name (a test looks). When a library changes one, the file of its name is all that has to change. A public
+function or class that uses one, or sets something of a library's, says *Without*, and then what breaks (another test
+looks); errors and notes of our own need not. May import: nothing.
 """

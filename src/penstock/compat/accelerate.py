@@ -66,7 +66,8 @@ def _leave() -> None:
 
 def note_metrics(accelerator: Accelerator, note: Callable[[Any], bool]) -> None:
     """Have ``note`` see all that is gathered for metrics. Where it returns True nothing is gathered, and the caller
-    goes on with what this process has.
+    goes on with what this process has. Without: TRL's ``compute_loss`` gathers within its forwards, which has to be
+    refused (``before_gather``), so that its ``SFTTrainer`` would be for one process.
     """
     gather = accelerator.gather_for_metrics
 
@@ -78,7 +79,8 @@ def note_metrics(accelerator: Accelerator, note: Callable[[Any], bool]) -> None:
 
 def counted_values(accelerator: Accelerator) -> int | None:
     """The number of values that count of those that processes gather for metrics, the first ones: accelerate takes them
-    for examples, and drops what is more than an epoch's examples in its last batches. None: all of them.
+    for examples, and drops what is more than an epoch's examples in its last batches. None: all of them. Without:
+    what is logged of an epoch's last step could be other than what TRL's own run logs.
     """
     state = accelerator.gradient_state
     return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
@@ -87,7 +89,8 @@ def counted_values(accelerator: Accelerator) -> int | None:
 def deal_neighbours(loader: Any, micro_batches: int) -> bool:
     """Have each of several processes take neighbouring ``micro_batches`` of each step, where it would take every n-th
     of n processes. Then a step's micro-batches, process by process, are in the order that one process has them in.
-    False: the loader deals out in another way (pieces of batches, an iterable dataset), and stays as it is.
+    False: the loader deals out in another way (pieces of batches, an iterable dataset), and stays as it is. Without:
+    several processes would add gradients up in another order than one process, and get other bits.
     """
     shard = getattr(loader, "batch_sampler", None)
     if not isinstance(shard, BatchSamplerShard) or shard.num_processes == 1 or shard.split_batches:
@@ -101,7 +104,7 @@ class Neighbours(BatchSampler):
     a step, of ``0 1 2 3`` that is ``0 2 1 3``: the first takes ``0 1``.
 
     At the end of an epoch all processes have as many, as accelerate would have it: what is missing is taken from the
-    epoch's beginning, or what is too much is dropped.
+    epoch's beginning, or what is too much is dropped. Without: as ``deal_neighbours``.
     """
 
     def __init__(self, batches: BatchSampler, processes: int, each: int) -> None:

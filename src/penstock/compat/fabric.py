@@ -14,6 +14,7 @@ from torch import distributed as dist
 from penstock.compat.torch import tree_map_only
 
 __all__ = ["OneDevice", "Precision", "resolve_first"]
+# Precision: a plugin by which Fabric converts nothing. Without: the same class, as ``lightning_fabric.plugins`` has it.
 
 
 def resolve_first(kind: type, value_of: Callable[[Any], Any]) -> None:
@@ -32,6 +33,9 @@ def resolve_first(kind: type, value_of: Callable[[Any], Any]) -> None:
 class OneDevice(SingleDeviceStrategy):
     """A strategy on one device in each of ``world_size`` processes. Fabric may give it several: ``check_devices`` says
     no, or which process this is.
+
+    Without: each of several processes would take itself for the only one. ``fabric.all_reduce`` would return its own
+    value, and all of them would write what one is to write.
     """
 
     num_nodes = 1

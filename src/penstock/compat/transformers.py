@@ -74,7 +74,11 @@ def rules_of(model: Any) -> list[Any] | None:
 
 
 def set_rules(model: Any, rules: Iterable[Any]) -> None:
-    """Note the rules that a model was loaded by, as ``from_pretrained`` does."""
+    """Note the rules that a model was loaded by, as ``from_pretrained`` does.
+
+    Without: ``save_pretrained`` would take those of a model that was built from nothing, and could write other names
+    than the model's folder has.
+    """
     model._weight_conversions = list(rules)
 
 
@@ -111,15 +115,15 @@ def maker_of(cls: Any) -> Callable[..., Any]:
 
 
 class ReachedError(Exception):
-    """A model asks which tokens belong together."""
+    """A model asks which tokens belong together. Without: as ``noticed``, which raises it."""
 
 
 @contextmanager
 def noticed() -> Iterator[None]:
-    """Inside, ``ReachedError`` is raised where masks for packed documents begin.
+    """Inside, ``ReachedError`` is raised where masks for packed documents begin, by a function in the place of
+    ``masking_utils.find_packed_sequence_indices``.
 
-    A function is put in the place of ``masking_utils.find_packed_sequence_indices``. Without: it could not be told
-    which models keep packed documents apart.
+    Without: it could not be told which models keep packed documents apart.
     """
 
     def reached(*_: Any, **__: Any) -> NoReturn:
@@ -137,7 +141,10 @@ def noticed() -> Iterator[None]:
 
 
 def implementation(model: Any) -> str | None:
-    """The name of a model's implementation of attention. Without: it could not be called inside of another one."""
+    """The name of a model's implementation of attention.
+
+    Without: ranks that share a sequence could neither call it inside of theirs, nor give it back.
+    """
     return cast("str | None", model.config._attn_implementation)
 
 
@@ -145,7 +152,7 @@ def stand_in(model: Any, attend: Callable[..., Any], mask: Callable[..., Any]) -
     """Register an attention function and a function for its masks under a new name, which the model then has. Returns
     the name; None: the model's class calls attention in its own way.
 
-    ``_can_set_attn_implementation``: without, the library would only warn.
+    Without: the library would only warn of such a class, whose tokens would then attend to their rank's span alone.
     """
     can = getattr(model, "_can_set_attn_implementation", None)
     if can is None or not can():
@@ -158,21 +165,29 @@ def stand_in(model: Any, attend: Callable[..., Any], mask: Callable[..., Any]) -
 
 
 def take_back(model: Any, name: str, before: str | None) -> None:
-    """Give a model the implementation that it had. ``_global_mapping``: without, the function of each model that was
-    ever wrapped would stay, and the model with it."""
+    """Give a model the implementation that it had, and forget the functions that were registered for it.
+
+    Without: those of each model that was ever wrapped would stay, and the model with them.
+    """
     model.set_attn_implementation(before)
     AttentionInterface._global_mapping.pop(name, None)
     AttentionMaskInterface._global_mapping.pop(name, None)
 
 
 def attention_of(name: str, module: nn.Module) -> Callable[..., Any] | None:
-    """The attention function of a name for a module; that of ``eager`` is the one in the file of the module's class."""
+    """The attention function of a name for a module; that of ``eager`` is the one in the file of the module's class.
+
+    Without: ranks that share a sequence could not compute attention by the implementation that the model has.
+    """
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return cast("Callable[..., Any] | None", AttentionInterface._global_mapping.get(name, eager))
 
 
 def mask_of(name: str) -> Callable[..., Any]:
-    """The function that makes masks for the attention of a name."""
+    """The function that makes masks for the attention of a name.
+
+    Without: ranks that share a sequence would have the library's masks of their own spans, and none of all its tokens.
+    """
     return cast("Callable[..., Any]", AttentionMaskInterface._global_mapping[name])
 
 
@@ -180,8 +195,7 @@ def of_documents(mask_function: Callable[..., Any], positions: torch.Tensor) -> 
     """A mask's function that keeps packed documents apart, as the library makes it of the ``positions`` [b, T] of their
     tokens; None: there is one document in each row.
 
-    ``find_packed_sequence_indices``, ``packed_sequence_compatibility_function``: without, ranks that share a sequence
-    would have to refuse packed documents.
+    Without: ranks that share a sequence would have to refuse packed documents.
     """
     found = masking_utils.find_packed_sequence_indices(positions)
     if found is None:

@@ -9,6 +9,7 @@ import torch
 from trl.trainer.sft_trainer import SFTTrainer
 
 __all__ = ["Bookkeeping", "Books", "SFTTrainer"]
+# SFTTrainer: from the module that has it, as ``trl`` imports lazily. Without: the same class, as ``trl.SFTTrainer``.
 
 Metrics = dict[str, defaultdict[str, list[float]]]
 

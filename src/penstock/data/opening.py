@@ -30,8 +30,9 @@ from penstock.errors import ConfigError, StoreError
 
 log = logging.getLogger("penstock")
 
+LOOKED_AT = 1_000
+"""Rows of a source that is streamed in which the fields that the settings name are looked for."""
 _SHUFFLE = 10_000
-_LOOKED_AT = 1_000  # rows of a source that is streamed, for the fields that the settings name
 _VERSION = 3  # of what is written from equal settings
 _PREPARED = 4  # of the form that it is written in
 
@@ -208,7 +209,7 @@ def _opened(
             first, _ = next(one.reader.read(None), (None, None))
             form, words = form_of_source(source, first, template=template)
             if streaming and isinstance(one.reader, Renamed):
-                one.reader.look(_LOOKED_AT)
+                one.reader.look(LOOKED_AT)
             one = replace(one, form=form)
             said += [] if words is None else [f"{source.path}: {words}"]
         said += [] if (words := left_out(source)) is None else [f"{source.path}: {words}"]

@@ -10,7 +10,8 @@ from penstock.data.blocks import BlockArray
 from penstock.data.token_files import TokenFile
 
 Ints = NDArray[np.int64]
-_AT_ONCE = 1 << 24  # tokens that are looked at at a time
+AT_ONCE = 1 << 24
+"""Tokens that are looked at at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ def _counted(answers: NDArray[np.uint8] | BlockArray, first: Ints, end: Ints) ->
     counts = np.empty(len(first), dtype=np.int64)
     begin = 0
     while begin < len(first):
-        stop = max(int(np.searchsorted(end, first[begin] + _AT_ONCE, side="right")), begin + 1)
+        stop = max(int(np.searchsorted(end, first[begin] + AT_ONCE, side="right")), begin + 1)
         low = int(first[begin])
         edges = np.stack([first[begin:stop], end[begin:stop]], axis=1).ravel() - low
         part = answers[low : int(end[stop - 1])]  # which ends where the last stretch does, as the last sum then does

@@ -25,11 +25,11 @@ from penstock.state.numa import near
 
 CHUNK = 2 << 20
 """Elements of a usual chunk; 8 MiB of fp32."""
-_GROUP = 8 * CHUNK
+DEVICE_STEP = 8 * CHUNK
 """Elements of a step on a GPU, where the engine steps a whole param group at a time."""
 _ROUND = 16
 """Chunks that a copy walks through at least: 128 MiB on either side."""
-_QUEUED = 8
+QUEUED = 8
 """Copies to or from a GPU, or steps on it, that are queued before they are waited for, as lanes do."""
 _PART = 64
 """The part of free memory that one kind of work may walk through: five kinds at once on the device and the host, and
@@ -80,11 +80,11 @@ def _moving(name: str, device: torch.device, move: Callable[[int], None], amount
 
     def queued() -> None:
         with its.queued_on(stream):
-            for _ in range(_QUEUED):
+            for _ in range(QUEUED):
                 move(next(place))
         stream.synchronize()
 
-    return Load(name=name, workers=[queued], amount=_QUEUED * amount)
+    return Load(name=name, workers=[queued], amount=QUEUED * amount)
 
 
 def copies(name: str, device: torch.device, closing: ExitStack) -> Load:
@@ -185,7 +185,7 @@ class Steps:
     def __init__(self, device: torch.device, *, threads: int) -> None:
         self._device = device
         self._threads = threads
-        self._numel = CHUNK if device.type == "cpu" else _GROUP
+        self._numel = CHUNK if device.type == "cpu" else DEVICE_STEP
         values = (_GRADIENT, 1.0, 0.0, 1e-6, _GRADIENT)
         count = _beyond_cache(_STATES, len(values) * CHUNK * FP32) if device.type == "cpu" else _STATES
         self.states = [[self._array(value) for value in values] for _ in range(count)]
@@ -210,7 +210,7 @@ class Steps:
         """
         hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
         place, count, numel = _round(len(self.states)), itertools.count(1), self._numel
-        queued = 1 if self._device.type == "cpu" else _QUEUED
+        queued = 1 if self._device.type == "cpu" else QUEUED
 
         def one() -> None:
             for _ in range(queued):

@@ -25,7 +25,7 @@ from penstock.engine.runner import Runner
 from penstock.engine.spans import SpanLabels, Spans
 from penstock.engine.timing import orthogonal_rate, time_stages
 from penstock.engine.visiting import VisitingWeights
-from penstock.errors import BudgetError, ConfigError, ModelError, StoreError
+from penstock.errors import BudgetError, ConfigError, ModelError, StoreError, is_out_of_memory
 from penstock.hardware.drives import together
 from penstock.hardware.sharing import link_of_messages, of_each_rank, of_pipeline
 from penstock.optim.agreement import KINDS, other_bits
@@ -300,7 +300,9 @@ class Planning:
         try:
             self._is_placed(ready.plan.settings.place)
             self._use(ready)
-        except (StoreError, BudgetError, MemoryError, OSError, torch.OutOfMemoryError) as error:
+        except (StoreError, BudgetError, MemoryError, OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
             failure = error
         failures = self._shared.ranks.gather_objects("changed plan", failure and str(failure))
         said = next((said for said in failures if said is not None), None)
@@ -409,11 +411,8 @@ class Planning:
         return dealt_program(whole, facts, list(calls.values()), shared.dealt, shared.share, shared.ranks)
 
     def _request(self, program: Program, count: int, nbytes: int, *, train: bool) -> Request:
-        family: Family = "vertical"
-        if not isinstance(self._schedule, Schedule):
-            family = self._schedule
-        elif self._schedule.name == "horizontal":
-            family = "horizontal"
+        # A schedule of one's own has its order in it, whatever it is called: what is built beside it are evaluations.
+        family: Family = "vertical" if isinstance(self._schedule, Schedule) else self._schedule
         ranks, asked = self._shared.ranks.sharing, self._asked
         inputs = ranks.gather_objects("inputs", count * nbytes)
         speculate, own = asked.steps_early(asked.budget), train and isinstance(self._schedule, Schedule)
@@ -445,7 +444,8 @@ class Planning:
 
     def _fit(self, request: Request, times: StageTimes | None) -> Plan:
         if isinstance(self._schedule, Schedule) and request.train:
-            return own_plan(request, self._schedule, self.placed)
+            own = partial(own_plan, request, self._schedule, self.placed)
+            return self._shared.ranks.sharing.jointly("a schedule of one's own", own)
         began = time.perf_counter()
         if self._shared.ranks.are_pipeline:
             pace = None if times is None or self._machine is None else self._pace(times)

@@ -29,7 +29,7 @@ log = logging.getLogger("penstock")
 _SWITCH = "PENSTOCK_MEASURE"
 LEAST = 2 << 30
 """Bytes of memory that must be available: measuring takes a third of that for a moment."""
-_unkept: dict[tuple[torch.device, tuple[Path, ...]], Machine] = {}
+UNKEPT: dict[tuple[torch.device, tuple[Path, ...]], Machine] = {}
 """Profiles that could not be stored, kept for as long as this process lives."""
 
 
@@ -43,7 +43,7 @@ def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, rank
         ConfigError: the stored profile is damaged, or the environment's switch is neither "never" nor left out.
     """
     kind, name, may = kind_of(device), None if device.type == "cpu" else name_of(device), _may_measure()
-    found = find_profile(paths, kind=kind, device=name) or _unkept.get((device, tuple(paths)))
+    found = find_profile(paths, kind=kind, device=name) or UNKEPT.get((device, tuple(paths)))
     among = (ranks,) if ranks > 1 and kind == "cpu" and (found is None or not knows_ranks(found, ranks)) else ()
     steps = kind != "cpu" and found is not None and optimizer not in found.device.optimizer
     if not may or (found is not None and not among and not steps):
@@ -77,7 +77,7 @@ def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, rank
     try:
         kept = f"kept as {save_profile(machine)}"
     except ConfigError as error:
-        _unkept[device, tuple(paths)] = found
+        UNKEPT[device, tuple(paths)] = found
         kept = f"not kept ({error})"
     log.warning("measured %s in %.1f s, %s; penstock doctor measures more closely", ", ".join(what), seconds, kept)
     return found

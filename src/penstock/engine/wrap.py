@@ -59,8 +59,6 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
     device = resolve_device(asked.device)
     precision = asked.precision_on(kind_of(device))
     own = isinstance(asked.schedule, Schedule)
-    if isinstance(asked.schedule, Schedule):
-        check(asked.schedule)
     budget = asked.budget if own else asked.budget.by_default()  # a schedule says itself where state lives
     budget = budget.with_pins()
     if not budget.disk_paths and budget.durability is None:
@@ -82,6 +80,8 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
                 if ranks.size > 1:
                     _check_shared(asked, ranks)
                     ranks.agree_on_each(_said(asked, budget, precision))
+                elif isinstance(asked.schedule, Schedule):
+                    check(asked.schedule)  # that of several ranks when it is known what they share
                 rate = rate_name(asked.optimizer, precision)
                 machine = _machine_of_all(asked.plan, device, budget, rate, ranks)
                 budget = budget.of_rank(ranks.rank, ranks.size, ranks.hosts)
@@ -107,10 +107,10 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
     if ranks.are_pipeline:
         words = f"the mesh's axis {PIPELINE!r}"
         check_pipeline(asked, asked.budget, asked.schedule, asked.replan, words, ranks.each)
-    if isinstance(asked.schedule, Schedule):
+    if isinstance(asked.schedule, Schedule) and ranks.cp > 1:
         raise ConfigError(
-            f"schedule={shown(asked.schedule)} is not there yet for several ranks: give 'vertical' or 'horizontal', or "
-            "train with one"
+            f"schedule={shown(asked.schedule)} is not there yet for ranks that share each sequence (cp={ranks.cp}): "
+            "give 'vertical' or 'horizontal'"
         )
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.compat.peft import is_adapted, is_plain
 from penstock.compat.torch import has_backward_hooks
-from penstock.errors import ConfigError, ModelError
+from penstock.errors import ConfigError, ModelError, is_out_of_memory
 from penstock.tape.blocks import find_blocks
 from penstock.tape.likeness import alike, sample
 
@@ -125,9 +125,9 @@ class _Split:
             apart = torch.cat([next(pieces), next(pieces)], dim=-1)
             more = 2 * self._heads if self._heads % self._groups == 0 else self._groups
             together = next(self._pieces(more, args, kwargs))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             self._refuse(f"does not take some of its heads alone ({' '.join(str(error).split())[:200]})")
         finally:
             for part in training:

@@ -14,9 +14,9 @@ from typing import Literal, Protocol, cast
 
 import torch
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, is_out_of_memory
 from penstock.optim.codes import Codes, Moment
-from penstock.optim.formula import Kind
+from penstock.optim.formula import Hyper, Kind, scalars
 from penstock.optim.formula import Scalars as ScalarValues
 from penstock.optim.norm import BLOCK
 
@@ -154,10 +154,10 @@ def fused(device: torch.device) -> TorchKernels | None:
         return None
     try:
         kernels = cast(TorchKernels, importlib.import_module("penstock.optim.fused"))
-        kernels.fold_squares(torch.zeros(BLOCK, device=device))
-    except torch.OutOfMemoryError:
-        raise
+        _try(kernels, device)
     except Exception as error:  # Triton's, the compiler's and the driver's have nothing in common
+        if is_out_of_memory(error):
+            raise
         why = f"{type(error).__name__}: {error}"
         if wanted == "native":
             raise ConfigError(
@@ -171,6 +171,14 @@ def fused(device: torch.device) -> TorchKernels | None:
         )
         return None
     return kernels
+
+
+def _try(kernels: TorchKernels, device: torch.device) -> None:
+    """A norm and a step of zeros: a Triton that lacks what either is written in shows it here, and in no step."""
+    grad, weights, first, second = torch.zeros(4, BLOCK, device=device)
+    kernels.fold_squares(grad)
+    s = scalars(Hyper(kind="adamw", lr=0.0, eps=1.0), 1)
+    kernels.step("adamw", s, grad=grad, weights=weights, rest=None, moments=(first, second))
 
 
 def _wanted() -> str:

@@ -25,8 +25,10 @@ from penstock.planner.search import Choice, estimate, estimate_lasting, fits, ho
 from penstock.planner.task import Task
 
 WORTH_SAYING = 1.02
-_SIMULATED, _SMALL, _OPS = 3, 4_000, 8_000
-"""advice to simulate, ops of a plan up to which it is, and ops for each"""
+SMALL = 4_000
+"""Ops of a plan up to which advice on it is simulated."""
+_SIMULATED, _OPS = 3, 8_000
+"""advice to simulate, and ops for each"""
 _MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
 _MOST = 1 << 52
 """bytes beyond which a tier is no answer"""
@@ -78,7 +80,7 @@ def advice(task: Task, micro_batch_size: int, choice: Choice) -> tuple[Advice, .
             promised.append((before / seconds * variant.sequences / now.sequences, variant))
     promised.sort(key=lambda item: -item[0])
     worth = [item for item in promised if item[0] >= WORTH_SAYING]
-    count = _SIMULATED if len(choice.plan.schedule.ops) <= _SMALL else 0
+    count = _SIMULATED if len(choice.plan.schedule.ops) <= SMALL else 0
     found = [a for _, variant in worth[:count] if (a := _simulated(variant, now, choice)) is not None]
     found += [Advice(change=variant.change, gain=gain, simulated=False) for gain, variant in worth[count:]]
     return tuple(sorted((a for a in found if a.gain >= WORTH_SAYING), key=lambda a: -a.gain))

@@ -20,8 +20,10 @@ from penstock.sim.costs import Costs
 
 UpdateMode = Literal["speculate", "wait, gradients in host memory", "wait, gradients on disk", "no norm needed"]
 
-_SMALL, _OPS = 4_000, 5_000
-"""ops of a plan up to which alternatives are simulated, and ops for each"""
+SMALL = 4_000
+"""Ops of a plan up to which its alternatives are simulated."""
+_OPS = 5_000
+"""ops for each"""
 _BYTES = Costs(name="bytes", seconds=lambda op: float(op.nbytes))
 
 
@@ -116,7 +118,7 @@ def _pinned(request: Request, mode: UpdateMode) -> Request:
 def _cost(choice: Choice, other: _Forced) -> ModeCosts | None:
     """The costs of a mode; None if it does not fit, or turns out to be another mode (nothing is left to speculate)."""
     question = replace(choice.question, request=other.request, families=(other.request.family,))
-    simulated = len(choice.plan.schedule.ops) <= _SMALL
+    simulated = len(choice.plan.schedule.ops) <= SMALL
     found = _searched(question) if simulated else _estimated(question, choice.plan.settings)
     if found is None or update_mode_of(other.request, found[0]) != other.mode:
         return None

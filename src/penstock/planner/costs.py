@@ -9,9 +9,8 @@ from penstock.hardware.drives import Together, together
 from penstock.hardware.machine import Collectives, Machine, Network
 from penstock.planner.fit import Plan
 from penstock.schedule.ir.lanes import LANES, Lane
-from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.ops import Op, has_graph
 from penstock.schedule.lower.dealt import message_piece
-from penstock.schedule.lower.graphs import has_graph
 from penstock.schedule.place import BF16, FP32, Format
 from penstock.schedule.program import Program
 from penstock.shape.model import EFFICIENCY, StageTimes

@@ -19,10 +19,10 @@ from penstock.config.step import SPLIT
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.phase_memory import arrays
 from penstock.planner.update_mode import check_update_mode, no_speculation, steps_early
-from penstock.schedule.ir.ops import Schedule, peak_bytes
+from penstock.schedule.ir.ops import Schedule, graphs_kept, peak_bytes
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.dealt import message_bytes
-from penstock.schedule.lower.graphs import all_graphs, graphs_kept
+from penstock.schedule.lower.graphs import all_graphs
 from penstock.schedule.lower.provision import STAGED, Provision, fixed_bytes, in_depth, narrow_groups
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import Seat, streaming_seat
@@ -31,7 +31,8 @@ from penstock.schedule.meaning import narrow_groups_of
 from penstock.schedule.place import BF16, FP32, Depths, Format, Placement, Settings, Side, checksum_bytes, page_up
 from penstock.schedule.program import ALIGN, Program
 
-_CHUNKS = tuple(2**power for power in range(21, 15, -1))  # elements: 8 MiB down to 256 KiB of fp32
+CHUNKS = tuple(2**power for power in range(21, 15, -1))
+"""Elements of the chunks that are tried in that order, as larger ones cost less: 8 MiB down to 256 KiB of fp32."""
 _OF_STEP, _OF_GROUP = 256, 8
 """Chunks of all groups together, and of the largest, that larger chunks are to leave. More of them only cost ops: on an
 H100 a step in 1,635 chunks took 2.7 s, of which compute's own kernels are 2.0."""
@@ -484,7 +485,7 @@ def _fit_device(request: Request, base: Placement) -> Settings:
     needs = []
     for tier, (weights, gradients) in product(away if request.train else ("device",), DEVICE_DEPTHS):
         depths = Depths(weights=weights, gradients=gradients)
-        settings = settings_of(request, replace(base, activations=tier), _CHUNKS[0], depths)
+        settings = settings_of(request, replace(base, activations=tier), CHUNKS[0], depths)
         needs.append(request.peak_bytes(settings, "device"))
         if needs[-1] <= request.budget.device_bytes:
             return settings
@@ -515,7 +516,7 @@ def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
         gradients.append("disk")
     kept = (True, False) if request.train and "disk" in place.weights else (False,)
     for spill, away, keep in product(gradients, activations, kept):
-        for chunk, depths in product(_CHUNKS, _HOST_DEPTHS):
+        for chunk, depths in product(CHUNKS, _HOST_DEPTHS):
             device = settings.depths
             yield settings_of(
                 request,

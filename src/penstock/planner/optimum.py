@@ -27,7 +27,7 @@ _HIGHS: Mapping[str, bool | int | float | str] = {
 }
 _FEASIBLE = int(highspy.SolutionStatus.kSolutionStatusFeasible)
 
-_SOLVED: dict[bytes, NDArray[np.float64] | None] = {}
+SOLVED: dict[bytes, NDArray[np.float64] | None] = {}
 """Optima by the digest of their program: a search comes back to some of its programs, and the advice that follows, a
 plan in another form or for the next shape of batch, to most of them. An integer program takes up to 60 ms."""
 _KEPT = 4096
@@ -46,11 +46,11 @@ def optimum(
     for array in (matrix, cost, low, high):
         digest.update(array.tobytes())
     key = digest.digest()
-    if key not in _SOLVED:
-        if len(_SOLVED) >= _KEPT:
-            _SOLVED.clear()
-        _SOLVED[key] = _solved(matrix, cost, low, high, first_integer)
-    return _SOLVED[key]
+    if key not in SOLVED:
+        if len(SOLVED) >= _KEPT:
+            SOLVED.clear()
+        SOLVED[key] = _solved(matrix, cost, low, high, first_integer)
+    return SOLVED[key]
 
 
 def _solved(

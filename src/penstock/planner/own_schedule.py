@@ -8,17 +8,17 @@ from penstock.config import Tier, format_size
 from penstock.errors import BudgetError, ScheduleError
 from penstock.planner.fit import Plan, Request, base_placement
 from penstock.planner.update_mode import no_speculation
-from penstock.schedule.check import check
 from penstock.schedule.check.late import late_chunks
-from penstock.schedule.ir.ops import ChunkAt, Op, Schedule
-from penstock.schedule.lower.graphs import graphs_kept
+from penstock.schedule.check.worlds import check_world
+from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, graphs_kept
 from penstock.schedule.meaning import Needs, narrow_groups_of, prove
 from penstock.schedule.place import GRAIN, PAGE, Depths, Placement, Settings, on_grain, page_up
 from penstock.schedule.program import ALIGN
 
 
 def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None) -> Plan:
-    """The plan that a schedule is. It may do whatever computes the step of this model, within the budget.
+    """The plan that a schedule is, which all ranks have. It may do whatever computes the step of this model, within
+    the budget.
 
     ``request``: without a choice between waiting and speculating, of a delay and of the side that rounds: the schedule
     has them. ``keep``: where arrays are now; those that no op is about stay there.
@@ -45,10 +45,12 @@ def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None
         grad_dtype=request.grad_dtype,
         cast="device" if narrow_groups_of(schedule) else "host",
         strands=request.strands or 1,
+        stage=0 if _is_whole(schedule) else 3,
     )
-    check(schedule)
+    seat = request.seat(settings)
+    check_world(seat.of_few().world(schedule))
     _check_place(request, place)
-    prove(schedule, Needs.of(request.program, settings))
+    prove(schedule, Needs.of(request.program, settings, request.ranks, request.copies, seat.hosts.size))
     plan = request.plan(settings, _with_fixed(request, schedule, place))
     for tier, used, most in (
         ("device", plan.device_bytes, request.budget.device_bytes),
@@ -103,6 +105,11 @@ def placement_of(schedule: Schedule, request: Request, others: Placement) -> Pla
     )
 
 
+def _is_whole(schedule: Schedule) -> bool:
+    """True if each of several ranks has all of the state: the sum of all gradients."""
+    return any(op.id.kind == "AR" for op in schedule.ops)
+
+
 def _check_cut(request: Request, schedule: Schedule) -> None:
     if schedule.micro_batches != request.micro_batches:
         raise ScheduleError(f"the schedule is for {schedule.micro_batches} micro-batches, not {request.micro_batches}")
@@ -148,6 +155,12 @@ def _check_settings(request: Request, schedule: Schedule, place: Placement, late
             f"the schedule keeps the graphs of {kept} calls, of {able} that could: leave "
             f"recompute={request.recompute} out"
         )
+    if request.is_of_several:
+        if _is_whole(schedule) != (request.stage == 0):
+            does, do = ("has", "give stage=0") if _is_whole(schedule) else ("has not", "leave stage=0 out")
+            raise ScheduleError(f"in the schedule each rank {does} all of the state: {do}")
+        if request.stage:
+            raise ScheduleError(f"the schedule says how long gathered weights stay: leave stage={request.stage} out")
     budget, base = request.budget, base_placement(request)
     for g, group in enumerate(request.program.groups):
         for kind, pin, tier, may in (

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import accelerator
 from penstock.compat.torch import store_of
-from penstock.errors import ConfigError, NonFiniteError, RankError, StoreError
+from penstock.errors import BudgetError, ConfigError, NonFiniteError, RankError, ScheduleError, StoreError
 from penstock.ranks import levels
 from penstock.ranks.axes import Axes, axes_of
 from penstock.ranks.order import add_up
@@ -178,14 +178,15 @@ class Ranks:
         error that one of them finds is raised on all, and they can go on together.
 
         Raises:
-            StoreError, ConfigError: this rank's own; or else that of the first other one, which it names.
+            StoreError, ConfigError, BudgetError, ScheduleError: this rank's own; or else that of the first other one,
+                which it names.
         """
         found: list[T] = []
-        own: StoreError | ConfigError | None = None
+        own: StoreError | ConfigError | BudgetError | ScheduleError | None = None
         try:
             try:
                 found.append(work())
-            except (StoreError, ConfigError) as error:
+            except (StoreError, ConfigError, BudgetError, ScheduleError) as error:
                 own = error
             failures = self.gather_objects(what, None if own is None else (type(own), str(own)))
             if own is not None:

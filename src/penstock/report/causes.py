@@ -10,6 +10,7 @@ from penstock.report.series import Bar
 from penstock.report.trace_file import Ran
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
+from penstock.sim.cause import Cause
 
 _AT_ONCE = 5e-6
 """Seconds that starting the next op takes; a lane that stood still for less went on without a pause."""
@@ -25,7 +26,7 @@ def measured_bars(ops: Sequence[Ran], schedule: Schedule | None) -> list[Bar]:
     for ran in ops:
         previous = before[ran.id]
         waited = ran.start - (previous.end if previous else 0.0)
-        cause = ""
+        cause = None
         if waited > _AT_ONCE and ran.id in by_id:
             cause = _last(by_id[ran.id], ran, known, givers.get(ran.id, ()), previous)
         bars.append(
@@ -42,15 +43,17 @@ def measured_bars(ops: Sequence[Ran], schedule: Schedule | None) -> list[Bar]:
     return bars
 
 
-def _last(op: Op, ran: Ran, known: dict[str, Ran], givers: Iterable[tuple[str, str]], previous: Ran | None) -> str:
-    """The candidate that ended last before the op started, in words of ``sim.result.Timed.cause``."""
-    found: list[tuple[float, str]] = [(known[other].end, other) for other in op.after if other in known]
-    found += [(known[giver].end, f"pool {pool} (given by {giver})") for pool, giver in givers]
-    found = [(end, text) for end, text in found if end <= ran.start + _AT_ONCE]
+def _last(
+    op: Op, ran: Ran, known: dict[str, Ran], givers: Iterable[tuple[str, str]], previous: Ran | None
+) -> Cause | None:
+    """The candidate that ended last before the op started; None if the lane was busy until later."""
+    found = [(known[other].end, Cause(other)) for other in op.after if other in known]
+    found += [(known[giver].end, Cause(giver, pool=pool)) for pool, giver in givers]
+    found = [(end, cause) for end, cause in found if end <= ran.start + _AT_ONCE]
     if not found:
-        return ""
-    end, text = max(found)
-    return text if previous is None or end >= previous.end else ""
+        return None
+    end, cause = max(found)
+    return cause if previous is None or end >= previous.end else None
 
 
 def predecessors(ops: Sequence[Ran]) -> dict[str, Ran | None]:

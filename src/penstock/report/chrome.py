@@ -51,7 +51,7 @@ def _process(number: int, name: str, bars: Iterable[Bar], memory: Curves) -> Ite
     process = Process(number, name, LANES)
     yield from process.begin()
     for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
-        waited = {"waited": bar.waited, "for": bar.cause} if bar.waited > 0 else {}
+        waited = {"waited": bar.waited, "for": str(bar.cause or "")} if bar.waited > 0 else {}
         yield from process.slice(bar.lane, bar.id, bar.start, bar.end, bytes=bar.nbytes, **waited)
     for tier, curve in memory.items():
         if any(amount for _, amount in curve):

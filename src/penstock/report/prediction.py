@@ -17,6 +17,7 @@ from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_schedule
+from penstock.sim.cause import Cause, parse_cause
 from penstock.sim.result import Simulation
 
 VERSION = 1
@@ -29,7 +30,7 @@ Curve = tuple[tuple[float, int], ...]
 class Prediction:
     """One rank's step as simulated. Seconds and bytes; ``starts`` and the others follow the order of ``schedule.ops``.
 
-    ``waits``: seconds that the op's lane stood idle before it; ``causes``: what for, as ``sim.result.Timed.cause``.
+    ``waits``: seconds that the op's lane stood idle before it; ``causes``: what for, None if it did not.
     ``work``: seconds of each lane's ops one after another, alone. ``busy``: seconds in which the lane has an op under
     way. ``lower_bound``: no order of the same ops is faster. ``budget``: bytes that each tier was given.
     """
@@ -38,7 +39,7 @@ class Prediction:
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     waits: tuple[float, ...]
-    causes: tuple[str, ...]
+    causes: tuple[Cause | None, ...]
     time: float
     work: Mapping[Lane, float]
     busy: Mapping[Lane, float]
@@ -96,7 +97,7 @@ class Prediction:
                 "start": list(self.starts),
                 "end": list(self.ends),
                 "waited": list(self.waits),
-                "cause": list(self.causes),
+                "cause": [str(cause or "") for cause in self.causes],
             },
             "memory": {tier: [list(point) for point in curve] for tier, curve in self.memory.items()},
             "schedule": str(self.schedule),
@@ -191,7 +192,7 @@ class _Reader:
             starts=starts,
             ends=ends,
             waits=waits,
-            causes=tuple(causes),
+            causes=tuple(map(parse_cause, causes)),
             time=self.number("time", record["time"]),
             work={lane: self.number(f"work.{lane}", n) for lane, n in self.lanes("work", record["work"])},
             busy={lane: self.number(f"busy.{lane}", n) for lane, n in self.lanes("busy", record["busy"])},

@@ -1,6 +1,5 @@
 """Ops in time as the page has them: columns, sorted so that each stretch of a lane never overlaps itself."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +10,14 @@ from penstock.config import Tier
 from penstock.documents.chrome import free_row
 from penstock.report.columns import Columns, Names
 from penstock.schedule.ir.lanes import LANES, Lane
+from penstock.sim.cause import Cause
 from penstock.sim.result import Simulation
-
-_POOL = re.compile(r"pool (\S+)(?: \(given by (\S+)\))?")
-_OTHER_RANK = re.compile(r"(\d+):(\S+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One op to draw. ``waited``: time that its lane stood idle before it; ``cause``: as ``sim.result.Timed.cause``."""
+    """One op to draw. ``waited``: time that its lane stood idle before it; ``cause``: what for, None if that is not
+    known."""
 
     id: str
     lane: Lane
@@ -27,7 +25,7 @@ class Bar:
     end: float
     nbytes: int
     waited: float = 0.0
-    cause: str = ""
+    cause: Cause | None = None
 
 
 def simulated_bars(simulation: Simulation, rank: int) -> list[Bar]:
@@ -46,25 +44,6 @@ def simulated_bars(simulation: Simulation, rank: int) -> list[Bar]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Because:
-    """A cause taken apart: the op, the rank it is on (-1: the same), the pool whose buffer it gave (empty: none)."""
-
-    op: str = ""
-    rank: int = -1
-    pool: str = ""
-
-
-def parse_cause(text: str) -> Because:
-    """Take a cause apart; text in no known form stands for an op."""
-    if match := _POOL.fullmatch(text):
-        inner = parse_cause(match[2] or "")
-        return Because(op=inner.op, rank=inner.rank, pool=match[1])
-    if match := _OTHER_RANK.fullmatch(text):
-        return Because(op=match[2], rank=int(match[1]))
-    return Because(op=text)
-
-
 def series(bars: Sequence[Bar], memory: Mapping[Tier, Sequence[tuple[float, int]]], put: Columns, names: Names) -> Any:
     """Put one row's ops and memory curves into columns; returns what the page's script reads them by.
 
@@ -76,7 +55,7 @@ def series(bars: Sequence[Bar], memory: Mapping[Tier, Sequence[tuple[float, int]
         stretches += [(lane, row) for row in rows_of([bar for bar in bars if bar.lane == lane])]
     ordered = [bar for _, row in stretches for bar in row]
     edges = np.cumsum([0, *(len(row) for _, row in stretches)]).tolist()
-    causes = [parse_cause(bar.cause) for bar in ordered]
+    causes = [bar.cause or Cause("") for bar in ordered]
     return {
         "stretches": [[LANES.index(lane), edges[i], edges[i + 1]] for i, (lane, _) in enumerate(stretches)],
         "id": put.add("u4", [names[bar.id] for bar in ordered]),
@@ -84,9 +63,9 @@ def series(bars: Sequence[Bar], memory: Mapping[Tier, Sequence[tuple[float, int]
         "end": put.add("f8", [bar.end for bar in ordered]),
         "bytes": put.add("f8", [bar.nbytes for bar in ordered]),
         "waited": put.add("f8", [bar.waited for bar in ordered]),
-        "cause": put.add("i4", [names[because.op] if because.op else -1 for because in causes]),
-        "rank": put.add("i4", [because.rank for because in causes]),
-        "pool": put.add("i4", [names[because.pool] if because.pool else -1 for because in causes]),
+        "cause": put.add("i4", [names[cause.op] if cause.op else -1 for cause in causes]),
+        "rank": put.add("i4", [cause.rank for cause in causes]),
+        "pool": put.add("i4", [names[cause.pool] if cause.pool else -1 for cause in causes]),
         "memory": {
             tier: [put.add("f8", [t for t, _ in points]), put.add("f8", [amount for _, amount in points])]
             for tier, points in ((tier, last_of_each_moment(curve)) for tier, curve in memory.items())

@@ -8,7 +8,6 @@ for gaps in which nothing that the schedule knows of held it up: the time that i
 from collections.abc import Sequence
 
 from penstock.report.causes import measured_bars, predecessors
-from penstock.report.series import parse_cause
 from penstock.report.trace_file import Ran
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Schedule
@@ -24,7 +23,7 @@ def held_up(ops: Sequence[Ran], schedule: Schedule) -> dict[Lane, float]:
     while at is not None:
         start = min(at.start, until)
         found[at.lane] = found.get(at.lane, 0.0) + until - start
-        waited_for = bars.get(parse_cause(at.cause).op) if at.cause else None
+        waited_for = None if at.cause is None else bars.get(at.cause.op)
         if waited_for is None and (last := before[at.id]) is not None:
             waited_for = bars[last.id]
         if waited_for is None or waited_for.start >= at.start:

@@ -1,7 +1,6 @@
 """A rank in numbers: what a simulation says of it in one line of a table."""
 
 import heapq
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,6 +8,7 @@ from itertools import pairwise
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.references import Buffer
+from penstock.sim.cause import Cause
 from penstock.sim.result import Simulation
 
 
@@ -115,13 +115,13 @@ def _size(names: Iterable[Buffer], pool_of: Mapping[Buffer, str], size: Mapping[
 @dataclass(frozen=True, kw_only=True)
 class Stall:
     """A lane that stood idle: for how long, before which op. ``causes``: what that waited for, what this had
-    waited for just before, and so on to the op that computed, as ``Timed.cause``.
+    waited for just before, and so on to the op that computed; the rank of each is as seen from the one before.
     """
 
     rank: int
     op: Op
     waited: float
-    causes: tuple[str, ...]
+    causes: tuple[Cause, ...]
 
 
 def longest_stalls(simulation: Simulation, count: int, *, serial: bool) -> list[Stall]:
@@ -149,21 +149,20 @@ def longest_stalls(simulation: Simulation, count: int, *, serial: bool) -> list[
     ]
 
 
-_CAUSE = re.compile(r"(?:pool \S+ \(given by )?(?:(\d+):)?([^\s()]+)\)?")
 _LONGEST_CHAIN = 4
 
 
-def _causes(simulation: Simulation, places: dict[int, dict[str, int]], rank: int, i: int) -> Iterator[str]:
+def _causes(simulation: Simulation, places: dict[int, dict[str, int]], rank: int, i: int) -> Iterator[Cause]:
     """``places``: position of each op of a rank; filled as ranks are met."""
     for _ in range(_LONGEST_CHAIN):
-        match = _CAUSE.fullmatch(simulation.causes[rank][i])
-        if match is None:
+        cause = simulation.causes[rank][i]
+        if cause is None:
             return
-        yield match[0]
-        rank = rank if match[1] is None else int(match[1])
+        yield cause
+        rank = rank if cause.rank < 0 else cause.rank
         ops = simulation.world.ranks[rank].ops
         if rank not in places:
             places[rank] = {op.id: place for place, op in enumerate(ops)}
-        i = places[rank][match[2]]
+        i = places[rank][cause.op]
         if ops[i].lane == "compute":
             return

@@ -8,12 +8,13 @@ from penstock.config import TIERS, Tier
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, reserved_bytes
 from penstock.schedule.ir.worlds import World
+from penstock.sim.cause import Cause
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """One op in time. ``waited``: seconds that its lane stood idle before it; ``cause``: what it waited for then, an op
-    id (with ``rank:`` before it if it is another rank's), or ``pool NAME (given by OP)``; empty if it did not wait.
+    """One op in time. ``waited``: seconds that its lane stood idle before it; ``cause``: what it waited for then, None
+    if it did not wait.
     """
 
     rank: int
@@ -21,7 +22,7 @@ class Timed:
     start: float
     end: float
     waited: float
-    cause: str
+    cause: Cause | None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -40,7 +41,7 @@ class Simulation:
     ends: tuple[list[float], ...]
     alone: tuple[list[float], ...]
     waits: tuple[list[float], ...]
-    causes: tuple[list[str], ...]
+    causes: tuple[list[Cause | None], ...]
     serial: bool = False
 
     def __repr__(self) -> str:

@@ -16,6 +16,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ir.lanes import LANES
 from penstock.schedule.ir.references import answer_to
 from penstock.schedule.ir.worlds import World
+from penstock.sim.cause import Cause
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.template import Template
@@ -124,7 +125,7 @@ class _Run:
         self.takes = [0.0] * total
         self.ends = [0.0] * total
         self.waits = [0.0] * total
-        self.causes = [""] * total
+        self.causes: list[Cause | None] = [None] * total
         self.heap: list[tuple[float, int, int, int, int]] = []  # (time, sequence, rank, op or -1, version)
         self.sequence = 0
         self.waiting: dict[tuple[str, str], list[tuple[_Rank, int]]] = {}  # a collective's ranks that have arrived
@@ -195,7 +196,7 @@ class _Run:
         self.starts[at] = now
         if not rank.in_flight[lane] and now > rank.idle_since[lane]:
             self.waits[at] = now - rank.idle_since[lane]
-            self.causes[at] = "" if trigger is None else self._cause(rank, trigger)
+            self.causes[at] = None if trigger is None else self._cause(rank, trigger)
         rank.next[lane] += 1
         rank.in_flight[lane] += 1
         if rank.pace.sharing:
@@ -208,10 +209,9 @@ class _Run:
             self.sequence += 1
             heapq.heappush(self.heap, (now + rank.t.seconds[i], self.sequence, rank.index, i, 0))
 
-    def _cause(self, rank: _Rank, trigger: Trigger) -> str:
+    def _cause(self, rank: _Rank, trigger: Trigger) -> Cause:
         other, j, pool = trigger
-        name = other.t.ops[j].id if other is rank else f"{other.index}:{other.t.ops[j].id}"
-        return name if pool < 0 else f"pool {rank.t.names[pool]} (given by {name})"
+        return Cause(other.t.ops[j].id, -1 if other is rank else other.index, "" if pool < 0 else rank.t.names[pool])
 
     # ---- ending
 

@@ -24,8 +24,9 @@ _MOST_THREADS = 16
 """Beyond so many the memory is the bound."""
 POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE``: fault pages in, in one call. From Linux 5.14 on."""
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+madvise = ctypes.CDLL(None, use_errno=True).madvise
+"""``madvise`` of Linux. What it has failed with is ``ctypes.get_errno``'s."""
+madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _watchers: list[Callable[[int], None]] = []
 
@@ -62,7 +63,7 @@ def fault_in(memory: NDArray[np.uint8]) -> None:
 
 def fault(piece: NDArray[np.uint8]) -> None:
     """Fault a piece in, in this thread, which others need not wait for: no thread of Python's is held up."""
-    if not _madvise(piece.ctypes.data, len(piece), POPULATE_WRITE):
+    if not madvise(piece.ctypes.data, len(piece), POPULATE_WRITE):
         return
     code = ctypes.get_errno()
     if code != errno.EINVAL:
@@ -107,7 +108,7 @@ class HostSlab:
             accelerator.of(self._locked_for).unlock_pages(self._locked_for, self.bytes.data_ptr())
             self._locked_for = None
         # Tensors may still refer to the mapping, so it cannot be unmapped here; its pages are dropped at once.
-        _madvise(self.bytes.data_ptr(), self.nbytes, mmap.MADV_DONTNEED)
+        madvise(self.bytes.data_ptr(), self.nbytes, mmap.MADV_DONTNEED)
         del self.bytes
 
 

@@ -16,7 +16,7 @@ from penstock.store.transfer import StripedFiles
 
 LAST = 4 << 20
 """Bytes; smaller requests are slower on some drives than what hashing the rest costs."""
-_AT_ONCE = 1 << 20
+AT_ONCE = 1 << 20
 """Bytes that are hashed in the time that another thread takes to begin."""
 _THREADS = 4
 
@@ -57,7 +57,7 @@ class CheckedFiles:
             StoreError: the drive failed.
         """
         address = extent.address(blocks[0].start, len(view), slot)
-        if len(view) <= _AT_ONCE:
+        if len(view) <= AT_ONCE:
             found = checksums(view, blocks)
             self._files.write(address, view)
             return found

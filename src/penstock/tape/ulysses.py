@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from penstock.compat.torch import unwatched
-from penstock.errors import ModelError
+from penstock.errors import ModelError, is_out_of_memory
 from penstock.tape.likeness import alike, sample
 
 Exchange = Callable[[torch.Tensor, torch.Tensor], None]
@@ -215,9 +215,9 @@ class Ulysses:
                 whole = inner(module, query, key, value, None, **given)[0]
                 with _sharing(module, queries // half):
                     part = inner(module, query[:, -queries:], key[:, -half:], value[:, -half:], None, **given)[0]
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             self._refuse(
                 f"{type(module).__name__} does not take some of its heads alone ({' '.join(str(error).split())[:200]})"
             )

@@ -14,12 +14,13 @@ from penstock.errors import ConfigError
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["{}]', re.DOTALL)
 """A whole text, the beginning of one whose end is not there yet, or a brace. Nothing is tried twice."""
 
-_FIRST = 1 << 16
+AT_ONCE = 1 << 16
+"""Bytes that are read at a time, or more where an object is longer."""
 
 
 def is_array(file: BinaryIO) -> bool:
     """True if a file's first character is an array's. The file is then at its beginning."""
-    start = file.read(_FIRST).removeprefix(BOM).lstrip()
+    start = file.read(AT_ONCE).removeprefix(BOM).lstrip()
     file.seek(0)
     return start.startswith(b"[")
 
@@ -71,7 +72,7 @@ class _Window:
 
     def _more(self) -> bool:
         """Read as much again as is there, so that no byte is looked at often. False: there is nothing more."""
-        found = self._file.read(max(_FIRST, len(self._bytes) - self._at))
+        found = self._file.read(max(AT_ONCE, len(self._bytes) - self._at))
         self._bytes, self._at = self._bytes[self._at :] + found, 0
         return bool(found)
 

@@ -8,8 +8,7 @@ import torch
 from penstock.errors import ModelError, NonFiniteError
 from penstock.runtime.access import Access
 from penstock.runtime.context import Mode, NonFinite
-from penstock.schedule.ir.ops import Op
-from penstock.schedule.lower.graphs import has_graph
+from penstock.schedule.ir.ops import Op, has_graph
 from penstock.tape.groups import ParamGroup
 from penstock.tape.tape import Tape
 

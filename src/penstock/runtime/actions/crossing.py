@@ -35,7 +35,7 @@ _HEAD = 3 + 2 * _DIMENSIONS
 """Numbers of a head: 1 if a loss was no number, where its tensor is, and the dimensions, sizes and strides of that."""
 _HEAD_BYTES = 8 * _HEAD
 _NO_TENSOR, _IN_ITS_MESSAGE, _IN_THE_NEXT = range(3)
-_SMALL = 1 << 18
+SMALL = 1 << 18
 """Bytes of a tensor up to which it goes with its head."""
 _WAYS: dict[str, Way] = {"A": "output", "D": "gradient", "X": "besides"}
 
@@ -180,4 +180,4 @@ class Crossing:
 
 def _message(kind: Kind) -> torch.Tensor:
     """Memory for a head, and for what it goes with."""
-    return torch.zeros(_HEAD_BYTES + (kind.nbytes if kind.nbytes <= _SMALL else 0), dtype=torch.uint8)
+    return torch.zeros(_HEAD_BYTES + (kind.nbytes if kind.nbytes <= SMALL else 0), dtype=torch.uint8)

@@ -112,6 +112,11 @@ def chunk_of(op: Op) -> ChunkAt:
     return op.id.group, op.id.chunk
 
 
+def has_graph(op: Op) -> bool:
+    """True if a forward makes a graph that is kept, or a backward goes through one."""
+    return op.id.kind in ("F", "B") and any(name.holds == "saved" for name in (*op.reads, *op.writes))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
     """``count`` buffers of ``size`` bytes each on one tier.
@@ -195,6 +200,11 @@ class Schedule:
         for start, end, pool in self.carried:
             yield f"carry {start} {end} {pool}"
         yield from map(str, self.ops)
+
+
+def graphs_kept(schedule: Schedule) -> int:
+    """The number of calls of a step whose graph is kept for their backward."""
+    return sum(op.id.kind == "F" and has_graph(op) for op in schedule.ops)
 
 
 def reserved_bytes(schedule: Schedule) -> dict[Tier, int]:

@@ -13,7 +13,6 @@ serves one after the other. A backward in two parts computes its block again, an
 from collections.abc import Mapping
 from functools import lru_cache
 
-from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.lower.route import Route, Visit
 
 GRAPHS = "graphs"
@@ -32,16 +31,6 @@ def kept_graphs(route: Route, buffers: int) -> Mapping[int, int]:
         found[stage] = needed if route.takes_turns else min(needed, buffers)
         buffers -= needed
     return found
-
-
-def has_graph(op: Op) -> bool:
-    """True if a forward makes a graph that is kept, or a backward goes through one."""
-    return op.id.kind in ("F", "B") and any(name.holds == "saved" for name in (*op.reads, *op.writes))
-
-
-def graphs_kept(schedule: Schedule) -> int:
-    """The number of calls of a step whose graph is kept for their backward."""
-    return sum(op.id.kind == "F" and has_graph(op) for op in schedule.ops)
 
 
 def all_graphs(route: Route) -> int:
