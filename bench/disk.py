@@ -29,6 +29,8 @@ import numpy.typing as npt
 
 from bench.harness import ROOT, machine, write_section
 from penstock.store import Layout, Store
+from penstock.store.facts import store_exists
+from penstock.store.removal import delete_store
 from penstock.store.store import DATA
 from penstock.store.transfer import aligned_bytes
 
@@ -214,8 +216,8 @@ def _content() -> npt.NDArray[np.uint8]:
 def prepare(setting: Setting) -> Store:
     """A store whose whole file has been written once, so that no side pays for first writes."""
     setting.path.parent.mkdir(parents=True, exist_ok=True)
-    if Store.exists([setting.path]):
-        Store.delete([setting.path])
+    if store_exists([setting.path]):
+        delete_store([setting.path])
     layout = Layout.build([(_EXTENT, setting.nbytes, 1)])
     store = Store.create([setting.path], layout, model={}, io_threads=setting.io_threads, direct=True)
     buffer = aligned_bytes(CHUNK)
@@ -252,7 +254,7 @@ def main() -> int:
         with store:
             found = measure(store, setting, options.rounds)
     finally:
-        Store.delete([setting.path])
+        delete_store([setting.path])
         setting.path.rmdir()
     text, worst = table(found)
     print(text)

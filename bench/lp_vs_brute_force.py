@@ -21,18 +21,19 @@ from penstock.config import Budget, Family, Tier
 from penstock.hardware.profiles import shipped_machine
 from penstock.hardware.sharing import room_of_each
 from penstock.planner.classes import GroupClass, Home
-from penstock.planner.fit import Request, base_placement, settings_of, with_keep
+from penstock.planner.fit import base_placement, settings_of, with_keep
 from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.probes import Probes
 from penstock.planner.question import Question
+from penstock.planner.request import Request
 from penstock.planner.rounding import PATTERNS, Limits, assign
 from penstock.planner.search import search
 from penstock.planner.task import Task
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Depths, Settings
+from penstock.shape.decoders import from_config
 from penstock.shape.model import ModelShape
 from penstock.shape.shipped import CONFIGS
-from penstock.shape.transformer import from_config
 from penstock.sim.simulate import simulate
 
 WITHIN = 0.03

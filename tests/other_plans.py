@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.config import Tier
-from penstock.planner.fit import Request, fitted, tied_groups
+from penstock.planner.fit import fitted, tied_groups
+from penstock.planner.request import Request
 from penstock.schedule.place import Depths, Placement, Settings, on_grain
 from penstock.schedule.program import ALIGN
 

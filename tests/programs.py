@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from penstock.config import TIERS, Tier, ZeroStage
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.lower.provision import Fixed
+from penstock.schedule.lower.fixed import Fixed
 from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.place import Depths, Format, Placement, Settings

@@ -4,8 +4,8 @@ from typing import Any
 
 from penstock.config import Budget, Family
 from penstock.hardware.machine import Device, Drive, Host, Machine
-from penstock.planner.fit import Request
 from penstock.planner.question import Question
+from penstock.planner.request import Request
 from penstock.planner.search import Choice, search
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program

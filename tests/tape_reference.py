@@ -141,7 +141,7 @@ class Bench:
             forward = direction in ("forward", "forward_kept")
             reads = own.forward_reads if forward else () if direction == "backward_weights" else own.backward_reads
             if (stage - 1, mb) in away and direction != "backward_weights":
-                self.tape.restore(stage - 1, mb, [t.clone() for t in away[stage - 1, mb]])
+                self.tape.saved_activations.restore(stage - 1, mb, [t.clone() for t in away[stage - 1, mb]])
             with self.weights(reads):
                 if forward:
                     self.tape.forward(stage, mb, keep=direction == "forward_kept")
@@ -149,10 +149,10 @@ class Bench:
                     getattr(self.tape, direction)(stage, mb)
             if self.moving and direction == "forward":
                 for k in (stage, stage - 1):
-                    tensors = self.tape.saved_activation(k, mb)
+                    tensors = self.tape.saved_activations.of(k, mb)
                     if tensors and (k, mb) not in away:
                         away[k, mb] = [t.detach().clone() for t in tensors]
-                    self.tape.drop(k, mb)
+                    self.tape.saved_activations.drop(k, mb)
 
     def events(self, order: "Order", count: int) -> Iterator[tuple[str, int, int]]:
         """All stages of all micro-batches, with those backwards as a whole that cannot be run in two parts, and those

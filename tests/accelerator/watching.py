@@ -29,7 +29,7 @@ import torch
 
 from penstock.optim import kernels
 from penstock.optim.codes import Codes
-from penstock.ranks.group import Together
+from penstock.ranks.process_groups import Together
 from penstock.runtime.actions import Actions
 from penstock.runtime.executor import Executor
 from penstock.runtime.streams import DeviceStreams, Mark

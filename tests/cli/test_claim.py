@@ -20,7 +20,7 @@ from penstock.cli.run_folder import Start, settings_of, write_settings
 from penstock.cli.run_record import RunRecord
 from penstock.config import BatchConfig, Budget, TrainConfig
 from penstock.errors import ConfigError, StoreError
-from penstock.store.facts import facts_of, facts_of_all
+from penstock.store.facts import facts_of, facts_of_all, store_exists
 from penstock.store.layout import Layout
 from penstock.store.owner import RUN_FILE, owner_in
 from penstock.store.snapshot import SnapshotWriter
@@ -89,7 +89,7 @@ def test_overwrite_replaces_a_runs_files_and_its_store_and_nothing_else(tmp_path
     (tmp_path / "notes.txt").write_text("mine")
     with claimed(config, "overwrite") as claim:
         claim.begin(config)
-        assert not Store.exists(config.budget.disk_paths)
+        assert not store_exists(config.budget.disk_paths)
         assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {
             "config.yaml",
             "notes.txt",
@@ -485,7 +485,7 @@ def test_where_one_may_not_look_is_not_where_nothing_is(tmp_path: Path) -> None:
     closed.chmod(0)
     in_the_way = next(path for path in reversed([closed, *closed.parents]) if not path.stat().st_mode & 0o001)
     paths = config.budget.disk_paths
-    for look in (Store.exists, facts_of, lambda paths: facts_of_all([paths])):
+    for look in (store_exists, facts_of, lambda paths: facts_of_all([paths])):
         with as_nobody(), pytest.raises(StoreError) as found:
             look(paths)
         assert found.value.errno == errno.EACCES

@@ -16,8 +16,8 @@ from penstock.engine import planning
 from penstock.engine.following import Searched
 from penstock.hardware.profiles import save_profile
 from penstock.optim.spec import SGD, Override
-from penstock.planner.fit import Plan
 from penstock.planner.following import Deviations
+from penstock.planner.plan import Plan
 from penstock.planner.question import Question
 from penstock.report.prediction import parse_prediction
 from penstock.schedule.program import ALIGN

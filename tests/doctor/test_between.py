@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.doctor.between import look, other_bits
 from penstock.hardware.machine import Between, Machine, parse_machine
-from penstock.ranks.group import Ranks, T, join
+from penstock.ranks.group import Ranks, T
+from penstock.ranks.process_groups import join
 from tests.machines import gpu, host
 from tests.ranks.worlds import together
 

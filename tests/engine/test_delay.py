@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from penstock.config import Budget, Tier
 from penstock.errors import ScheduleError
-from penstock.planner.fit import Request, fit
+from penstock.planner.fit import fit
 from penstock.planner.own_schedule import own_plan
+from penstock.planner.request import Request
 from penstock.schedule.check import check
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.check.order import run_order

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.planner.fit import Plan
+from penstock.planner.plan import Plan
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.lower.visits import vertical

@@ -13,8 +13,8 @@ from penstock.engine.following import Lens
 from penstock.hardware.drives import together
 from penstock.hardware.machine import Device, Drive, Host, Machine
 from penstock.planner.costs import contention, machine_costs
-from penstock.planner.fit import Plan
 from penstock.planner.following import WINDOW, Deviations, Seen, corrected, corrected_times
+from penstock.planner.plan import Plan
 from penstock.runtime.streams import Mark
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh

@@ -9,9 +9,10 @@ from penstock.config import Family
 from penstock.hardware.crossing import step_rate
 from penstock.hardware.machine import Crossing, Machine
 from penstock.planner.costs import machine_costs
-from penstock.planner.fit import Request, fit
+from penstock.planner.fit import fit
 from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.question import Question
+from penstock.planner.request import Request
 from penstock.planner.roofline import roofline
 from penstock.planner.search import search
 from penstock.schedule.ir.ops import Op

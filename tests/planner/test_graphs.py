@@ -8,10 +8,11 @@ import pytest
 
 from penstock.config import Family, Tier
 from penstock.errors import ScheduleError
-from penstock.planner.fit import Request, fit, fitted, settings_of
+from penstock.planner.fit import fit, fitted, settings_of
 from penstock.planner.own_schedule import own_plan
 from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.question import Question
+from penstock.planner.request import Request
 from penstock.planner.search import search
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.place import Depths, Format

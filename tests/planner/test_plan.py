@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from penstock.config import Budget, Family, Tier
 from penstock.errors import BudgetError, ConfigError, ScheduleError
-from penstock.planner.fit import Plan, Request, fit, fitted
+from penstock.planner.fit import fit, fitted
 from penstock.planner.own_schedule import own_plan
+from penstock.planner.plan import Plan
+from penstock.planner.request import Request
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule

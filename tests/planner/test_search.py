@@ -18,8 +18,9 @@ from penstock.hardware.sharing import room_of_each
 from penstock.planner.advice import advice, refusal, round_up, smallest
 from penstock.planner.ask import plan, report
 from penstock.planner.batches import choose, curve, saturating, splits
-from penstock.planner.fit import DEVICE_TEMPORARIES, Request, fit, fitted
+from penstock.planner.fit import fit, fitted
 from penstock.planner.forecast import Forecast, forecast
+from penstock.planner.request import DEVICE_TEMPORARIES, Request
 from penstock.planner.roofline import moved_per_parameter, roofline
 from penstock.planner.search import best, estimate, fits, search
 from penstock.planner.task import Task, own_budget
@@ -31,8 +32,8 @@ from penstock.schedule.lower.visits import vertical
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import BOUNCE, Format, Settings
 from penstock.schedule.program import ALIGN, Whole
+from penstock.shape.decoders import from_config
 from penstock.shape.shipped import named
-from penstock.shape.transformer import from_config
 from penstock.sim.simulate import simulate
 from tests.programs import all_on_disk, transformer
 from tests.questions import DRIVE, LLAMA, MACHINE, question, searched, times_for

@@ -8,10 +8,11 @@ import pytest
 from penstock.config import Budget, Family
 from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.alternatives import alternatives, update_mode_of
-from penstock.planner.fit import Request, fit, fitted
+from penstock.planner.fit import fit, fitted
 from penstock.planner.own_schedule import own_plan
 from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.question import Question
+from penstock.planner.request import Request
 from penstock.planner.search import best, search
 from penstock.planner.update_mode import no_speculation, steps_early
 from penstock.schedule.check import check

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
+from penstock.ranks.process_groups import Together
 from penstock.runtime import staging
 from penstock.runtime.actions import crossing
 from penstock.runtime.actions.crossing import Crossing
@@ -27,7 +28,7 @@ from tests.patience import until
 from tests.ranks import test_beside, test_bits, test_copies, test_failures, test_pipeline, test_ulysses
 from tests.ranks.test_bits import equal, results
 from tests.ranks.worlds import World, pipeline, sharing, together
-from tests.training import budget, run_steps
+from tests.training import budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,6 +92,12 @@ def test_ranks_that_share_each_sequence_are_close_to_one_rank(name: str) -> None
         test_ulysses.close(found, wanted)
 
 
+def undisturbed(mesh: DeviceMesh) -> list[float]:
+    """The losses of the steps of two ranks that nothing happens to, by one that sums as they do."""
+    with wrap(test_failures.CASE, budget(None), mesh=mesh, strands=2) as engine:
+        return run_steps(engine, steps_of(test_failures.CASE, 4, lengths=test_failures.LENGTHS)).losses
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_device_that_waits_for_a_rank_that_is_gone_is_not_waited_for(how: int, tmp_path: Path) -> None:
     """The others' streams stand in a collective by then, and go on only when that is given up."""
@@ -109,13 +116,13 @@ def test_a_device_that_waits_for_a_rank_that_is_gone_is_not_waited_for(how: int,
     (other,) = test_failures.others(world.outcomes(), 1)
     assert other.kind == "RankError"
     assert "rank 1 " in other.said
-    wanted = test_failures.whole()
+    (wanted,) = together(1, undisturbed, on_device=True)
     assert together(2, test_failures.steps, tmp_path / "store", 2, on_device=True) == [(2, wanted[2:])] * 2
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
 def test_a_pipeline_whose_rank_is_killed_goes_on_from_its_last_commit(schedule: str, tmp_path: Path) -> None:
-    whole = test_pipeline.steps(None, tmp_path / "alone", 4)[1]
+    ((_, whole),) = together(1, test_pipeline.steps, tmp_path / "alone", 4, on_device=True)
     first, second = World(
         2, test_pipeline.to_be_killed, tmp_path / "store", schedule, axis="pp", on_device=True
     ).outcomes()
@@ -250,6 +257,7 @@ MUTATIONS = {
     "a message is on the device before the next one is received": Mutation(
         owner=Staging, name="receive", line="copied.synchronize()"
     ),
+    "what follows a collective comes after it": Mutation(owner=Together, name="_wait", line="work.wait()"),
 }
 
 
@@ -258,7 +266,9 @@ def mutated(mesh: DeviceMesh, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mutation.owner, mutation.name, mutation.made())
         try:
-            if mutation.name == "given":
+            if mutation.owner is Together:
+                test_bits.trained(mesh, *test_bits.WAYS["in memory"], None)
+            elif mutation.name == "given":
                 shifted(mesh)
             else:
                 in_pieces(mesh, test_pipeline.Numbers(model="gemma3"), test_pipeline.Run(), 1000)
@@ -271,5 +281,6 @@ def mutated(mesh: DeviceMesh, name: str) -> None:
 @pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_it_is_found_where_nothing_says_that(name: str) -> None:
-    found = World(2, mutated, name, axis="pp", on_device=True).outcomes()
+    axis = "dp_shard" if MUTATIONS[name].owner is Together else "pp"
+    found = World(2, mutated, name, axis=axis, on_device=True).outcomes()
     assert any("found by the simulated accelerator" in one.said for one in found if one is not None), found

@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.ranks.group import Together
+from penstock.ranks.process_groups import Together
 from tests.models import MODELS
 from tests.ranks.test_bits import BF16, FP32, HORIZONTAL, Numbers, Run, alone, equal, trained
 from tests.ranks.worlds import together

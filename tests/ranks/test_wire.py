@@ -7,7 +7,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.ranks.group import Together
+from penstock.ranks.process_groups import Together
 from penstock.ranks.watch import Place, Watch
 from tests.accelerator import DEVICE
 from tests.models import MODELS

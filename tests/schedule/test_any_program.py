@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from penstock.config import Budget, Family, Tier
 from penstock.errors import BudgetError
-from penstock.planner.fit import Plan, Request, fit
+from penstock.planner.fit import fit
+from penstock.planner.plan import Plan
 from penstock.planner.question import Question
+from penstock.planner.request import Request
 from penstock.planner.search import search
 from penstock.schedule.check import check
 from penstock.schedule.check.order import run_order

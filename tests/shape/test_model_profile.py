@@ -19,7 +19,7 @@ from penstock.config.optimizer import Orthogonal
 from penstock.errors import ConfigError, ModelError
 from penstock.hardware.machine import Device, DeviceKind, Host, Machine
 from penstock.schedule.place import Format
-from penstock.shape import meta, transformer
+from penstock.shape import decoders, meta
 from penstock.shape.huggingface import HuggingFaceModel, model_shape
 from penstock.shape.model import EFFICIENCY, ModelProfile, stage_times
 from penstock.shape.shipped import CONFIGS, named
@@ -244,7 +244,7 @@ FORMULAS: Mapping[str, dict[str, Any]] = {
 def test_a_formula_gives_what_a_dry_run_gives(
     name: str, rows: int, length: int, form: Format, kind: DeviceKind
 ) -> None:
-    formula = transformer.from_config(FORMULAS[name], name=name)
+    formula = decoders.from_config(FORMULAS[name], name=name)
     assert formula is not None
     assert formula.is_usual
     exact = meta.from_config(FORMULAS[name], name=name, kind=kind, splits=True).profile(rows, length, form)
@@ -264,7 +264,7 @@ def test_a_formula_knows_the_loss_in_tiles(
 ) -> None:
     shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind=kind, loss_tile=tile)
     exact = replace(shape, exact=True, splits=True).profile(rows, length, form)
-    formula = transformer.from_config(FORMULAS[name], name=name)
+    formula = decoders.from_config(FORMULAS[name], name=name)
     assert formula is not None
     assert formula.profile(rows, length, form, loss_tile=tile) == exact
     assert shape.profile(rows, length, form) == exact
@@ -301,7 +301,7 @@ def test_a_large_model_by_formula_is_the_real_one(name: str) -> None:
     ],
 )
 def test_parameters_are_counted_with_biases(changes: dict[str, Any]) -> None:
-    formula = transformer.from_config(LLAMA | changes, name="biased")
+    formula = decoders.from_config(LLAMA | changes, name="biased")
     assert formula is not None
     exact = meta.from_config(LLAMA | changes, name="biased", splits=True).profile(1, 16, BF16)
     found = formula.profile(1, 16, BF16)
@@ -314,9 +314,9 @@ def test_a_setting_that_is_left_out_is_what_the_installed_class_takes_for_it(kin
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
     given = {"model_type": kind, **off}
     whole = {k: v for k, v in AutoConfig.for_model(**given).to_dict().items() if k not in of_all or k in given}
-    formula = transformer.from_config(given, name=kind)
+    formula = decoders.from_config(given, name=kind)
     assert formula is not None
-    assert formula == transformer.from_config(whole, name=kind)
+    assert formula == decoders.from_config(whole, name=kind)
 
 
 def test_names_have_the_parameters_that_they_are_called_after() -> None:
@@ -369,9 +369,9 @@ def test_planning_a_shipped_model_imports_no_torch_and_takes_no_time() -> None:
     ],
 )
 def test_what_no_formula_is_for_has_none(changes: dict[str, Any]) -> None:
-    assert transformer.from_config(LLAMA | changes, name="other") is None
-    assert transformer.from_config({**GPT2, "attn_pdrop": 0.1}, name="dropout") is None
-    assert transformer.from_config({k: v for k, v in GPT2.items() if k != "attn_pdrop"}, name="dropout") is None
+    assert decoders.from_config(LLAMA | changes, name="other") is None
+    assert decoders.from_config({**GPT2, "attn_pdrop": 0.1}, name="dropout") is None
+    assert decoders.from_config({k: v for k, v in GPT2.items() if k != "attn_pdrop"}, name="dropout") is None
 
 
 def test_where_a_formula_does_not_hold_the_model_is_run() -> None:

@@ -21,8 +21,9 @@ from penstock.errors import StoreError
 from penstock.schedule.place import Format, Placement
 from penstock.schedule.program import ALIGN, GroupSpec
 from penstock.state import background as module
-from penstock.state.arrays import StateArrays, parts_of
+from penstock.state.arrays import StateArrays
 from penstock.state.background import Background
+from penstock.state.layout import parts_of
 from penstock.state.memory import HostSlab
 from penstock.state.slots import Slots
 from penstock.store import Layout, Store

@@ -20,6 +20,7 @@ from penstock.errors import StoreError
 from penstock.planner import fit
 from penstock.state.slots import Slots
 from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, digests
+from penstock.store.removal import delete_store
 from penstock.store.striping import Striping
 from tests.faults import failing
 from tests.models import MODELS
@@ -214,7 +215,7 @@ def test_ranges_that_are_cut_elsewhere_agree(
     with Store.open([path], direct=False) as store:
         for start, stop in itertools.pairwise([0, *sorted(reads), len(data)]):
             assert np.array_equal(read(store, "weights", 1, start=start, stop=stop), data[start:stop])
-    Store.delete([path])
+    delete_store([path])
 
 
 @pytest.mark.parametrize(("start", "stop"), [(ALIGN, 4 * ALIGN), (0, 3 * ALIGN), (48 * ALIGN, 51 * ALIGN)])

@@ -7,6 +7,7 @@ import pytest
 from penstock.cli.run_record import RunRecord
 from penstock.errors import ConfigError, StoreError
 from penstock.hf.checkpoint import make_room
+from penstock.store.facts import store_exists
 from penstock.store.layout import Layout
 from penstock.store.owner import Owner
 from penstock.store.store import Store
@@ -74,4 +75,4 @@ def test_a_store_that_lies_where_passing_things_go_is_not_removed(tmp_path: Path
         pytest.raises(StoreError, match="holds a run's state: move it"),
     ):
         engine.step(STEP)
-    assert Store.exists([scratch])
+    assert store_exists([scratch])

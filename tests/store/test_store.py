@@ -19,7 +19,8 @@ import pytest
 from penstock.errors import StoreError
 from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, digests
 from penstock.store.directory import in_memory
-from penstock.store.facts import facts_of
+from penstock.store.facts import facts_of, store_exists
+from penstock.store.removal import delete_store
 from penstock.store.striping import Striping
 
 GRIDS = {name: (Region(nbytes=blocks * ALIGN, block=ALIGN),) for name, blocks in (("weights", 300), ("state", 101))}
@@ -166,9 +167,9 @@ def test_only_the_owner_may_look(tmp_path: Path) -> None:
 def test_delete_removes_the_stores_own_files_only(paths: list[Path]) -> None:
     Store.create(paths, LAYOUT, model=MODEL).close()
     (paths[0] / "thesis.txt").write_text("mine")
-    assert Store.exists(paths)
-    Store.delete(paths)
-    assert not Store.exists(paths)
+    assert store_exists(paths)
+    delete_store(paths)
+    assert not store_exists(paths)
     assert [file.name for path in paths for file in path.iterdir()] == ["thesis.txt"]
 
 
@@ -226,7 +227,7 @@ def test_a_file_system_in_memory_gets_a_warning() -> None:
         with pytest.warns(UserWarning, match="in memory"):
             Store.open([path]).close()
     finally:
-        Store.delete([path])
+        delete_store([path])
         path.rmdir()
 
 
@@ -346,7 +347,7 @@ def test_a_second_process_is_kept_out_until_the_first_dies(paths: list[Path], ki
             with pytest.raises(StoreError, match=f"in use by process {holder.pid}"):
                 Store.open(paths)
             with pytest.raises(StoreError, match="in use"):
-                Store.delete(paths)
+                delete_store(paths)
             holder.send_signal(signal.SIGKILL)
             holder.wait()
             Store.open(paths).close()  # also when a forked child of the dead process lives on

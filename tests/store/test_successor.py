@@ -13,10 +13,11 @@ import pytest
 from penstock.errors import StoreError
 from penstock.files import sync_folder
 from penstock.store import successor
-from penstock.store.facts import facts_of, facts_of_all
+from penstock.store.facts import facts_of, facts_of_all, store_exists
 from penstock.store.layout import ALIGN, Layout
 from penstock.store.making import remove_files
 from penstock.store.parts import opened_parts
+from penstock.store.removal import delete_store
 from penstock.store.store import Store
 from penstock.store.successor import Stores
 from penstock.store.transfer import aligned_bytes
@@ -176,12 +177,12 @@ def _killed(what: Callable[[], None], folder: Path, number: int) -> bool:
 def refuse(paths: Sequence[Path]) -> None:
     """Whoever does not put the new store in its place says what does, and changes nothing."""
     before = sorted(path for folder in paths for path in folder.rglob("*"))
-    for look in (Store.open, Store.delete, facts_of):
+    for look in (Store.open, delete_store, facts_of):
         with pytest.raises(StoreError, match="go on with the run"):
             look(paths)
     with pytest.raises(StoreError, match=r"go on with the run|holds a store already"):
         Store.create(paths, Layout.build([("x", 1, 1)]), model={})
-    assert Store.exists(paths)
+    assert store_exists(paths)
     assert sorted(path for folder in paths for path in folder.rglob("*")) == before
 
 
@@ -297,5 +298,5 @@ def test_what_is_staged_goes_with_the_store(tmp_path: Path) -> None:
     paths = placed(tmp_path / "drives", 2)
     with Store.open(paths, direct=False):
         make(successor.staged(paths), 2, paths)
-    Store.delete(paths)
+    delete_store(paths)
     assert not [item for path in paths for item in path.iterdir()]

@@ -7,7 +7,7 @@ from penstock.config import INTERVAL, Budget, Durability, format_size, parse_dur
 from penstock.hardware.drives import in_proportion, spread
 from penstock.hardware.profiles import on_one_drive
 from penstock.planner.durability import Weighed
-from penstock.planner.fit import Plan
+from penstock.planner.plan import Plan
 from penstock.report.sentence import format_time
 from penstock.store.directory import is_there
 from penstock.store.manifest import DATA, Manifest

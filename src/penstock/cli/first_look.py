@@ -20,7 +20,7 @@ from penstock.hardware import system
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories
 from penstock.planner.task import OWN_SHARE, own_budget
-from penstock.shape import transformer
+from penstock.shape import decoders
 from penstock.shape.huggingface import model_shape
 from penstock.shape.shipped import CONFIGS, ON_THE_HUB
 
@@ -104,7 +104,7 @@ def _has_template(folder: Path) -> bool:
 
 def _parameters(config: Mapping[str, Any], folder: Path | None) -> int | None:
     """By formula where there is one, else by the bytes of the weights."""
-    formula = transformer.from_config(config, name="model")
+    formula = decoders.from_config(config, name="model")
     if formula is not None:
         return sum(n for end in formula.ends for n in end.sizes) + formula.layers * sum(map(prod, formula.block))
     if folder is None:

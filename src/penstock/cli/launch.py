@@ -61,7 +61,8 @@ def launched(device: str | None, copies: int = 1, pipeline: int = 1, cp: int = 1
     """
     from penstock.engine.device import resolve_device
     from penstock.errors import ConfigError
-    from penstock.ranks.group import ALONE, join
+    from penstock.ranks.group import ALONE
+    from penstock.ranks.process_groups import join
     from penstock.ranks.start import torchrun_mesh
 
     if process_count() % pipeline:

@@ -16,7 +16,7 @@ from penstock.hardware.sharing import link_of_messages, of_pipeline
 from penstock.planner.batches import cuts
 from penstock.planner.costs import costs_of_plan
 from penstock.planner.dealt import Asked, Foreseen, Pace, fastest_of, programs_of
-from penstock.planner.fit import Request
+from penstock.planner.request import Request
 from penstock.planner.task import MOST_OPS, TOKEN_BYTES, moments_of, rate_name_of
 from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.place import Format

@@ -12,9 +12,9 @@ from penstock.planner.as_json import shares
 from penstock.planner.ask import PlanReport
 from penstock.planner.batches import Point
 from penstock.planner.durability import kill_seconds
-from penstock.planner.fit import Plan
 from penstock.planner.forecast import Forecast
 from penstock.planner.longest import SHORTEST, Longest
+from penstock.planner.plan import Plan
 from penstock.planner.task import Task
 from penstock.planner.update_mode import steps_early
 from penstock.planner.whole_run import WholeRun

@@ -23,7 +23,7 @@ from penstock.errors import StoreError
 from penstock.store.directory import LOCK, DirectoryLock, is_there, sync_directory
 from penstock.store.facts import facts_of, facts_of_all
 from penstock.store.owner import RUN_FILE, Owner
-from penstock.store.store import Store
+from penstock.store.removal import delete_part, delete_store
 
 log = logging.getLogger("penstock")
 
@@ -125,12 +125,12 @@ def _deleted(paths: Sequence[Path], owner: Owner) -> bool:
         return True
     for _ in range(_TRIES):
         try:
-            return Store.delete(paths, only=lambda facts: facts.untouched and facts.owner == owner)
+            return delete_store(paths, only=lambda facts: facts.untouched and facts.owner == owner)
         except StoreError as error:
             if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                 raise
             time.sleep(_APART)  # another rank is still about to end
-    return Store.delete(paths, only=lambda facts: facts.untouched and facts.owner == owner)
+    return delete_store(paths, only=lambda facts: facts.untouched and facts.owner == owner)
 
 
 _TRIES, _APART = 20, 0.1
@@ -139,7 +139,7 @@ _TRIES, _APART = 20, 0.1
 
 def _remove_part(path: Path, owner: str) -> None:
     """Remove a directory's part of a store, if it is that run's, and what its steps have left beside it."""
-    Store.delete_part(path, only=lambda found: found.owner is not None and found.owner.id == owner)
+    delete_part(path, only=lambda found: found.owner is not None and found.owner.id == owner)
     _remove_if_empty(path)
 
 

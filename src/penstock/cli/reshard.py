@@ -27,7 +27,7 @@ from penstock.config.step import IN_TURN, STRANDS, check_strands
 from penstock.errors import ConfigError, StoreError
 from penstock.store.directory import DirectoryLock, is_there, make_directory, sync_directory
 from penstock.store.manifest import DATA, Manifest
-from penstock.store.store import Store
+from penstock.store.removal import delete_part, delete_store
 
 _STAGED = "resharded-"
 """The beginning of the name of the folder of new stores; the run's id follows."""
@@ -204,7 +204,7 @@ def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
     assert asked is not None, "there are new stores"
     for paths in config.budget.stores(record.ranks, record.hosts):
         for path in paths:
-            Store.delete_part(path, only=lambda found: found.store in asked.replaces)
+            delete_part(path, only=lambda found: found.store in asked.replaces)
     targets = _flat(config.budget.stores(asked.ranks))
     new = _staged(config, asked.ranks, record)
     for target, staged in zip(targets, _flat(new), strict=True):
@@ -246,7 +246,7 @@ def _clear(staged: Sequence[Sequence[Path]]) -> None:
     """Remove what was staged of new stores."""
     for path in _flat(staged):
         if is_there(path):
-            Store.delete([path])
+            delete_store([path])
             path.rmdir()
     for path in dict.fromkeys(path.parent for path in _flat(staged)):
         if is_there(path):

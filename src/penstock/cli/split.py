@@ -18,7 +18,8 @@ from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.batches import choose, cuts, splits
 from penstock.planner.dealt import Asked, plans_of
 from penstock.planner.durability import settled
-from penstock.planner.fit import Request, fit
+from penstock.planner.fit import fit
+from penstock.planner.request import Request
 from penstock.planner.task import TOKEN_BYTES
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.mesh import Mesh

@@ -19,7 +19,7 @@ from penstock.shape.meta import Change
 from penstock.shape.model import ModelShape
 from penstock.shape.shipped import CONFIGS, shipped_name
 from penstock.store.manifest import DATA
-from penstock.store.store import SCRATCH
+from penstock.store.removal import SCRATCH
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,14 +68,14 @@ def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
     Raises:
         ConfigError: the model is refused.
     """
-    from penstock.shape import transformer
+    from penstock.shape import decoders
 
     given = _configuration(config.model)
     if config.model.init and (config.data.tokenizer is not None or isinstance(config.model.config, Mapping)):
         vocabulary = _vocabulary(config.data)
         asked = given.get("vocab_size", vocabulary) if isinstance(config.model.config, Mapping) else vocabulary
         given = {**given, "vocab_size": asked}
-        if asked < vocabulary or transformer.from_config(given, name="model") is None:
+        if asked < vocabulary or decoders.from_config(given, name="model") is None:
             from penstock.cli.model import build_model
 
             build_model(config.model, config.data)

@@ -27,8 +27,9 @@ from penstock.doctor.contention import LEAST
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Between
 from penstock.optim import agreement
-from penstock.ranks.group import Ranks, join
+from penstock.ranks.group import Ranks
 from penstock.ranks.order import add_up
+from penstock.ranks.process_groups import join
 from penstock.ranks.start import torchrun_mesh
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.place import FP32

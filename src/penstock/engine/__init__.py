@@ -6,6 +6,7 @@
     planning, timing, visiting        micro-batches are probed and timed, and a plan is made for them
     runner                            a plan that can be executed
     fate, attempt, durability, due    which step counts, how it is taken, and when it is durable
+    snapshots                         what they keep of an engine, and how it goes on from one
     batch, labels                     what users hand over as micro-batches
     turns, interrupt                  calls come one after another; Ctrl-C ends a run between steps
 

@@ -9,7 +9,8 @@ from penstock.config import Family
 from penstock.engine.probed import HandedOn, slowest_of
 from penstock.errors import BudgetError, ConfigError, ModelError
 from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of, world_of
-from penstock.planner.fit import Plan, Request
+from penstock.planner.plan import Plan
+from penstock.planner.request import Request
 from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
 from penstock.schedule.ir.ops import Schedule
@@ -24,8 +25,8 @@ from penstock.store.facts import facts_of
 from penstock.store.manifest import Manifest
 from penstock.store.parts import HOLDERS
 from penstock.tape.elsewhere import besides
+from penstock.tape.facts import StageFacts
 from penstock.tape.handed import refusal
-from penstock.tape.suspended import StageFacts
 
 T = TypeVar("T")
 

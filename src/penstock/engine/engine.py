@@ -19,23 +19,22 @@ from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.attempt import Attempt
 from penstock.engine.due import Due
-from penstock.engine.durability import Actions, Durability
-from penstock.engine.fate import Action, Event, State
+from penstock.engine.durability import Durability
+from penstock.engine.fate import Event, State
 from penstock.engine.inside import Inside
 from penstock.engine.interrupt import whole_steps
 from penstock.engine.planning import Planning
 from penstock.engine.resources import open_resources
+from penstock.engine.snapshots import Snapshots
 from penstock.engine.spans import check_same
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.engine.turns import in_turn, is_foreign
 from penstock.errors import ConfigError, NonFiniteError
 from penstock.hardware.machine import Machine
-from penstock.planner.fit import Plan
+from penstock.planner.plan import Plan
 from penstock.ranks.group import ALONE, Ranks
 from penstock.runtime.context import StepContext, Update
 from penstock.sim.result import Simulation
-from penstock.state import snapshots
-from penstock.state.record import check_param_groups
 from penstock.state.shared import LedArrays
 from penstock.state.stats import StepStats
 from penstock.state.values import Values
@@ -83,6 +82,7 @@ class Engine:
         self.optimizer = self._resources.optimizer
         self._progress, commits = self._resources.progress, self._resources.commits
         self._durability = Durability(commits, self._progress, Due.of(settings.budget))
+        self._snapshots = Snapshots(self._resources, self._durability)
         try:
             self._planning = Planning(self._resources, settings, before_change=self._rest)
             commits.commit(self._progress.record())
@@ -418,13 +418,9 @@ class Engine:
         """
         with self._ranks.together():
             self._check_usable()
-            self._agree_on_snapshot("save", path, overwrite=overwrite)
+            self._snapshots.agree("save", path, overwrite=overwrite)
             self._rest()
-            meta = {"model": self._resources.description, **self._progress.record()}
-            arrays, buffers = self._resources.arrays, self._resources.buffers
-            snapshots.save(
-                Path(path), arrays, buffers, meta, overwrite=overwrite, ranks=self._ranks, share=self._resources.share
-            )
+            self._snapshots.save(Path(path), overwrite=overwrite)
 
     @in_turn
     def load(self, path: str | Path) -> None:
@@ -439,37 +435,9 @@ class Engine:
         """
         with self._ranks.together():
             self._durability.check_open()
-            self._agree_on_snapshot("load", path)
+            self._snapshots.agree("load", path)
             self._rest()
-            self._load(Path(path))
-
-    def _load(self, path: Path) -> None:
-        with snapshots.opened(path, self._resources.description, self._ranks, self._resources.share) as snapshot:
-            self._ranks.jointly("account of the snapshot", partial(self._check_account, snapshot.meta, str(path)))
-            actions: Actions = {
-                Action.MARK: partial(self._durability.mark, f"loading {path} did not begin"),
-                Action.RESTORE: partial(self._restore, snapshot),
-                Action.COMMIT: partial(self._durability.commit_loaded, self._planning.runner, str(path)),
-            }
-            self._durability.follow(Event.LOAD, actions, f"loading {path}")
-
-    def _check_account(self, meta: Mapping[str, Any], where: str) -> None:
-        self._progress.check(meta, where)
-        check_param_groups(meta["param_groups"], self.optimizer.param_groups, where)
-
-    def _restore(self, snapshot: snapshots.Saved) -> Event:
-        snapshots.restore(snapshot, self._resources.arrays, self._resources.buffers)
-        self._ranks.gather_objects("restored state", None)  # which is that of one step once all have theirs
-        self._progress.adopt(snapshot.meta)
-        for mine, saved in zip(self.optimizer.param_groups, snapshot.meta["param_groups"], strict=True):
-            mine.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-        return Event.LOADED
-
-    def _agree_on_snapshot(self, call: str, path: str | Path, **settings: Any) -> None:
-        """All ranks make the same ``call`` after the same step."""
-        if self._ranks.size > 1:
-            asked = {"call": call, "step": self.step_count, "path of the snapshot": str(Path(path).resolve())}
-            self._ranks.agree_on_each(asked | settings)
+            self._snapshots.load(Path(path), self._planning.runner)
 
     def close(self) -> None:
         """Bring what is in memory to the store and give everything back. The model's parameters stay placeholders.

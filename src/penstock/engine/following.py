@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from penstock.config import Tier, format_size
 from penstock.errors import BudgetError
-from penstock.planner.fit import Plan
 from penstock.planner.following import (
     AGAIN,
     HORIZON,
@@ -27,6 +26,7 @@ from penstock.planner.following import (
     of_all_ranks,
     stage_key,
 )
+from penstock.planner.plan import Plan
 from penstock.planner.question import Question
 from penstock.planner.search import estimate, search
 from penstock.runtime.streams import Mark

@@ -18,7 +18,7 @@ from penstock.engine.labels import IGNORED
 from penstock.engine.spans import Spans
 from penstock.errors import ModelError
 from penstock.tape import trees
-from penstock.tape.suspended import Site
+from penstock.tape.facts import Site
 from penstock.tape.tape import Tape
 
 _TOKENS = 64

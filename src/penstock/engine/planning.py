@@ -31,10 +31,12 @@ from penstock.hardware.sharing import link_of_messages, of_each_rank, of_pipelin
 from penstock.optim.agreement import KINDS, other_bits
 from penstock.planner.costs import contention, costs_of_plan
 from penstock.planner.dealt import Pace
-from penstock.planner.fit import Plan, Request, fit, off_device
+from penstock.planner.fit import fit, off_device
 from penstock.planner.following import corrected, corrected_times, what_is_off
 from penstock.planner.own_schedule import own_plan
+from penstock.planner.plan import Plan
 from penstock.planner.question import Question
+from penstock.planner.request import Request
 from penstock.planner.search import best
 from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
@@ -48,8 +50,8 @@ from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 from penstock.tape import trees
+from penstock.tape.facts import Facts, StageFacts
 from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
-from penstock.tape.suspended import Facts, StageFacts
 from penstock.tape.waits import sentence
 
 log = logging.getLogger("penstock")

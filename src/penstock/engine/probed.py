@@ -8,8 +8,8 @@ from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.shape.model import StageTimes
 from penstock.tape import trees
+from penstock.tape.facts import Facts, StageFacts
 from penstock.tape.handed import Handed, Kind
-from penstock.tape.suspended import Facts, StageFacts
 
 _SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak", "split_peak")
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from penstock.planner.fit import Plan
+from penstock.planner.plan import Plan
 from penstock.planner.update_mode import steps_early
 
 WINDOW = 50

@@ -36,7 +36,7 @@ from penstock.state.shared import SharedArrays
 from penstock.state.values import Arrays, Values
 from penstock.store.owner import Owner
 from penstock.store.parts import of_rank
-from penstock.store.store import SCRATCH, remove_scratch
+from penstock.store.removal import SCRATCH, remove_scratch
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, ParamSlice, group_parameters
 from penstock.tape.guard import guard

@@ -15,7 +15,7 @@ from penstock.engine.probed import HandedOn
 from penstock.engine.resources import EngineResources
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.errors import NonFiniteError, StoreError
-from penstock.planner.fit import Plan
+from penstock.planner.plan import Plan
 from penstock.runtime.actions import Actions
 from penstock.runtime.bound import Bound
 from penstock.runtime.context import StepContext
@@ -32,10 +32,12 @@ from penstock.schedule.lower.dealt import message_piece
 from penstock.schedule.program import ALIGN
 from penstock.state.arrays import Late
 from penstock.state.numa import binding_for
+from penstock.store.facts import store_exists
 from penstock.store.layout import Layout
+from penstock.store.removal import delete_store
 from penstock.store.store import Store
 from penstock.tape.elsewhere import Elsewhere
-from penstock.tape.suspended import StageFacts
+from penstock.tape.facts import StageFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +277,7 @@ class Runner:
 
 def _remove(scratch: Store, paths: Sequence[Path]) -> None:
     scratch.close()
-    Store.delete(paths)
+    delete_store(paths)
     for path in paths:
         with suppress(OSError):  # something else is in it: not ours to remove
             path.rmdir()
@@ -287,7 +289,7 @@ def _scratch(bound: Bound, shared: EngineResources) -> Store | None:
     if not sizes:
         return None
     paths = shared.scratch_paths
-    if Store.exists(paths):
+    if store_exists(paths):
         raise StoreError(f"{paths[0]} is needed for what lives no longer than a step, and holds a run's state: move it")
     layout = Layout.build(((name, nbytes, 1) for name, nbytes in sizes.items()), grids)
     store = shared.commits.store

@@ -16,8 +16,9 @@ from penstock.optim.spec import OptimizerSpec
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import FP32
 from penstock.schedule.program import GroupSpec
-from penstock.state.arrays import StateArrays, rest_of
+from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
+from penstock.state.layout import rest_of
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.tape.groups import ParamGroup
 from penstock.tape.init import initialise, materialise_buffers

@@ -19,7 +19,7 @@ from penstock.schedule.matrices import Piece, orthogonal_flop
 from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
 from penstock.tape.buffers import ModulesBefore
-from penstock.tape.suspended import StageFacts
+from penstock.tape.facts import StageFacts
 from penstock.tape.tape import Tape
 
 

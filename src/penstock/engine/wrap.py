@@ -27,7 +27,8 @@ from penstock.hardware.profiles import check_device, on_directories
 from penstock.hardware.sharing import why_unknown
 from penstock.optim.facade import rate_name
 from penstock.ranks.axes import PIPELINE
-from penstock.ranks.group import Ranks, join
+from penstock.ranks.group import Ranks
+from penstock.ranks.process_groups import join
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.store.owner import RUN_FILE, Owner, owner_in

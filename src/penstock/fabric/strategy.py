@@ -28,7 +28,8 @@ from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, inputs_of
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
 from penstock.optim.precision import precision_of_weights
-from penstock.ranks.group import ALONE, Ranks, join
+from penstock.ranks.group import ALONE, Ranks
+from penstock.ranks.process_groups import join
 from penstock.ranks.start import torchrun_mesh
 from penstock.store.snapshot_parts import opened_snapshot
 from penstock.tape import trees

@@ -28,6 +28,8 @@ from penstock.optim.facade import StreamedOptimizer
 from penstock.ranks.group import Ranks
 from penstock.state.record import check_kept, check_param_groups, check_progress
 from penstock.state.snapshots import require_like
+from penstock.store.facts import store_exists
+from penstock.store.removal import delete_store
 from penstock.store.snapshot_parts import opened_snapshot
 from penstock.store.store import Store
 
@@ -172,7 +174,7 @@ def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
         for paths in stores:
             _check_replaceable(paths, origin, same=origin.get("disk") == _resolved(budget.disk_paths))
     for paths in stores:
-        if not Store.delete(paths, only=lambda facts: facts.owner is None):
+        if not delete_store(paths, only=lambda facts: facts.owner is None):
             raise ConfigError(
                 f"budget.disk: {paths[0]} holds the state of a run of penstock train: give another directory"
             )
@@ -183,7 +185,7 @@ def _stores_in(directories: Sequence[Path]) -> list[Sequence[Path]]:
     when it was made."""
     ranks = sorted({path.name for directory in directories for path in directory.glob("*") if is_of_rank(path)})
     found = [directories, *([d / name for d in directories if (d / name).is_dir()] for name in ranks)]
-    return [paths for paths in found if Store.exists(paths)]
+    return [paths for paths in found if store_exists(paths)]
 
 
 def _check_replaceable(paths: Sequence[Path], origin: Mapping[str, Any], *, same: bool) -> None:

@@ -37,7 +37,8 @@ from penstock.hf.trainer_optimizer import optimizer_of, precision_of
 from penstock.hf.training_arguments import check_arguments, check_launch
 from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
-from penstock.ranks.group import ALONE, Ranks, join
+from penstock.ranks.group import ALONE, Ranks
+from penstock.ranks.process_groups import join
 from penstock.ranks.start import torchrun_mesh
 from penstock.state.stats import StepStats
 from penstock.tape import trees

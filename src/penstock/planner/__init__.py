@@ -2,6 +2,7 @@
 
     costs, layer_costs             what an op costs on a machine
     update_mode                    waiting for the norm, speculating, delaying: what is possible
+    request, plan                  a step to fit into a budget; a schedule with what it was built from
     fit, own_schedule              a plan that fits, by a fixed order of preference; a schedule of the user's own in it
     phases, sample, probes,        the phases of a step, and what it asks of each lane in each of them, read off
     classes, phase_costs           schedules of a small program

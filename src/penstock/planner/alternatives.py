@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.errors import BudgetError
-from penstock.planner.fit import Request
 from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.proposals import Proposals
 from penstock.planner.question import Question
+from penstock.planner.request import Request
 from penstock.planner.search import Choice, search
 from penstock.planner.update_mode import steps_early
 from penstock.schedule.place import Settings

@@ -20,9 +20,9 @@ from penstock.planner.arguments import PlanArguments, PlanSettings, check_drives
 from penstock.planner.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
 from penstock.planner.durability import Weighed, settled, undecided, weigh
 from penstock.planner.endurance import EnduranceError
-from penstock.planner.fit import Plan
 from penstock.planner.forecast import Forecast, forecast
 from penstock.planner.longest import Longest, longest
+from penstock.planner.plan import Plan
 from penstock.planner.question import FAMILIES
 from penstock.planner.roofline import Roofline, roofline
 from penstock.planner.search import Choice, search

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.config import Tier
-from penstock.planner.fit import Request
 from penstock.planner.phases import Phases
+from penstock.planner.request import Request
 
 Home = tuple[Tier, Tier]
 """The tiers of a group's weights and of its optimizer state."""

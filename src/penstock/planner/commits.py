@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.config import Budget
 from penstock.hardware.drives import together
 from penstock.hardware.machine import Drive
-from penstock.planner.fit import Plan
+from penstock.planner.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from penstock.errors import ConfigError
 from penstock.hardware.crossing import compact_pace, crossing_of, step_rate
 from penstock.hardware.drives import Together, together
 from penstock.hardware.machine import Collectives, Machine, Network
-from penstock.planner.fit import Plan
+from penstock.planner.plan import Plan
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op, has_graph
 from penstock.schedule.lower.dealt import message_piece

@@ -11,8 +11,10 @@ from itertools import product
 
 from penstock.config import Family
 from penstock.errors import BudgetError, ConfigError
-from penstock.planner.fit import Plan, Request, fit
+from penstock.planner.fit import fit
+from penstock.planner.plan import Plan
 from penstock.planner.question import SIMULATED_OPS
+from penstock.planner.request import Request
 from penstock.planner.update_mode import REPEATS, steps_early
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.ir.ops import Schedule

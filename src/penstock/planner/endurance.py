@@ -9,7 +9,7 @@ from penstock.errors import BudgetError
 from penstock.hardware.drives import spread, stripe_weights
 from penstock.hardware.machine import Machine
 from penstock.planner.commits import Commits
-from penstock.planner.fit import Plan
+from penstock.planner.plan import Plan
 
 DAY = 86400.0
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from penstock.config import Tier, format_size
 from penstock.errors import BudgetError, ScheduleError
-from penstock.planner.fit import Plan, Request, base_placement
+from penstock.planner.fit import base_placement
+from penstock.planner.plan import Plan
+from penstock.planner.request import Request
 from penstock.planner.update_mode import no_speculation
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.check.worlds import check_world

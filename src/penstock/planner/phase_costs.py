@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from penstock.config import Tier
 from penstock.planner.bounds import Load
 from penstock.planner.classes import GroupClass, Home
-from penstock.planner.fit import Request
 from penstock.planner.probes import Facts, Probes
+from penstock.planner.request import Request
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import group_op, single_op, stage_buffer, stage_op

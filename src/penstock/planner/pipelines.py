@@ -22,8 +22,9 @@ from penstock.planner.batches import cuts
 from penstock.planner.costs import costs_of_plan
 from penstock.planner.dealt import Asked as Wanted
 from penstock.planner.dealt import Foreseen, Pace, fastest_of, programs_of
-from penstock.planner.fit import Plan, Request
 from penstock.planner.layouts import Asked, Layout, OfHost, Outcome, check_memory, slowest
+from penstock.planner.plan import Plan
+from penstock.planner.request import Request
 from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.lower.dealt import stages_dealt

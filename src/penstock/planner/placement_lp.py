@@ -43,9 +43,10 @@ from numpy.typing import NDArray
 from penstock.config import TIERS, Tier
 from penstock.planner.bounds import StepBound
 from penstock.planner.classes import GroupClass, Home
-from penstock.planner.fit import Request, base_placement
+from penstock.planner.fit import base_placement
 from penstock.planner.optimum import optimum
 from penstock.planner.phase_costs import PhaseCosts, Prices, columns
+from penstock.planner.request import Request
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.place import FP32, Placement, Settings, home_of_weights, trained_chunks

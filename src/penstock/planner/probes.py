@@ -21,8 +21,9 @@ from typing import Literal
 
 from penstock.config import Tier
 from penstock.planner.classes import GroupClass, Home, group_classes
-from penstock.planner.fit import Request, settings_of, tied_groups
+from penstock.planner.fit import settings_of, tied_groups
 from penstock.planner.phases import Phases
+from penstock.planner.request import Request
 from penstock.planner.sample import Sample, without_activations, without_weights
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.lower.mesh import Mesh

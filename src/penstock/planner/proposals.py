@@ -9,11 +9,12 @@ from itertools import product
 from penstock.config import format_size
 from penstock.errors import BudgetError
 from penstock.hardware.drives import together
-from penstock.planner.fit import DEVICE_DEPTHS, Request, base_placement, fitted, settings_of, with_keep
+from penstock.planner.fit import DEVICE_DEPTHS, base_placement, fitted, settings_of, with_keep
 from penstock.planner.phase_costs import PhaseCosts, Prices
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.probes import Probes
 from penstock.planner.question import Question
+from penstock.planner.request import Request
 from penstock.planner.rounding import PATTERNS, Limits, Pattern, Rounding
 from penstock.planner.update_mode import DELAY_STEP
 from penstock.schedule.place import Depths, Settings

@@ -9,8 +9,10 @@ from penstock.config import Family, Tier, ZeroStage
 from penstock.hardware.machine import Machine
 from penstock.planner.costs import machine_costs
 from penstock.planner.endurance import DAY, allowance, written_per_day
-from penstock.planner.fit import Plan, Request, base_placement
+from penstock.planner.fit import base_placement
 from penstock.planner.phase_memory import Peaks, Phase, beyond, peaks_outside_steps
+from penstock.planner.plan import Plan
+from penstock.planner.request import Request
 from penstock.planner.update_mode import DELAYS, REPEATS, steps_early
 from penstock.schedule.place import Placement, Settings, Side
 from penstock.shape.model import StageTimes

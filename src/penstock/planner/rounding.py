@@ -6,8 +6,8 @@ from typing import Literal
 
 from penstock.config import Tier
 from penstock.planner.classes import GroupClass, Home
-from penstock.planner.fit import Request
 from penstock.planner.placement_lp import PlacementLP, Shares
+from penstock.planner.request import Request
 from penstock.schedule.place import Placement, Settings
 
 Pattern = Literal["last", "spread"]

@@ -27,11 +27,13 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.drives import count_of
 from penstock.hardware.machine import Machine
 from penstock.planner.endurance import EnduranceError, Worn
-from penstock.planner.fit import Plan, Request, fit, fitted, with_keep
+from penstock.planner.fit import fit, fitted, with_keep
 from penstock.planner.phase_memory import beyond
 from penstock.planner.placement_lp import PlacementLP, Waits
+from penstock.planner.plan import Plan
 from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promised, Proposal, Proposals
 from penstock.planner.question import Question
+from penstock.planner.request import Request
 from penstock.planner.rounding import PATTERNS, Pattern
 from penstock.planner.update_mode import DELAY_STEP, REPEATS, steps_early
 from penstock.schedule.collection import no_collection

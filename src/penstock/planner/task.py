@@ -7,8 +7,8 @@ from penstock.config import Budget, Family, OptimizerName, Precision, StepConfig
 from penstock.config.optimizer import Moments, Orthogonal
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
-from penstock.planner.fit import Request
 from penstock.planner.question import Question
+from penstock.planner.request import Request
 from penstock.planner.update_mode import check_update_mode, expected_repeats, no_speculation
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.place import BOUNCE, Format

@@ -2,7 +2,8 @@
 
     start    the mesh of what torchrun has started
     axes     how they share the state
-    group    the processes; gathers and exchanges of tensors, and what all of them say
+    group    what ranks do together: gathers and exchanges of tensors, and what all of them say; who is alone
+    process_groups  several ranks on process groups of torch.distributed
     waiting  calls of torch that wait for all of them
     watch    who has failed, ended, or does not answer
     levels   collectives within hosts and between them

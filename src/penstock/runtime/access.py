@@ -11,7 +11,8 @@ from penstock.runtime.context import StepContext, Update
 from penstock.runtime.pools import Pools
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.program import ALIGN
-from penstock.state.arrays import StateArrays, numpy_bytes
+from penstock.state.arrays import StateArrays
+from penstock.state.memory import numpy_bytes
 from penstock.store.store import Store
 
 

@@ -11,9 +11,10 @@ from penstock.documents.text import MalformedError, parse_json, read_bounded
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind
 from penstock.schedule.place import FP32, Format
-from penstock.shape import meta, transformer
+from penstock.shape import decoders, meta
 from penstock.shape.meta import Change
 from penstock.shape.model import ModelProfile
+from penstock.shape.transformer import Transformer
 
 _LAYERS = ("num_hidden_layers", "n_layer")
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -54,7 +55,7 @@ class HuggingFaceModel:
             )
         by_name = form.whole is not None and (form.whole.splits or form.whole.elementwise)
         if not (self.exact or self.change or by_name or self.cp > 1):
-            formula = transformer.from_config(self.config, name=self.name)
+            formula = decoders.from_config(self.config, name=self.name)
             if formula is not None and self._holds(formula, sequence_length, form):
                 found = formula.profile(micro_batch_size, sequence_length, form, loss_tile=self.loss_tile)
                 if self.loss_tile is None or _knows_most(formula, found, self.loss_tile, form):
@@ -86,14 +87,14 @@ class HuggingFaceModel:
             splits=self.splits,
         )
 
-    def _holds(self, formula: transformer.Transformer, sequence_length: int, form: Format) -> bool:
+    def _holds(self, formula: Transformer, sequence_length: int, form: Format) -> bool:
         """True if the formulas are right to the byte for this model and device, but for a loss in tiles."""
         # On GPUs torch has no fused kernel for grouped queries in fp32.
         fused = self.kind == "cpu" or form.weight_bytes != FP32 or formula.kv_heads == formula.heads
         return fused and formula.is_usual and sequence_length <= formula.window
 
 
-def _knows_most(formula: transformer.Transformer, profile: ModelProfile, tile: int, form: Format) -> bool:
+def _knows_most(formula: Transformer, profile: ModelProfile, tile: int, form: Format) -> bool:
     """True if the formula has the moment at which an epilogue holds most. Llama's has all that there are; of the others
     only the one at which a tile of logits is alive, and not how the hidden states go through the norm."""
     states, most = profile.tokens * formula.hidden * form.weight_bytes, profile.program.stages[-1].forward_peak

@@ -1,7 +1,7 @@
 """The state of a run on all tiers: arrays of the groups, slots of their extents, commits, snapshots.
 
     memory, numa       page-locked slabs of host and device memory, near the device
-    arrays             the groups' arrays, wherever they live, and their way between tiers
+    layout, arrays     the arrays that each group has; all of them, wherever they live, and their way between tiers
     slots              which copy of an extent counts, and what a step has written of the other one
     commits, record    the store of a run, and what a commit says besides its arrays
     background         state in memory is written while training goes on

@@ -25,8 +25,9 @@ import numpy as np
 import torch
 
 from penstock import accelerator
-from penstock.state.arrays import StateArrays, numpy_bytes, parts_of
-from penstock.state.memory import BOUNCE, HostSlab
+from penstock.state.arrays import StateArrays
+from penstock.state.layout import parts_of
+from penstock.state.memory import BOUNCE, HostSlab, numpy_bytes
 from penstock.state.numa import near
 
 

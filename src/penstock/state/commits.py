@@ -17,20 +17,22 @@ from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
-from penstock.state.arrays import StateArrays, parts_of
+from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
 from penstock.state.convert import has_other_form, require_like_but_for_form
 from penstock.state.converted_stores import convert_stores
+from penstock.state.layout import parts_of
 from penstock.state.parts import layout_of
 from penstock.state.record import check_stored
 from penstock.state.slots import Slots
 from penstock.state.take_over import Found, drives_of, givers, require_drives, take_over
 from penstock.store import successor
 from penstock.store.directory import make_directory
-from penstock.store.facts import StoreFacts, facts_of, in_words, left_behind
+from penstock.store.facts import StoreFacts, facts_of, in_words, left_behind, store_exists
 from penstock.store.layout import Layout
 from penstock.store.owner import Owner, check_owner
 from penstock.store.parts import Place
+from penstock.store.removal import delete_store
 from penstock.store.store import Store
 from penstock.store.successor import Stores
 
@@ -113,7 +115,7 @@ class Commits:
     def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
         with self.ranks.together():
             paths, stores = self._budget.disk_paths, self._settled()
-            facts = facts_of(paths) if Store.exists(paths) else None
+            facts = facts_of(paths) if store_exists(paths) else None
             if facts is not None and facts.unfit is not None:
                 raise StoreError(facts.unfit)
             givers = self._givers(facts)
@@ -129,7 +131,7 @@ class Commits:
             self._require_same_hosts()
             if facts is not None:  # a start came to nothing before all ranks had made theirs
                 check_owner(facts.owner, self._owner, str(paths[0]))
-                Store.delete(paths, only=lambda facts: facts.untouched)
+                delete_store(paths, only=lambda facts: facts.untouched)
             if self.ranks.size > 1:
                 model["world"] = self.ranks.gather_objects("world", uuid.uuid4().hex)[0]
                 for path in paths:  # what the budget names, in which each rank has a folder
@@ -172,7 +174,7 @@ class Commits:
         def make(giver: Mapping[str, Any]) -> Store:
             if facts is not None:  # a start has come to nothing before all was taken over
                 check_owner(facts.owner, self._owner, str(paths[0]))
-                Store.delete(paths, only=lambda facts: facts.untouched)
+                delete_store(paths, only=lambda facts: facts.untouched)
             for path in paths:
                 make_directory(path.parent)
             same = {key: giver[key] for key in ("world", "strands") if key in giver}
@@ -327,7 +329,7 @@ class Commits:
             return store, record
         store.close()
         if record is None:  # nothing but the making of it has been done
-            Store.delete(paths, only=lambda facts: facts.untouched)
+            delete_store(paths, only=lambda facts: facts.untouched)
             return self._made(layout_of(model, self._budget.slots), model, io_threads), None
         return self._found(model, io_threads, self._settled())
 

@@ -28,7 +28,8 @@ from penstock.optim.precision import DTYPES
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import SCALED
 from penstock.schedule.program import GroupSpec, round_up
-from penstock.state.arrays import Part, StateArrays, parts_of
+from penstock.state.arrays import StateArrays
+from penstock.state.layout import Part, parts_of
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.numa import thread_count
 from penstock.state.parts import form_of, groups_of

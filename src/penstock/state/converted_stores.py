@@ -21,8 +21,8 @@ from penstock.config import format_size
 from penstock.errors import StoreError
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import WHOLE, Share
-from penstock.state.arrays import Part
 from penstock.state.convert import Conversion, in_words, nbytes_of, renumbered
+from penstock.state.layout import Part
 from penstock.state.parts import Parts, layout_of
 from penstock.state.reshard import commit_first, copy_buffers
 from penstock.store import successor

@@ -126,3 +126,8 @@ class DeviceSlab:
         del self.bytes
         if self._host is not None:
             self._host.close()
+
+
+def numpy_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """A host tensor's memory as uint8."""
+    return tensor.view(torch.uint8).numpy()

@@ -10,7 +10,8 @@ from penstock.optim.precision import DTYPES
 from penstock.ranks.share import Share
 from penstock.schedule.place import Format, page_up
 from penstock.schedule.program import GroupSpec, Whole
-from penstock.state.arrays import Part, StateArrays, parts_of
+from penstock.state.arrays import StateArrays
+from penstock.state.layout import Part, parts_of
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
 from penstock.store.parts import HOLDERS, number_of_parts

@@ -15,8 +15,7 @@ from penstock.config import Family
 from penstock.schedule.lower.dealt import holders_of, names_of_blocks
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.program import VIEW_ALIGN, round_up
-from penstock.state.arrays import numpy_bytes
-from penstock.state.memory import BOUNCE, HostSlab
+from penstock.state.memory import BOUNCE, HostSlab, numpy_bytes
 from penstock.state.parts import Parts, buffers_of, found_in, groups_of, layout_of
 from penstock.state.slots import Slots, whole_commit
 from penstock.store.parts import OF_RANK, of_rank, opened_parts

@@ -8,7 +8,8 @@ from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
-from penstock.state.arrays import StateArrays, parts_of
+from penstock.state.arrays import StateArrays
+from penstock.state.layout import parts_of
 from penstock.state.values import Arrays
 
 

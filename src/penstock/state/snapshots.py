@@ -18,10 +18,11 @@ from penstock.optim.precision import DTYPES
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import page_up
-from penstock.state.arrays import StateArrays, numpy_bytes, parts_of
+from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
 from penstock.state.convert import Conversion, has_other_form, in_words, renumbered, without_form
-from penstock.state.memory import BOUNCE, HostSlab
+from penstock.state.layout import parts_of
+from penstock.state.memory import BOUNCE, HostSlab, numpy_bytes
 from penstock.state.parts import form_of, found_in, groups_of, share_of
 from penstock.state.record import check_kept
 from penstock.state.reshard import described

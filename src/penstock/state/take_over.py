@@ -15,8 +15,8 @@ import torch
 
 from penstock.errors import StoreError
 from penstock.ranks.group import Ranks
-from penstock.state.arrays import StateArrays, numpy_bytes
-from penstock.state.memory import BOUNCE, HostSlab
+from penstock.state.arrays import StateArrays
+from penstock.state.memory import BOUNCE, HostSlab, numpy_bytes
 from penstock.state.parts import Parts, buffers_of
 from penstock.store.directory import is_there, mount_point
 from penstock.store.facts import StoreFacts

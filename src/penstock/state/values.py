@@ -12,9 +12,9 @@ import torch
 
 from penstock.optim.precision import DTYPES
 from penstock.schedule.place import Format, page_up
-from penstock.state.arrays import fetch, numpy_bytes, parts_of, values_of
 from penstock.state.buffers import Transfer
-from penstock.state.memory import HostSlab
+from penstock.state.layout import fetch, parts_of, values_of
+from penstock.state.memory import HostSlab, numpy_bytes
 from penstock.state.parts import Parts, form_of, groups_of, share_of
 from penstock.state.record import check_kept
 from penstock.state.slots import whole_commit

@@ -11,6 +11,8 @@ records.py    small checksummed JSON documents: manifest and commit records
 journal.py    text files that grow with a run: metrics and traces
 successor.py  a store that takes the place of another, in the same directories
 store.py      `Store`: what the executor reads and writes during training
+facts.py      facts about a store, without opening it
+removal.py    removes stores that nobody has open
 whole.py      folders that appear whole or not at all
 snapshot.py   `SnapshotWriter`, `SnapshotReader`: what `engine.save` and `engine.load` use
 snapshot_place.py  the folder of a snapshot, until it is whole

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.errors import StoreError
 from penstock.store.directory import is_there
-from penstock.store.making import require_settled
+from penstock.store.making import NEXT, require_settled
 from penstock.store.manifest import DATA, Manifest, require_all
 from penstock.store.owner import Owner
 from penstock.store.records import CommitLog
@@ -56,6 +56,15 @@ def in_words(record: Mapping[str, Any] | None) -> str:
     last = record.get("last")
     figures = last if isinstance(last, Mapping) else {}
     return f"step {record.get('step')} with loss {figures.get('loss')} and norm {figures.get('grad_norm')}"
+
+
+def store_exists(paths: Sequence[Path]) -> bool:
+    """True if any of the directories has a store, be it a whole one or not.
+
+    Raises:
+        StoreError: a directory may not be looked at.
+    """
+    return any(is_there(Path(path) / name) for path in paths for name in (DATA, NEXT))
 
 
 def facts_of(paths: Sequence[Path]) -> StoreFacts | None:

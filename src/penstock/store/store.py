@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -16,18 +16,15 @@ from penstock.store import digests, directory
 from penstock.store.checked import CheckedFiles
 from penstock.store.digests import Digests, Numbers
 from penstock.store.directory import DirectoryLock
-from penstock.store.facts import StoreFacts, facts_of
 from penstock.store.layout import Extent, Grid, Layout
-from penstock.store.making import NEXT, claim, file_sizes, fill, remove_files, require_settled, striped
+from penstock.store.making import claim, file_sizes, fill, require_settled, striped
 from penstock.store.manifest import DATA as DATA
-from penstock.store.manifest import PARTIAL, Manifest, difference, read_manifests
+from penstock.store.manifest import Manifest, difference, read_manifests
 from penstock.store.owner import Owner, check_owner
 from penstock.store.packed import PackedFile, reported
 from penstock.store.records import CommitLog, Table
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
 
-SCRATCH = "scratch"
-"""The folder, in each directory of a run's store, of what lives no longer than a step."""
 STRIPE = 2 << 20  # bytes; a chunk of 8 MiB then keeps four drives busy
 
 _VERIFIED = 8 << 20
@@ -188,52 +185,6 @@ class Store:
             store = _attach(paths, locks, io_threads=io_threads, direct=direct, made=False, writable=writable)
             undo.pop_all()
         return store
-
-    @staticmethod
-    def exists(paths: Sequence[Path]) -> bool:
-        """True if any of the directories has a store, be it a whole one or not.
-
-        Raises:
-            StoreError: a directory may not be looked at.
-        """
-        return any(directory.is_there(Path(path) / name) for path in paths for name in (DATA, NEXT))
-
-    @staticmethod
-    def delete(paths: Sequence[Path], *, only: Callable[[StoreFacts], bool] | None = None) -> bool:
-        """Remove a store's own files, and nothing else, from the directories. Returns whether they were removed.
-
-        ``only``: asked of the store once nobody else can change it; where it says no, the store stays.
-
-        Raises:
-            StoreError: a directory is missing, not writable, or in use; or what ``only`` is to be asked of cannot be
-                read.
-        """
-        paths = [Path(path) for path in paths]
-        with reported("deleting a store"), ExitStack() as undo:
-            for path in paths:
-                directory.check_directory(path)
-                require_settled(path)
-            locks = directory.locked(paths, undo)
-            if only is not None and (facts := facts_of(paths)) is not None and not only(facts):
-                return False
-            remove_files(paths)
-            for lock in locks:
-                lock.release(remove=True)
-        return True
-
-    @staticmethod
-    def delete_part(path: Path, *, only: Callable[[Manifest], bool]) -> bool:
-        """Remove one directory's part of a store where ``only`` says so of its manifest; or what is left of one whose
-        making or removal was interrupted; with its scratch. False: there is one that stays, or nothing of one.
-
-        Raises:
-            StoreError: as ``delete``.
-        """
-        there = directory.is_there(path / DATA)
-        if there and not only(Manifest.read(path)):
-            return False
-        remove_scratch(path)  # first: who is interrupted here and comes again finds the store, and so this
-        return (there or directory.is_there(path / PARTIAL)) and Store.delete([path])
 
     @property
     def stats(self) -> StoreStats:
@@ -477,18 +428,6 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def remove_scratch(path: Path) -> None:
-    """Remove what a run that was killed within a step has left in a directory of its store.
-
-    Raises:
-        StoreError: as ``Store.delete``.
-    """
-    scratch = path / SCRATCH
-    if directory.is_there(scratch) and Store.delete_part(scratch, only=lambda found: found.passing):
-        with suppress(OSError):  # something else is in it: not ours to remove
-            scratch.rmdir()
 
 
 def _attach(

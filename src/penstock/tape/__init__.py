@@ -3,8 +3,13 @@
     blocks    finds the submodules that are the blocks
     refusals  refuses models that cannot be run so
     groups    parameters that move together, and how they are attached to memory
-    tape      a step: stages, saved activations, gradients
-    suspended  one micro-batch's suspended forward, its cuts and its recomputation
+    tape      a step: its micro-batches, stage by stage
+    running   one stage of one micro-batch: its random numbers, and the gradients that come of it
+    suspended  one micro-batch's suspended forward, and its cuts
+    backward  the backward of that: blocks by recomputation
+    boundary  stands in front of a block, where forwards are suspended
+    saved_activations  those of a step, which may leave the device
+    facts     a block where it stands, and what the probe has learned about a stage
     likeness  compares a recomputation's results with its forward's
     probe     learns a model's program from one micro-batch; watch sees its ops, segments makes stages of them
     buffers   which buffers code changes, and as they were
@@ -22,6 +27,7 @@
     init      fills a model from the meta device
     guard     refuses uses of the model outside of the engine
 
-``tape`` is built on ``probe`` and ``suspended``, and ``suspended`` on ``graph`` and ``trees``. Importing the package
-itself imports no torch. May import: ``errors``, ``compat``, ``schedule``.
+``tape`` is built on ``probe`` and ``running``, these on ``suspended``, that on ``backward``, and ``backward`` on
+``graph`` and ``trees``. Importing the package itself imports no torch. May import: ``errors``, ``compat``,
+``schedule``.
 """

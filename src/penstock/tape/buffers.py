@@ -1,6 +1,7 @@
 """A model's buffers, and the plain attributes beside them, as they were before code ran that may change them."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +9,12 @@ import torch
 from torch import nn
 
 from penstock.compat.torch import buffers_of, persistent_buffers, version
+from penstock.errors import ModelError
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
+Buffer = tuple[nn.Module, str, torch.Tensor | None]
+"""A module, the name of one of its buffers, and the buffer."""
 Attributes = tuple[nn.Module, Mapping[str, Any]]
 """A module and its plain attributes."""
 
@@ -110,3 +114,50 @@ def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
     for key, value in attributes.items():
         if key not in now or now[key] is not value:
             now[key] = value
+
+
+def copies(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
+    return tuple((module, name, None if buffer is None else buffer.clone()) for module, name, buffer in buffers)
+
+
+def attributes_beside(attributes: Iterable[Attributes], buffers: Iterable[Buffer]) -> tuple[Attributes, ...]:
+    """The attributes of the modules that have these buffers."""
+    owners = {module for module, _, _ in buffers}
+    return tuple((module, beside) for module, beside in attributes if module in owners)
+
+
+def replaced(block: str, buffers: Sequence[tuple[Buffer, int]]) -> tuple[Buffer, ...]:
+    """Buffers that a call has put others in the place of, though the probe has not seen them change, as they were.
+
+    Raises:
+        ModelError: one was written to, and nobody has a copy of what it held.
+    """
+    found = []
+    for (module, name, before), at in buffers:
+        if buffers_of(module).get(name) is not before:
+            found.append((module, name, before))
+        elif before is not None and version(before) != at:
+            raise ModelError(
+                f"block {block!r} changes its buffer {name!r} for this micro-batch, and did not for the first one of "
+                "its shape, so what the buffer held before is not known where the block is recomputed: write to it in "
+                f"every call, or put a new tensor in its place (self.{name} = ...)"
+            )
+    return tuple(found)
+
+
+@contextmanager
+def placed(buffers: Sequence[Buffer], attributes: Sequence[Attributes]) -> Iterator[None]:
+    """Inside, modules have these buffers and attributes, and afterwards those that they had."""
+    current = [(module, name, buffers_of(module)[name]) for module, name, _ in buffers]
+    current_attributes = [(module, attributes_of(module)) for module, _ in attributes]
+    for module, name, before in buffers:
+        buffers_of(module)[name] = before
+    for module, beside in attributes:
+        set_attributes(module, beside)
+    try:
+        yield
+    finally:
+        for module, name, buffer in current:
+            buffers_of(module)[name] = buffer
+        for module, beside in current_attributes:
+            set_attributes(module, beside)

@@ -119,7 +119,7 @@ class Elsewhere:
 
     def drop(self, stage: int, mb: int) -> None:
         """The output of a stage has been sent."""
-        self._tape.drop(stage, mb)
+        self._tape.saved_activations.drop(stage, mb)
 
     # ---- forward
 
@@ -155,7 +155,7 @@ class Elsewhere:
         received = self._begun(k, mb)
         if self._tape.facts[stage].site is None:
             suspended.answer = self._answer(k, mb, received)
-            assert self._tape.resume(suspended, k) == "cut"
+            assert self._tape.running.resume(suspended, k) == "cut"
         elif self._dealt.rank:
             self._inputs[mb] = received
             self._arrive(suspended, stage)
@@ -165,14 +165,14 @@ class Elsewhere:
             waiting = arrival.tensors.get(self._call(stage, mb).of_input)
             inputs = trees.replace(arrival.inputs, lambda t: received if t is waiting else t)
             suspended.arrival = replace(arrival, inputs=inputs, tensors=trees.places(inputs))
-        self._tape.note_input(k, mb, received)
+        self._tape.saved_activations.note(k, mb, [received])
 
     def _arrive(self, suspended: SuspendedForward, stage: int) -> None:
         """Let a rank without the model's own code come to a call: all that it is handed is there now."""
         assert suspended.resume(stage - 1) == "call"
         assert suspended.arrival is not None
         handed = suspended.arrival.tensors[self._call(stage, suspended.index).of_input]
-        self._tape.note_input(stage - 1, suspended.index, handed)
+        self._tape.saved_activations.note(stage - 1, suspended.index, [handed])
 
     def behind(self, suspended: SuspendedForward, stage: int) -> None:
         """A stage has run: what it puts out for another rank is there, and the model's own code goes on."""
@@ -180,11 +180,11 @@ class Elsewhere:
         if dealt.crosses(stage):
             if dealt.rank:
                 (made,) = suspended.outputs
-                self._tape.note_input(stage, mb, made)
+                self._tape.saved_activations.note(stage, mb, [made])
             else:
                 site = self._tape.facts[stage + 1].site
                 assert site is not None
-                self._tape.expect_call(suspended, stage + 1, site)
+                suspended.expect_call(stage + 1, site)
                 assert suspended.arrival is not None
                 made = suspended.arrival.tensors[self._call(stage + 1, mb).of_input]
             if suspended.train:
@@ -203,7 +203,7 @@ class Elsewhere:
         for k in self._dealt.elsewhere(stage):
             site = tape.facts[k].site
             assert site is not None
-            tape.expect_call(suspended, k, site)
+            suspended.expect_call(k, site)
             assert suspended.arrival is not None
             call = self._call(k, mb)
             other = difference(call, suspended.arrival.inputs, suspended.modes, self._shared[mb])
@@ -216,7 +216,7 @@ class Elsewhere:
                 return
             assert call.result is not None
             suspended.answer = self._answer(k, mb, self._placeholder(site.name, call.result))
-            assert tape.resume(suspended, k) == "cut"
+            assert tape.running.resume(suspended, k) == "cut"
             suspended.resume(k)
             if not random.is_now():
                 raise ModelError(
@@ -269,7 +269,7 @@ class Elsewhere:
         if self._dealt.crosses(stage):
             source, gradient = self._sources.pop(key), self._in.pop(("gradient", *key), None)
             if gradient is not None:
-                suspended.route(source, gradient)
+                suspended.backward.route(source, gradient)
 
     def behind_backward(self, suspended: SuspendedForward, stage: int) -> None:
         """A stage has run backward: the gradient of what it was handed is there. After this rank's last one nothing of

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from penstock.compat.torch import is_of_python, number_of, storage_key, version
@@ -35,6 +36,19 @@ from penstock.tape.watch import Watch
 
 Leaves = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Identity of an input -> the input, and the leaf that a block was run on in its place."""
+
+
+def on_leaves(value: Any, leaves: Leaves) -> Any:
+    """Arguments of a block, with leaves in place of the inputs that need a gradient, which are noted in ``leaves``."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            return tensor
+        if id(tensor) not in leaves:
+            leaves[id(tensor)] = (tensor, tensor.detach().requires_grad_())
+        return leaves[id(tensor)][1]
+
+    return trees.replace(value, leaf)
 
 
 class Keeping:
@@ -72,10 +86,16 @@ class KeptGraph:
         return all(packed.version == version(packed.tensor) for packed in found if packed is not None)
 
 
-def is_plain(value: Any) -> bool:
-    """True if arguments are handed in tuples alone, so that a copy of them will do for the block."""
+def has_plain_arguments(inputs: Any) -> bool:
+    """True if the arguments of a call are handed in tuples alone, so that a copy of them will do for the block.
+    ``inputs``: (args, kwargs, values of context variables)."""
+    args, kwargs, _ = inputs
+    return _is_plain((args, *kwargs.values()))
+
+
+def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
-        return all(map(is_plain, value))
+        return all(map(_is_plain, value))
     return not (trees.is_mutable_container(value) or trees.is_record(value))
 
 

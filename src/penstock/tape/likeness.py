@@ -1,9 +1,12 @@
 """Compares what a recomputed block returned with what its forward did."""
 
+from collections.abc import Sequence
+
 import torch
 import xxhash
 
 from penstock.compat.torch import unwatched
+from penstock.errors import ModelError
 from penstock.tape import trees
 
 _SAMPLE = 4096
@@ -40,3 +43,35 @@ def alike(before: torch.Tensor, tensor: torch.Tensor, *, within: float = 0.0) ->
     with torch.no_grad(), unwatched():
         largest = max(_ROUNDING * torch.finfo(tensor.dtype).eps, within) * before.norm()
         return not bool(before.isfinite().all()) or bool((after - before).norm() <= largest)
+
+
+class FirstOutputs:
+    """Outputs of the calls of a probe's forward, by stage, until they are compared with those of the recomputation."""
+
+    def __init__(self, *, bits: bool) -> None:
+        """``bits``: ``are_same`` will be asked."""
+        self._samples: dict[int, list[torch.Tensor]] = {}
+        self._prints: dict[int, list[int]] | None = {} if bits else None
+
+    def note(self, stage: int, outputs: Sequence[torch.Tensor]) -> None:
+        self._samples[stage] = [sample(t) for t in outputs]
+        if self._prints is not None:
+            self._prints[stage] = [fingerprint(t) for t in outputs]
+
+    def compare(self, stage: int, block: str, made: Sequence[torch.Tensor]) -> None:
+        """Raises:
+        ModelError: the recomputed outputs are not those of the forward, but for rounding.
+        """
+        for before, tensor in zip(self._samples.pop(stage), made, strict=True):
+            if not alike(before, tensor):
+                raise ModelError(
+                    f"block {block!r} returned other numbers when it was recomputed from the same inputs: it keeps "
+                    "something from one call to the next that is no buffer, or draws random numbers from other "
+                    "generators than the global ones of torch, numpy and Python. A block must do the same on the same "
+                    "inputs"
+                )
+
+    def are_same(self, stage: int, made: Sequence[torch.Tensor]) -> bool:
+        """True if the recomputed outputs have the bits of the forward's."""
+        assert self._prints is not None
+        return self._prints.pop(stage) == [fingerprint(t) for t in made]

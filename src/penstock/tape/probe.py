@@ -20,14 +20,16 @@ from penstock.errors import ModelError
 from penstock.schedule.program import OF_BLOCK, Stage
 from penstock.tape import graph, trees
 from penstock.tape.asked import Asked
-from penstock.tape.buffers import BufferBefore, ModulesBefore, attributes_of
+from penstock.tape.buffers import BufferBefore, ModulesBefore, attributes_of, copies
+from penstock.tape.facts import Facts, Site, StageFacts
 from penstock.tape.handed import Calls, Handed
 from penstock.tape.kept_graph import Footprint
+from penstock.tape.likeness import FirstOutputs
 from penstock.tape.losses import Losses
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.segments import InTwo, Kept, Seen, Segment, Stages, Usage, see
 from penstock.tape.smuggled import Smuggled
-from penstock.tape.suspended import Arrival, Facts, Site, StageFacts, SuspendedForward, copies
+from penstock.tape.suspended import Arrival, SuspendedForward
 from penstock.tape.waits import Waits
 from penstock.tape.watch import CHANGES, Ahead, Watch, put_back
 from penstock.tape.weight_views import WeightViews
@@ -49,6 +51,7 @@ class Probe:
 
     def __init__(self, tape: "Tape", load: Callable[[int], None], unload: Callable[[int], None]) -> None:
         self._tape = tape
+        self._running = tape.running
         self._load, self._unload = load, unload
         self._loaded: set[int] = set()
         self._usage = Usage()
@@ -95,8 +98,8 @@ class Probe:
         tape.open(0, [micro_batch], train, flags=flags)
         try:
             suspended = tape.suspended[0]
-            suspended.samples, suspended.hooked = {}, self._asked.hooked
-            suspended.prints = {} if tape.keeps else None
+            suspended.backward.outputs = FirstOutputs(bits=tape.keeps)
+            suspended.backward.hooked = self._asked.hooked
             self._run_forward(suspended)
             self._forward_done = True
             self._refuse_replaced(tape.model)
@@ -225,7 +228,7 @@ class Probe:
 
     def _note_gradient(self, parameter: nn.Parameter, segment: int, gradient: torch.Tensor) -> None:
         self._segments[segment].gradients.add(self._group_of[id(parameter)])
-        if self._tape.hooks.has_others(parameter) and self._sources.setdefault(id(parameter), segment) != segment:
+        if self._running.hooks.has_others(parameter) and self._sources.setdefault(id(parameter), segment) != segment:
             name = next(s.name for g in self._tape.groups for s in g.slices if s.parameter is parameter)
             raise ModelError(
                 f"parameter {name!r} has a hook and is used in several places, from which its gradient comes in parts: "
@@ -284,12 +287,12 @@ class Probe:
         with self._measuring(segment.forward):
             self._smuggled.begin(self._watch.segment, None, ())
             with self._asked, self.losses:
-                event = self._tape.run_code(suspended, self._watch.segment)
+                event = self._running.run_code(suspended, self._watch.segment)
             self._smuggled.end()
             if event == "done":
                 assert suspended.loss is not None
                 self.loss = None if suspended.loss.is_meta else float(suspended.loss.detach())
-                self._tape.run_loss(suspended, 1.0)
+                self._running.run_loss(suspended, 1.0)
             held.clear()
         return suspended.arrival
 
@@ -301,7 +304,7 @@ class Probe:
         before, attributes = ModulesBefore(site.module), _tensor_attributes(site)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
         with self._measuring(segment.forward, site), self._asked:
-            self._tape.run_call(suspended, self._watch.segment, Facts())
+            self._running.run_call(suspended, self._watch.segment, Facts())
         self._smuggled.end([*suspended.outputs, *suspended.beside])
         suspended.beside = []
         returned, suspended.returned = suspended.returned, None
@@ -310,7 +313,7 @@ class Probe:
         del returned
         changed = before.changed()
         segment.changed = tuple((b.module, b.name) for b in changed)
-        suspended.see_buffers(
+        suspended.backward.see_buffers(
             self._watch.segment,
             copies((b.module, b.name, b.value) for b in changed),
             before.attributes(b.module for b in changed),
@@ -361,30 +364,31 @@ class Probe:
             segment = self._segments[index]
             if segment.site is None:
                 with self._measuring(segment.backward):
-                    self._tape.backward_code(suspended, index)
+                    self._running.backward_code(suspended, index)
                 continue
             with self._measuring(segment.backward):
-                self._tape.backward_code(suspended, index)
-            segment.reached = suspended.reached(index)
+                self._running.backward_code(suspended, index)
+            segment.reached = suspended.backward.reached(index)
             if any(segment.reached):
                 with self._measuring(segment.backward, segment.site):
-                    self._tape.call_elsewise(suspended, index)
+                    self._running.call_elsewise(suspended, index)
                     segment.in_two = self._split(suspended, index) if self._tape.splits else None
                     self._begin(segment.backward)
-                    footprint = suspended.footprint = Footprint(self._packer, self._watch) if self._tape.keeps else None
-                    self._tape.backward_call(suspended, index)
+                    footprint = Footprint(self._packer, self._watch) if self._tape.keeps else None
+                    suspended.backward.footprint = footprint
+                    self._running.backward_call(suspended, index)
                     segment.graph = None if footprint is None else _graph(footprint, segment)
 
     def _split(self, suspended: SuspendedForward, index: int) -> InTwo | None:
         """Run a call's backward in two parts, besides: what each takes. None: it can only be run as a whole."""
         watch, start = self._watch, self._watch.live
         watch.peak = start
-        held = self._tape.try_split(suspended, index)
+        held = self._running.try_split(suspended, index)
         if held is None:
             return None
         first, kept = watch.peak - start, watch.live - start
         watch.peak = watch.live
-        self._tape.run_held(held, index)
+        self._running.run_held(suspended, index, held)
         return InTwo(held=kept, first=first, second=watch.peak - start)
 
 

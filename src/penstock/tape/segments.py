@@ -14,7 +14,7 @@ from torch import nn
 from penstock.schedule.place import end_to_end
 from penstock.schedule.program import Stage
 from penstock.tape import trees
-from penstock.tape.suspended import Facts, Site, StageFacts
+from penstock.tape.facts import Facts, Site, StageFacts
 from penstock.tape.watch import Birth
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.cli.showing.yardstick import Yardstick
 from penstock.config import Tier, format_size
-from penstock.planner.fit import Plan
+from penstock.planner.plan import Plan
 from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
 from penstock.state.stats import StepStats
 

@@ -26,25 +26,25 @@ class SavedActivations:
     def down(self, op: Op) -> None:
         """To host buffers that hold it together; the device's memory is free then."""
         k, m = op.id.stage, op.id.micro_batch
-        tensors = self._tape.saved_activation(k, m)
+        tensors = self._tape.saved_activations.of(k, m)
         for tensor, offset in zip(tensors, end_to_end([t.nbytes for t in tensors]), strict=True):
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             for piece, first in self._to.pools.pieces(op.writes, offset, data.numel()):
                 self._to.copy(piece, data[first : first + piece.numel()])
             self._streams.used_on("d2h", data)
-        self._tape.drop(k, m)
+        self._tape.saved_activations.drop(k, m)
 
     def up(self, op: Op) -> None:
         """Back to the tape, in a buffer of the device."""
         k, m = op.id.stage, op.id.micro_batch
-        old, buffer = self._tape.saved_activation(k, m), self._to.pools.buffer(op.writes[0])
+        old, buffer = self._tape.saved_activations.of(k, m), self._to.pools.buffer(op.writes[0])
         tensors = []
         for like, offset in zip(old, end_to_end([t.nbytes for t in old]), strict=True):
             data = buffer[offset : offset + like.nbytes]
             for piece, first in self._to.pools.pieces(op.reads, offset, like.nbytes):
                 self._to.copy(data[first : first + piece.numel()], piece)
             tensors.append(data.view(like.dtype).view(like.shape))
-        self._tape.restore(k, m, tensors)
+        self._tape.saved_activations.restore(k, m, tensors)
 
     def write(self, op: Op) -> None:
         """To disk, in whole pages."""

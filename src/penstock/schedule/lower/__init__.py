@@ -7,7 +7,7 @@ a placement and a mesh to a world: each rank is a walk over its visits (``rank``
     order       ``visits``: vertical, horizontal; ``orders``, ``folded``: pipelines     -> ``route``, ``stay``
                 ``in_turn``: pipelines of ranks that stream
     seat        on a ``mesh``: what is cut over which ranks, and when that is combined  -> ``seat``
-    placement   the tier of each group's weights and state                              -> ``provision``: the pools
+    placement   the tier of each group's weights and state                              -> ``provision``: the ``pools``
                      |
                      v
     one visit   receive, weights come  |  compute  |  saved activations leave and come  |  what gradients complete, send

@@ -19,10 +19,10 @@ the rank's last backward of the micro-batch. Whoever reads first what has come, 
 from collections.abc import Sequence
 
 from penstock.schedule.ir.references import Buffer, OpId, stage_buffer, stage_op
+from penstock.schedule.lower.activation_provision import RECEIVED, RESTORED, SPLIT
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
 from penstock.schedule.lower.graphs import GRAPHS
-from penstock.schedule.lower.provision import RECEIVED, RESTORED, SPLIT
 from penstock.schedule.lower.route import Message, Visit
 from penstock.schedule.place import page_up
 
@@ -101,14 +101,14 @@ class Activations:
 
     def _keeps_graph(self, visit: Visit, m: int) -> bool:
         """True if a visit's call of one micro-batch makes a graph that is kept, or has one that was."""
-        return visit.kind in "FB" and self.b.provision.keeps_graph(visit.stage, m, visit.micro_batches)
+        return visit.kind in "FB" and self.b.provision.activations.keeps_graph(visit.stage, m, visit.micro_batches)
 
     def _input(self, visit: Visit, m: int) -> Buffer:
         """The buffer in which a visit finds what the stage before it has put out."""
         if visit.kind == "B" and self._parted:
             return stage_buffer("N", visit.stage, m)
         back = visit.kind in ("B", "I", "W")
-        if back and self._moves and m in self.b.provision.leaving(visit.stage - 1, visit.micro_batches):
+        if back and self._moves and m in self.b.provision.activations.leaving(visit.stage - 1, visit.micro_batches):
             return stage_buffer("a", visit.stage - 1, m)
         return stage_buffer("A", visit.stage - 1, m)
 
@@ -128,7 +128,7 @@ class Activations:
 
     def _down(self, k: int, micro_batches: Sequence[int]) -> None:
         """Emit the way out of stage k's saved activations, after stage k+1 has used them."""
-        for m in self.b.provision.leaving(k, micro_batches):
+        for m in self.b.provision.activations.leaving(k, micro_batches):
             pool = "saved_activations_out" if self.tier == "disk" else self.b.provision.saved_activations_pool
             host, nbytes = self._host(k, m), self.stages[k].activation
             down = self.b.emit(
@@ -149,7 +149,7 @@ class Activations:
 
     def _up(self, k: int, micro_batches: Sequence[int]) -> None:
         """Emit the way back of the saved activations that the backward of stage ``k + 1`` reads."""
-        for m in self.b.provision.leaving(k, micro_batches):
+        for m in self.b.provision.activations.leaving(k, micro_batches):
             host, after, nbytes = self._host(k, m), [stage_op("DC", k, m)], self.stages[k].activation
             if self.tier == "disk":
                 host = [stage_buffer("c", k, m)]

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Pool
-from penstock.schedule.lower.provision import Fixed, Provision
+from penstock.schedule.lower.fixed import Fixed
+from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.request import Sizes
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import Seat

@@ -34,7 +34,7 @@ from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
-from penstock.schedule.lower.provision import KEPT
+from penstock.schedule.lower.pools import KEPT
 from penstock.schedule.lower.route import Visit
 from penstock.schedule.lower.update import Updates
 

@@ -1,7 +1,7 @@
 """The memory that a step needs, read off its route and settings before any op exists.
 
-This is the one place that sizes a pool: builders take buffers only from here, and a planner weighs its options with it
-without building a schedule for each.
+This is the one place that sizes a pool, with ``activation_provision`` for its part: builders take buffers only from
+here, and a planner weighs its options with it without building a schedule for each.
 
 What a delay ratio costs in memory. A delayed gradient is held on the host from the backward that makes it until the
 next step's forward comes to its group, 4 bytes per parameter. When the optimizer waits for the norm, all gradients are
@@ -14,26 +14,34 @@ where they are: their old values are of no use while a step is delayed, but that
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Pool
-from penstock.schedule.lower.graphs import GRAPHS, kept_graphs
+from penstock.schedule.lower.activation_provision import ActivationProvision
 from penstock.schedule.lower.kept import kept_groups, most_kept
+from penstock.schedule.lower.pools import (
+    BETWEEN_COPIES,
+    EXCHANGE,
+    KEPT,
+    SUMS,
+    UPDATES,
+    class_of,
+    exchanged_between_copies,
+    exchanged_bytes,
+    size_classes,
+    staged,
+)
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import ONE_RANK, Seat, not_streamed
 from penstock.schedule.lower.stay import Stay
-from penstock.schedule.lower.under_way import UnderWay, under_way
 from penstock.schedule.place import (
     BF16,
     FP32,
     Chunk,
-    Depths,
-    Format,
-    Placement,
     Settings,
     chunk_count,
     delayed_share,
@@ -41,64 +49,6 @@ from penstock.schedule.place import (
     page_up,
     trained_chunks,
 )
-from penstock.schedule.program import Program
-
-Fixed = tuple[tuple[Tier, str, int], ...]
-"""(tier, what, bytes) that a step holds all the time besides its pools."""
-
-
-def size_classes(sizes: Iterable[int]) -> list[int]:
-    """Buffer sizes such that every size fits in a class at most twice as large."""
-    classes: list[int] = []
-    for size in sorted(set(sizes), reverse=True):
-        if size and (not classes or size < classes[-1] / 2):
-            classes.append(size)
-    return classes
-
-
-def class_of(size: int, classes: Sequence[int]) -> int:
-    """The size of the smallest class that holds ``size``."""
-    return min(c for c in classes if c >= size)
-
-
-def fixed_bytes(
-    program: Program,
-    form: Format,
-    place: Placement,
-    at_once: int,
-    *,
-    inputs: int = 0,
-    step_temporaries: int = 0,
-    messages: int = 0,
-    train: bool = True,
-    split: bool = False,
-) -> Fixed:
-    """Bytes that a step holds all the time besides its pools.
-
-    ``at_once``: micro-batches that are under way at the same time. ``inputs``: bytes of all micro-batches on the
-    device. ``step_temporaries``: bytes that the optimizer needs there besides the state, if any state is there; updates
-    of matrices are added to it, and what it takes to make them orthogonal to what stages work with. ``messages``: bytes
-    of host memory that messages of a pipeline pass through. ``train``: whether anything is stepped; ``split``:
-    backwards are run in two parts.
-    """
-    tiers: tuple[Tier, ...] = ("device", "host")
-    groups = program.groups
-    weights = {t: sum(g.numel for g in groups if t in (place.weights[g.index], place.home(g))) for t in tiers}
-    state = {t: sum(form.state_bytes(g) for g in groups if place.state[g.index] == t) for t in tiers}
-    on_device = [g for g in groups if g.trainable and place.state[g.index] == "device"]
-    updates = max((g.trainable * BF16 for g in on_device if g.whole), default=0)
-    orthogonal = max((g.whole.scratch for g in groups if g.whole), default=0) if train else 0
-    return (
-        ("device", "inputs", inputs),
-        ("device", "working", max(*(stage.peak(split=split) for stage in program.stages), orthogonal)),
-        ("device", "kept", at_once * sum(s.kept for s in program.stages)),
-        ("device", "optimizer", step_temporaries + updates if on_device else 0),
-        ("device", "weights", weights["device"] * form.weight_bytes),
-        ("device", "state", state["device"]),
-        ("host", "weights", weights["host"] * form.weight_bytes),
-        ("host", "state", state["host"]),
-        ("host", "messages", messages),
-    )
 
 
 def narrow_groups(route: Route, settings: Settings) -> frozenset[int]:
@@ -106,74 +56,11 @@ def narrow_groups(route: Route, settings: Settings) -> frozenset[int]:
     return route.whole if settings.casts_on_device else frozenset()
 
 
-EXCHANGE = "exchange"
-"""The pool of what ranks send each other of a chunk of their gradients, and of what they receive."""
-
-
-def exchanged_bytes(seat: Seat, numel: int) -> int:
-    """Bytes of what ranks send each other of a chunk of ``numel`` elements, and of as much that they receive: a chunk
-    of every rank's part; or of what all have, which for that is cut into as many pieces."""
-    ranks = seat.shards.size
-    return 2 * ranks * FP32 * (numel if seat.parts > 1 else -(-numel // ranks))
-
-
-BETWEEN_COPIES = "exchange_of_copies"
-"""The pool of what ranks of different copies of the state send each other of a chunk, and of what they receive."""
-
-
-def exchanged_between_copies(seat: Seat, numel: int) -> int:
-    """As ``exchanged_bytes``, of a chunk that the ranks of all copies have the same part of."""
-    return 2 * seat.copies.size * FP32 * -(-numel // seat.copies.size)
-
-
-SUMS = "gradient_sums"
-"""The pool of what one of several ranks has summed on the host of a chunk's gradient, of all ranks' parts of it."""
-
-UPDATES = "updates_of_visits"
-"""The pool of updates of matrices on their way up, where a visit's are all there before the first goes."""
-
-KEPT = "kept_weights"
-"""The pool of weights that stay in host memory from their last load until they are stepped."""
-
-RECEIVED = "received"
-"""The pool of activations, and gradients with respect to them, that come from other ranks of a pipeline."""
-
-SPLIT = "split"
-"""The pool of what the first part of a backward holds for the second."""
-
-RESTORED = "restored"
-"""The pool of saved activations that have come back to the device."""
-
-STAGED: Mapping[str, str] = {
-    "stage_in": "stage_in",
-    "gradients_out": "stage_out",
-    "sums_out": "stage_out",
-    "gradients_in": "stage_out",
-    "state": "state",
-    "new_weights": "stage_out",
-    "momentum": "state",
-    "updates_up": "stage_out",
-    "updates_down": "stage_out",
-    "saved_activations_out": "activations",
-    "saved_activations_in": "activations",
-}
-"""Pools on the host that have as many buffers as a field of ``Depths`` says, on which nothing else depends; but for
-kept weights, of which there are so many more than are needed."""
-
-
-def in_depth(pool: Pool, depths: Depths) -> Pool:
-    """The pool with other depths of what is staged, if it is sized for one buffer of each."""
-    if pool.name == KEPT:
-        return replace(pool, count=pool.count - 1 + depths.stage_out)
-    return replace(pool, count=getattr(depths, STAGED[pool.name])) if pool.name in STAGED else pool
-
-
 class Provision:
     """All pools of one step, and which of them a group's weights and device gradients come from.
 
     ``delayed``: streamed group -> indices of its chunks that step in the next step's forward; empty without a delay.
     ``kept``: group -> the visit whose load leaves the weights in host memory until they are stepped (``kept``).
-    ``graphs``: stage -> the number of its micro-batches under way, the last ones, whose graphs are kept (``graphs``).
     ``saved_activations_pool`` and ``held_pool``: where saved activations on the host, and gradients that wait, are
     taken from.
     ``activation_parts``: buffers that a saved activation on the host takes. Where the ``seat`` shares groups with other
@@ -190,7 +77,8 @@ class Provision:
         self.gradients_pool: dict[int, str] = {}
         self.delayed = self._delayed()
         self.kept = kept_groups(route, settings, self.stay, self._on_time) if settings.keep else {}
-        self.graphs = kept_graphs(route, settings.depths.graphs) if settings.train else {}
+        self.activations = ActivationProvision(route, settings, self.stay)
+        """the part of it that is about activations: those that leave the device, and graphs that are kept there"""
         self._narrow = narrow_groups(route, settings)
         self.saved_activations_pool, self.held_pool, self.activation_parts = "saved_activations", "gradients_held", 1
         self.gradient_parts_pool = "gradient_parts"
@@ -356,7 +244,7 @@ class Provision:
         for visit, (used, made, freed) in zip(self.route.visits, self._flows, strict=True):
             now -= used
             if parts:
-                moves = len(self.leaving(visit.stage - 1, visit.micro_batches))
+                moves = len(self.activations.leaving(visit.stage - 1, visit.micro_batches))
                 now += parts * moves * ((visit.kind == "F") - (visit.kind == "B"))
             most = max(most, now)
             now += made
@@ -376,7 +264,7 @@ class Provision:
         """
         if not self.delayed:
             return []
-        activations, gradients = list(self._host_activations("held")), list(self._held("held"))
+        activations, gradients = list(self.activations.on_host("held")), list(self._held("held"))
         if not (activations and gradients):
             return []
         apart = [*activations, *gradients]
@@ -391,31 +279,15 @@ class Provision:
         self.saved_activations_pool = self.held_pool = best.name
         return [best]
 
-    def leaving(self, stage: int, micro_batches: Sequence[int]) -> Sequence[int]:
-        """The micro-batches, of those under way, whose saved activation of a stage is moved off the device."""
-        if not self.s.train or self.s.place.activations == "device" or not self._reads(stage):
-            return ()
-        if stage + 1 in self.graphs and self.route.takes_turns:
-            return ()
-        leaving = self.stay.leaving(stage, self.s.depths.inputs) - self.graphs.get(stage + 1, 0)
-        return micro_batches[: max(leaving, 0)]
-
-    def keeps_graph(self, stage: int, micro_batch: int, micro_batches: Sequence[int]) -> bool:
-        """True if the graph of a stage's call is kept, of one of those that visit it together."""
-        first = len(micro_batches) - self.graphs.get(stage, 0)
-        return micro_batch in micro_batches[max(first, 0) :]
-
-    def _reads(self, stage: int) -> bool:
-        """True if it is this rank whose backward reads what a stage has put out."""
-        return stage + 2 < len(self.route.program.stages) and self.route.program.has(stage + 1)
-
     # ---- the pools
 
     def _all(self) -> Iterable[Pool]:
         refused = "" if self.seat is ONE_RANK else not_streamed(self.seat, self.s.place)
         assert not refused, refused
         shared = self._share()
-        return (*self._weights(), *self._gradients(), *self._activations(), *self._staging(), *shared)
+        apart = () if shared else self.activations.on_host(self.saved_activations_pool)
+        activations = (*self.activations.pools(), *apart)
+        return (*self._weights(), *self._gradients(), *activations, *self._staging(), *shared)
 
     def _weights(self) -> Iterator[Pool]:
         """Shared by size class. With several ranks, this one's part: one is sent while one is brought."""
@@ -450,100 +322,6 @@ class Provision:
             assert len(self.route.uses[g]) == 1, "a tied group cannot keep its state on the device"
             name = self.gradients_pool[g] = f"gradients.of{g}"
             yield Pool(name=name, tier="device", size=self._groups[g].trainable * FP32, count=self.device_sums)
-
-    def _activations(self) -> Iterator[Pool]:
-        """Saved activations on the device and their gradients, which torch's allocator owns, and those that leave it.
-
-        Both come from the allocator's memory of one stream, which it uses for one when the other is done with it: a
-        gradient is made when no more than those of its stage, and the saved activations that stay, are there. What
-        comes back is written on another stream, for which the allocator would take other memory: it has buffers of its
-        own, for the micro-batches under way and one on its way.
-        """
-        stages, at_once = self.route.program.stages, self.route.at_once
-        bodies = stages[:-1]
-        size = max(s.activation for s in bodies)
-        stay = self.s.train and self.s.place.activations == "device"
-        if size:
-            gradient = self.s.train and any(s.gradient for s in bodies)
-            count = self._put_out(stay=stay) + (gradient and self._in_turn is None)
-            yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
-            if received := self._received(stay=stay):
-                yield Pool(name=RECEIVED, tier="device", size=size, count=received, backed=False)
-        if self.graphs:
-            largest = max(stages[k].graph or 0 for k in self.graphs)
-            yield Pool(name=GRAPHS, tier="device", size=largest, count=sum(self.graphs.values()), backed=False)
-        if self._in_turn is not None and self._in_turn.split:
-            held = max(stage.split or 0 for stage in bodies if self.route.program.has(stage.index))
-            yield Pool(name=SPLIT, tier="device", size=held, count=self._in_turn.split, backed=False)
-        if self._away:
-            count = at_once if self._in_turn is None else self._in_turn.restored
-            yield Pool(name=RESTORED, tier="device", size=page_up(size), count=min(count + 1, self._leave))
-        if self.saved_activations_pool == "saved_activations":
-            yield from self._host_activations("saved_activations")
-        if self._away and self.s.place.activations == "disk":
-            yield from (self._staged(name, page_up(size)) for name in ("saved_activations_out", "saved_activations_in"))
-
-    def _put_out(self, *, stay: bool) -> int:
-        """Buffers of saved activations that this rank's stages put out. What is sent to another rank is gone once it is
-        there. ``stay``: the others are on the device until their backward, as inputs of calls with a graph are."""
-        program, at_once = self.route.program, self.route.at_once
-        if self._in_turn is not None:
-            return self._in_turn.put_out + self.s.depths.inputs
-        with_graph = {k - 1: n for k, n in self.graphs.items() if program.stages[k - 1].activation}
-        if program.dealt is None:
-            if stay:
-                return at_once * (len(program.stages) - 1)
-            return at_once + self.s.depths.inputs + sum(with_graph.values())
-        own = [k for k in range(len(program.stages) - 1) if program.has(k) and not program.dealt.crosses(k)]
-        kept = at_once * len(own) if stay else at_once * bool(own) + sum(with_graph.get(k, 0) for k in own)
-        return kept + self.s.depths.inputs
-
-    def _received(self, *, stay: bool) -> int:
-        """Buffers of what other ranks of a pipeline send: of all micro-batches of one visit, since nobody reads any of
-        it before the visit that comes then; and of inputs that ``stay`` until their backward, or the last block's."""
-        program, at_once = self.route.program, self.route.at_once
-        dealt = program.dealt
-        if dealt is None:
-            return 0
-        if self._in_turn is not None:
-            return self._in_turn.received
-        last = len(program.stages) - 2
-        inputs = [k for k in range(1, last + 1) if dealt.has(k) and dealt.crosses(k - 1)]
-        if stay:
-            kept = at_once * len(inputs)
-        elif self.s.train:
-            with_graph = sum(self.graphs.get(k, 0) for k in inputs if k != last)
-            kept = with_graph + (at_once - len(self.leaving(last - 1, range(at_once))) if last in inputs else 0)
-        else:
-            kept = 0
-        return kept + at_once
-
-    @cached_property
-    def _in_turn(self) -> UnderWay | None:
-        """The activations of a walk on which forwards and backwards take turns; None: it is no such walk."""
-        if not self.route.takes_turns:
-            return None
-        stages = range(len(self.route.program.stages))
-        return under_way(self.route, frozenset(k for k in stages if self.leaving(k, (0,))))
-
-    @cached_property
-    def _leave(self) -> int:
-        """The number of saved activations that leave the device in a step."""
-        return self._away if self._in_turn is None else self._in_turn.left
-
-    @cached_property
-    def _away(self) -> int:
-        """The most saved activations that are off the device at once: in the end of the forward, if that is one."""
-        if self._in_turn is not None:
-            return self._in_turn.away
-        everyone = range(self.route.at_once)
-        return sum(len(self.leaving(k, everyone)) for k in range(len(self.route.program.stages)))
-
-    def _host_activations(self, name: str) -> Iterator[Pool]:
-        bodies = self.route.program.stages[:-1]
-        if self._away and self.s.place.activations == "host":
-            size = max(s.activation for s in bodies)
-            yield Pool(name=name, tier="host", size=page_up(size), count=self._away)
 
     def _held(self, name: str) -> Iterator[Pool]:
         if count := self._gradients_held:
@@ -582,12 +360,12 @@ class Provision:
         if summed and apart:
             count = sum(self.trained_count(g) for g, _ in summed) * self._most_sums
             yield Pool(name=SUMS, tier="host", size=self.all_parts, count=count)
-            yield self._staged("sums_out", self.all_parts)
+            yield staged("sums_out", self.all_parts, self.s.depths)
         if self.kept:
             count = most_kept(route, self.s.depths.weights, self.kept, self._on_time) + self.s.depths.stage_out
             yield Pool(name=KEPT, tier="host", size=self.s.chunk * form.weight_bytes, count=count)
         yield from (
-            self._staged(name, self.s.chunk * width)
+            staged(name, self.s.chunk * width, self.s.depths)
             for name, width, wanted in (
                 ("stage_in", form.weight_bytes, on_disk),
                 ("gradients_out", self.widest_gradient, out),
@@ -597,9 +375,9 @@ class Provision:
             if wanted
         )
         if state:
-            yield self._staged("state", page_up(state))
+            yield staged("state", page_up(state), self.s.depths)
         if momentum:
-            yield self._staged("momentum", page_up(momentum))
+            yield staged("momentum", page_up(momentum), self.s.depths)
         if any(self._groups[g].whole for g in streamed):
             yield from self._updates()
 
@@ -610,8 +388,8 @@ class Provision:
         after = Counter(self.route.last_visit[g] for g in matrices)
         largest = max(self._groups[g].trainable for g in matrices) * BF16
         count = max(*after.values(), min(len(matrices), 2))
-        yield self._staged("updates_down", self.s.chunk * BF16)
-        up = self._staged("updates_up", self.s.chunk * BF16)
+        yield staged("updates_down", self.s.chunk * BF16, self.s.depths)
+        up = staged("updates_up", self.s.chunk * BF16, self.s.depths)
         if self.sums_all_parts:
             # All chunks of a visit's sums go up to be exchanged before the first update does, in the same lane.
             chunks = Counter[int]()
@@ -622,9 +400,6 @@ class Provision:
         yield Pool(name="updates", tier="device", size=self.seat.parts * largest, count=count)
         if self.seat.parts > 1:
             yield Pool(name="update_parts", tier="device", size=largest, count=count)
-
-    def _staged(self, name: str, size: int) -> Pool:
-        return Pool(name=name, tier="host", size=size, count=getattr(self.s.depths, STAGED[name]))
 
 
 @lru_cache(maxsize=256)

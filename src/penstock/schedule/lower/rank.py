@@ -4,8 +4,8 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.references import stage_op
 from penstock.schedule.lower.activations import Activations
 from penstock.schedule.lower.build import Builder
+from penstock.schedule.lower.fixed import Fixed
 from penstock.schedule.lower.loads import Loads
-from penstock.schedule.lower.provision import Fixed
 from penstock.schedule.lower.route import Message
 from penstock.schedule.lower.update import Updates
 

@@ -37,7 +37,7 @@ from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.device_steps import DeviceSteps
 from penstock.schedule.lower.emitter import Touched
 from penstock.schedule.lower.mesh import ProcessGroup
-from penstock.schedule.lower.provision import (
+from penstock.schedule.lower.pools import (
     BETWEEN_COPIES,
     EXCHANGE,
     SUMS,

@@ -25,8 +25,9 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.references import VisitId, stage_op, visit
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Emitter
+from penstock.schedule.lower.fixed import Fixed
 from penstock.schedule.lower.in_turn import in_turn_route
-from penstock.schedule.lower.provision import Fixed, Provision
+from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.rank import lower_rank
 from penstock.schedule.lower.route import Message, Route, Visit
 from penstock.schedule.lower.seat import ONE_RANK, Seat

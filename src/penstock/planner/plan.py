@@ -1,0 +1,70 @@
+"""A plan: a schedule with the settings that it was built from, and the memory that it may use."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.config import Tier, format_size
+from penstock.schedule.ir.ops import Schedule, graphs_kept
+from penstock.schedule.meaning import narrow_groups_of
+from penstock.schedule.place import FP32, Settings
+from penstock.schedule.program import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A schedule with what it was built from, and the memory it may use per tier (bytes)."""
+
+    program: Program
+    settings: Settings
+    schedule: Schedule
+    state_bytes: int
+    """weights, fp32 gradients and optimizer state of the whole model"""
+    disk_bytes: int
+
+    @cached_property
+    def narrow(self) -> frozenset[int]:
+        """Groups whose gradients cross to the host, and wait, in bf16."""
+        return narrow_groups_of(self.schedule)
+
+    @cached_property
+    def graphs_kept(self) -> int:
+        """The number of calls of blocks in a step whose graph is kept for their backward."""
+        return graphs_kept(self.schedule)
+
+    @property
+    def calls(self) -> int:
+        """The number of calls of blocks in a step, of this rank's."""
+        own = sum(stage.kind == "call" and self.program.has(stage.index) for stage in self.program.stages)
+        return own * self.settings.micro_batches
+
+    @property
+    def device_bytes(self) -> int:
+        return self.schedule.peak_bytes("device")
+
+    @property
+    def host_bytes(self) -> int:
+        return self.schedule.peak_bytes("host")
+
+    def describe(self) -> str:
+        """A few lines for people: what lives where, and the peak of each tier."""
+        place = self.settings.place
+
+        def shares(tiers: tuple[Tier, ...]) -> str:
+            sizes: dict[Tier, int] = dict.fromkeys(tiers, 0)
+            for group, tier in zip(self.program.groups, tiers, strict=True):
+                sizes[tier] += group.numel
+            total = sum(sizes.values())
+            return ", ".join(f"{100 * n / total:.0f}% {tier}" for tier, n in sizes.items() if n)
+
+        waiting = [self.settings.waits(g.index) for g in self.program.groups if g.trainable]
+        wait = f"wait on {place.gradients}" if any(waiting) else "are stepped as they come"
+        return "\n".join(
+            (
+                f"state {format_size(self.state_bytes)}",
+                f"weights {shares(place.weights)}; optimizer {shares(place.state)}",
+                f"saved activations on {place.activations}; gradients {wait}",
+                f"{self.schedule.name}, {self.settings.micro_batches} micro-batches, {len(self.schedule.ops)} ops",
+                f"chunks of {format_size(self.settings.chunk * FP32)} of fp32",
+                f"peak device {format_size(self.device_bytes)}, host {format_size(self.host_bytes)}",
+            )
+        )

@@ -1,0 +1,295 @@
+"""The request to fit a step of a program into a budget: what is fixed, what is left to the planner, and what follows.
+
+Peak memory is not estimated: it is what the schedule's own pools add up to.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from typing import Literal
+
+from penstock.config import Budget, Family, StreamConfig, Tier
+from penstock.config.step import SPLIT
+from penstock.planner.phase_memory import arrays
+from penstock.planner.plan import Plan
+from penstock.planner.update_mode import check_update_mode, no_speculation
+from penstock.schedule.ir.ops import Schedule, peak_bytes
+from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.dealt import message_bytes
+from penstock.schedule.lower.fixed import Fixed, fixed_bytes
+from penstock.schedule.lower.graphs import all_graphs
+from penstock.schedule.lower.pools import STAGED, in_depth
+from penstock.schedule.lower.provision import Provision, narrow_groups
+from penstock.schedule.lower.route import Route
+from penstock.schedule.lower.seat import Seat, streaming_seat
+from penstock.schedule.lower.visits import horizontal, in_turn, route_of, vertical
+from penstock.schedule.place import BF16, FP32, Format, Placement, Settings, Side, checksum_bytes, page_up
+from penstock.schedule.program import Program
+
+DEVICE_TEMPORARIES = 32 << 20
+"""Bytes that an optimizer step on an accelerator needs besides its arguments (``optim.fallback`` has the same)."""
+
+_BUILDS: Mapping[Family, Callable[..., Schedule]] = {
+    "vertical": vertical,
+    "horizontal": horizontal,
+    "1f1b": partial(in_turn, name="1f1b"),
+    "interleaved-1f1b": partial(in_turn, name="interleaved-1f1b"),
+    "zero-bubble": partial(in_turn, name="zero-bubble", split=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(StreamConfig):
+    """The request to fit a step of a program into a budget.
+
+    What is None is left to the planner, and where there is nothing to choose by (``fit``) what can speculates, nothing
+    is delayed, and the ``cast`` is done on the device: fewer bytes cross and wait. ``wait``: as in ``Settings``.
+    ``inputs``: bytes of all micro-batches on the device, which is an accelerator if ``accelerated``. ``ranks``: that
+    share every group, for each of so many ``copies`` of the state, and are on so many ``hosts``, as many on each;
+    ``program``, ``budget`` and ``micro_batches`` are those of one of them.
+    """
+
+    program: Program
+    budget: Budget
+    form: Format
+    micro_batches: int
+    wait: bool
+    cast: Side | None = None
+    train: bool = True
+    family: Family = "vertical"
+    inputs: int = 0
+    accelerated: bool = False
+    ranks: int = 1
+    copies: int = 1
+    hosts: int = 1
+
+    def build(self, settings: Settings) -> Schedule:
+        return _BUILDS[self.order](self.program, settings, self.fixed(settings.place), seat=self.seat(settings))
+
+    def seat(self, settings: Settings) -> Seat:
+        """The seat of each rank."""
+        dealt = self.program.dealt
+        pipe, place = (1, 0) if dealt is None else (dealt.ranks, dealt.rank)
+        return streaming_seat(self.ranks, settings.stage, self.copies, self.hosts, pipe=pipe, place=place)
+
+    @property
+    def is_of_several(self) -> bool:
+        """True if it is one of several ranks', whose budget has its share of host memory."""
+        return self.ranks * self.copies > 1 or self.program.dealt is not None
+
+    def provision(self, settings: Settings) -> Provision:
+        """The pools of a step with these settings, and what it takes of them."""
+        return _provision(self.route, settings, self.seat(settings))
+
+    def peak_bytes(self, settings: Settings, tier: Tier) -> int:
+        """``build(settings).peak_bytes(tier)``, without building: options are weighed by the hundred."""
+        return self.peaks(settings)[tier == "host"]
+
+    def peaks(self, settings: Settings) -> tuple[int, int]:
+        """``peak_bytes`` of device and host together."""
+        fixed, (device, host) = self.fixed(settings.place), _pooled(self.route, settings, self.seat(settings))
+        return device + peak_bytes((), fixed, "device"), host + peak_bytes((), fixed, "host")
+
+    def world(self, schedule: Schedule) -> World:
+        """The world to simulate for a schedule that all ranks have."""
+        return streaming_seat(self.ranks, copies=self.copies, hosts=self.hosts).in_step(schedule)
+
+    @cached_property
+    def route(self) -> Route:
+        return _route(self.program, self.micro_batches, self.order, train=self.train)
+
+    @property
+    def early(self) -> bool | None:
+        """True if steps are to begin before the norm is known; None: that is not said."""
+        return self.steps_early(self.budget)
+
+    @cached_property
+    def speculates(self) -> bool:
+        """True if groups with all state on disk step before the norm is known."""
+        return self.early is not False and self.may_speculate
+
+    @cached_property
+    def may_speculate(self) -> bool:
+        """True if anything could, if it is not forbidden."""
+        return self.train and no_speculation(self.budget, wait=self.wait) is None
+
+    @cached_property
+    def casts_on_device(self) -> bool:
+        """True if gradients that are complete on the device are rounded there."""
+        return self.cast != "host" and self.may_cast_on_device
+
+    @property
+    def may_cast_on_device(self) -> bool:
+        """True if any gradient could be, if the choice is free."""
+        return self.grad_dtype == "bf16" and bool(self.route.whole)
+
+    @cached_property
+    def narrow(self) -> frozenset[int]:
+        """Groups whose gradients are, wherever they live."""
+        return self.route.whole if self.casts_on_device else frozenset()
+
+    def check_update_mode(self) -> None:
+        """As ``update_mode.check_update_mode``; an evaluation steps nothing and has no update mode."""
+        if self.train:
+            check_update_mode(self, self.budget, wait=self.wait, delays=self.order == "vertical")
+
+    @cached_property
+    def most_graphs(self) -> int:
+        """The buffers for graphs of calls that a step can use: none if saved activations are to leave the device, as
+        the input of a call with a graph stays."""
+        leave = self.recompute is None and self.budget.activations in ("host", "disk")
+        return 0 if self.recompute or leave else all_graphs(self.route)
+
+    @property
+    def order(self) -> Family:
+        """The order of the step's visits: evaluations have one."""
+        return self.family if self.train else "vertical"
+
+    @property
+    def splits(self) -> bool:
+        """True if backwards are run in two parts, where they can be."""
+        return self.order in SPLIT
+
+    @property
+    def one_by_one(self) -> bool:
+        return self.order == "horizontal"
+
+    @cached_property
+    def bottom(self) -> Literal["host", "disk"]:
+        """The lowest tier there is."""
+        return "disk" if self.budget.disk_paths else "host"
+
+    def scratch_bytes(self, settings: Settings) -> int:
+        """Bytes on disk that a step needs besides the state: saved activations and gradients that wait there."""
+        place, stages = settings.place, self.program.stages
+        gradients = activations = 0
+        if place.gradients == "disk":
+            # with a delay alone, a share of each: but the extents are as large as the gradients
+            stepped = (
+                g
+                for g in self.program.groups
+                if place.state[g.index] != "device" and (settings.waits(g.index) or settings.delay)
+            )
+            narrow = narrow_groups(self.route, settings)
+            gradients = sum(g.trainable * (BF16 if g.index in narrow else FP32) for g in stepped)
+        if self.train and place.activations == "disk":
+            provision, everyone = self.provision(settings), range(self.route.at_once)
+            of_stage = {s.index: len(provision.activations.leaving(s.index, everyone)) for s in stages}
+            if self.route.takes_turns or self.one_by_one:  # each micro-batch has an extent of its own
+                of_stage = {k: self.micro_batches * bool(leaving) for k, leaving in of_stage.items()}
+            activations = sum(page_up(s.activation) * of_stage[s.index] for s in stages)
+        return gradients + activations
+
+    def space_bytes(self, settings: Settings) -> int:
+        """Bytes of disk that a run takes: the store has room for all weights and state, wherever they are at home, in
+        every slot, and for two tables of checksums.
+        """
+        if self.bottom != "disk":
+            return 0
+        return self._store_bytes + self.scratch_bytes(settings)
+
+    @cached_property
+    def _store_bytes(self) -> int:
+        groups, form = self.program.groups, self.form
+        stored = sum(page_up(array.nbytes) for array in arrays(self.program, form))
+        return self.budget.slots * stored + 2 * checksum_bytes(groups, form, self.budget.slots)
+
+    def disk_bytes(self, place: Placement) -> int:
+        """Bytes of weights and state whose home is on disk."""
+        return sum(
+            (g.numel * self.form.weight_bytes * (place.home(g) == "disk"))
+            + self.form.state_bytes(g) * (place.state[g.index] == "disk")
+            for g in self.program.groups
+        )
+
+    def roomiest(self, settings: Settings) -> Settings:
+        """The settings with as many graphs of calls on the device, from their forwards to their backwards, as the
+        budget has room for: their blocks need not be computed again. Then as many inputs of the last block: they need
+        not leave, and come back at once.
+        """
+        return self._with_inputs(self.with_graphs(settings))
+
+    def with_graphs(self, settings: Settings) -> Settings:
+        """The settings with as many graphs of calls on the device as the budget has room for."""
+        if not settings.train or self.most_graphs <= settings.depths.graphs:
+            return settings
+
+        def having(count: int) -> Settings:
+            return replace(settings, depths=replace(settings.depths, graphs=count))
+
+        def is_too_much(count: int) -> bool:
+            return self.peak_bytes(having(count), "device") > self.budget.device_bytes
+
+        if not is_too_much(self.most_graphs):
+            return having(self.most_graphs)
+        counts = range(settings.depths.graphs + 1, self.most_graphs)
+        return having(settings.depths.graphs + bisect_left(counts, True, key=is_too_much))
+
+    def _with_inputs(self, settings: Settings) -> Settings:
+        last, depths = len(self.program.stages) - 3, settings.depths
+        away = settings.train and settings.place.activations != "device" and self.program.has(last + 1)
+        leaving = len(self.provision(settings).activations.leaving(last, range(self.route.at_once))) if away else 0
+        if not leaving:
+            return settings
+
+        def with_more(more: int) -> Settings:
+            return replace(settings, depths=replace(depths, inputs=depths.inputs + more))
+
+        now = self.peak_bytes(settings, "device")
+        # of a pipeline's rank, which is sent them, each may take a buffer more than what it is
+        each = max(stage.activation for stage in self.program.stages[:-1])
+        each = max(each, self.peak_bytes(with_more(1), "device") - now)
+        return with_more(max(min((self.budget.device_bytes - now) // each, leaving), 0))
+
+    def plan(self, settings: Settings, schedule: Schedule | None = None) -> Plan:
+        """The plan with these settings; whether it fits is the caller's to know. ``schedule``: the user's own, which
+        the settings describe; None: the one that is built from them."""
+        trained = sum(g.trainable for g in self.program.groups)
+        total = sum(g.numel for g in self.program.groups)
+        state = sum(self.form.state_bytes(g) for g in self.program.groups)
+        return Plan(
+            program=self.program,
+            settings=settings,
+            schedule=self.build(settings) if schedule is None else schedule,
+            state_bytes=total * self.form.weight_bytes + trained * FP32 + state,
+            disk_bytes=self.disk_bytes(settings.place),
+        )
+
+    def fixed(self, place: Placement, at_once: int | None = None) -> Fixed:
+        """(tier, what, bytes) that the whole step holds besides its pools. ``at_once``: micro-batches under way at the
+        same time; None: those of the route."""
+        return fixed_bytes(
+            self.program,
+            self.form,
+            place,
+            self.route.at_once if at_once is None else at_once,
+            inputs=self.inputs,
+            step_temporaries=DEVICE_TEMPORARIES if self.accelerated else 0,
+            messages=message_bytes(self.program) if self.accelerated else 0,
+            train=self.train,
+            split=self.splits,
+        )
+
+
+@lru_cache(maxsize=32)
+def _route(program: Program, micro_batches: int, order: Family, *, train: bool) -> Route:
+    """One for all requests that have it, and with it one key for what its settings take."""
+    return route_of(program, micro_batches, order, train=train)
+
+
+@lru_cache(maxsize=4096)
+def _pooled(route: Route, settings: Settings, seat: Seat) -> tuple[int, int]:
+    """Bytes of the pools of device and host. The advice on other machines and budgets asks for the same ones again; and
+    a search for depths that fit asks for many that differ in what is staged alone."""
+    depths = settings.depths
+    unstaged = replace(depths, **dict.fromkeys(STAGED.values(), 1))
+    sized = _provision(route, replace(settings, depths=unstaged), seat).pools.values()
+    pools = [in_depth(pool, depths) for pool in sized]
+    return peak_bytes(pools, (), "device"), peak_bytes(pools, (), "host")
+
+
+@lru_cache(maxsize=256)
+def _provision(route: Route, settings: Settings, seat: Seat) -> Provision:
+    """The pools of a step with these settings, and what it takes of them."""
+    return Provision(route, settings, seat)

@@ -1,0 +1,437 @@
+"""Several ranks on process groups of ``torch.distributed``: what moves between them, and who waits for whom."""
+
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock import accelerator
+from penstock.compat.torch import store_of
+from penstock.errors import RankError
+from penstock.ranks import levels
+from penstock.ranks.axes import Axes, axes_of
+from penstock.ranks.group import ALONE, Ranks
+from penstock.ranks.waiting import LOOK, Beside, beside
+from penstock.ranks.watch import Place, Watch, host_count
+from penstock.schedule.lower.mesh import is_branch
+
+T = TypeVar("T")
+_PIECE = 1 << 20
+"""Bytes of a message between hosts. Where several ranks share a link they take turns: in larger pieces one waits for
+another, and then all of them rest."""
+_PATIENCE = timedelta(days=7)
+"""Patience of a rank with others that prepare data, or load a model; one that is gone is noticed at once."""
+
+
+class Telling(Ranks):
+    """One of several ranks that tell each other things."""
+
+    def gather_objects(self, what: str, value: T) -> list[T]:
+        text = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        self._gather_control(sizes, torch.tensor([text.numel()]))
+        longest = int(sizes.max())
+        texts = torch.empty(self.size, longest, dtype=torch.uint8)
+        self._gather_control(texts.view(-1), torch.nn.functional.pad(text, (0, longest - text.numel())))
+        found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(texts, sizes.tolist(), strict=True)]
+        for other, (theirs, _) in enumerate(found):
+            if theirs != what:
+                raise RankError(
+                    f"rank {self.number_of(other)} tells its {theirs} where rank {self.number_of(self.rank)} tells its "
+                    f"{what}: give all ranks the same calls, in the same order"
+                )
+        return [said for _, said in found]
+
+    def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """``gather`` of what they tell, in host memory."""
+        raise NotImplementedError
+
+
+class Together(Telling):
+    """One of several ranks."""
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """All ranks of the mesh come here."""
+        global _made
+        axes = axes_of(mesh)
+        members = axes.members
+        self.rank, self.size, self.copies = members.index(dist.get_rank()), len(members), axes.copies
+        self.cp = axes.cp
+        self.stages = axes.stages
+        self._beside: dict[int, Beside] = {}
+        """thread that sends and receives -> the one that waits for it"""
+        self._pending: list[object] = []
+        """objects that a broken-off collective may still write to"""
+        self._on_device: list[dist.ProcessGroup] = []
+        """process groups of what is queued on the device"""
+        self._giving_up = threading.Lock()
+        self._left = _Left.of(mesh, device)
+        try:
+            found = _told(mesh, (Place.here(), _made, self._left.numbers))
+        except RuntimeError as error:  # whoever waits for it is told at once that a rank is dead
+            raise RankError(f"another rank was gone before all had joined: {error}") from error
+        self._number = _made = max(made for _, made, _ in found) + 1
+        self._to_take_over = deque(self._left.taken([numbers for _, _, numbers in found]))
+        self._groups: list[dist.ProcessGroup] = []
+        """process groups, in the order in which they were joined"""
+        places = [place for place, _, _ in found]
+        self.hosts = host_count(places)
+        self._watch = Watch(store_of(f"penstock/{'-'.join(map(str, members))}/{_made}"), self.rank, places)
+        self._members, self._device = members, device
+        try:
+            self.control = self._join(members, "gloo", device)
+            """the process group of what ranks tell each other"""
+            self._data = self._join(members, dist.get_default_backend_for_device(device), device)
+            self._crossing = self._join(members, "gloo", device) if self.are_pipeline else None
+            self._of_copy = None if self.copies == 1 else Some(self, axes.of_copy(self.rank))
+            beside_each_other = 1 < self.stages < self.size
+            self._pipe = Some(self, axes.of_pipeline(self.rank), tells=True) if beside_each_other else None
+            self._of_stage = Some(self, axes.of_stage(self.rank), tells=True) if beside_each_other else None
+            some_of_hosts = Across if self.hosts > 1 and device.type == "cpu" else Some
+            self._of_part = None if self.copies == 1 else some_of_hosts(self, axes.of_part(self.rank))
+            self._of_sequence = None if self.cp == 1 else Some(self, axes.of_sequence(self.rank))
+            each = self.size // self.hosts
+            two_levels = self.copies == self.stages == 1 and self.hosts > 1 and each > 1
+            hosts = Axes(copies=self.hosts, members=members)
+            self._within = Some(self, hosts.of_copy(self.rank)) if two_levels else None
+            self._between = some_of_hosts(self, hosts.of_part(self.rank)) if two_levels else None
+            self._of_place = some_of_hosts(self, hosts.of_part(self.rank)) if two_levels else None
+        except BaseException as error:
+            self._watch.tell(error)
+            raise
+
+    @property
+    def pipe(self) -> Ranks:
+        return self._pipe or (self if self.are_pipeline else ALONE)
+
+    @property
+    def sharing(self) -> Ranks:
+        return self._of_stage or (ALONE if self.are_pipeline else self)
+
+    @property
+    def of_copy(self) -> Ranks:
+        return self._of_copy or self._of_stage or self
+
+    @property
+    def of_part(self) -> Ranks:
+        return self._of_part or ALONE
+
+    @property
+    def of_host(self) -> Ranks:
+        return self._within or ALONE
+
+    @property
+    def of_place(self) -> Ranks:
+        return self._of_place or ALONE
+
+    @property
+    def of_sequence(self) -> Ranks:
+        return self._of_sequence or ALONE
+
+    def beside(self) -> Ranks:
+        other = copy(self)
+        other.control = self._join(self._members, "gloo", self._device)
+        return other
+
+    def _join(self, members: Sequence[int], backend: str, device: torch.device) -> "dist.ProcessGroup":
+        """Make a process group."""
+
+        def make() -> dist.ProcessGroup:
+            if device.type != "cpu":
+                torch.accelerator.set_device_index(device)
+            group = dist.new_group(list(members), backend=backend, use_local_synchronization=True, timeout=_PATIENCE)
+            assert isinstance(group, dist.ProcessGroup)
+            return group
+
+        try:
+            group = self._to_take_over.popleft() if self._to_take_over else beside(make, self.check)
+            self._groups.append(group)
+            if backend != "gloo":
+                self._on_device.append(group)
+            return group
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise self._watch.lost(error) from error
+
+    def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        if self._within is None or self._between is None:
+            self.gather_in(self._data, out, part)
+        else:
+            levels.gather_between(self._between, out, part)
+            levels.gather_within(self._within, self._between.size, out)
+
+    def exchange_and_add(self, into: torch.Tensor, out: torch.Tensor, total: torch.Tensor) -> None:
+        if self._within is None or self._between is None or not is_branch(self._within.size):
+            super().exchange_and_add(into, out, total)
+        else:
+            levels.add_up_within(self._within, self._between.size, into, out)
+            levels.add_up_between(self._between, into, out, total)
+
+    def group_of(self, members: Sequence[int], backend: str | None = None) -> "dist.ProcessGroup":
+        """A process group of some of the ranks, all of which come here. ``backend``: None: the device's."""
+        among = [self._members[rank] for rank in members]
+        return self._join(among, backend or dist.get_default_backend_for_device(self._device), self._device)
+
+    def gather_in(self, group: "dist.ProcessGroup", out: torch.Tensor, part: torch.Tensor) -> None:
+        by_its_new_name = getattr(dist, "all_gather_single", None)  # from torch 2.13 on
+        work = (by_its_new_name or dist.all_gather_into_tensor)(out, part, group=group, async_op=True)
+        self._wait(work, out, part)
+
+    def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
+        self.exchange_in(self._data, out, into)
+
+    def exchange_in(self, group: "dist.ProcessGroup", out: torch.Tensor, into: torch.Tensor) -> None:
+        work = dist.all_to_all_single(out.view(-1), into.view(-1), group=group, async_op=True)
+        self._wait(work, out, into)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self._cross(dist.isend, tensor, peer)
+
+    def receive(self, into: torch.Tensor, peer: int) -> None:
+        self._cross(dist.irecv, into, peer)
+
+    def _cross(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
+        self._message(call(tensor, self._members[peer], group=self._crossing).wait, tensor)
+
+    def _message(self, call: Callable[[], Any], *tensors: torch.Tensor) -> None:
+        """Do what waits for messages to or from other ranks. gloo gives none up: who waits looks whether all others are
+        there. ``tensors``: what it sends and receives."""
+        try:
+            with self._watch.waits():
+                thread = threading.get_ident()
+                if thread not in self._beside:
+                    self._beside[thread] = Beside()
+                self._beside[thread].make(call, self.check)
+        except RankError:
+            self._pending.append((call, tensors))  # the backend still has their addresses
+            raise
+        except RuntimeError as error:
+            raise self._watch.lost(error) from error
+
+    def trade_in(
+        self, group: "dist.ProcessGroup", sent: Mapping[int, torch.Tensor], got: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Send tensors on the CPU to some ranks, and fill others with what those send: piece by piece, two of which are
+        under way."""
+
+        def all_pieces() -> None:
+            cut = {rank: (_pieces(sent[rank]), _pieces(got[rank])) for rank in sent}
+            under_way = deque[list[Any]]()
+            for piece in range(max(len(theirs) for theirs, _ in cut.values())):
+                works = []
+                for rank, (to, of) in cut.items():
+                    works.append(dist.irecv(of[piece], self._members[rank], group=group))
+                    works.append(dist.isend(to[piece], self._members[rank], group=group))
+                under_way.append(works)
+                if len(under_way) > 1:
+                    _wait_for(under_way.popleft())
+            for works in under_way:
+                _wait_for(works)
+
+        self._message(all_pieces, *sent.values(), *got.values())
+
+    def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        self.gather_in(self.control, out, part)
+
+    def lend(self, tensor: torch.Tensor, owner: int) -> None:
+        self.lend_in(self.control, tensor, owner)
+
+    def lend_in(self, group: "dist.ProcessGroup", tensor: torch.Tensor, owner: int) -> None:
+        source = dist.get_global_rank(group, owner)
+        self._wait(dist.broadcast(tensor, source, group=group, async_op=True), tensor)
+
+    @property
+    def failure(self) -> RankError | None:
+        return self._watch.failure
+
+    def fail(self, error: BaseException) -> None:
+        self._watch.tell(error)
+
+    @property
+    def broken_off(self) -> bool:
+        return bool(self._pending)
+
+    def close(self) -> None:
+        self._watch.close()
+        for thread in self._beside.values():
+            thread.close()
+        if not self.broken_off and self._watch.failure is None:
+            self._left.put(self._number, [*self._groups, *self._to_take_over])
+
+    def _wait(self, work: Any, *tensors: torch.Tensor) -> None:
+        """Block until a collective is done. ``tensors``: what it reads and writes."""
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        with self._watch.waits():
+            while not done.wait(LOOK):
+                if self._watch.failure is not None:
+                    self._pending.append((work, tensors))  # the backend still has their addresses
+                    self.check()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._watch.lost(error) from error
+        device = tensors[0].device
+        if device.type != "cpu":
+            self._wait_for_device(device, *tensors)
+
+    def _wait_for_device(self, device: torch.device, *tensors: torch.Tensor) -> None:
+        """Block until the device has come to what is queued now. It waits there for the other ranks' devices, with no
+        end where one is gone: then what is under way is given up, so that its streams go on."""
+        its = accelerator.of(device)
+        done = its.event()
+        done.record(its.current_stream(device))
+        if not done.query():
+            try:
+                self._message(done.synchronize, *tensors)
+            except RankError:
+                self._abort()
+                raise
+        done.synchronize()  # it is over; what has failed on the device is told to who asks
+
+    def _abort(self) -> None:
+        """Give up what is under way on the device, once: whoever comes second finds that done."""
+        with self._giving_up:
+            while self._on_device:
+                self._on_device.pop().abort()
+
+
+class Some(Telling):
+    """Some of several ranks, for what they alone move between them."""
+
+    def __init__(self, all_of_them: Together, members: Sequence[int], *, tells: bool = False) -> None:
+        """``members``: by their numbers among all. All of those come here. ``tells``: they tell each other things."""
+        self._all, self._numbers = all_of_them, members
+        self.rank, self.size = members.index(all_of_them.rank), len(members)
+        self._group = all_of_them.group_of(members)
+        self._control = all_of_them.group_of(members, "gloo") if tells else None
+
+    def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        self._all.gather_in(self._group, out, part)
+
+    def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
+        self._all.exchange_in(self._group, out, into)
+
+    def number_of(self, rank: int) -> int:
+        return self._numbers[rank]
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self._all.send(tensor, self._numbers[peer])
+
+    def receive(self, into: torch.Tensor, peer: int) -> None:
+        self._all.receive(into, self._numbers[peer])
+
+    def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        assert self._control is not None
+        self._all.gather_in(self._control, out, part)
+
+    def lend(self, tensor: torch.Tensor, owner: int) -> None:
+        assert self._control is not None
+        self._all.lend_in(self._control, tensor, owner)
+
+    def fail(self, error: BaseException) -> None:
+        self._all.fail(error)
+
+    @property
+    def failure(self) -> RankError | None:
+        return self._all.failure
+
+
+class Across(Some):
+    """Ranks of different hosts, without GPUs. Each sends each other what is for that one, straight from and to where it
+    belongs, in small pieces: where ranks of one host share its link, the collectives of gloo reach 0.6 to 0.8 of it."""
+
+    def __init__(self, all_of_them: Together, members: Sequence[int]) -> None:
+        super().__init__(all_of_them, members)
+        self._others = {rank: row for row, rank in enumerate(members) if row != self.rank}
+
+    def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        rows, mine = out.view(self.size, -1), part.view(-1)
+        rows[self.rank].copy_(mine)
+        self._trade(dict.fromkeys(self._others, mine), rows)
+
+    def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
+        rows, mine = out.view(self.size, -1), into.view(self.size, -1)
+        rows[self.rank].copy_(mine[self.rank])
+        self._trade({rank: mine[row] for rank, row in self._others.items()}, rows)
+
+    def _trade(self, sent: Mapping[int, torch.Tensor], rows: torch.Tensor) -> None:
+        self._all.trade_in(self._group, sent, {rank: rows[row] for rank, row in self._others.items()})
+
+
+def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
+    size = _PIECE // flat.itemsize
+    return [flat[start : start + size] for start in range(0, flat.numel(), size)]
+
+
+def _wait_for(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _told(mesh: DeviceMesh, value: T) -> list[T]:
+    """The values of all ranks of a mesh, by rank."""
+    found: list[Any] = [value]
+    for axis in reversed(range(mesh.ndim)):  # along the last one first: neighbours
+        group = mesh.get_group(axis)
+        gathered: list[Any] = [None] * mesh.size(axis)
+        dist.all_gather_object(gathered, found, group=group)
+        found = [one for along in gathered for one in along]
+    return found
+
+
+class _Left:
+    """Process groups that closed engines have left, of one kind of ranks, for the next one of that kind: torch gives
+    the name of a group that is destroyed to another one, which would find the old one's addresses."""
+
+    _of_kinds: ClassVar[dict[str, "_Left"]] = {}
+
+    def __init__(self) -> None:
+        self._world: Any = None
+        self._groups: dict[int, list[dist.ProcessGroup]] = {}
+
+    @staticmethod
+    def of(mesh: DeviceMesh, device: torch.device) -> "_Left":
+        found = _Left._of_kinds.setdefault(f"{axes_of(mesh)} on {device}", _Left())
+        if found._world is not dist.group.WORLD:  # torch's groups were made anew
+            found._world, found._groups = dist.group.WORLD, {}
+        return found
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the ``Together`` whose groups are there."""
+        return tuple(self._groups)
+
+    def taken(self, numbers: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
+        """The groups of one that all ranks have. ``numbers``: of each rank."""
+        common = set(numbers[0]).intersection(*numbers)
+        return self._groups.pop(max(common)) if common else []
+
+    def put(self, number: int, groups: list[dist.ProcessGroup]) -> None:
+        self._groups[number] = groups
+
+
+_made = 0
+"""the number of the last ``Together`` that this process was in: the next one's is above that of all who are in it"""
+
+
+def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
+    """The ranks of a mesh, all of which come here; who has none is alone.
+
+    Raises:
+        ConfigError: the mesh is of another kind than ranks that share all state, or they are spread unevenly over
+            hosts.
+        RankError: another rank has gone.
+    """
+    if mesh is None:
+        return ALONE
+    axes_of(mesh)
+    return Together(mesh, device) if mesh.size() > 1 else ALONE

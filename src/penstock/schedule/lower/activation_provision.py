@@ -1,0 +1,151 @@
+"""The memory that the saved activations of a step need, and graphs that are kept with them.
+
+A saved activation leaves the device after the next stage has read it, and comes back before that stage's backward,
+unless the plan has it stay there, or the graph of the call that it goes into is kept.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from penstock.schedule.ir.ops import Pool
+from penstock.schedule.lower.graphs import GRAPHS, kept_graphs
+from penstock.schedule.lower.pools import staged
+from penstock.schedule.lower.route import Route
+from penstock.schedule.lower.stay import Stay
+from penstock.schedule.lower.under_way import UnderWay, under_way
+from penstock.schedule.place import Settings, page_up
+
+RECEIVED = "received"
+"""The pool of activations, and gradients with respect to them, that come from other ranks of a pipeline."""
+
+SPLIT = "split"
+"""The pool of what the first part of a backward holds for the second."""
+
+RESTORED = "restored"
+"""The pool of saved activations that have come back to the device."""
+
+
+class ActivationProvision:
+    """Saved activations that leave the device, graphs that are kept there, and the pools of both.
+
+    ``graphs``: stage -> the number of its micro-batches under way, the last ones, whose graphs are kept (``graphs``).
+    """
+
+    def __init__(self, route: Route, settings: Settings, stay: Stay) -> None:
+        self.route = route
+        self.s = settings
+        self.stay = stay
+        self.graphs = kept_graphs(route, settings.depths.graphs) if settings.train else {}
+
+    def leaving(self, stage: int, micro_batches: Sequence[int]) -> Sequence[int]:
+        """The micro-batches, of those under way, whose saved activation of a stage is moved off the device."""
+        if not self.s.train or self.s.place.activations == "device" or not self._reads(stage):
+            return ()
+        if stage + 1 in self.graphs and self.route.takes_turns:
+            return ()
+        leaving = self.stay.leaving(stage, self.s.depths.inputs) - self.graphs.get(stage + 1, 0)
+        return micro_batches[: max(leaving, 0)]
+
+    def keeps_graph(self, stage: int, micro_batch: int, micro_batches: Sequence[int]) -> bool:
+        """True if the graph of a stage's call is kept, of one of those that visit it together."""
+        first = len(micro_batches) - self.graphs.get(stage, 0)
+        return micro_batch in micro_batches[max(first, 0) :]
+
+    def _reads(self, stage: int) -> bool:
+        """True if it is this rank whose backward reads what a stage has put out."""
+        return stage + 2 < len(self.route.program.stages) and self.route.program.has(stage + 1)
+
+    def pools(self) -> Iterator[Pool]:
+        """Saved activations on the device and their gradients, which torch's allocator owns; those that come back, and
+        those on their way from and to disk.
+
+        The first two come from the allocator's memory of one stream, which it uses for one when the other is done with
+        it: a gradient is made when no more than those of its stage, and the saved activations that stay, are there.
+        What comes back is written on another stream, for which the allocator would take other memory: it has buffers of
+        its own, for the micro-batches under way and one on its way.
+        """
+        stages, at_once = self.route.program.stages, self.route.at_once
+        bodies = stages[:-1]
+        size = max(s.activation for s in bodies)
+        stay = self.s.train and self.s.place.activations == "device"
+        if size:
+            gradient = self.s.train and any(s.gradient for s in bodies)
+            count = self._put_out(stay=stay) + (gradient and self._in_turn is None)
+            yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
+            if received := self._received(stay=stay):
+                yield Pool(name=RECEIVED, tier="device", size=size, count=received, backed=False)
+        if self.graphs:
+            largest = max(stages[k].graph or 0 for k in self.graphs)
+            yield Pool(name=GRAPHS, tier="device", size=largest, count=sum(self.graphs.values()), backed=False)
+        if self._in_turn is not None and self._in_turn.split:
+            held = max(stage.split or 0 for stage in bodies if self.route.program.has(stage.index))
+            yield Pool(name=SPLIT, tier="device", size=held, count=self._in_turn.split, backed=False)
+        if self._away:
+            count = at_once if self._in_turn is None else self._in_turn.restored
+            yield Pool(name=RESTORED, tier="device", size=page_up(size), count=min(count + 1, self._leave))
+        if self._away and self.s.place.activations == "disk":
+            for name in ("saved_activations_out", "saved_activations_in"):
+                yield staged(name, page_up(size), self.s.depths)
+
+    def _put_out(self, *, stay: bool) -> int:
+        """Buffers of saved activations that this rank's stages put out. What is sent to another rank is gone once it is
+        there. ``stay``: the others are on the device until their backward, as inputs of calls with a graph are."""
+        program, at_once = self.route.program, self.route.at_once
+        if self._in_turn is not None:
+            return self._in_turn.put_out + self.s.depths.inputs
+        with_graph = {k - 1: n for k, n in self.graphs.items() if program.stages[k - 1].activation}
+        if program.dealt is None:
+            if stay:
+                return at_once * (len(program.stages) - 1)
+            return at_once + self.s.depths.inputs + sum(with_graph.values())
+        own = [k for k in range(len(program.stages) - 1) if program.has(k) and not program.dealt.crosses(k)]
+        kept = at_once * len(own) if stay else at_once * bool(own) + sum(with_graph.get(k, 0) for k in own)
+        return kept + self.s.depths.inputs
+
+    def _received(self, *, stay: bool) -> int:
+        """Buffers of what other ranks of a pipeline send: of all micro-batches of one visit, since nobody reads any of
+        it before the visit that comes then; and of inputs that ``stay`` until their backward, or the last block's."""
+        program, at_once = self.route.program, self.route.at_once
+        dealt = program.dealt
+        if dealt is None:
+            return 0
+        if self._in_turn is not None:
+            return self._in_turn.received
+        last = len(program.stages) - 2
+        inputs = [k for k in range(1, last + 1) if dealt.has(k) and dealt.crosses(k - 1)]
+        if stay:
+            kept = at_once * len(inputs)
+        elif self.s.train:
+            with_graph = sum(self.graphs.get(k, 0) for k in inputs if k != last)
+            kept = with_graph + (at_once - len(self.leaving(last - 1, range(at_once))) if last in inputs else 0)
+        else:
+            kept = 0
+        return kept + at_once
+
+    @cached_property
+    def _in_turn(self) -> UnderWay | None:
+        """The activations of a walk on which forwards and backwards take turns; None: it is no such walk."""
+        if not self.route.takes_turns:
+            return None
+        stages = range(len(self.route.program.stages))
+        return under_way(self.route, frozenset(k for k in stages if self.leaving(k, (0,))))
+
+    @cached_property
+    def _leave(self) -> int:
+        """The number of saved activations that leave the device in a step."""
+        return self._away if self._in_turn is None else self._in_turn.left
+
+    @cached_property
+    def _away(self) -> int:
+        """The most saved activations that are off the device at once: in the end of the forward, if that is one."""
+        if self._in_turn is not None:
+            return self._in_turn.away
+        everyone = range(self.route.at_once)
+        return sum(len(self.leaving(k, everyone)) for k in range(len(self.route.program.stages)))
+
+    def on_host(self, name: str) -> Iterator[Pool]:
+        """The pool of those that are away in host memory, if any are."""
+        bodies = self.route.program.stages[:-1]
+        if self._away and self.s.place.activations == "host":
+            size = max(s.activation for s in bodies)
+            yield Pool(name=name, tier="host", size=page_up(size), count=self._away)

@@ -1,0 +1,306 @@
+"""The backward of one micro-batch: its calls of blocks by recomputation, the model's own code piece by piece.
+
+    call     what is kept of a block call from its forward on: its inputs (the saved activation), and the leaves where
+             the gradients of its outputs come to
+    pending  gradients that wait in the model's own code, whose graph ends at calls (``graph``)
+    route    a gradient goes to what has made a tensor: an earlier call, or the model's own code
+
+A call whose graph is kept (``kept_graph``) is not computed again.
+"""
+
+import contextvars
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.compat.torch import unwatched, version
+from penstock.errors import ModelError
+from penstock.tape import graph, trees
+from penstock.tape.buffers import Attributes, Buffer, copies, placed
+from penstock.tape.cut import Leaf, leaf_of
+from penstock.tape.facts import Site
+from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, has_plain_arguments, on_leaves
+from penstock.tape.likeness import FirstOutputs
+from penstock.tape.modes import Modes, TrainingFlags
+from penstock.tape.rng import RandomState
+from penstock.tape.split import Held, Splitting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One block call as it is kept for its recomputation. ``inputs`` is (args, kwargs, values of ``containers``) as
+    they were before it; ``versions`` and ``needed`` are theirs: of each, its version, and whether it needed a gradient.
+    ``buffers``: those that it may have changed, as they were before it, and ``attributes``: the plain ones of the
+    modules that have them. ``graph``: the one that its backward goes through; None: that has to be computed again.
+    """
+
+    site: Site
+    inputs: Any
+    versions: tuple[int, ...]
+    needed: tuple[bool, ...]
+    containers: tuple[contextvars.ContextVar[Any], ...]
+    context: contextvars.Context
+    modes: Modes
+    outputs: tuple[Leaf, ...]
+    buffers: tuple[Buffer, ...]
+    attributes: tuple[Attributes, ...]
+    graph: KeptGraph | None = None
+
+
+class Backward:
+    """The backward of one micro-batch, and what its forward has noted for it.
+
+    | attribute | meaning |
+    |---|---|
+    | ``calls`` | stage -> the block call that has a backward |
+    | ``starts`` | stage -> number of the first autograd node of its own code |
+    | ``pending`` | gradients that wait in the model's own code |
+    | ``hooked`` | in a probe: where the model has hooks of its own |
+    | ``outputs`` | in a probe: those of all calls, until they are recomputed |
+    | ``footprint`` | in a probe: of the next call that is recomputed |
+    """
+
+    def __init__(self, *, device: torch.device, device_types: tuple[str, ...], flags: TrainingFlags) -> None:
+        self.calls: dict[int, Call] = {}
+        self.starts: dict[int, int] = {}
+        self.pending = graph.Pending()
+        self.hooked = graph.Hooked()
+        self.outputs: FirstOutputs | None = None
+        self.footprint: Footprint | None = None
+        self._device = device
+        self._device_types = device_types
+        self._flags = flags
+
+    def clear(self) -> None:
+        """Let go of everything that is still to be run."""
+        self.calls.clear()
+        self.pending = graph.Pending()
+
+    def run_code(self, stage: int, root: tuple[GradientEdge, torch.Tensor] | None = None) -> None:
+        """Backward of the model's own code that ran as part of ``stage``: from what waits there, and ``root``."""
+        start = self.starts[stage]
+        roots = self.pending.take(start)
+        if root is not None:
+            roots.append(root)
+            del root
+        if not roots:
+            return
+        starts = sorted({s for s in self.starts.values() if s <= start}, reverse=True)
+        for edge, gradient in graph.backward_part(roots, starts, self.hooked):
+            self.pending.add(edge, gradient)
+
+    def reached(self, stage: int) -> tuple[bool, ...]:
+        """One boolean for each output of a call: a gradient has come to it."""
+        call = self.calls.get(stage)
+        return () if call is None else tuple(leaf.gradient is not None for leaf in call.outputs)
+
+    def run_call(self, stage: int, splitting: Splitting | None = None) -> Held | None:
+        """Recompute a block call with a graph and run it backward, if a gradient has come to it. ``splitting``: the
+        first part alone is run, and what the second one needs is returned."""
+        call = self.calls.pop(stage, None)
+        if call is None:
+            return None
+        held, found = self._run_back(stage, call, [leaf.take() for leaf in call.outputs], splitting)
+        for source, leaf_input in found:
+            gradient, leaf_input.grad = leaf_input.grad, None
+            if gradient is not None:
+                self.route(source, gradient)
+        return held
+
+    def try_split(self, stage: int) -> Held | None:
+        """In a probe: the first part of a call's backward, of which nothing comes to what was before the call, and
+        nothing to what it is run back from as a whole."""
+        call = self.calls[stage]
+        with unwatched():
+            buffers = copies(call.buffers)
+        call = replace(call, buffers=buffers, context=call.context.copy())
+        outputs, self.outputs = self.outputs, None  # they are compared when the call is run back as a whole
+        try:
+            held, found = self._run_back(stage, call, [leaf.gradient for leaf in call.outputs], Splitting())
+            for _, leaf_input in found:  # which what is held still leads to
+                leaf_input.grad = None
+            return held
+        finally:
+            self.outputs = outputs
+
+    def _run_back(
+        self, stage: int, call: Call, gradients: list[torch.Tensor | None], splitting: Splitting | None
+    ) -> tuple[Held | None, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
+        """``run_call`` of one that gradients have come to. Returns besides each input and the leaf in its place,
+        which has the gradient."""
+        if all(g is None for g in gradients):
+            return None, ()
+        if call.graph is not None and call.graph.is_intact():
+            assert splitting is None, "a backward in two parts computes its block again"
+            return None, _run_kept(call, call.graph, gradients)
+        call = replace(call, graph=None)  # one that was changed is not needed any more
+        fresh: Leaves = {}
+        with nullcontext() if splitting is None else splitting.hooks():
+            made = self._recompute(call, fresh) if self.footprint is None else self._recompute_seen(call, fresh)
+        if len(made) != len(gradients):
+            raise ModelError(
+                f"block {call.site.name!r} made {len(gradients)} tensors in the forward and {len(made)} when it was "
+                "recomputed: a block must do the same on the same inputs"
+            )
+        if self.outputs is not None:
+            self.outputs.compare(stage, call.site.name, made)
+        edges = [get_gradient_edge(t) if t.requires_grad else None for t in made]
+        if self.footprint is not None:
+            if self.outputs is None or not self.outputs.are_same(stage, made):
+                self.footprint.refused = True
+            self.footprint.look(made, edges, _beside(call, fresh))
+            self.footprint = None
+        del made
+        pairs = _pairs(edges, gradients)
+        del edges, gradients
+        held = None
+        if pairs and splitting is not None:
+            held = splitting.run_first(pairs, [leaf_input for _, leaf_input in fresh.values()])
+        elif pairs:
+            torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
+        return held, fresh.values()
+
+    def see_buffers(self, stage: int, buffers: tuple[Buffer, ...], attributes: tuple[Attributes, ...]) -> None:
+        """In a probe: keep the buffers that a call has changed, and the plain attributes of their modules, as they were
+        before it, for its recomputation."""
+        if stage in self.calls:
+            self.calls[stage] = replace(self.calls[stage], buffers=buffers, attributes=attributes)
+
+    def call_elsewise(self, stage: int) -> None:
+        """In a probe: run the block on other numbers, as another micro-batch may between a call and its recomputation.
+
+        A block that keeps something of what it saw, be it a mean or a count, gives itself away in the recomputation.
+        """
+        call = self.calls.get(stage)
+        if call is None:
+            return
+        others: dict[int, torch.Tensor] = {}
+
+        def other(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad or tensor.dim() == 0 or isinstance(tensor, nn.Parameter):
+                return tensor
+            return others.setdefault(id(tensor), tensor.detach().flip(-1) * 0.5)
+
+        buffers = copies(call.buffers)
+        with self._as_it_was(call, buffers):
+            call.context.copy().run(_run_only_again, call, trees.replace(call.inputs, other))
+
+    def route(self, source: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A gradient goes to what has made a tensor: a call, or the model's own code."""
+        leaf = leaf_of(source)
+        if leaf is not None:
+            leaf.add(gradient)
+        elif source.grad_fn is not None:
+            self.pending.add(get_gradient_edge(source), gradient)
+
+    def _recompute_seen(self, call: Call, fresh: Leaves) -> list[torch.Tensor]:
+        """In a probe: ``_recompute``, with a look at what the graph saves."""
+        assert self.footprint is not None
+        self.footprint.refused = not has_plain_arguments(call.inputs)
+        random = RandomState.capture(self._device)
+        with unwatched():
+            buffers = copies(call.buffers)
+        tried = replace(call, buffers=buffers, context=call.context.copy())
+        try:
+            with self.footprint.hooks(trees.tensors(call.inputs)):
+                made = self._recompute(tried, fresh)
+            self.footprint.refused |= not random.only_torch_has_drawn()
+            return made
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):  # which a transform of torch.func has no way to follow
+                raise
+            self.footprint.refused = True
+        fresh.clear()
+        random.restore()
+        return self._recompute(call, fresh)
+
+    def _recompute(self, call: Call, fresh: Leaves) -> list[torch.Tensor]:
+        """Run the block again on leaves (noted in ``fresh``). Returns its outputs, in the order of the forward's."""
+        _check_unchanged(call)
+        live = on_leaves(call.inputs, fresh)
+        with self._as_it_was(call, call.buffers):
+            return call.context.run(_run_again, call, live)
+
+    @contextmanager
+    def _as_it_was(self, call: Call, buffers: tuple[Buffer, ...]) -> Iterator[None]:
+        """Inside, a block has ``buffers``, the attributes beside them, and the modes that it was called in."""
+        outer = Modes.capture(self._device_types, self._flags)
+        with placed(buffers, call.attributes):
+            try:
+                call.modes.apply(self._flags)
+                yield
+            finally:
+                outer.apply(self._flags)
+
+
+def _beside(call: Call, leaves: Leaves) -> set[int]:
+    """The identities of the leaves in place of what is in the ``containers`` of a call: in the forward a block finds
+    there what the model's own code has put in."""
+    return {id(leaves[id(t)][1]) for t in trees.tensors(call.inputs[-1]) if id(t) in leaves}
+
+
+def _check_unchanged(call: Call) -> None:
+    inputs = trees.tensors(call.inputs)
+    if any(version(t) != v for t, v in zip(inputs, call.versions, strict=True)):
+        raise ModelError(
+            f"an input of block {call.site.name!r} was changed in place after the block had run, so the block "
+            "cannot be recomputed from it: write the result to a new tensor"
+        )
+    if any(needed and not t.requires_grad for t, needed in zip(inputs, call.needed, strict=True)):
+        raise ModelError(
+            f"an input of block {call.site.name!r} was detached in place after the block had run (x.detach_()), so its "
+            "gradient would be lost: write x = x.detach()"
+        )
+
+
+def _pairs(
+    edges: Iterable[GradientEdge | None], gradients: Iterable[torch.Tensor | None]
+) -> list[tuple[GradientEdge, torch.Tensor]]:
+    """The edges that a gradient has come to, each with it."""
+    return [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
+
+
+def _run_kept(
+    call: Call, kept: KeptGraph, gradients: list[torch.Tensor | None]
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Run a graph backward that was kept since the forward. Returns each input and its leaf, which has the gradient."""
+    _check_unchanged(call)
+    pairs = _pairs(kept.edges, gradients)
+    gradients.clear()
+    kept.random.restore()  # as behind a recomputation
+    if pairs:
+        torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
+    return kept.leaves.values()
+
+
+def _run_only_again(call: Call, live: Any) -> None:
+    args, kwargs, values = live
+    for var, value in zip(call.containers, values, strict=True):
+        var.set(value)
+    with torch.no_grad():
+        call.site.forward(*args, **kwargs)
+
+
+def _run_again(call: Call, live: Any) -> list[torch.Tensor]:
+    """Run a block as it was called, with the grad mode that it was called with."""
+    args, kwargs, values = live
+    before = trees.snapshot(live)
+    passed = {id(t) for t in trees.tensors(before)}
+    for var, value in zip(call.containers, values, strict=True):
+        var.set(value)
+    output = call.site.forward(*args, **kwargs)
+    made: dict[int, torch.Tensor] = {}
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in passed and not isinstance(tensor, nn.Parameter):
+            made.setdefault(id(tensor), tensor)
+        return tensor
+
+    trees.replace(output, collect)
+    trees.settle(live, before, collect)
+    return list(made.values())

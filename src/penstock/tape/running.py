@@ -1,0 +1,191 @@
+"""Runs one stage of one suspended forward at a time, forward or backward, and hands out the gradients that appear.
+
+Each run draws its own random numbers: before it, torch's generators are seeded for its place in training (``rng``).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import CheckpointError
+
+from penstock.compat.torch import next_number
+from penstock.errors import ModelError
+from penstock.tape import rng
+from penstock.tape.boundary import Doing
+from penstock.tape.facts import Facts
+from penstock.tape.groups import ParamGroup
+from penstock.tape.parameters import GradientHooks
+from penstock.tape.refusals import NOTHING_TRAINS
+from penstock.tape.split import Held, NotInTwoError, Splitting
+from penstock.tape.suspended import Event, SuspendedForward
+
+OnGradient = Callable[[nn.Parameter, int, torch.Tensor], None]
+
+
+class Running:
+    """The stage that runs now, of a step or of a probe, and the gradients of parameters that come of it.
+
+    ``on_gradient(parameter, stage, gradient)``: as of ``Tape``. ``doing``: what runs, for the blocks' boundaries.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], *, seed: int, device: torch.device) -> None:
+        self.on_gradient: OnGradient = _drop_gradient
+        self.doing = Doing()
+        self.hooks = GradientHooks(groups, self._gradient_of_segment, self._gradient_of_call)
+        self._seed = seed
+        self._device = device
+        self._waiting: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that half a backward has made
+        self._open = False
+        self._train = True
+        self._step = self._first = 0
+        self._stage = 0  # whose backward is running
+
+    def begin(self, step: int, *, train: bool, first: int) -> None:
+        """Gradients count from here on. ``first``: the number in the whole step of the first micro-batch."""
+        self._step, self._train, self._first, self._open = step, train, first, True
+
+    def end(self) -> None:
+        """Nothing runs any more: gradients are somebody else's."""
+        self._open = False
+        self._waiting.clear()
+
+    def run_code(self, suspended: SuspendedForward, stage: int) -> Event:
+        """Let the model's own code run, as a stage of its own."""
+        self._seed_for(suspended, stage, rng.FORWARD)
+        suspended.backward.starts[stage] = next_number()
+        return suspended.resume(stage)
+
+    def resume(self, suspended: SuspendedForward, stage: int) -> Event:
+        """Let the model's own code go on from a call that was made elsewhere."""
+        suspended.backward.starts[stage] = next_number()
+        return suspended.resume(stage)
+
+    def run_call(self, suspended: SuspendedForward, stage: int, facts: Facts) -> None:
+        """Run the block that a forward is suspended at, and cut the graph behind it."""
+        self._seed_for(suspended, stage, rng.FORWARD)
+        suspended.facts = facts
+        event = suspended.resume(stage)
+        assert event == "cut"
+
+    def run_loss(self, suspended: SuspendedForward, weight: float) -> torch.Tensor:
+        """Take the loss of a forward that has ended and run the epilogue backward. Returns the loss, detached."""
+        loss, suspended.loss = suspended.loss, None
+        assert loss is not None
+        value = loss.detach()
+        if self._train:
+            if not loss.requires_grad:
+                raise ModelError(NOTHING_TRAINS)
+            root = (get_gradient_edge(loss), torch.full_like(value, weight))
+            del loss
+            last = max(suspended.backward.starts)
+            with self._backward_of(last, "segment"):
+                suspended.backward.run_code(last, root)
+        return value
+
+    def backward_code(self, suspended: SuspendedForward, stage: int) -> None:
+        """Backward of the model's own code that belongs to ``stage``."""
+        self._seed_for(suspended, stage, rng.BACKWARD)
+        with self._backward_of(stage, "segment"):
+            suspended.backward.run_code(stage)
+
+    def call_elsewise(self, suspended: SuspendedForward, stage: int) -> None:
+        """See ``Backward.call_elsewise``; nothing is learned on the meta device."""
+        if self._device.type != "meta":
+            suspended.backward.call_elsewise(stage)
+
+    def backward_call(self, suspended: SuspendedForward, stage: int, splitting: Splitting | None = None) -> Held | None:
+        """Recompute a block call and run it backward; with ``splitting`` the first part of that, and return the rest.
+
+        Raises:
+            NotInTwoError: this call's backward can only be run as a whole.
+        """
+        self._seed_for(suspended, stage, rng.FORWARD)
+        with self._backward_of(stage, "call" if splitting is None else "inputs"):
+            held = suspended.backward.run_call(stage, splitting)
+        return None if held is None else self._with_waiting(held)
+
+    def try_split(self, suspended: SuspendedForward, stage: int) -> Held | None:
+        """In a probe: run the first part of a call's backward, of which nothing comes to other stages. None: it cannot
+        be run in two parts, or nothing would be left to the second."""
+        self._seed_for(suspended, stage, rng.FORWARD)
+        try:
+            with self._backward_of(stage, "inputs"):
+                held = suspended.backward.try_split(stage)
+        except (NotInTwoError, CheckpointError):  # a checkpoint within may save in other ways when it runs again
+            held = None
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):  # which a transform of torch.func has no way to follow
+                raise
+            held = None
+        if held is None or not held.products:
+            self._waiting.clear()
+            return None
+        return self._with_waiting(held)
+
+    def _with_waiting(self, held: Held) -> Held:
+        """The rest of a backward, with the gradients of parameters that its first part has made itself."""
+        held.waiting, self._waiting = self._waiting, []
+        return held
+
+    def run_held(self, suspended: SuspendedForward, stage: int, held: Held) -> None:
+        """Run the second part of a call's backward, of which nothing is left then."""
+        self._seed_for(suspended, stage, rng.BACKWARD)
+        with self._backward_of(stage, "call"):
+            while held.waiting:
+                parameter, gradient = held.waiting.pop(0)
+                self.on_gradient(parameter, stage, gradient)
+                del gradient
+            held.run()
+
+    @contextmanager
+    def _backward_of(self, stage: int, what: Literal["segment", "call", "inputs"]) -> Iterator[None]:
+        self._stage, self.doing.what = stage, what
+        try:
+            yield
+        finally:
+            self.doing.what = "forward"
+
+    def _seed_for(self, suspended: SuspendedForward, stage: int, part: int) -> None:
+        rng.seed(self._seed, self._step, self._first + suspended.index, stage, part, self._device)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _gradient_of_segment(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
+        if not self._open or self.doing.what != "segment":
+            return None
+        self.on_gradient(parameter, self._stage, _dense(gradient))
+        # What autograd hands on from here is thrown away; one element instead of the gradient lets it be freed now.
+        if gradient.is_sparse:  # which would have to be replaced by a sparse one, and is small
+            return None
+        return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(gradient)
+
+    def _gradient_of_call(self, parameter: torch.Tensor) -> None:
+        if not self._open or parameter.grad is None:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        gradient, parameter.grad = parameter.grad, None
+        gradient = _dense(gradient)
+        if self.doing.what == "forward":
+            raise ModelError(
+                "backward() was called in the forward, where the gradients of weights would not be kept: add the "
+                "tensor that it is called on to the loss"
+            )
+        if self.doing.what == "inputs":
+            self._waiting.append((parameter, gradient))
+        elif self.doing.what == "call":  # that of a segment has been seen before it was accumulated
+            self.on_gradient(parameter, self._stage, gradient)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as a plain tensor: ``nn.Embedding(sparse=True)`` makes sparse ones."""
+    if gradient.is_sparse and gradient.is_meta:  # of which torch makes none
+        return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _drop_gradient(parameter: nn.Parameter, stage: int, gradient: torch.Tensor) -> None:
+    raise AssertionError("Tape.on_gradient is not set")
