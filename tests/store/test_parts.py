@@ -59,6 +59,18 @@ def test_a_rank_that_is_two_commits_ahead_is_refused(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("record", [{"step": None, "whole": True}, {"step": 2}, {"whole": True}, {}])
+def test_a_commit_that_says_no_step_is_refused(record: dict[str, object], tmp_path: Path) -> None:
+    """Its checksum is right, and that it was penstock who wrote it is not said."""
+    (path,) = stores(tmp_path / "store", (1,))
+    with Store.open(path) as store:
+        store.commit(record)
+    with pytest.raises(
+        StoreError, match=r"rank-0: a commit does not say which step it is of\."
+    ):
+        facts_of_all([path])
+
+
 def test_a_store_that_is_not_there_is_missing(tmp_path: Path) -> None:
     paths = stores(tmp_path / "store", (2, 2))
     facts = facts_of_all([*paths, [tmp_path / "nothing"]])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.documents.typed import fits
 from penstock.errors import StoreError
 from penstock.store.directory import is_there
 from penstock.store.making import NEXT, require_settled
@@ -92,6 +93,12 @@ def facts_of(paths: Sequence[Path]) -> StoreFacts | None:
         if unfit is not None:
             raise StoreError(unfit) from None
         raise
+    for record in log.records.values():
+        if record is not None and not (fits(record.get("step"), int) and fits(record.get("whole"), bool)):
+            raise StoreError(
+                f"{paths[0]}: a commit does not say which step it is of. It is damaged, or another program's: start "
+                "from a snapshot"
+            )
     return StoreFacts(
         owner=manifest.owner,
         records=log.records,
