@@ -145,7 +145,7 @@ def test_both_sides_start_from_the_same_weights_and_see_the_same_tokens(tmp_path
     assert workload.Tokens(work).step(1)[0]["input_ids"].tolist() == steps[1][0]["input_ids"].tolist()
 
 
-def test_the_ratio_is_of_median_steps_and_the_bound_is_of_the_slower_direction_or_of_compute() -> None:
+def test_the_ratio_is_of_median_steps_and_the_bound_of_each_is_of_the_slower_direction_or_of_compute() -> None:
     def runs(*seconds: float, compute: float | None = None) -> list[Run]:
         steps = (
             Step(seconds=s, loss=1.0, peak_rss=1, read=300 * MB, written=200 * MB, compute=compute)
@@ -153,12 +153,19 @@ def test_the_ratio_is_of_median_steps_and_the_bound_is_of_the_slower_direction_o
         )
         return [Run(steps=tuple(steps), warm_up=1)]
 
+    ours, planned = zero_infinity.ON_DISK, zero_infinity.PLANNED
     case = zero_infinity.Case(limit=DiskLimit(read=100 * MB, write=50 * MB), micro_batches=8, required=3.0)
-    outcome = zero_infinity.Outcome(
-        case=case, limited=True, runs={"deepspeed": runs(30.0, 34.0), "penstock": runs(7.0, 9.0)}
+    beside = zero_infinity.Outcome(
+        case=case,
+        limited=True,
+        runs={"deepspeed": runs(30.0, 34.0), ours: runs(7.0, 9.0), planned: runs(16.0, 16.0)},
     )
-    assert outcome.ratio == 4.0
-    assert outcome.bound == 4.0  # 200 MB at 50 MB/s; the reads take 3 s beside it
-    assert replace(outcome, runs={"penstock": runs(7.0, 9.0, compute=3.5)}).bound == 4.0
-    assert replace(outcome, runs={"penstock": runs(7.0, 9.0, compute=5.0)}).bound == 5.0
-    assert [cell.strip() for cell in outcome.row().split("|")][-3:-1] == ["**4.00x**", "3.0x"]
+    assert (beside.ratio(ours), beside.ratio(planned), beside.alone, beside.passed) == (4.0, 2.0, False, True)
+    assert [row.split("|")[-2].strip() for row in beside.rows()] == ["", "**4.00x** (at least 3.0)", "**2.00x**"]
+    slow = replace(beside, runs={**beside.runs, ours: runs(16.0, 16.0)})
+    assert not slow.passed
+    for compute, bound in ((None, 4.0), (3.5, 4.0), (5.0, 5.0)):  # 200 MB at 50 MB/s; the reads take 3 s beside it
+        alone = replace(beside, runs={planned: runs(bound, 1.1 * bound, 2 * bound, compute=compute)})
+        assert alone.bounds(planned) == [bound] * 3
+        assert alone.of_bound(planned) == pytest.approx(1.1)
+        assert (alone.alone, alone.passed) == (True, alone.of_bound(planned) <= 1.1)

@@ -58,7 +58,10 @@ USED = {
         "planner/durability.py": "compares them",
         "cli/disk_summary.py": "says what one costs",
         "cli/plan.py": "an option of a plan without a file, which has no section budget",
-        **dict.fromkeys(("engine/attempt.py", "engine/inside.py"), "what makes a step durable, an object of that name"),
+        **dict.fromkeys(
+            ("engine/attempt.py", "engine/inside.py", "engine/snapshots.py"),
+            "what makes a step durable, an object of that name",
+        ),
     },
 }
 """The files or rooms in which each setting is used, and for what."""
