@@ -7,6 +7,7 @@
 | the caller, after a step | all ops of the step |
 | a thread that begins, that is waited for | who began it, what it did |
 | a task of a thread pool | who gave it; who asks for its result is behind it |
+| who has received the gradient of an output | the copy of that output which was sent: without it there is none |
 | autograd's threads, and who called backward | each other, where a backward begins and ends |
 | who holds a lock of a background write | whoever held it before |
 | who may change an array | whoever has made its pieces safe from a background write |
@@ -18,6 +19,7 @@ device reads and writes no other host memory after a call has returned. What ran
 
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
@@ -53,7 +55,9 @@ def install(sim: Simulated) -> None:
 
 
 def _watch_ops(sim: Simulated) -> None:
-    run_step, act = Executor.run, Actions.__call__
+    run_step, act, send = Executor.run, Actions.__call__, Together.send
+    under_way = threading.local()
+    of_output: dict[tuple[int, int], int] = defaultdict(_keys.__next__)
     of_step: dict[int, int] = {}
     of_mark: dict[int, tuple[Mark, int]] = {}
 
@@ -87,16 +91,26 @@ def _watch_ops(sim: Simulated) -> None:
 
     def labelled(self: Actions, op: Op) -> int:
         sim.label(str(op.id))
+        under_way.op = op
         try:
             return act(self, op)
         finally:
             sim.label("")
+            if op.id.kind == "RD":
+                sim.hear(of_output[op.id.stage, op.id.micro_batch])
+
+    def watched_send(self: Together, tensor: torch.Tensor, peer: int) -> None:
+        op = under_way.op
+        if op.id.kind == "SA":
+            sim.tell(of_output[op.id.stage, op.id.micro_batch])
+        send(self, tensor, peer)
 
     DeviceStreams.begin = begin  # type: ignore[method-assign]
     DeviceStreams.end = end  # type: ignore[method-assign]
     DeviceStreams.restart = restart  # type: ignore[method-assign]
     Executor.run = step  # type: ignore[method-assign]
     Actions.__call__ = labelled  # type: ignore[method-assign]
+    Together.send = watched_send  # type: ignore[method-assign]
 
 
 def _watch_threads(sim: Simulated) -> None:

@@ -342,10 +342,10 @@ def test_help_of_wrap_names_what_is_needed_first_in_lines_that_can_be_read() -> 
     [
         ([("speculate", "true"), ("clip_grad_norm", "null")], "no step waits for a norm"),
         ([("speculate", "false"), ("clip_grad_norm", "null")], "no step waits for a norm"),
-        ([("delay", "0.5"), ("schedule", "horizontal")], "--delay has no effect with schedule 'horizontal'"),
+        ([("delay", "0.5"), ("schedule", "horizontal")], "--delay=0.5 needs schedule='vertical': others go"),
         (
             [("delay", "0.5"), ("schedule", "1f1b"), ("pipeline", "2")],
-            "--delay has no effect with schedule '1f1b', which delays no step",
+            "--delay=0.5 needs schedule='vertical': others go",
         ),
         ([("schedule", "1f1b")], "--schedule='1f1b' is an order of the ranks of a pipeline, and there is none: set"),
         ([("schedule", "interleaved-1f1b")], "--schedule='interleaved-1f1b' is an order of the ranks of a pipeline"),

@@ -12,8 +12,14 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.config import Budget, StreamConfig
+from penstock.config import Budget, RunConfig, StepConfig, StreamConfig, TrainConfig
 from penstock.config.meanings import by_need
+from penstock.engine.arguments import LoopArguments, WrapArguments
+from penstock.fabric.strategy import StrategyArguments
+from penstock.hf.engine_arguments import EngineArguments
+from penstock.planner.arguments import PlanArguments, PlanSettings
+from penstock.planner.request import Request
+from penstock.planner.task import Task
 
 SOURCE = Path(penstock.__file__).parent
 USED = {
@@ -51,6 +57,7 @@ USED = {
             "a stage of a program",
         ),
     },
+    "replan": {"config/step.py": "an argument of the check of what a pipeline cannot do"},
     "sync_buffers": {"engine/resources.py": "what a step is to do with the model's buffers"},
     "deal": {"planner/layouts.py": "the one that was found for hosts that differ"},
     "slots": {"store/": "the slots", "state/": "the slots", "planner/phase_memory.py": "the memory of their checksums"},
@@ -65,6 +72,19 @@ USED = {
     },
 }
 """The files or rooms in which each setting is used, and for what."""
+HOMES = {"config/budget.py": Budget, "config/step.py": StepConfig, "config/engine.py": RunConfig}
+OTHERWISE = {
+    TrainConfig: {"schedule", "plan", "device"},
+    LoopArguments: {"schedule", "plan"},
+    WrapArguments: {"device"},
+    StrategyArguments: set(),
+    EngineArguments: set(),
+    PlanSettings: {"clip_grad_norm"},
+    PlanArguments: set(),
+    Task: {"precision"},
+    Request: set(),
+}
+"""Settings that who adds to them has in a narrower type, or with another default."""
 
 
 @cache
@@ -83,11 +103,17 @@ def _declared(file: Path) -> frozenset[str]:
 @pytest.mark.parametrize("name", USED)
 def test_a_setting_is_declared_in_one_place_and_where_it_is_used(name: str) -> None:
     found = {file.relative_to(SOURCE).as_posix() for file in SOURCE.rglob("*.py") if name in _declared(file)}
-    home = "config/budget.py" if name in {field.name for field in fields(Budget)} else "config/step.py"
+    home = next(file for file, kind in HOMES.items() if name in {field.name for field in fields(kind)})
     assert home in found
     others = {file for file in found if file != home}
     assert {file for file in others if not file.startswith(tuple(USED[name]))} == set()
     assert all(any(file.startswith(place) for file in others) for place in USED[name]), "nothing is left over"
+
+
+@pytest.mark.parametrize("kind", OTHERWISE, ids=lambda kind: kind.__name__)
+def test_who_adds_to_settings_declares_none_of_them_again(kind: type) -> None:
+    inherited = {name for base in kind.__mro__[1:] for name in vars(base).get("__annotations__", {})}
+    assert set(kind.__annotations__) & inherited == OTHERWISE[kind]
 
 
 def test_every_setting_of_a_steps_streams_is_looked_at() -> None:

@@ -508,7 +508,7 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name() -> None:
 def again_and_again(mesh: DeviceMesh) -> list[tuple[int, int]]:
     """Open files and threads after each of several engines."""
     case, found = MODELS["gpt2"], list[tuple[int, int]]()
-    for step in steps_of(case, 3):
+    for step in steps_of(case, 5):
         with wrap(case, budget(None), mesh=mesh) as engine:
             engine.step(step)
         del engine
@@ -517,9 +517,11 @@ def again_and_again(mesh: DeviceMesh) -> list[tuple[int, int]]:
     return found
 
 
-def test_engines_one_after_the_other_leave_no_more_behind_than_one() -> None:
+def test_engines_one_after_the_other_leave_no_more_behind_than_the_first() -> None:
     for found in pipeline(2, again_and_again):
-        assert found[1] == found[2]
+        files, threads = zip(*found, strict=True)
+        assert max(files[3:]) <= max(files[:3])  # connections come and go as ranks find time
+        assert set(threads) == {1}
 
 
 class Frozen(nn.Module):

@@ -1,5 +1,6 @@
 """``penstock train``: from a settings file to a trained model, step by step, with everything it did written down."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -33,14 +34,13 @@ from penstock.cli.showing.summary import closing, opening, resident_bytes
 from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, check_goes_on, check_shared, cut_batch
 from penstock.cli.stretch import Stretch
-from penstock.config import Family, Precision, StepConfig, Tier, TrainConfig, fields_of, format_size
+from penstock.config import Family, Precision, RunConfig, Tier, TrainConfig, fields_of, format_size
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
-from penstock.data.opening import Data, check_model, open_data, prepared_in
+from penstock.data.opening import Data, for_model, open_data, prepared_in
 from penstock.data.stream import Prepared
 from penstock.data.summary import summary_of
-from penstock.data.tokenizer import pad_id
-from penstock.engine.arguments import WrapArguments
+from penstock.engine.arguments import WrapArguments, check_compile
 from penstock.engine.device import kind_of, name_of, resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.start import WeightSource
@@ -70,6 +70,7 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
         ConfigError, BudgetError, ModelError, StoreError, NonFiniteError: as they come.
         MemoryError: no memory was left, of the device's or the process's memory.
     """
+    check_compile(config.compile)  # before the data are read
     display = choose_display(sys.stdout)
     optimizer = optimizer_spec(config.optimizer)
     with launched(config.device, config.copies, config.pipeline, config.cp) as ranks:
@@ -251,9 +252,12 @@ def _train(
         code = run_steps(stretch, missed)
     if ranks.rank:
         return code
-    display.say(closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0))
-    if config.budget.disk_paths or config.budget.durability != "none":
-        display.say(f"export   penstock export {folder} OUT writes the model as a Hugging Face folder")
+    stays = bool(config.budget.disk_paths) or config.budget.durability != "none"
+    words = closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0, kept=stays)
+    display.say(words)
+    if stays:
+        again = shlex.quote(str(folder))
+        display.say(f"export   penstock export {again} OUT writes the model as a Hugging Face folder")
     return code
 
 
@@ -337,8 +341,8 @@ def _memory_shown(note: Callable[[str], None]) -> AbstractContextManager[None]:
 def _open_data(config: TrainConfig, display: Display, run: Joint, model: RunModel, *, new: bool) -> Data:
     """The run's data. The folder of a ``new`` run keeps the model's configuration and the tokenizer from now on."""
     with display.working("Reading the data"):
-        data = open_data(config.data, run.folder, seed=config.seed, own=model.tokenizer, say=display.say)
-    check_model(data.largest, model.model)
+        found = open_data(config.data, run.folder, seed=config.seed, own=model.tokenizer, say=display.say)
+        data = for_model(found, model.model)
     if new and run.ranks.rank == 0:
         own = config.data.tokenizer is None and config.data.chat_template is None
         model.keep(model_folder(run.folder), _precision(config), None if own else data.tokenizer)
@@ -416,16 +420,15 @@ def _engine(
     asked = WrapArguments(
         weights=weights,
         optimizer=optimizer,
-        budget=config.budget if config.budget.disk_paths else replace(config.budget, durability="none"),
-        schedule=schedule,
-        plan=profile,
-        replan=None if profile is None else config.replan,
-        device=config.device,
         loss_fn=None if config.loss_tile is None else tiled_loss(config.loss_tile),
-        compile=config.compile,
-        seed=config.seed,
         run=run,
-        **fields_of(config, StepConfig),
+        **fields_of(config, RunConfig)
+        | {
+            "budget": config.budget if config.budget.disk_paths else replace(config.budget, durability="none"),
+            "schedule": schedule,
+            "plan": profile,
+            "replan": None if profile is None else config.replan,
+        },
     )
     return wrap_among(ranks, model, asked)
 
@@ -435,7 +438,7 @@ def _batches(config: TrainConfig, data: Data, ranks: Ranks) -> tuple[Batches, He
     how: dict[str, Any] = {
         "packing": config.data.packing,
         "length": config.data.sequence_length,
-        "pad": pad_id(data.tokenizer),
+        "pad": data.pad,
         "sequences_per_step": config.sequences_per_step,
         "micro_batch_size": config.split[0],
         "fingerprint": data.identity.fingerprint,

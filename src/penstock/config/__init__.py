@@ -8,6 +8,7 @@ from penstock.config.budget import INTERVAL, TIERS, Budget, Durability, GradDtyp
 from penstock.config.data import DataConfig, SourceConfig, TokenizerConfig, TokenizerTrainingConfig, ValidationConfig
 from penstock.config.durations import parse_duration
 from penstock.config.endurance import Endurance
+from penstock.config.engine import EngineConfig, RunConfig
 from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
 from penstock.config.model import ModelConfig, check_parts
@@ -26,6 +27,7 @@ __all__ = [
     "DecayShape",
     "Durability",
     "Endurance",
+    "EngineConfig",
     "EvaluateConfig",
     "Family",
     "GradDtype",
@@ -36,6 +38,7 @@ __all__ = [
     "OptimizerName",
     "OverrideConfig",
     "Precision",
+    "RunConfig",
     "SourceConfig",
     "StepConfig",
     "StreamConfig",

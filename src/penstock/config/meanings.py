@@ -38,10 +38,15 @@ def meanings(kind: type) -> Mapping[str, str]:
 
 
 def by_need(kind: type) -> tuple[Field[Any], ...]:
-    """A dataclass's fields as people look for them: what has to be given, then its own, then those of the classes that
-    it adds to, which are ever rarer."""
+    """A dataclass's fields as people look for them: what has to be given, then its own, those that it has otherwise
+    than a class that it adds to, and those of these classes, which are ever rarer."""
     lines = [fields(cls) for cls in kind.__mro__ if is_dataclass(cls)]  # an inherited field is the same object in each
-    return tuple(sorted(fields(kind), key=lambda f: (not is_required(f), sum(f in line for line in lines))))
+
+    def rank(f: Field[Any]) -> tuple[bool, int, int]:
+        known = sum(f in line for line in lines)
+        return not is_required(f), known, sum(other.name == f.name for line in lines for other in line) - known
+
+    return tuple(sorted(fields(kind), key=rank))
 
 
 def is_required(f: Field[Any]) -> bool:

@@ -124,6 +124,16 @@ def check_clip(limit: float | None) -> None:
         raise ConfigError(f"clip_grad_norm={limit}: must be positive, or null (None) for no clipping")
 
 
+def check_delay(delay: float | None, *, delays: bool) -> None:
+    """``delays``: the schedule may be one that can delay steps.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if delay and not delays:
+        raise ConfigError(f"delay={delay:g} needs schedule='vertical': others go to every block several times")
+
+
 def fields_of(config: StreamConfig, kind: type[StreamConfig] = StreamConfig) -> dict[str, Any]:
     """The fields of ``kind`` that a class which adds to it has, as keyword arguments of another one that does."""
     return {field.name: getattr(config, field.name) for field in fields(kind)}

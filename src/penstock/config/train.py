@@ -5,21 +5,13 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.config.batch import BatchConfig
-from penstock.config.budget import Budget
 from penstock.config.data import DataConfig
+from penstock.config.engine import RunConfig
 from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig
-from penstock.config.step import (
-    IN_TURN,
-    Family,
-    StepConfig,
-    check_in_turn,
-    check_not_compiled,
-    check_pipeline,
-    check_recompute,
-)
+from penstock.config.step import Family, check_in_turn, check_pipeline, check_recompute
 from penstock.config.trackers import TrackerName
 from penstock.errors import ConfigError
 
@@ -44,30 +36,24 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(StepConfig):
+class TrainConfig(RunConfig):
     """One training run: the YAML file of ``penstock train``.
 
     | field | meaning |
     |---|---|
     | ``run`` | folder that the run writes its metrics, trace and resolved settings into |
-    | ``model``, ``data``, ``optimizer``, ``batch``, ``budget`` | sections |
+    | ``model``, ``data``, ``optimizer``, ``batch`` | sections, as is ``budget`` |
     | ``lr_schedule``, ``evaluate`` | sections; may be left out |
     | ``steps`` | optimizer steps; either these or ``epochs`` |
     | ``epochs`` | times through the training data instead, 0.5 or 3, in whole steps |
     | ``micro_batch_size`` | sequences in a micro-batch; null: the plan chooses, once for the whole run |
     | ``lora`` | section: train low-rank adapters instead of the model; may be left out |
-    | ``compile`` | blocks are compiled by ``torch.compile``, once for all that are alike; changes rounding |
     | ``loss_tile`` | tokens whose logits are in memory at a time, in the loss and its gradient; null: all |
     | ``mlp_tile`` | tokens of a micro-batch that go through a block's feed-forward part at a time, and through norms,
     which are then computed once more in the backward: memory for longer sequences; null: all |
     | ``attention_heads`` | query heads of a block's attention that are computed at a time, and then once more in the
     backward: memory for longer sequences; null: all |
-    | ``schedule`` | ``vertical`` (block by block), ``horizontal`` (micro-batch by micro-batch), or a schedule's file;
-    of a pipeline ``vertical``, or with forwards and backwards in turn ``1f1b`` (each rank's blocks in one piece),
-    ``interleaved-1f1b`` (in loops, as ``vertical``) or ``zero-bubble`` (in one piece, with backwards in two parts) |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
-    | ``replan`` | whether the plan follows the machine, and changes between two steps when drives, links or processors
-    are not as measured; null: true with ``plan: auto``, but not with a schedule's file |
     | ``copies`` | copies of the state, each shared by as many neighbouring ranks (HSDP): with as many as there are
     hosts each host has one, and another's takes over where a host is lost. Changes no result |
     | ``pipeline`` | ranks of a pipeline: each has some of the blocks whole, with their state on its own drives, and
@@ -75,10 +61,8 @@ class TrainConfig(StepConfig):
     other, whose neighbours share what is one rank's; 1: all ranks share all state. Changes no result |
     | ``cp`` | neighbouring ranks that share each sequence, and with it the memory of its activations (context
     parallel); all ranks share the state |
-    | ``device`` | a torch device; null: the accelerator if there is one, else ``cpu`` |
     | ``drive_tbw`` | terabytes (1e12 bytes) that each drive of ``budget.disk`` may be written in its life, to tell how
     long it lasts; null: as the machine's profile says, else 0.3 of its size a day over five years |
-    | ``seed`` | everything random follows from it |
     | ``report_to`` | trackers that get the metrics, too: ``tensorboard``, ``wandb``, ``mlflow``, or a list of them |
     | ``trace_steps`` | number of first steps that the trace keeps; 0: no trace; null: all of them |
 
@@ -91,26 +75,22 @@ class TrainConfig(StepConfig):
     data: DataConfig
     optimizer: OptimizerConfig
     batch: BatchConfig
-    budget: Budget
     steps: int | None = None
     epochs: float | None = None
     micro_batch_size: int | None = None
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     evaluate: EvaluateConfig | None = None
     lora: LoraConfig | None = None
-    compile: bool = False
     loss_tile: int | None = 1024
     mlp_tile: int | None = None
     attention_heads: int | None = None
     schedule: Family | Path = "vertical"
     plan: Literal["auto"] | None = "auto"
-    replan: bool | None = None
     copies: int = 1
     pipeline: int = 1
     cp: int = 1
     device: str | None = None
     drive_tbw: float | None = None
-    seed: int = 0
     report_to: TrackerName | tuple[TrackerName, ...] = ()
     trace_steps: int | None = 50
 
@@ -143,8 +123,6 @@ class TrainConfig(StepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.budget.check_units()
-        self.check_with(self.budget)
         self._check_length()
         self._check_batch()
         for key in ("copies", "pipeline", "cp"):
@@ -154,7 +132,6 @@ class TrainConfig(StepConfig):
             self._check_pipeline()
         else:
             check_in_turn(self.schedule)
-        check_not_compiled(self.schedule, self.compile)
         check_recompute(self.recompute, self.schedule, self.compile, self.cp)
         if self.cp > 1 and self.compile:
             raise ConfigError(f"cp={self.cp} and compile: attention waits for other ranks. Leave one out")
@@ -168,14 +145,11 @@ class TrainConfig(StepConfig):
         if self.loss_tile is not None and self.loss_tile < 1:
             raise ConfigError(f"loss_tile={self.loss_tile}: must be at least 1 token, or null for whole logits")
         self._check_pieces()
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed}: must not be negative")
         if self.drive_tbw is not None and not self.budget.disk_paths:
             raise ConfigError("drive_tbw has no effect without budget.disk, as nothing is written: drop it")
         if self.drive_tbw is not None and self.drive_tbw <= 0:
             raise ConfigError(f"drive_tbw={self.drive_tbw}: must be more than 0")
         self._check_evaluation()
-        self._check_overlap()
         if len(set(self.trackers)) < len(self.trackers):
             raise ConfigError(f"report_to={list(self.trackers)!r} names one twice: keep one")
         if self.trace_steps is not None and self.trace_steps < 0:
@@ -249,19 +223,4 @@ class TrainConfig(StepConfig):
         if self.evaluate is None and self.data.validation is not None and self.data.validation.sources is not None:
             raise ConfigError(
                 "data.validation.sources has no effect without evaluate: say when (evaluate: {every: 100})"
-            )
-
-    def _check_overlap(self) -> None:
-        """``delay``, ``speculate`` and ``replan`` are refused where the schedule leaves no choice."""
-        if self.replan and (self.plan is None or isinstance(self.schedule, Path)):
-            other = "plan: null, which predicts nothing" if self.plan is None else "a schedule's file, which is kept"
-            raise ConfigError(f"replan has no effect with {other}: drop it")
-        for key in ("delay", "speculate"):
-            if getattr(self, key) is not None and isinstance(self.schedule, Path):
-                raise ConfigError(
-                    f"{key} has no effect with a schedule of your own ({self.schedule}), which says it itself"
-                )
-        if self.delay is not None and self.schedule in ("horizontal", *IN_TURN):
-            raise ConfigError(
-                f"delay has no effect with schedule {self.schedule!r}, which delays no step: drop it or use vertical"
             )

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.config import Budget, Family, StepConfig, StreamConfig
+from penstock.config import Budget, Family, StreamConfig
 from penstock.config.checked import check_value
-from penstock.config.step import check_not_compiled, check_recompute
+from penstock.config.engine import EngineConfig, RunConfig
 from penstock.documents.typed import hints_of, shown
 from penstock.engine.start import WeightSource
 from penstock.errors import ConfigError
@@ -28,30 +28,21 @@ from penstock.tape.suspended import LossFn
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopArguments(StreamConfig):
-    """Settings of an engine, whoever's loop it trains in.
+class LoopArguments(EngineConfig):
+    """Settings of an engine as Python gives them, whoever's loop it trains in.
 
     | field | meaning |
     |---|---|
     | ``budget`` | memory per tier, and the directories of the disk tier. One that holds a store of the same model is
     continued from its last step. With directories all that is trained lives there and every step is durable, unless
     the budget says otherwise; without any, a kill costs what was not saved (``Engine.save``) |
-    | ``schedule`` | ``"vertical"``, ``"horizontal"``, or a schedule of your own, which is checked; of a pipeline
-    ``"vertical"``, ``"1f1b"`` (each rank's blocks in one piece), ``"interleaved-1f1b"`` (in loops, as vertically) or
-    ``"zero-bubble"`` (in one piece, with backwards in two parts) |
     | ``plan`` | the machine to plan for. ``"auto"``: the profile that ``penstock doctor`` has stored for this machine
     with this kind of device and the budget's directories; what is not stored is measured, in a few seconds, and kept
     (``PENSTOCK_MEASURE=never`` in the environment: it is not). With a profile, placement, chunk size and depths are
     those that are predicted to be fastest, and ``Engine.prediction`` tells what was predicted. None, or where nothing
     can be measured: state is placed by an order of preference, and nothing is predicted. Of several ranks, rank 0's
     counts; those of a pipeline place state by that order in any case. Changes no result |
-    | ``replan`` | whether the plan follows the machine: when steps show that its drives, links or processors are not as
-    the profile says, the plan is made again for what they are, and changed between two steps. Changes no result; None:
-    where there is a profile, no schedule of your own and no pipeline |
     | ``blocks`` | the submodules to run one by one; None: found |
-    | ``compile`` | whether blocks are compiled by ``torch.compile``, all of a class at once; a text names its backend.
-    Each shape of micro-batch is compiled for itself, so give few. Changes results (compiled code rounds differently),
-    but not with the schedule. Plans count the memory that blocks take without it |
     | ``io_threads`` | threads that help with disk transfers, 1 to 32. Changes no result |
     | ``weights`` | where the values of a model on the meta device come from, such as
     ``penstock.hf.load(folder).weights``, which streams the shards of a folder. Not read where a store is continued.
@@ -60,12 +51,9 @@ class LoopArguments(StreamConfig):
     Without this, and without ``weights``, it is refused |
     """
 
-    budget: Budget
     schedule: Family | Schedule = "vertical"
     plan: Machine | Literal["auto"] | None = "auto"
-    replan: bool | None = None
     blocks: Sequence[nn.Module] | None = None
-    compile: bool | str = False
     io_threads: int = 4
     weights: WeightSource | None = None
     init: bool = False
@@ -76,32 +64,22 @@ class LoopArguments(StreamConfig):
             object.__setattr__(self, "blocks", tuple(blocks))
         check_types(self)
         super().__post_init__()
-        self.budget.check_units()
-        self.check_with(self.budget)
-        check_not_compiled(self.schedule, self.compile)
-        check_recompute(self.recompute, self.schedule, self.compile)
         if not 1 <= self.io_threads <= 32:
             raise ConfigError(f"io_threads={self.io_threads}: must be at least 1 and at most 32")
-        if self.replan and self.plan is None:
-            raise ConfigError("replan has no effect with plan=None, which predicts nothing: leave one out")
-        if self.replan and isinstance(self.schedule, Schedule):
-            raise ConfigError("replan has no effect with a schedule of your own, which is kept: leave one out")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrapArguments(LoopArguments, StepConfig):
+class WrapArguments(LoopArguments, RunConfig):
     """The keyword arguments of ``wrap``.
 
     | field | meaning |
     |---|---|
-    | ``optimizer`` | ``penstock.AdamW(...)``, ``Adam``, ``SGD`` or ``Lion``. Its settings hold also where a store is
-    continued; a snapshot brings its own |
-    | ``device`` | ``"cpu"`` or ``"cuda"``; None: the GPU if there is one, else the CPU |
+    | ``optimizer`` | ``penstock.AdamW(...)``, ``Adam``, ``SGD``, ``Lion`` or ``Muon``. Its settings hold also where a
+    store is continued; a snapshot brings its own |
     | ``loss_fn`` | from (model, micro-batch) to a mean loss; None: ``model(**micro_batch).loss``. Micro-batches count
     by their labels that are not -100 (a share that a 16-bit loss rounds to 16 bits). Whether the first label of a row
     counts, too, is found out in the first pass, from the targets that torch's losses are called with
     (``StepStats.labels``); where that cannot be seen, ``step`` wants ``loss_weights`` |
-    | ``seed`` | of dropout and of initialisation |
     | ``mesh`` | the ranks that train the model together, each with its part of all state: ``penstock.torchrun_mesh()``
     in each process that ``torchrun`` has started, or another ``DeviceMesh`` with one axis, ``"dp_shard"``. All of them
     make the same calls, each with its own micro-batches, as many as the others; or with the axis ``"pp"``
@@ -116,21 +94,19 @@ class WrapArguments(LoopArguments, StepConfig):
     optimizer: OptimizerSpec
     loss_fn: LossFn | None = None
     device: torch.device | str | None = None
-    seed: int = 0
     run: str | Path | None = None
     mesh: DeviceMesh | None = None
     overlap: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_seed(self.seed)
         if self.replan and not self.overlap:
             raise ConfigError("replan has no effect with overlap=False, whose steps nothing predicts: leave one out")
 
     @property
     def follows_machine(self) -> bool:
         """True if plans may change for what steps show of the machine."""
-        return self.replan is not False and self.overlap and not isinstance(self.schedule, Schedule)
+        return self.replan is not False and self.overlap and not self.has_own_schedule
 
 
 def check_types(arguments: StreamConfig) -> None:
@@ -144,14 +120,6 @@ def check_types(arguments: StreamConfig) -> None:
             _CHECKS[key](getattr(arguments, key))
         else:
             check_value(key, getattr(arguments, key), hint)
-
-
-def check_seed(seed: int) -> None:
-    """Raises:
-    ConfigError: it is negative.
-    """
-    if seed < 0:
-        raise ConfigError(f"seed={shown(seed)}: must be at least 0")
 
 
 _SPECS = (AdamW, Adam, SGD, Lion, Muon)
@@ -245,7 +213,10 @@ def _plan(value: Any) -> None:
         raise ConfigError(f"plan={shown(value)}: must be 'auto', a penstock.hardware.machine.Machine or None")
 
 
-def _compile(value: Any) -> None:
+def check_compile(value: Any) -> None:
+    """Raises:
+    ConfigError: it is no backend of ``torch.compile``.
+    """
     check_value("compile", value, bool | str)
     if isinstance(value, str) and value not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise ConfigError(
@@ -264,7 +235,7 @@ _CHECKS: Mapping[str, Callable[[Any], None]] = {
     "blocks": _blocks,
     "loss_fn": _loss_fn,
     "weights": _weights,
-    "compile": _compile,
+    "compile": check_compile,
     "schedule": _schedule,
     "mesh": _mesh,
     "plan": _plan,

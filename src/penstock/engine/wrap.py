@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.config import Budget, Precision
 from penstock.config.meanings import model_and
-from penstock.config.step import check_in_turn, check_pipeline
+from penstock.config.step import check_in_turn, check_pipeline, check_recompute
 from penstock.documents.typed import hints_of, shown
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments, check_model
@@ -105,6 +105,7 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
             f"compile={shown(asked.compile)} is not there for ranks that share each sequence (cp={ranks.cp}), whose "
             "attention waits for the others: leave one out"
         )
+    check_recompute(asked.recompute, asked.schedule, asked.compile, ranks.cp)
     if ranks.are_pipeline:
         words = f"the mesh's axis {PIPELINE!r}"
         check_pipeline(asked, asked.budget, asked.schedule, asked.replan, words, ranks.each)

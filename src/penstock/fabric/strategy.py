@@ -17,9 +17,10 @@ from penstock.compat.fabric import OneDevice, resolve_first
 from penstock.compat.fabric import Precision as Plugin
 from penstock.compat.torch import note_step
 from penstock.config import Precision, fields_of
+from penstock.config.engine import check_seed
 from penstock.config.meanings import takes
 from penstock.config.step import check_clip
-from penstock.engine.arguments import LoopArguments, WrapArguments, check_seed
+from penstock.engine.arguments import LoopArguments, WrapArguments
 from penstock.engine.device import resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.wrap import wrap_among

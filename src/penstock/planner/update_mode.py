@@ -8,6 +8,7 @@
 """
 
 from penstock.config import Budget, StepConfig, StreamConfig
+from penstock.config.step import check_delay
 from penstock.errors import ConfigError
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
@@ -45,8 +46,7 @@ def check_update_mode(asked: StreamConfig, budget: Budget, *, wait: bool, delays
     """
     if asked.speculate and (why := no_speculation(budget, wait=wait)) is not None:
         raise ConfigError(f"speculate=True cannot be: {why}")
-    if asked.delay and not delays:
-        raise ConfigError(f"delay={asked.delay:g} needs schedule='vertical': others go to every block several times")
+    check_delay(asked.delay, delays=delays)
 
 
 def expected_repeats(config: StepConfig) -> float:

@@ -25,6 +25,8 @@ class Beside:
             target=_make, args=(self._calls, self._made), name="penstock-beside", daemon=True
         )
         self._thread.start()
+        self._left = False
+        """True: a call is left to itself, and may never return"""
 
     def make(self, call: Callable[[], T], look: Callable[[], None]) -> T:
         """The result of ``call``, or the error that it raises. Meanwhile ``look`` is called again and again; an error
@@ -39,6 +41,7 @@ class Beside:
                 failed.append(error)
 
         self._calls.put(noted)
+        self._left = True
         while True:
             try:
                 self._made.get(timeout=LOOK)
@@ -46,13 +49,16 @@ class Beside:
                 look()
             else:
                 break
+        self._left = False
         if failed:
             raise failed[0]
         return found[0]
 
     def close(self) -> None:
-        """End the thread, once it has made its call."""
+        """End the thread; one whose call is left to itself ends when that has returned."""
         self._calls.put(None)
+        if not self._left:
+            self._thread.join()
 
 
 def _make(calls: "queue.SimpleQueue[Callable[[], None] | None]", made: "queue.SimpleQueue[None]") -> None:
