@@ -72,6 +72,21 @@ def content(*folders: Path) -> dict[str, bytes]:
 # ---- a folder
 
 
+@pytest.mark.parametrize(("key", "elsewhere"), [("run", "budget.disk"), ("budget.disk", "run")])
+def test_a_place_whose_name_is_not_utf8_is_refused_before_anything_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, elsewhere: str
+) -> None:
+    """The run's files name it, and could not be read again."""
+    here = Path(os.fsdecode(bytes(tmp_path) + b"/\xe9"))
+    here.mkdir()
+    monkeypatch.chdir(here)
+    places = {key: Path("r"), elsewhere: tmp_path / "s"}
+    config = on(settings_for(places["run"]), places["budget.disk"])
+    with pytest.raises(ConfigError, match=rf"^{key}='r': .*udce9/r', has bytes"), claimed(config, "new"):
+        pass
+    assert not list(here.iterdir())
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_an_earlier_run_or_its_state_is_refused_and_left_alone(tmp_path: Path, moved: bool) -> None:
     config = run_of(settings_for(tmp_path / "a"), step=3)

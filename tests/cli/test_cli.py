@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -458,3 +459,22 @@ def test_the_bottleneck_in_the_last_words_is_said_of_the_forecast_and_not_of_wha
     lines = closing(meter, own_bytes=MIB, folder=tmp_path, trace=None, stopped=False).splitlines()
     at = lines.index("step     2 s, median of 1; 1 s predicted (-50%)")
     assert lines[at + 1] == "forecast Compute is the bottleneck."
+
+
+def test_a_run_that_keeps_nothing_is_not_said_to_go_on(tmp_path: Path) -> None:
+    meter = _meter()
+    meter.add(_stats())
+    last_words = partial(closing, meter, own_bytes=MIB, folder=tmp_path / "a run", trace=tmp_path / "t", stopped=True)
+    assert f"the state intact: penstock resume '{tmp_path}/a run' goes on" in last_words()
+    assert f"penstock report '{tmp_path}/a run' draws" in last_words()
+    assert "goes on" not in last_words(kept=False)
+    assert "there is nothing to go on from" in last_words(kept=False)
+    meter.outline = replace(meter.outline, steps=1)
+    assert "goes on" not in last_words(), "it was the last step"
+
+
+def test_brackets_in_what_is_done_are_shown() -> None:
+    display, drawn = _terminal()
+    with display.working("Disk /mnt/a[/b]: reading") as note:
+        note("half of [it]")
+    assert "Disk /mnt/a[/b]: reading" in drawn.getvalue()

@@ -1,5 +1,6 @@
 """``penstock init`` writes settings that the reader of settings takes as they are."""
 
+import gzip
 import io
 import json
 import random
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import main
+from penstock.cli import first_look, main
 from penstock.cli.commented import written
 from penstock.cli.first_look import DataFacts, DiskFacts, MachineFacts, ModelFacts, look_at_disk
 from penstock.cli.located import parse_yaml
@@ -181,3 +182,20 @@ def test_directories_on_one_drive_have_its_free_space_once(tmp_path: Path) -> No
     assert one is not None
     assert two is not None
     assert two < 1.5 * one
+
+
+def test_several_sources_that_will_be_streamed_have_their_sizes_as_shares(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which training would ask for."""
+    monkeypatch.setattr(first_look, "STREAM_FROM", 1000)
+    text = "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(100)).encode()
+    (there / "a.jsonl").write_bytes(text)
+    (there / "b.JSONL.GZ").write_bytes(gzip.compress(text))
+    names = ["a.jsonl", "b.JSONL.GZ"]
+    sizes = [len(text), 4 * (there / names[1]).stat().st_size]
+    found = first_look.look_at_data(names, template=None, tokenizer=True)
+    assert [source.weight for source in found.sources] == pytest.approx([size / 1e9 for size in sizes], rel=0.01)
+    assert found.nbytes == sum(sizes)
+    alone = first_look.look_at_data(names[:1], template=None, tokenizer=True)
+    assert [source.weight for source in alone.sources] == [None]

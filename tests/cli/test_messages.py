@@ -104,3 +104,13 @@ def test_out_of_memory_says_of_whose(said: str, where: str, config: Path) -> Non
 def json_lines(run: Path) -> int:
     path = run / "metrics.jsonl"
     return len([json.loads(line) for line in path.read_text().splitlines()]) if path.exists() else 0
+
+
+def test_a_compiler_that_there_is_none_of_is_refused_before_the_data_are_read(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), "--compile", "yes"]) == 2
+    said = capsys.readouterr()
+    assert "penstock: compile='yes' is no backend of torch.compile's: give True, or one of" in said.err
+    assert "Reading the data" not in said.out
+    assert not (tmp_path / "run").exists()

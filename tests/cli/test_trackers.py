@@ -12,6 +12,7 @@ import pytest
 from penstock.cli import main
 from penstock.cli.trackers import tracking
 from penstock.cli.trackers.tracking import Trackers, named, start_trackers
+from penstock.errors import ConfigError
 from tests import warm
 from tests.runs import write_run
 
@@ -198,3 +199,10 @@ def test_no_tracker_leaves_nothing(tmp_path: Path) -> None:
     trackers.close("done")
     assert trackers == Trackers()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"wandb": 1}'])
+def test_names_of_a_run_that_cannot_be_read_are_said_to_be(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trackers.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"trackers\.json, which says what trackers call the run, cannot be read: "):
+        start_trackers([], tmp_path, {}, done=0)

@@ -148,3 +148,18 @@ def test_a_terminal_shows_how_far_it_has_got(trained: Path) -> None:
     assert b"MB" in shown or b"MiB" in shown
     assert b"\x1b[" in shown, "drawn in place, which only a terminal is given"
     assert b"Every checksum is right." in shown
+
+
+def test_a_run_that_has_its_store_in_its_own_folder_is_looked_at_as_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = ["--steps", "1", "--evaluate", "null", "--budget.disk", str(run)]
+    assert main(["train", str(write_run(tmp_path)), *words]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(run)]) == 0
+    assert f"{run}: read " in capsys.readouterr().out.partition("the last commit")[2]
+    with (run / "model" / "config.json").open("a") as file:
+        file.write(" ")
+    assert main(["verify", str(run)]) == 1
+    assert "config.json is not what the run wrote there" in capsys.readouterr().out

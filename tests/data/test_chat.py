@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
 from penstock.config import DataConfig, SourceConfig
@@ -164,9 +165,31 @@ def test_keys_that_are_null_in_a_table_are_not_there_for_the_template(
     bpe: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     bpe.chat_template = "{% for m in messages %}{{ 'CALL' if 'tool_calls' in m }}{{ m.content }}{% endfor %}"
-    row = {"messages": [{"role": "assistant", "content": "x", "tool_calls": None}]}
+    for nothing in (None, list[Any]()):
+        row = {"messages": [{"role": "assistant", "content": "x", "tool_calls": nothing}]}
+        (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [row]))
+        assert bpe.decode(found.ids.tolist()) == "x"
+
+
+@pytest.mark.parametrize("nothing", [None, [], "", "[]", "null"])
+def test_a_chat_with_a_list_of_no_tools_has_none(bpe: PreTrainedTokenizerBase, tmp_path: Path, nothing: Any) -> None:
+    """Llama 3.1's template asks if there is a list, and then tells of what is in it."""
+    bpe.chat_template = "{% if tools is not none %}TOOLS{% endif %}" + PLAIN_TEMPLATE
+    (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [{**chats(1)[0], "tools": nothing}]))
+    assert "TOOLS" not in bpe.decode(found.ids.tolist())
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
+def test_spaces_of_an_answer_count_where_the_tokenizer_says_that_they_stand_nowhere(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path, template: str
+) -> None:
+    """As those do that leave out the spaces at a token's ends: how the library makes them unless it is told."""
+    bpe.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    bpe.chat_template = template
+    said = [("user", "hi\n\n"), ("assistant", "x = 1\n\n\n  the\n"), ("user", "\n\n"), ("assistant", "  of\n\n")]
+    row = {"messages": [{"role": role, "content": text} for role, text in said]}
     (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [row]))
-    assert bpe.decode(found.ids.tolist()) == "x"
+    assert _answers(bpe, found) == "".join(f"{text}</assistant>\n" for role, text in said if role == "assistant")
 
 
 COUNTS = THINKS_LAST.replace("{% for", "{{ messages | map(attribute='content') | join | length }}{% for", 1)

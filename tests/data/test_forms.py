@@ -228,6 +228,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (FROM % '{"from": "gpt", "value": 3}', {}, "message 2: its 'value' must be text, not a number"),
     (FROM % '{"from": "gpt", "value": "y", "weight": 0}', {}, "message 2 is an answer that is not to be trained"),
     (FROM % '{"role": "assistant", "content": "y", "train": false}', {}, "message 2 is an answer that is not to be"),
+    (FROM % '{"from": "gpt", "value": "y", "weight": 0.5}', {}, r"not to be trained as others are \(weight=0.5\)"),
+    (FROM % '{"role": "assistant", "content": "y", "loss": false}', {}, r"trained as others are \(loss=False\)"),
     (FROM % '{"who": "gpt", "text": "y"}', {}, "message 2 must be an object .* with 'from' and 'value': it has 'who'"),
     (FROM % '"y"', {}, "message 2 must be an object .*, not text"),
     (FROM % '{"from": "human", "value": "y"}', {}, r"no message is the assistant's \(only user\)"),

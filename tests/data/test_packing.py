@@ -224,3 +224,15 @@ def test_a_plan_for_the_largest_micro_batches_has_room_for_those_of_every_epoch(
         for step in islice(batches.steps(), 100):
             for mb in step.micro_batches:
                 assert any(covers(room, shapes(mb)) for room in planned)
+
+
+def test_an_epoch_is_its_own_whoever_asks_for_another_meanwhile() -> None:
+    class Meanwhile(Prepared):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "_last" and value is not None and value[0] == 1:
+                self.epoch(0)  # as another thread might just then
+
+    mixture = Mixture(sources=[pieces_of(_corpus(SIZES), 16, None)], weights=None, seed=3)
+    epochs = [kind(mixture=mixture, packing=True, length=16).epoch(1).piece for kind in (Prepared, Meanwhile)]
+    assert epochs[0].tolist() == epochs[1].tolist()

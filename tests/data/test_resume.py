@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock.config import SourceConfig, TokenizerTrainingConfig, ValidationConfig
 from penstock.config.data import TokenizerConfig
-from penstock.data import write_tokens
+from penstock.data import opening, write_tokens
 from penstock.data.ahead import ahead
 from penstock.data.batches import Batches, Step
-from penstock.data.opening import Data, check_model, open_data
+from penstock.data.opening import Data, for_model, open_data
 from penstock.data.stream import Prepared
 from penstock.data.summary import summary_of
 from penstock.data.tokenizer import save
@@ -317,14 +317,44 @@ def test_streaming_several_sources_needs_weights_and_text(folder: Path, bpe: Pre
         open_data(settings(two, streaming=True), folder, seed=0, own=bpe)
 
 
-def test_a_tokenizer_that_the_model_has_no_weights_for_is_refused() -> None:
+def test_tokens_that_the_model_has_no_weights_for_are_refused_where_documents_may_have_them(folder: Path) -> None:
+    """Some models' own tokenizers have more, for padding or for pictures."""
     from transformers import LlamaConfig, LlamaModel
 
     with torch.device("meta"):
-        model = LlamaModel(LlamaConfig(vocab_size=300, num_hidden_layers=1))
-    with pytest.raises(ConfigError, match=r"token ids up to 319, and the model a vocabulary of 300"):
-        check_model(319, model)
-    check_model(299, model)
+        model = LlamaModel(LlamaConfig(vocab_size=320, num_hidden_layers=1))
+    path, words = folder / "a.jsonl", tokenizer()
+    data = _open(path, folder / "one", words)
+    assert for_model(data, model) is data
+    words.add_special_tokens({"pad_token": "<pad>"})
+    data = _open(path, folder / "two", words)
+    assert (data.largest, data.pad) == (320, 320)
+    assert for_model(data, model).pad == 0, "one that it has"
+    with pytest.raises(
+        ConfigError, match=r"it has token ids up to 320, and the model a vocabulary of 320 .* finds out"
+    ):
+        for_model(_open(path, folder / "three", words, streaming=True), model)
+    with path.open("a") as file:
+        file.write('{"text": "<pad>"}\n')
+    with pytest.raises(ConfigError, match=r"documents have token ids up to 320, and the model a vocabulary of 320 "):
+        for_model(_open(path, folder / "four", words), model)
+
+
+def test_token_ids_that_are_evaluated_on_are_looked_at_too(folder: Path, bpe: PreTrainedTokenizerBase) -> None:
+    write_tokens(folder / "held.tokens", [[1, 2, 3], [4, 999, 5]])
+    held_out = ValidationConfig(sources=str(folder / "held.tokens"))
+    assert _open(folder / "a.jsonl", folder / "run", bpe, validation=held_out).largest == 999
+
+
+def test_a_stream_may_be_evaluated_on_the_file_that_it_is_trained_on(
+    tmp_path: Path, bpe: PreTrainedTokenizerBase
+) -> None:
+    """Of a large one its ends are compared for the one, and all of it for the other."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text, "id": "x" * (1 << 19)} for text in sentences(5)])
+    how: dict[str, Any] = {"streaming": True, "validation": ValidationConfig(sources=str(path))}
+    first = _open(path, tmp_path / "run", bpe, **how).identity
+    assert first.files[0].digest != first.files[1].digest
+    assert _open(path, tmp_path / "run", bpe, **how).identity == first
 
 
 def test_items_are_made_ahead_in_order_and_an_error_comes_in_its_place() -> None:
@@ -360,3 +390,15 @@ def test_a_tokenizer_that_the_system_refuses_to_write_is_an_error_of_the_system(
     (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         save(bpe, tmp_path)
+
+
+def test_a_folder_for_what_is_prepared_is_refused_where_nothing_will_be(
+    folder: Path, bpe: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "STREAM_FROM", 1000)
+    shared = str(folder / "shared")
+    with pytest.raises(ConfigError, match=r"data\.prepared=.* has no effect, .* set data\.streaming: false"):
+        _open(folder / "a.jsonl", folder / "one", bpe, prepared=shared)
+    _open(folder / "a.jsonl", folder / "two", bpe, prepared=shared, streaming=False)
+    _open(folder / "a.jsonl", folder / "three", bpe)
+    _open(folder / "a.jsonl", folder / "three", bpe, prepared=shared)  # a run that has begun so goes on

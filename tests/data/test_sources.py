@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -400,3 +401,20 @@ def test_a_damaged_gzip_file_and_text_that_is_not_utf8_are_refused_by_name(tmp_p
     for name in ("cut.jsonl.gz", "bad.txt"):
         with pytest.raises(ConfigError, match=name):
             list(_reader(tmp_path / name).read(None))
+
+
+def test_a_dataset_of_the_hub_that_cannot_be_read_on_is_an_error_with_its_row() -> None:
+    class Rows:
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            yield {"text": "a"}
+            raise RuntimeError("the connection\nis gone")
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    found = HubDataset(name="me/texts", rows=Rows()).read(None)
+    assert next(found)[0].fields == {"text": "a"}
+    with pytest.raises(
+        ConfigError, match="me/texts: cannot be read on after row 1: RuntimeError: the connection is gone"
+    ):
+        next(found)

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -185,3 +186,36 @@ def test_in_fp32_a_copy_of_weights_in_memory_costs_no_durability(tmp_path: Path,
     with wrap(CASE, replace(where, disk=left), precision="fp32") as engine:
         assert engine.step_count == 2
         assert_same_state(state_of(engine), expected)
+
+
+@pytest.mark.parametrize(("had", "asked"), [(1, 2), (2, 1)])
+def test_a_store_keeps_the_slots_that_it_was_made_with(had: int, asked: int, tmp_path: Path) -> None:
+    """In one slot a step cannot be dropped, and is no commit, whatever a budget says of two."""
+    with wrap(CASE, budget(tmp_path / "run", slots=had), **COMMON) as engine:
+        engine.step(STEPS[0])
+    with pytest.raises(ConfigError, match=rf"^budget.slots={asked}: the store in .*run was made with slots={had}, "):
+        wrap(CASE, budget(tmp_path / "run", slots=asked), **COMMON)
+    with wrap(CASE, budget(tmp_path / "run", slots=had), **COMMON) as engine:
+        assert engine.step_count == 1
+
+
+def test_a_program_may_go_elsewhere_between_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories are where they were as the engine was made."""
+    monkeypatch.chdir(tmp_path)
+    with wrap(CASE, budget(Path("run"), activations="disk"), delay=0.0, **COMMON) as engine:
+        monkeypatch.chdir("/")
+        run_steps(engine, STEPS[:2])
+    assert not (tmp_path / "run" / "scratch").exists()
+    with wrap(CASE, budget(tmp_path / "run"), **COMMON) as engine:
+        assert engine.step_count == 2
+
+
+@pytest.mark.parametrize("rate", [np.float32(0.25), torch.tensor(0.25)], ids=["numpy", "torch"])
+def test_a_rate_may_be_a_number_of_another_library(rate: Any, tmp_path: Path) -> None:
+    """A commit and a snapshot have it as a number."""
+    with wrap(CASE, budget(tmp_path / "run"), delay=0.0, **COMMON) as engine:
+        engine.optimizer.param_groups[0]["lr"] = rate
+        engine.step(STEPS[0])
+        engine.save(tmp_path / "snapshot")
+        engine.load(tmp_path / "snapshot")
+        assert engine.optimizer.param_groups[0]["lr"] == 0.25

@@ -212,6 +212,27 @@ def test_micro_batches_that_take_another_way(overlap: bool, clip: float | None, 
         assert engine.step(steady).step == 2
 
 
+def test_a_plan_for_other_modes_is_not_gone_back_to_where_a_new_one_could_not_be_made(tmp_path: Path) -> None:
+    """Its first micro-batch fails in the probe."""
+    fails = [False]
+
+    def loss_fn(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
+        if fails[0]:
+            raise OverflowError
+        return CASE.loss_fn(model, micro_batch)
+
+    with wrap(CASE, budget(tmp_path / "store"), loss_fn=loss_fn) as engine:
+        engine.step(STEPS[0])
+        before = engine.plan
+        engine.model.eval()
+        fails[0] = True
+        with pytest.raises(OverflowError):
+            engine.step(STEPS[1])
+        fails[0] = False
+        assert engine.step(STEPS[1]).step == 2
+        assert engine.plan is not before
+
+
 class Choosy(nn.Module):
     """Cuts its embedding off from the loss where the data say so; ``mended``: it adds nothing of it there instead."""
 

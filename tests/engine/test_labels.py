@@ -149,6 +149,44 @@ def test_what_cannot_be_found_out_is_an_error_with_a_way_out(loss: Loss, says: s
         assert alone.loss == pytest.approx(float(model(**micro_batches(first=True)[0]).detach()), rel=1e-6)
 
 
+def padded_by_zeros(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+def shifted_and_padded_by_zeros(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return padded_by_zeros(logits[:, :-1], labels[:, 1:])
+
+
+@pytest.mark.parametrize("first", ["without padding", "with padding"])
+@pytest.mark.parametrize("loss", [padded_by_zeros, shifted_and_padded_by_zeros])
+def test_labels_that_the_loss_is_told_to_ignore_do_not_count(loss: Loss, first: str) -> None:
+    """With such labels in the micro-batch that it is found out from, and without."""
+    of = case(loss)
+    with_padding = [mb | {"labels": mb["labels"].clamp(min=0)} for mb in micro_batches(first=True)]
+    without = [mb | {"labels": mb["input_ids"].clone()} for mb in with_padding]
+
+    def mean(mbs: list[MicroBatch]) -> float:
+        model, counts = of.model(), [(mb["labels"] if loss is padded_by_zeros else mb["labels"][:, 1:]) for mb in mbs]
+        items = [int((labels != 0).sum()) for labels in counts]
+        each = [n * float(model(**mb).detach()) for n, mb in zip(items, mbs, strict=True)]
+        return sum(each) / sum(items)
+
+    with wrap(of, budget(None), optimizer=penstock.SGD(lr=0.0), plan=None) as engine:
+        engine.prepare(without if first == "without padding" else with_padding)
+        for mbs in (without, with_padding):
+            assert engine.step(mbs).loss == pytest.approx(mean(mbs), rel=1e-6)
+
+
+def test_labels_of_which_none_shows_whether_the_first_counts_are_an_error_with_a_way_out() -> None:
+    hidden = [mb | {"labels": mb["labels"].clamp(min=0)} for mb in micro_batches(first=True)]
+    for mb in hidden:
+        mb["labels"][:, 0] = 0
+    with wrap(case(padded_by_zeros), budget(None), optimizer=penstock.SGD(lr=0.0), plan=None) as engine:
+        with pytest.raises(ModelError, match=r"ignore_index=0.*loss_weights=\[\.\.\.\]"):
+            engine.step(hidden)
+        engine.step(hidden, loss_weights=[0.5, 0.5])
+
+
 def test_a_sum_that_knows_the_steps_labels_is_refused_without_weights(tmp_path: Path) -> None:
     """Divided by all labels of the step, it would be divided once more by their share."""
     llama = MODELS["llama"]

@@ -1,10 +1,14 @@
 """Outputs of a block that have memory of their own in one micro-batch and are views in another."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import penstock
+from penstock.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,6 +43,39 @@ class Model(nn.Module):
             x, found = block(x, state)
             state = found if self.read else None
         return self.last(x).square().mean()
+
+
+class Unpadded(nn.Module):
+    """Hands its blocks the numbers that are not 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x[x != 0].unsqueeze(-1))
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("activations", ["device", "host", "disk"])
+def test_outputs_that_are_larger_for_other_numbers_have_to_stay_on_the_device(activations: Any, tmp_path: Path) -> None:
+    few, many = {"x": torch.zeros(4096)}, {"x": torch.ones(4096)}
+    few["x"][:8] = 1
+    budget = penstock.Budget(device="16MiB", host="16MiB", disk=tmp_path, activations=activations)
+    with penstock.wrap(
+        Unpadded(), optimizer=penstock.SGD(lr=0.0), budget=budget, precision="fp32", device="cpu", plan=None,
+        loss_fn=lambda model, mb: model(**mb),
+    ) as engine:  # fmt: skip
+        engine.step([few] * 3)
+        if activations == "device":
+            engine.step([many] * 3)
+            return
+        with pytest.raises(ModelError, match=r"puts out 131072 bytes, .* out 256\. .* budget\.activations='device'"):
+            engine.step([many] * 3)
+        assert engine.step([few] * 3).step == 2
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["read", "not-read"])

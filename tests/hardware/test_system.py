@@ -210,6 +210,18 @@ def mounted(root: Path, path: Path, kind: str, source: str = "none", *, block: s
     return mounts.look(path, root)
 
 
+def test_mounts_of_others_may_have_any_name(tmp_path: Path) -> None:
+    """That of a stick whose folder is no UTF-8, say."""
+    odd = b"29 1 0:99 / /media/caf\xe9 rw - vfat /dev/sdb1 rw\n"
+    mounted(tmp_path / "r", tmp_path, "ext4")
+    table = tmp_path / "r/proc/self/mountinfo"
+    table.write_bytes(odd + table.read_bytes())
+    assert mounts.look(tmp_path, tmp_path / "r").file_system == "ext4"
+    tree(tmp_path / "s", BASE | {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "800000\n"})
+    (tmp_path / "s/proc/self/mountinfo").write_bytes(odd + V2.encode())
+    assert system.look(tmp_path / "s").memory == 800000
+
+
 def test_a_partition_is_on_its_disk(tmp_path: Path) -> None:
     found = mounted(tmp_path / "r", tmp_path, "ext4", block="pci/nvme0/nvme0n1/nvme0n1p2", partition="1", node="1\n")
     assert (found.file_system, found.disk, found.spins, found.node) == ("ext4", "nvme0n1", False, 1)

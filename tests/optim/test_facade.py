@@ -64,6 +64,11 @@ def test_impossible_settings_are_refused(wrong: Callable[[], object]) -> None:
         wrong()
 
 
+def test_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the model has no parameter that is trained"):
+        StreamedOptimizer(AdamW(), [])
+
+
 def test_weight_decay_may_spare_norms_and_biases() -> None:
     """In each group: vectors, and what is called a bias however many dimensions it has; not where it is overridden."""
     shapes = {
@@ -156,6 +161,17 @@ def test_a_tensor_is_a_learning_rate_too() -> None:
     assert optimizer.hypers()[0].lr == 0.25
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("lr", float("nan")), ("weight_decay", float("inf")), ("betas", (1.0, 0.9)), ("betas", (0.9, -0.1))],
+)
+def test_settings_that_are_written_into_param_groups_are_checked(key: str, value: object) -> None:
+    optimizer = StreamedOptimizer(AdamW(), named())
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(ConfigError, match=f"param_groups: .*{key}="):
+        optimizer.hypers()
+
+
 def test_settings_survive_a_state_dict_and_moments_are_refused() -> None:
     optimizer = StreamedOptimizer(AdamW(lr=0.1), named())
     optimizer.param_groups[0]["lr"] = 0.025
@@ -185,3 +201,10 @@ def test_momentum_cannot_appear_without_its_buffer() -> None:
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ConfigError, match="built without"):
         optimizer.hypers()
+
+
+def test_nesterov_is_what_the_param_group_says() -> None:
+    optimizer = StreamedOptimizer(SGD(momentum=0.9), named())
+    assert [hyper.kind for hyper in optimizer.hypers()] == ["momentum"]
+    optimizer.param_groups[0]["nesterov"] = True  # as a snapshot that is loaded brings it
+    assert [hyper.kind for hyper in optimizer.hypers()] == ["nesterov"]

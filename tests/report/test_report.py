@@ -3,6 +3,7 @@
 import base64
 import builtins
 import json
+import os
 import re
 import subprocess
 import sys
@@ -671,3 +672,14 @@ def test_ctrl_c_ends_the_page_that_keeps_up_and_leaves_one_that_rests(
     with _held(folder):
         assert main(["report", str(folder), "--follow"]) == 0
     assert _refresh((folder / "report.html").read_text()) is None
+
+
+def test_a_run_whose_folder_has_a_name_that_is_not_utf8_has_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(os.fsdecode(bytes(tmp_path) + b"/\xe9 run"))
+    write_run(tmp_path / "run")
+    (tmp_path / "run").rename(run)
+    monkeypatch.chdir(run)
+    assert main(["report", "."]) == 0
+    assert "<h1>? run</h1>" in (run / "report.html").read_text()

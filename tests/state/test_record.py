@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import StoreError
 from penstock.optim.precision import LossScale
-from penstock.state.record import check_progress, check_stored
+from penstock.state.record import NAMES, check_param_groups, check_progress, check_stored
 from penstock.state.stats import StepStats
 from tests.models import MODELS
 
@@ -56,3 +56,14 @@ def test_and_one_whose_last_step_lacks_a_number(key: str) -> None:
     last = {k: v for k, v in STATS.numbers().items() if k != key}
     with pytest.raises(StoreError, match=f"last lacks '{key}'"):
         check(RUN | {"last": last})
+
+
+def test_settings_of_an_optimizer_are_taken_over_by_the_same_parameters() -> None:
+    mine = [{"lr": 1e-3, "adjust_lr_fn": None, NAMES: ["a", "b"]}, {"lr": 1e-2, NAMES: ["c"]}]
+    other = {"lr": 1.0, NAMES: ["c"]}
+    check_param_groups([{"lr": 1.0, "adjust_lr_fn": "original", NAMES: ("b", "a")}, other], mine, "it")
+    for names in (["a", "c"], ["a", "b", "c"]):
+        with pytest.raises(StoreError, match=r"'[bc]' was in another of the optimizer's param groups .* the overrides"):
+            check_param_groups([{"lr": 1.0, NAMES: [*names]}, other], mine, "it")
+    with pytest.raises(StoreError, match="it is not what a run of penstock writes: param_groups: lr=None"):
+        check_param_groups([{"lr": None}, other], mine, "it")

@@ -1,5 +1,6 @@
 """Snapshots hold every bit of a run, whatever it is made of, and are taken over only whole and by the same run."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.config.optimizer import Moments
 from penstock.errors import StoreError
+from penstock.ranks.group import ALONE
+from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import Format
 from penstock.schedule.program import ALIGN, GroupSpec
 from penstock.state import snapshots
 from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
 from penstock.state.slots import Slots
+from tests.state.test_convert import FORMS, arrays_of, by_parameter, described, fill_at_random, in_memory
+from tests.training import ADAMW
 
 FORM = Format.of("bf16", 1)
 GROUPS = (
@@ -94,3 +100,27 @@ def test_damage_is_found_before_anything_is_taken_over(tmp_path: Path) -> None:
         data.write_bytes(original)
     with snapshots.opened(tmp_path / "snapshot", META["model"]):
         pass
+
+
+@pytest.mark.parametrize("moments", FORMS)
+def test_each_of_several_ranks_takes_over_its_part(moments: Moments, tmp_path: Path) -> None:
+    """Of scales of moments a part has less than whole pages."""
+    sizes, optimizer, none = [[70_000, 5_000, 9_000], [12_345, 1, 4_096]], replace(ADAMW, moments=moments), nn.Module()
+    whole = described(sizes, optimizer, "bf16")
+    saved = arrays_of(whole, WHOLE)
+    fill_at_random(saved, 0)
+    meta = {"model": whole, "step": 1}
+    snapshots.save(tmp_path / "snapshot", saved, Buffers(none), meta, overwrite=False)
+    wanted, _ = by_parameter(whole, [in_memory(saved)])
+    for ranks in (2, 3):
+        model, parts = described(sizes, optimizer, "bf16", ranks), []
+        for rank in range(ranks):
+            share = Share(rank=rank, size=ranks)
+            parts.append(arrays_of(model, share))
+            with snapshots.opened(tmp_path / "snapshot", model, ALONE, share) as snapshot:
+                snapshots.restore(snapshot, parts[-1], Buffers(none))
+        found, _ = by_parameter(model, list(map(in_memory, parts)))
+        assert found.keys() == wanted.keys()
+        for name, arrays_there in wanted.items():
+            for kind, array in arrays_there.items():
+                assert torch.equal(found[name][kind].view(torch.uint8), array.view(torch.uint8)), (ranks, name, kind)

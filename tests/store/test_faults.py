@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import StoreError
-from penstock.store import ALIGN, Layout, Region, SnapshotWriter, Store, aligned_bytes, packed
+from penstock.store import ALIGN, Layout, Region, SnapshotWriter, Store, aligned_bytes, directory, packed
+from penstock.store.directory import DirectoryLock, in_memory
 from penstock.store.facts import store_exists
 from penstock.store.removal import delete_store
 from tests.faults import fill
@@ -185,7 +186,7 @@ def test_a_read_only_file_system_is_refused(small_disk: Path) -> None:
     Store.create([small_disk / "d"], LAYOUT, model={}).close()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for act in (Store.open, delete_store):
-        with pytest.raises(StoreError, match="not writable"):
+        with pytest.raises(StoreError, match="not writable: its file system is mounted read-only"):
             act([small_disk / "d"])
     with pytest.raises(StoreError, match=r"not writable|cannot be created"):
         Store.create([small_disk / "new"], LAYOUT, model={})
@@ -365,3 +366,31 @@ def test_a_drive_without_room_for_the_lock_is_left_as_it_was(tmp_path: Path, mon
     with pytest.raises(StoreError, match="cannot be locked: No space left on device: free some space"):
         Store.create([tmp_path / "store"], layout, model={})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.EACCES, "change its owner or mode"),
+        (errno.EMFILE, "raise the limit of open files"),
+        (errno.ENOSPC, "free some space"),
+        (errno.ENOLCK, "use a local file system"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else errno.errorcode[value],
+)
+def test_a_lock_that_cannot_be_had_says_what_helps(
+    code: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(directory.files, "descriptor", fails)
+    with pytest.raises(StoreError, match=rf"lock cannot be locked: {os.strerror(code)}.*: .*{advice}"):
+        DirectoryLock(tmp_path)
+
+
+def test_a_mount_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes the bytes as they are."""
+    (mounts := tmp_path / "mountinfo").write_bytes(b"1 2 0:0 / /media/M\xfcsli rw - ext4 /dev/sdb rw\n")
+    monkeypatch.setattr(directory, "Path", lambda _: mounts)
+    assert not in_memory(tmp_path)

@@ -65,9 +65,7 @@ def test_a_commit_that_says_no_step_is_refused(record: dict[str, object], tmp_pa
     (path,) = stores(tmp_path / "store", (1,))
     with Store.open(path) as store:
         store.commit(record)
-    with pytest.raises(
-        StoreError, match=r"rank-0: a commit does not say which step it is of\."
-    ):
+    with pytest.raises(StoreError, match=r"rank-0: a commit does not say which step it is of\."):
         facts_of_all([path])
 
 

@@ -473,3 +473,10 @@ def test_striping_is_recorded_not_assumed(tmp_path: Path) -> None:
     assert sizes == Striping(files=2, stripe=ALIGN).file_sizes(digests.area(LAYOUT, 2).end)
     with Store.open(paths) as store:
         assert np.array_equal(read(store, "weights"), data)
+
+
+def test_a_manifest_of_another_program_is_left(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(StoreError, match=r"holds a manifest.json and no store: give another directory"):
+        Store.create([tmp_path], LAYOUT, model=MODEL)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]

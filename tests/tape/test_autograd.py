@@ -520,7 +520,13 @@ def replace_forward(model: Any) -> None:
     model.layers[1].forward = lambda x: x
 
 
+def write_to_parameter(model: Any) -> None:
+    with torch.no_grad():
+        model.head.bias.mul_(0.5)
+
+
 LATER: dict[str, tuple[Callable[[Any], object], str]] = {
+    "written to": (write_to_parameter, "'head.bias' was written to in place between steps"),
     "frozen": (unfreeze, "'layers.1.linear.weight' is frozen, and was trainable when the model was wrapped"),
     "added": (add_parameter, "'layers.1.gate' was added"),
     "replaced": (replace_parameter, "'layers.1.linear.weight' was added, or put in another's place"),

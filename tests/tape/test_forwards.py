@@ -497,6 +497,26 @@ def test_parameters_without_a_dimension_are_trained_and_read_back(meta: bool, tm
     assert all(0.69 < float(scale) < 0.71 and float(scale) != torch.tensor(0.7) for scale in scales)
 
 
+class WithNothing(Stack):
+    """Has a parameter without elements, which gets a gradient, and no other that trains outside of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        for end in (self.embed, self.head):
+            end.requires_grad_(requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.nothing.sum()
+
+
+def test_a_parameter_without_elements_may_be_there(tmp_path: Path) -> None:
+    case = of(WithNothing)
+    with wrap(case, budget(tmp_path / "store")) as engine:
+        run_steps(engine, steps_of(case, 2))
+        assert dict(engine.master_parameters())["nothing"].shape == (0, 3)
+
+
 # -- sparse gradients ---------------------------------------------------------------------------------------------
 
 

@@ -239,6 +239,18 @@ class Conjugated(Layer):
         return x + torch.tanh(self.linear(x)) * turned.conj().imag + (x * turned).real
 
 
+class Turned(Layer):
+    """Needs a weight as complex numbers, whose first one, counted in these, lies in no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.both = nn.Parameter(torch.randn(WIDTH, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * self.scale + (x * torch.view_as_complex(self.both)).real
+
+
 class CountsAround(Layer):
     """Counts its calls in a buffer, and differentiates by a transform of torch.func."""
 
@@ -287,6 +299,7 @@ ASKED: dict[str, Case] = {
     "changes what is returned": stack(Squashed, change_returned),
     "reads beside": stack(ReadsBeside, put_beside),
     "other views of weights": stack(Conjugated),
+    "other views of weights further on": stack(Turned),
     "buffers and transforms": stack(CountsAround),
     "odd outputs": stack(Odd, first_of_both),
     "numbers of numpy": stack(DrawsBeside),

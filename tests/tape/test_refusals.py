@@ -12,10 +12,11 @@ from torch import nn
 import penstock
 from penstock.errors import ModelError
 from penstock.tape.refusals import refuse
+from penstock.tape.weight_views import aliases_of
 from tests import models
 from tests.accelerator import DEVICE
 from tests.tape.test_rules import Layer, Stack, stack
-from tests.training import budget
+from tests.training import budget, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -347,6 +348,39 @@ def test_parameters_in_one_memory_are_refused(tie: Callable[[Any], None], tmp_pa
     message = refused(model, tmp_path / "store", steps=False)
     assert f"parameters '{first}.weight' and '{other}.weight' lie in the same memory" in message
     assert "tie them by one parameter" in message
+
+
+class Aliased(Stack):
+    """Reads its embedding by a tensor that was made of it before training."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        if kind == "buffer":
+            self.register_buffer("table", self.embed.weight.data)
+        else:
+            self.table = self.embed.weight.t() if kind == "transposed" else self.embed.weight.detach()[1:]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.table.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["buffer", "transposed", "a part"])
+def test_a_tensor_in_the_memory_of_a_parameter_is_refused_where_it_is_read(kind: str, tmp_path: Path) -> None:
+    """It would have the parameter's first values for ever."""
+    message = refused(Aliased(kind), tmp_path / "store")
+    assert "the model itself reads a view of parameter 'embed.weight'" in message
+    frozen = Aliased(kind)
+    frozen.embed.requires_grad_(requires_grad=False)
+    assert aliases_of(frozen) == []
+
+
+def test_a_tensor_in_the_memory_of_a_parameter_that_is_replaced_before_it_is_read_may_be_there(tmp_path: Path) -> None:
+    """As spectral normalisation of old leaves one."""
+    model = Stack()
+    nn.utils.spectral_norm(model.layers[1].linear)
+    assert len(aliases_of(model)) == 1
+    with wrap(stack(), budget(tmp_path / "store"), model=model) as engine:
+        engine.step(stack().micro_batches(2))
 
 
 def test_parameters_in_one_memory_that_do_not_train_are_not_refused() -> None:

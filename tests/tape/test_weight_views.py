@@ -208,5 +208,23 @@ def test_a_view_that_is_read_when_its_weight_has_left_is_refused(name: str) -> N
         assert_exact(stack(layer, run), change)
 
 
+def add_pairs(model: Stack) -> None:
+    """Their first number, counted in complex ones, lies in no weight."""
+    model.before = nn.Parameter(torch.ones(WIDTH, dtype=torch.double))
+    model.pairs = nn.Parameter(torch.randn(WIDTH, 2, dtype=torch.double))
+
+
+def run_pairs(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    x = (x * torch.view_as_complex(model.pairs)).real
+    for layer in model.layers:
+        x = layer(x)
+    return x * model.before
+
+
+def test_a_view_under_another_dtype_that_a_backward_needs_is_refused() -> None:
+    with pytest.raises(ModelError, match=rf"view of a weight of shape \({WIDTH}, 2\) .* under another dtype"):
+        assert_exact(stack(Layer, run_pairs), add_pairs)
+
+
 def test_a_copy_of_a_view_may_be_kept() -> None:
     assert_exact(stack(Layer, behind_blocks(lambda weight: weight.t().clone())))

@@ -22,6 +22,7 @@ from typing import Any
 from penstock import files
 from penstock.cli import removal
 from penstock.cli.launch import how_to_start, in_words
+from penstock.cli.located import is_plain_text
 from penstock.cli.own_store import original_of, require_no_copy
 from penstock.cli.reach import Reach, Stores
 from penstock.cli.run_folder import (
@@ -348,6 +349,7 @@ def claimed(config: TrainConfig, start: Start, ranks: int = 1, reach: Reach | No
         ConfigError: the folder cannot be used, or what is there is not what ``start`` wants.
         StoreError: the run is under way, or its store is of another run or cannot be read.
     """
+    _check_names(config)
     folder = Path(config.run)
     lock, ours = _locked(folder)
     try:
@@ -361,6 +363,17 @@ def claimed(config: TrainConfig, start: Start, ranks: int = 1, reach: Reach | No
             raise
     finally:
         _leave(folder, lock, ours=ours)
+
+
+def _check_names(config: TrainConfig) -> None:
+    """Raises:
+    ConfigError: a place is called something that the run's files, which name it, cannot hold.
+    """
+    places = [("run", config.run, Path(config.run).resolve())]
+    places += [("budget.disk", str(path), path.absolute()) for path in config.budget.disk_paths]
+    for key, given, place in places:
+        if not is_plain_text(str(place)):
+            raise ConfigError(f"{key}={given!r}: its place, {str(place)!a}, has bytes that are not UTF-8: give another")
 
 
 def _locked(folder: Path) -> tuple[DirectoryLock, bool]:

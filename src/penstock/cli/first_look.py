@@ -13,8 +13,10 @@ from penstock.cli.located import parse_yaml
 from penstock.cli.named_files import check_model
 from penstock.cli.settings import read
 from penstock.config import ModelConfig, SourceConfig, format_size
+from penstock.config.data import STREAM_FROM
 from penstock.data.forms import form_of_source
 from penstock.data.sources.find import local_source
+from penstock.data.sources.walk import is_packed
 from penstock.errors import ConfigError
 from penstock.hardware import system
 from penstock.hardware.machine import DeviceKind, Machine
@@ -142,7 +144,7 @@ def look_at_data(paths: Sequence[str], *, template: bool | None, tokenizer: bool
     Raises:
         ConfigError: there is nothing there, or it is of no form that is read.
     """
-    sources, forms, kinds, documents, nbytes = [], [], set[str](), 0, 0
+    sources, forms, kinds, documents, sizes = [], [], set[str](), 0, list[int]()
     known = True
     for path in paths:
         source = _source(path)
@@ -153,7 +155,7 @@ def look_at_data(paths: Sequence[str], *, template: bool | None, tokenizer: bool
             forms.append(f"{source.path}: a data set on the hub, which is looked at when training begins")
             continue
         files = reader if isinstance(reader, tuple) else reader.files
-        nbytes += sum(file.stat().st_size * (4 if file.suffix == ".gz" else 1) for file in files)
+        sizes.append(sum(file.stat().st_size * (4 if is_packed(file) else 1) for file in files))
         if isinstance(reader, tuple):
             if not tokenizer:
                 raise ConfigError(
@@ -183,13 +185,23 @@ def look_at_data(paths: Sequence[str], *, template: bool | None, tokenizer: bool
                 f"data: {source.path!r} has chats, and the model's tokenizer has no chat template: take a chat model, "
                 "or write the settings yourself, with data.chat_template (penstock train --help)"
             )
+    if len(sources) > 1 and known and sum(sizes) >= STREAM_FROM and "tokens" not in kinds:
+        sources = _weighted(sources, sizes)
     return DataFacts(
         sources=tuple(sources),
         forms=tuple(forms),
         kinds=frozenset(kinds),
         documents=documents,
-        nbytes=nbytes if known else None,
+        nbytes=sum(sizes) if known else None,
     )
+
+
+def _weighted(sources: list[SourceConfig], sizes: Sequence[int]) -> list[SourceConfig]:
+    """Sources that are streamed, which have to have shares: their sizes in GB, unless they have weights."""
+    if any(source.weight is not None for source in sources):
+        return sources
+    both = zip(sources, sizes, strict=True)
+    return [replace(source, weight=float(f"{size / 1e9:.3g}")) for source, size in both]
 
 
 def _source(text: str) -> SourceConfig:

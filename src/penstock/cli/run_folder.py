@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -202,8 +203,9 @@ def _settings_text(path: Path) -> str:
     elif not found or digest != f"{xxhash.xxh3_64_hexdigest(head)}\n".encode():
         raise ConfigError(
             f"{path} is not what the run wrote there. If you have changed it: settings of a run are changed by flags "
-            f"(penstock resume {path.parent} --steps 100), or by hand if the file's last line is removed as well. If "
-            "you have not: check the drive, and put the file back from a copy, or put it right and remove its last line"
+            f"(penstock resume {shlex.quote(str(path.parent))} --steps 100), or by hand if the file's last line is "
+            "removed as well. If you have not: check the drive, and put the file back from a copy, or put it right and "
+            "remove its last line"
         )
     try:
         return head.decode()

@@ -23,6 +23,7 @@ from penstock.errors import ConfigError, StoreError
 from penstock.state.slots import Slots, whole_commit
 from penstock.store.directory import is_there
 from penstock.store.manifest import DATA, MANIFEST
+from penstock.store.owner import RUN_FILE
 from penstock.store.parts import opened_parts
 from penstock.store.snapshot_parts import opened_snapshot
 from penstock.store.store import Store
@@ -63,7 +64,8 @@ def _to_check(folders: Sequence[Path]) -> Checked:
     """Raises:
     ConfigError: a folder is neither a run's nor a store's, or is of a run without a store.
     """
-    if all(is_there(folder / DATA) or is_there(folder / MANIFEST) for folder in folders):
+    is_run = len(folders) == 1 and is_there(folders[0] / RUN_FILE)  # which may be where its store is, too
+    if not is_run and all(is_there(folder / DATA) or is_there(folder / MANIFEST) for folder in folders):
         return Checked(stores=(tuple(folders),))
     if len(folders) > 1:
         found = " and ".join(map(str, folders))

@@ -7,12 +7,14 @@ render before an answer, or the template opens no turn of the assistant's there,
 answer would differ.
 """
 
+import copy
 import re
 from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
 from penstock.data.conversations import Message, tools_of
@@ -48,7 +50,7 @@ class ChatEncoder:
                 f"data: the tokenizer ({type(tokenizer).__name__}) cannot tell which tokens are the assistant's: use "
                 "one of the tokenizers library, or let all tokens count (data.loss_on: all)"
             )
-        self._tokenizer = cast(Any, tokenizer)
+        self._tokenizer = cast(Any, _with_whole_places(tokenizer) if answers else tokenizer)
         self._answers, self._alone = answers, alone
         self._place = ""  # of the chat that is being rendered
         self._marked = isinstance(template, str) and bool(_MARKS.search(template))
@@ -221,9 +223,27 @@ def _shared(texts: Sequence[str]) -> str:
 
 
 def _messages(example: Example) -> list[Message]:
-    """Messages without keys that are null, which tables add and templates take for given."""
+    """Messages without keys that are null, and without lists of no calls, which tables add and templates take for
+    given."""
     messages: Sequence[Message] = example.fields["messages"]
-    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
+    return [
+        {k: v for k, v in message.items() if k == "content" or not (v is None or (k == "tool_calls" and not v))}
+        for message in messages
+    ]
+
+
+def _with_whole_places(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer of the same tokens that says of each where all of it stands in the text. Some leave out the spaces
+    that a token begins or ends with, so that one of spaces alone would stand nowhere, and be no part of an answer.
+
+    That is done behind the encoding, by a step which besides adds special tokens; a template writes these itself.
+    """
+    found = cast(Any, tokenizer)("a\n        b", add_special_tokens=False, return_offsets_mapping=True)
+    if all(first < end for first, end in found["offset_mapping"]):
+        return tokenizer
+    whole = copy.deepcopy(tokenizer)
+    cast(Any, whole).backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return whole
 
 
 def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:

@@ -35,14 +35,21 @@ def messages_of(example: Example, field: str) -> list[Message]:
         raise ConfigError(f"{example.place}: {example.called(field)} must be a list of messages, not {type_of(turns)}")
     messages = [_message(turn, example.place, number) for number, turn in enumerate(turns, start=1)]
     for number, message in enumerate(messages, start=1):
-        if message["role"] == "assistant" and (message.get("weight") == 0 or message.get("train") is False):
+        if message["role"] == "assistant" and (key := _counts_otherwise(message)) is not None:
             raise ConfigError(
-                f"{example.place}: message {number} is an answer that is not to be trained (weight 0, train false), "
-                "and all answers of a chat are: leave the chat out, or end it before that message"
+                f"{example.place}: message {number} is an answer that is not to be trained as others are ({key}="
+                f"{message[key]!r}), and all answers of a chat are: leave the chat out, or end it before that message"
             )
     if messages[0]["role"] == "system":
         return messages
     return [*system_of(example), *messages]
+
+
+def _counts_otherwise(answer: Message) -> str | None:
+    """The key by which an answer is not to count in the loss, or with a weight of its own."""
+    if answer.get("weight") not in (None, 1):
+        return "weight"
+    return next((key for key in ("train", "loss") if answer.get(key) in (False, 0)), None)
 
 
 def list_in(example: Example, field: str) -> Any:
@@ -70,15 +77,16 @@ def system_of(example: Example) -> list[Message]:
 
 
 def tools_of(example: Example) -> Any:
-    """The tools of a chat, as the template takes them; None: there are none.
+    """The tools of a chat, as the template takes them; None: there are none. Of an empty list, which tables have in
+    such rows, some templates would write that there are tools.
 
     Raises:
         ConfigError: they are text that is not JSON.
     """
     tools = example.fields.get("tools")
-    if not isinstance(tools, str):
-        return tools
-    return _parsed(tools, example, example.called("tools")) if tools.strip() else None
+    if isinstance(tools, str):
+        tools = _parsed(tools, example, example.called("tools")) if tools.strip() else None
+    return tools or None
 
 
 def _message(turn: Any, place: str, number: int) -> Message:

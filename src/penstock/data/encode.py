@@ -32,6 +32,7 @@ class Encoder:
         self._loss_on: LossOn | None = config.loss_on
         self._chat: ChatEncoder | None = None
         self._begin, self._end = _ends(tokenizer)
+        self._line = self._found_behind_a_line()
 
     def documents(self, examples: Iterable[tuple[Example, Cursor]]) -> Iterator[tuple[Document, Cursor]]:
         """Each example's document, with the cursor behind it."""
@@ -57,7 +58,7 @@ class Encoder:
         return self._texts(examples) if kind == "text" else self._completions(examples)
 
     def _texts(self, examples: Sequence[Example]) -> list[Document]:
-        found = self._ids([example.fields["text"] for example in examples])
+        found = self._in_parts(examples)
         return [
             Document(
                 ids=_joined(self._begin if e.begins else [], ids, self._end if e.ends and self._more(ids) else []),
@@ -65,6 +66,25 @@ class Encoder:
             )
             for e, ids in zip(examples, found, strict=True)
         ]
+
+    def _in_parts(self, examples: Sequence[Example]) -> list[list[int]]:
+        """The ids of texts. What goes on behind a line's end is encoded as it stands there, where some tokenizers put
+        no space before it."""
+        texts, begun = [e.fields["text"] for e in examples], len(self._line)
+        found = self._ids(texts)
+        if not begun or all(e.begins for e in examples):
+            return found
+        behind = self._ids([f"\n{text}" for text in texts])
+        return [
+            alone if e.begins or ids[:begun] != self._line else ids[begun:]
+            for e, alone, ids in zip(examples, found, behind, strict=True)
+        ]
+
+    def _found_behind_a_line(self) -> list[int]:
+        """The ids of a line's end, if the tokenizer puts something before a text that is not put behind such an end;
+        else none."""
+        line, once, twice = self._ids(["\n", "a\n", "a\na\n"])
+        return [] if [*once, *once] == twice else line
 
     def _completions(self, examples: Sequence[Example]) -> list[Document]:
         """Prompt and completion are encoded apart: so the model will be given the prompt, too."""

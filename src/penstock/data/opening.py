@@ -33,14 +33,15 @@ log = logging.getLogger("penstock")
 LOOKED_AT = 1_000
 """Rows of a source that is streamed in which the fields that the settings name are looked for."""
 _SHUFFLE = 10_000
-_VERSION = 3  # of what is written from equal settings
-_PREPARED = 4  # of the form that it is written in
+_VERSION = 4  # of what is written from equal settings
+_PREPARED = 5  # of the form that it is written in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The data that a run is trained and evaluated on. ``largest``: the largest token id there may be. ``folders``: all
-    that has been prepared for it. ``forms``: what was recognised of sources whose rows are not in Penstock's own form.
+    """The data that a run is trained and evaluated on. ``largest``: the largest token id there may be. ``pad``: the one
+    that fills sequences up. ``folders``: all that has been prepared for it. ``forms``: what was recognised of sources
+    whose rows are not in Penstock's own form.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -48,6 +49,7 @@ class Data:
     validation: Prepared | None
     identity: Identity
     largest: int
+    pad: int
     folders: tuple[Path, ...]
     forms: tuple[str, ...]
 
@@ -70,12 +72,17 @@ def open_data(
     """
     known = identity_in(run)
     stream = _streams(config)
+    if stream and config.prepared is not None and known is None:
+        raise ConfigError(
+            f"data.prepared={config.prepared!r} has no effect, as the data are so large that they are streamed, and "
+            "nothing is prepared: set data.streaming: false to have them tokenised into it first, or drop it"
+        )
     template = own.chat_template is not None if own is not None else config.chat_template is not None
     opened, forms = _opened(config.each_source, template, known, streaming=stream)
     held_out, held_out_forms = _validation(config, template, known)
-    sizes = known.files if known else ()
-    facts = facts_of([p for one in opened for p in one.files], sizes, whole=not stream)
-    facts += facts_of([p for one in held_out for p in one.files], sizes, whole=True)
+    before, trained_on = known.files if known else (), [p for one in opened for p in one.files]
+    facts = facts_of(trained_on, before[: len(trained_on)], whole=not stream)  # a file of both has two digests
+    facts += facts_of([p for one in held_out for p in one.files], before[len(trained_on) :], whole=True)
     folder = prepared_in(config, run)
     tokenizer, *used = _tokenizer(config, own, opened, facts, folder, say)
     identity = Identity(files=facts, settings=_settings(config, tokenizer, [*opened, *held_out], seed, stream))
@@ -96,7 +103,8 @@ def open_data(
         used.append(place)
     validation = rest
     if held_out:
-        validation, _, _, place = make(held_out, facts[-sum(len(o.files) for o in held_out) :], None, None)
+        validation, _, most, place = make(held_out, facts[len(trained_on) :], None, None)
+        largest = max(largest, most)
         used.append(place)
     if known is None or known.to_json() != identity.to_json():
         try:
@@ -109,6 +117,7 @@ def open_data(
         validation=validation,
         identity=identity,
         largest=largest,
+        pad=tokenizers.pad_id(tokenizer),
         folders=tuple(dict.fromkeys(place for place in used if place.is_dir())),
         forms=(*forms, *held_out_forms),
     )
@@ -141,17 +150,34 @@ def choose_tokenizer(
     return tokenizers.with_template(tokenizers.load(own, key="model", revision=revision), config)
 
 
-def check_model(largest: int, model: Any) -> None:
-    """Raise ConfigError if there are ids that the model has no weights for.
+def for_model(data: Data, model: Any) -> Data:
+    """The data, with a token to fill up sequences that the model has.
 
-    ``model``: one of Hugging Face's, which has its sizes in ``config``. ``largest``: the largest id that there may be.
+    A tokenizer may have more tokens than the model, as those of some models have for padding or for pictures, where no
+    document has one of these. ``model``: one of Hugging Face's, which has its sizes in ``config``.
+
+    Raises:
+        ConfigError: a document has an id that the model has no weights for, or of data that are streamed may have.
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
-    if largest >= vocabulary:
+    if data.largest < vocabulary:
+        return data
+    room = (
+        f"and the model a vocabulary of {vocabulary} (ids up to {vocabulary - 1}). Use the model's own tokenizer "
+        "(data.tokenizer: null)"
+    )
+    if not isinstance(data.train, Prepared):
         raise ConfigError(
-            f"the tokenizer does not match the model: it has token ids up to {largest}, and the model a vocabulary of "
-            f"{vocabulary} (ids up to {vocabulary - 1}). Use the model's own tokenizer (data.tokenizer: null)"
+            f"the tokenizer does not match the model: it has token ids up to {data.largest}, {room}; if it is that, "
+            "data.streaming: false finds out whether documents have such ids"
         )
+    parts = (data.train, *([] if data.validation is None else [data.validation]))
+    if (largest := max(part.largest for part in parts)) >= vocabulary:
+        raise ConfigError(
+            f"the tokenizer does not match the model: documents have token ids up to {largest}, {room}; if it is that, "
+            "leave out the documents that have them"
+        )
+    return replace(data, pad=tokenizers.pad_id(data.tokenizer, below=vocabulary))
 
 
 def _streams(config: DataConfig) -> bool:

@@ -54,13 +54,19 @@ class Prepared:
         """Tokens in the longest piece of all: by weight, an epoch may be without it."""
         return max(int((pieces.end - pieces.first).max()) for pieces in self.mixture.sources)
 
+    @property
+    def largest(self) -> int:
+        """The largest id of all. They are read for that."""
+        return max(pieces.corpus.largest() for pieces in self.mixture.sources)
+
     def epoch(self, number: int) -> Rows:
         """The rows of an epoch, as they were packed."""
-        if self._last is None or self._last[0] != number:
+        last = self._last
+        if last is None or last[0] != number:
             source, piece = self.mixture.epoch(number)
             rows = Rows.of(self.mixture.sources, source, piece, packing=self.packing, length=self.length)
-            self._last = (number, rows)
-        return self._last[1]
+            self._last = last = (number, rows)
+        return last[1]  # and not of ``_last``, where another thread may have put another epoch
 
     def rows(self, position: Position | None) -> Iterator[tuple[Row, Position]]:
         epoch, first = (0, 0) if position is None else (int(position["epoch"]), int(position["row"]))

@@ -104,10 +104,11 @@ def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values())
 
 
-def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that fills up sequences. No label and no attention ever touches it, so that any id will do."""
+def pad_id(tokenizer: PreTrainedTokenizerBase, below: int | None = None) -> int:
+    """The token that fills up sequences, of those with an id ``below`` a number. No label and no attention ever touches
+    it, so that any of them will do."""
     for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if isinstance(value, int):
+        if isinstance(value, int) and (below is None or value < below):
             return value
     return 0
 

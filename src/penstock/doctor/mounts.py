@@ -83,7 +83,7 @@ def look(path: Path, root: Path = _ROOT) -> Mount:
 def _mounted(device: int, root: Path) -> tuple[str, str]:
     """(type, source) of the file system with a number; both empty if this process does not see its mount."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+    for line in (root / "proc/self/mountinfo").read_text(errors="replace").splitlines():
         mount, _, file_system = line.partition(" - ")
         if mount.split()[2] == wanted:
             kind, source = file_system.split()[:2]

@@ -140,8 +140,10 @@ def covers(planned: Shapes, wanted: Shapes) -> bool:
     )
 
 
-def nbytes(micro_batch: MicroBatch) -> int:
-    return sum(value.numel() * value.itemsize for value in _tensors(micro_batch).values())
+def nbytes(micro_batch: MicroBatch, dtype: torch.dtype) -> int:
+    """Bytes of a micro-batch on the device: floating-point tensors are there in the compute ``dtype``."""
+    found = _tensors(micro_batch).values()
+    return sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in found)
 
 
 def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | None = None) -> list[float] | None:

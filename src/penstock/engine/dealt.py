@@ -210,10 +210,11 @@ def times_of_all(ranks: Ranks, own: StageTimes | None, dealt: Dealt) -> StageTim
     of_places = [slowest_of(found[first : first + ranks.each]) for first in range(0, ranks.size, ranks.each)]
     by_rank = [times for times in of_places if times is not None]
     of_stages = list(enumerate(dealt.of_stages))
+    splits = all(times.weights for times in by_rank)
     return StageTimes(
         forward=tuple(by_rank[rank].forward[k] for k, rank in of_stages),
         backward=tuple(by_rank[rank].backward[k] for k, rank in of_stages),
-        weights=tuple(by_rank[rank].weights[k] for k, rank in of_stages) if by_rank[0].weights else (),
+        weights=tuple(by_rank[rank].weights[k] for k, rank in of_stages) if splits else (),
         orthogonal=min((times.orthogonal for times in by_rank if times.orthogonal is not None), default=None),
     )
 

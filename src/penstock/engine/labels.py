@@ -21,7 +21,7 @@ log = logging.getLogger("penstock")
 
 IGNORED = -100
 Counted = Literal["all", "but the first", "rows"]
-"""Labels that a loss is the mean over: all that are not ``IGNORED``; but the first of each row; or rows as such."""
+"""Labels that a loss is the mean over: all that are not ignored; but the first of each row; or rows as such."""
 
 _WORDS: Mapping[Counted, str] = {
     "all": "each position is compared with its own label",
@@ -36,6 +36,7 @@ class LabelCount:
 
     def __init__(self) -> None:
         self.known: Counted | None = None
+        self._ignored = IGNORED  # by the loss, besides ``IGNORED``
         self._why = "no micro-batch with labels has been seen yet"
 
     def to_probe(self, micro_batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -73,11 +74,11 @@ class LabelCount:
             return None
         if labels.is_floating_point() or self.known == "rows":
             return int(labels.shape[0]) if labels.ndim else 1
-        whole = int((labels != IGNORED).sum())
+        count = _counts(labels, self._ignored)
         if labels.ndim < 2 or self.known == "all":
-            return whole
+            return int(count.sum())
         if self.known == "but the first":
-            return int((labels[:, 1:] != IGNORED).sum())
+            return int(count[:, 1:].sum())
         raise ModelError(
             f"the number of labels that a micro-batch's loss is the mean of could not be found out: {self._why}. Say "
             "what each micro-batch's loss counts (step(..., loss_weights=[...]), 1 for each of a loss that is a sum), "
@@ -105,25 +106,29 @@ class LabelCount:
 
     def agree(self, ranks: Ranks) -> None:
         """Let all ranks know what any has found out; where several have, the lowest one's finding counts."""
-        self.known = next(
-            (known for known in ranks.gather_objects("way of labels", self.known) if known is not None), None
-        )
+        found = ranks.gather_objects("way of labels", (self.known, self._ignored))
+        self.known, self._ignored = next((way for way in found if way[0] is not None), (None, IGNORED))
 
     def _found(self, labels: torch.Tensor, seen: Sequence[Compared], loss: float | None) -> Counted | None:
-        ways: dict[Counted, torch.Tensor] = {
-            "all": labels[labels != IGNORED].long().cpu(),
-            "but the first": labels[:, 1:][labels[:, 1:] != IGNORED].long().cpu(),
-        }
         known = [c for c in seen if c.targets is not None]
         for compared in known:
             assert compared.targets is not None
-            for way, wanted in ways.items():
-                if torch.equal(compared.targets.sort()[0], wanted.sort()[0]):
-                    return way if self._is_mean(compared, wanted.numel(), loss) else None
+            targets = compared.targets.sort()[0]
+            ways = _ways(labels, compared.ignored)
+            fits = [way for way, wanted in ways.items() if torch.equal(targets, wanted.sort()[0])]
+            if len(fits) > 1:
+                self._why = (
+                    f"no row's first label is one that its loss does not ignore (ignore_index={compared.ignored})"
+                )
+                return None
+            if fits:
+                self._ignored = compared.ignored
+                return fits[0] if self._is_mean(compared, ways[fits[0]].numel(), loss) else None
         total = sum(c.targets.numel() for c in known if c.targets is not None)
-        for way, wanted in ways.items():  # a loss for each of several streams of labels
-            if total == wanted.numel() and all(c.mean for c in known):
-                return way
+        if {c.ignored for c in known} == {IGNORED} and all(c.mean for c in known):
+            for way, wanted in _ways(labels, IGNORED).items():  # a loss for each of several streams of labels
+                if total == wanted.numel():
+                    return way
         connectionist = [c for c in seen if c.ctc]
         if connectionist and all(c.mean for c in connectionist):
             return "rows"
@@ -145,6 +150,20 @@ class LabelCount:
                 return True
         self._why = "it is made of a sum over labels, and is not their mean (num_items_in_batch?)"
         return False
+
+
+def _counts(labels: torch.Tensor, ignored: int) -> torch.Tensor:
+    """True for each label that is not ignored. ``ignored``: by the loss, besides ``IGNORED``."""
+    return (labels != IGNORED) & (labels != ignored)
+
+
+def _ways(labels: torch.Tensor, ignored: int) -> dict[Counted, torch.Tensor]:
+    """The labels that count, each way, int64 [n] on the CPU."""
+    count = _counts(labels, ignored)
+    return {
+        "all": labels[count].long().cpu(),
+        "but the first": labels[:, 1:][count[:, 1:]].long().cpu(),
+    }
 
 
 def _rows(micro_batch: Mapping[str, Any]) -> torch.Tensor | None:

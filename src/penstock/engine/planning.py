@@ -145,15 +145,15 @@ class Planning:
             BudgetError: they do not fit.
             ModelError: the model cannot be run block by block on them.
         """
-        shapes = [batch.shapes(mb) for mb in micro_batches]
-        ready, ranks = self._plans.get(train), self._shared.ranks
-        if train:
-            self.changed = None
+        shapes, ranks = [batch.shapes(mb) for mb in micro_batches], self._shared.ranks
+        self.changed = None if train else self.changed
         seen = self._following.take() if train and self._following is not None else None
         modes = tuple(module.training for module in self._shared.tape.model.modules())
         if self._modes.setdefault(train, modes) != modes:  # by which blocks may do, and need, something else
             self._probed = {key: found for key, found in self._probed.items() if key[0] != train}
-            ready, self._modes[train] = None, modes
+            self._modes[train] = modes
+            self._plans.pop(train, None)  # now: where no other one can be made, the next step must not take this one
+        ready = self._plans.get(train)
         gathered = ranks.gather_objects("plan", (ready is not None and ready.covers(shapes), seen))
         if ready is not None and all(covered for covered, _ in gathered):
             if train and self._following is not None:
@@ -165,15 +165,15 @@ class Planning:
         largest = self._to_probe(dict(zip(shapes, micro_batches, strict=True)))
         self._probe_all({s: mb for s, mb in largest.items() if (train, s) not in self._probed}, train=train)
         probed = {shape: self._probed[train, shape] for shape in largest}
-        nbytes, count = max(map(batch.nbytes, micro_batches)), len(micro_batches)
+        nbytes = max(batch.nbytes(mb, self._shared.arrays.dtype) for mb in micro_batches)
         every = self._beside(probed, train=train)
         others = any(ranks.gather_objects("shapes that were seen before", len(every) > len(probed)))
         try:
-            self._plans[train] = self._ready(every, count, nbytes, train=train)
+            self._plans[train] = self._ready(every, len(micro_batches), nbytes, train=train)
         except (BudgetError, ConfigError, ModelError):
             if not others:
                 raise
-            self._plans[train] = self._ready(probed, count, nbytes, train=train)
+            self._plans[train] = self._ready(probed, len(micro_batches), nbytes, train=train)
         return self._use(self._plans[train])
 
     def _beside(self, probed: Mapping[batch.Shapes, Probed], *, train: bool) -> dict[batch.Shapes, Probed]:
@@ -566,7 +566,7 @@ class Planning:
         """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them
         when there is a machine to predict for.
         """
-        shared, nbytes = self._shared, batch.nbytes(micro_batch)
+        shared, nbytes = self._shared, batch.nbytes(micro_batch, self._shared.arrays.dtype)
         micro_batch = self.labels.to_probe(micro_batch)
         fresh = partial(batch.to_device, micro_batch, shared.device, shared.arrays.dtype)
         inputs = fresh()

@@ -112,9 +112,10 @@ def slowest_of(times: Sequence[StageTimes | None]) -> StageTimes | None:
     known = [t for t in times if t is not None]
     if not known:
         return None
+    of_weights = [t.weights for t in known]  # of a shape whose backwards are run as a whole there are none
     return StageTimes(
         forward=tuple(max(same) for same in zip(*(t.forward for t in known), strict=True)),
         backward=tuple(max(same) for same in zip(*(t.backward for t in known), strict=True)),
-        weights=tuple(max(same) for same in zip(*(t.weights for t in known), strict=True)),
+        weights=tuple(max(same) for same in zip(*of_weights, strict=True)) if all(of_weights) else (),
         orthogonal=min((t.orthogonal for t in known if t.orthogonal is not None), default=None),
     )

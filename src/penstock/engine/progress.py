@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+
 from penstock.optim.facade import StreamedOptimizer
 from penstock.optim.precision import LossScale
 from penstock.state.record import check_progress
@@ -28,7 +31,7 @@ class Progress:
     position: Mapping[str, Any] | None = None
 
     def record(self) -> dict[str, Any]:
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         return {
             "step": self.step,
             "updates": self.updates,
@@ -65,3 +68,10 @@ class Progress:
             self.missed = missed
         self.scale.update(overflow=stats.skipped)
         self.optimizer.record_step()
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it: whoever schedules it may have put a number of numpy's or torch's there."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return value.item()
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

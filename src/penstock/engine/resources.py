@@ -41,6 +41,7 @@ from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, ParamSlice, group_parameters
 from penstock.tape.guard import guard
 from penstock.tape.tape import Tape
+from penstock.tape.weight_views import aliases_of
 
 log = logging.getLogger("penstock")
 
@@ -144,7 +145,7 @@ def open_resources(
     budget, precision = settings.budget, settings.precision
     assert precision is not None, "wrap has chosen one"
     assert settings.loss_fn is not None, "and this"
-    found, from_meta = find_blocks(model, settings.blocks), start.built_on_meta(model)
+    found, from_meta, aliases = find_blocks(model, settings.blocks), start.built_on_meta(model), aliases_of(model)
     spec = settings.optimizer
     form = Format.of(precision, spec.moment_count, spec.moments, spec.whole)
     parts = settings.parts(ranks.sharing.each)
@@ -233,6 +234,7 @@ def open_resources(
             ulysses=None if spans is None else spans.ulysses,
             splits=settings.schedule in SPLIT,
             keeps=settings.recompute is not True,
+            aliases=aliases,
         )
         undo.callback(tape.close)
         resources = EngineResources(
@@ -253,7 +255,7 @@ def open_resources(
             strands=description.get("strands", 1),
             device=device,
             streams=streams_for(device),
-            scratch_paths=tuple(path / SCRATCH for path in budget.disk_paths),
+            scratch_paths=tuple(path.absolute() / SCRATCH for path in budget.disk_paths),
             io_threads=settings.io_threads,
             threads=numa.thread_count(device),
             overlap=settings.overlap,

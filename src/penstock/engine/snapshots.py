@@ -55,7 +55,7 @@ class Snapshots:
 
     def _check_account(self, meta: Mapping[str, Any], where: str) -> None:
         self._resources.progress.check(meta, where)
-        check_param_groups(meta["param_groups"], self._resources.optimizer.param_groups, where)
+        check_param_groups(meta["param_groups"], self._resources.progress.record()["param_groups"], where)
 
     def _restore(self, snapshot: snapshots.Saved) -> Event:
         snapshots.restore(snapshot, self._resources.arrays, self._resources.buffers)

@@ -176,11 +176,11 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     ``/proc/self/mountinfo`` where a hierarchy is mounted, and from which of its folders down (in a container).
     """
     places = {}
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    for line in (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines():
         number, controllers, place = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
             places["cgroup2" if number == "0" else "cgroup"] = place
-    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+    for line in (root / "proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
         mount, _, file_system = line.partition(" - ")
         kind, _, options = file_system.split(" ", 2)
         if kind not in places or (kind == "cgroup" and controller not in options.split(" ")[-1].split(",")):

@@ -1,5 +1,6 @@
 """The optimizer that users and ``torch.optim.lr_scheduler`` see: real param groups whose state lives elsewhere."""
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn, get_args
@@ -28,7 +29,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         matrices: ids of those whose steps take them whole.
 
     Raises:
-        ConfigError: an override matches no parameter that an earlier one has not taken.
+        ConfigError: there are no parameters, or an override matches none that an earlier one has not taken.
     """
 
     def __init__(
@@ -37,6 +38,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         named: Sequence[tuple[str, torch.nn.Parameter]],
         matrices: Collection[int] = (),
     ) -> None:
+        if not named:
+            raise ConfigError(
+                "the model has no parameter that is trained (requires_grad is False everywhere): set it for those that "
+                "are to be"
+            )
         self._sealed = False
         self.spec = spec
         groups, defaults = _param_groups(spec, named, matrices), spec.group_settings
@@ -166,12 +172,14 @@ def _kind(spec: OptimizerSpec, group: Mapping[str, Any] | None = None) -> Kind:
         case SGD(momentum=0.0):
             return "sgd"
         case SGD(nesterov=nesterov):
-            return "nesterov" if nesterov else "momentum"
+            return "nesterov" if (nesterov if group is None else group["nesterov"]) else "momentum"
     raise ConfigError(f"{type(spec).__name__} is not an optimizer: use AdamW, Adam, SGD, Lion or Muon")
 
 
 def _hyper(kind: Kind, group: dict[str, Any]) -> Hyper:
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    if not (math.isfinite(lr) and math.isfinite(weight_decay)):
+        raise ConfigError(f"param_groups: lr={lr}, weight_decay={weight_decay}: must be finite numbers")
     if kind in ("sgd", "momentum", "nesterov"):
         momentum = float(group["momentum"])
         if kind == "sgd" and momentum:
@@ -189,4 +197,6 @@ def _hyper(kind: Kind, group: dict[str, Any]) -> Hyper:
         betas = (momentum, 0.0)
         return Hyper(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, ns_steps=steps, adjust=adjust)
     betas = (float(group["betas"][0]), float(group["betas"][1]))
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"param_groups: betas={betas}: must be two numbers of at least 0 and below 1")
     return Hyper(kind=kind, lr=lr, betas=betas, eps=float(group.get("eps", 0.0)), weight_decay=weight_decay)

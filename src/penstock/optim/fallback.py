@@ -48,7 +48,7 @@ def _master(weights: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
     """The fp32 master copy, in place or put together."""
     if rest is None or rest.dtype == torch.float32:
         return weights if rest is None else rest
-    master = torch.empty(weights.shape, device=weights.device)
+    master = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
     join(master, weights, rest)
     return master
 
@@ -67,7 +67,7 @@ def _wide(moment: Moment) -> torch.Tensor:
     """A moment in fp32: itself, to be updated in place, or a new tensor."""
     if isinstance(moment, torch.Tensor):
         return moment.float()
-    values = torch.empty(moment.numel(), device=moment.codes.device)
+    values = torch.empty(moment.numel(), dtype=torch.float32, device=moment.codes.device)
     decode(values, moment)
     return values
 

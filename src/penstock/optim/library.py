@@ -175,7 +175,7 @@ def fused(device: torch.device) -> TorchKernels | None:
 
 def _try(kernels: TorchKernels, device: torch.device) -> None:
     """A norm and a step of zeros: a Triton that lacks what either is written in shows it here, and in no step."""
-    grad, weights, first, second = torch.zeros(4, BLOCK, device=device)
+    grad, weights, first, second = torch.zeros(4, BLOCK, dtype=torch.float32, device=device)
     kernels.fold_squares(grad)
     s = scalars(Hyper(kind="adamw", lr=0.0, eps=1.0), 1)
     kernels.step("adamw", s, grad=grad, weights=weights, rest=None, moments=(first, second))

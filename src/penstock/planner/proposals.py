@@ -34,6 +34,8 @@ _SHALLOWEST = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, a
 _TIERS_TRIED = 2
 """combinations of tiers for saved activations and gradients that are proposed for each size of chunks"""
 _PROMISING = 1.05
+_OTHERS = 2
+"""delays that promise something beside the best: one size of chunks says little of another"""
 _BESIDES = 1.01
 Promising = Sequence[tuple[Request, tuple[float, ...]]]
 """Requests, each with delays"""
@@ -358,7 +360,7 @@ class Proposals:
 
 def _best_delays(screened: Iterable[tuple[float, float]]) -> tuple[float, ...]:
     """The best of the delays in (seconds, delay): the middle of those that are as good as the best, which leaves lanes
-    the most room; the next one that promises something; and none at all beside them."""
+    the most room; the next ones that promise something; and none at all beside them."""
     by_seconds = sorted(screened)
     if not by_seconds:
         return ()
@@ -366,7 +368,7 @@ def _best_delays(screened: Iterable[tuple[float, float]]) -> tuple[float, ...]:
     good = sorted(delay for seconds, delay in by_seconds if seconds <= least * EQUAL)
     middle = good[len(good) // 2]
     others = [delay for seconds, delay in by_seconds if delay not in (0, middle) and seconds <= least * _PROMISING]
-    return tuple(dict.fromkeys((middle, *others[:1], *(delay for _, delay in by_seconds if not delay))))
+    return tuple(dict.fromkeys((middle, *others[:_OTHERS], *(delay for _, delay in by_seconds if not delay))))
 
 
 def _too_little_disk(request: Request, settings: Settings, limits: Limits) -> str:

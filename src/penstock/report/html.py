@@ -74,7 +74,8 @@ class Page:
             "columns": self.columns.text(),
             "script": "\n".join(_file(name) for name in _SCRIPTS),
         }
-        return _MARK.sub(lambda mark: parts[mark[1]], _file("page.html"))
+        page = _MARK.sub(lambda mark: parts[mark[1]], _file("page.html"))
+        return page.encode(errors="replace").decode()  # the name of a folder may be no text
 
 
 def _kept_together(text: str) -> str:

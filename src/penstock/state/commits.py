@@ -209,6 +209,7 @@ class Commits:
                 return
             own.require_owner(self._owner)
             self._require_part(own)
+            self._require_slots(own)
             if has_other_form(own.model, model, str(own.paths[0])):
                 raise ConfigError(
                     f"optimizer.moments: {own.paths[0]} has another form of moments, and another rank has lost its "
@@ -251,6 +252,20 @@ class Commits:
         ranks, whole = self.ranks, self._share.is_whole and self.ranks.size > 1
         place = Place(rank=ranks.rank, ranks=ranks.size, whole=whole, copies=ranks.copies, stages=ranks.stages)
         place.require(store.paths[0], store.model)
+
+    def _require_slots(self, store: Store) -> None:
+        """With one slot a step overwrites what counts: nothing that is promised of two holds, nor can it be dropped.
+
+        Raises:
+            ConfigError: a store was made with another number of slots than is asked for.
+        """
+        asked = self._budget.slots
+        had = max((extent.slots for extent in store.layout.extents), default=asked)
+        if had != asked:
+            raise ConfigError(
+                f"budget.slots={asked}: the store in {store.paths[0]} was made with slots={had}, and keeps them: give "
+                "that, or load a snapshot into a new directory"
+            )
 
     def _made(self, layout: Layout, model: dict[str, Any], io_threads: int) -> Store:
         paths = self._budget.disk_paths
@@ -317,6 +332,7 @@ class Commits:
                     "what is on disk is not one step's state. Remove the directory to start over (and load a snapshot "
                     "if there is one)"
                 )
+            self._require_slots(store)
             successor.clear(paths, stores)
             if record is not None:  # else a start that came to nothing may have made some of them anew
                 self.ranks.agree("form of moments in their stores", store.model.get("moments", "fp32"))

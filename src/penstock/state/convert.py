@@ -218,7 +218,7 @@ class Conversion:
         )
         self._source.fetch((name,), offset, codes.codes)
         self._source.fetch((scale,), offset, codes.scales)
-        values = torch.empty(whole)
+        values = torch.empty(whole, dtype=torch.float32)
         kernels.decode(values, codes, self._threads)
         out.copy_(values[:n])
 

@@ -108,12 +108,18 @@ def check_param_groups(saved: Any, mine: Sequence[Mapping[str, Any]], where: str
         for key, value in theirs.items():
             if key in ours and _kind(value) != _kind(ours[key]):
                 raise StoreError(_damaged(where, f"param_groups: {key}={shown(value)}"))
+        if NAMES in theirs and NAMES in ours and (other := {*theirs[NAMES]} ^ {*ours[NAMES]}):
+            raise StoreError(
+                f"{where}: {min(other)!r} was in another of the optimizer's param groups when this was saved: wrap the "
+                "model with the overrides that it was saved with"
+            )
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_kind, value))}]"
-    return "number" if fits(value, float) else type(value).__name__
+        kinds = list(map(_kind, value))
+        return f"[{'text' if set(kinds) == {'text'} else ','.join(kinds)}]"  # of names there may be any number
+    return "number" if fits(value, float) else "text" if isinstance(value, str | None) else type(value).__name__
 
 
 def _check(found: Any, hints: Mapping[str, Any], where: str) -> None:

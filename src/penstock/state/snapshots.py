@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from numpy import uint8
 from numpy.typing import NDArray
 
@@ -240,6 +241,7 @@ class _CutAnew:
         self._groups = {group.index: group for group in groups_of(model)}
         self._own = [share.part(group) for group in groups_of(described(model, share.size, 1)[self._rank])]
         self._parts = {part.name: part for group in self._own for part in parts_of(group, form, dtype)}
+        self._saved = SnapshotArrays(readers, model)
 
     def read(self, name: str, offset: int, buffer: NDArray[uint8]) -> None:
         part = self._parts.get(name)
@@ -249,6 +251,9 @@ class _CutAnew:
         size, group, per = part.dtype.itemsize, self._groups[part.group], part.per
         found = found_in(group, self._own[part.group], part, self._rank, offset // size, buffer.size // size)
         buffer[found.numel // per * size :] = 0
+        if per > 1:  # of scales, of which ranks have less than whole pages
+            self._saved.fetch((name,), found.start, torch.from_numpy(buffer).view(part.dtype)[: found.numel // per])
+            return
         for piece in self._had.pieces(group, found.start, found.numel):
             into = buffer[piece.first // per * size : (piece.first + piece.numel) // per * size]
             self._readers[piece.rank].read(name, piece.start // per * size, into)

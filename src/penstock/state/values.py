@@ -80,7 +80,7 @@ class Values:
 
         Raises: as ``read``.
         """
-        out = torch.empty(self.parameters[name].shape)
+        out = torch.empty(self.parameters[name].shape, dtype=torch.float32, device="cpu")
         self.read(name, 0, out.view(-1))
         return out
 

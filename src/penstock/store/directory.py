@@ -18,13 +18,11 @@ from penstock.store.packed import ADVICE, FULL, store_error
 log = logging.getLogger("penstock")
 
 LOCK = "lock"
-_ADVICE = {
+_ADVICE = ADVICE | {
     **dict.fromkeys(FULL, "free some space"),
     errno.EIO: "check the drive and the kernel's log (dmesg)",
-    errno.EROFS: "the file system has become read-only: see the kernel's log (dmesg)",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "raise the limit of open files (sysctl fs.file-max)",
 }
+_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
@@ -46,7 +44,7 @@ def is_there(path: Path) -> bool:
 def in_the_way(path: Path, error: OSError) -> str:
     """The reason that the system refuses to touch ``path``, with its name for the error and what to do."""
     said = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'no number')})"
-    if error.errno not in (errno.EACCES, errno.EPERM):
+    if error.errno not in _FORBIDDEN:
         return f"{said}: {_ADVICE.get(error.errno or 0, 'is this the right place?')}"
     for place in (path, *path.parents):
         try:
@@ -122,8 +120,10 @@ def check_directory(path: Path, *, writable: bool = True) -> None:
     if not path.is_dir():
         raise StoreError(f"{path} is not a directory: give one")
     if not os.access(path, os.R_OK | os.X_OK | (os.W_OK if writable else 0)):
-        what = "writable" if writable else "readable"
-        raise StoreError(f"{path} is not {what}: change its owner or mode, or give another directory")
+        what, advice = "writable" if writable else "readable", "change its owner or mode"
+        if writable and os.statvfs(path).f_flag & os.ST_RDONLY:
+            advice = "its file system is mounted read-only, or has become so (see the kernel's log, dmesg)"
+        raise StoreError(f"{path} is not {what}: {advice}, or give another directory")
 
 
 def mount_point(path: Path) -> Path:
@@ -142,7 +142,7 @@ def in_memory(path: Path) -> bool:
 def _file_system_type(path: Path) -> str:
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
         mount, _, kind = line.partition(" - ")
         if mount.split()[2] == wanted:
             return kind.split()[0]
@@ -251,8 +251,10 @@ class DirectoryLock:
         except StoreError:
             raise
         except OSError as e:
-            advice = "free some space" if e.errno in FULL else ADVICE.get(e.errno or 0, "use a local file system")
-            raise store_error(f"{self._path} cannot be locked: {e.strerror}: {advice}", e) from e
+            said = f"{e.strerror}: {_ADVICE.get(e.errno or 0, 'use a local file system')}"
+            if e.errno in _FORBIDDEN:
+                said = in_the_way(self._path, e)
+            raise store_error(f"{self._path} cannot be locked: {said}", e) from e
         _held.add(self)
 
     def _take(self, directory: Path) -> int:

@@ -49,10 +49,11 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
             raise StoreError(f"{path} holds a store already: open it, delete it, or give another directory")
         if (path / MANIFEST).exists() and not (path / PARTIAL).exists():
             raise StoreError(
-                f"{path} holds the manifest of a store whose data is gone: delete it, or give another directory"
+                f"{path} holds a {MANIFEST} and no store: give another directory, or delete that if it is of a store "
+                "whose data is gone"
             )
     except BaseException:
-        lock.release()
+        lock.release(remove=not any(directory.is_there(path / name) for name in (DATA, NEXT)))
         raise
     remove_files([path])
     undo.callback(lock.release, remove=True)

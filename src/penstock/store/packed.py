@@ -30,6 +30,8 @@ ADVICE = {
     errno.EDQUOT: "the disk quota is used up: raise it, or use another directory",
     errno.ELOOP: "remove the link, or put what it leads to in its place",
     errno.EROFS: "the file system has become read-only: see the kernel's log (dmesg)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files (sysctl fs.file-max)",
 }
 
 

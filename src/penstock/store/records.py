@@ -14,7 +14,7 @@ from penstock.documents import typed
 from penstock.documents.text import MalformedError, parse_json, read_bounded
 from penstock.documents.typed import shown
 from penstock.errors import StoreError
-from penstock.store.packed import store_error
+from penstock.store.packed import ADVICE, store_error
 
 log = logging.getLogger("penstock")
 
@@ -79,7 +79,8 @@ def read_document(path: Path, kind: str) -> Any:
     try:
         text = read_bounded(path, _LARGEST)
     except OSError as e:
-        raise store_error(f"{path} cannot be read: {e.strerror}: is this the right directory?", e) from e
+        advice = ADVICE.get(e.errno or 0, "is this the right directory?")
+        raise store_error(f"{path} cannot be read: {e.strerror}: {advice}", e) from e
     except MalformedError as e:
         raise StoreError(f"{path} is damaged: {e}") from e
     return decode(kind, text, path)
@@ -137,6 +138,7 @@ class CommitLog:
         Raises:
             StoreError: neither file holds a readable record, or what is to be written cannot be.
         """
+        directory = directory.absolute()  # a program may go elsewhere between two commits
         self._paths = (directory / "commit.0", directory / "commit.1")
         self._store = store
         self.writable = writable
@@ -273,11 +275,11 @@ class CommitLog:
         Raises:
             StoreError: that fails, too; nothing may be written.
         """
-        if self._doubtful is not None:
+        if (path := self._doubtful) is not None:  # threads may come here at once
             try:
-                _overwrite(self._doubtful, b"")
+                _overwrite(path, b"")
             except OSError as e:
-                what = f"{self._doubtful}: a commit that has failed cannot be taken back: {e.strerror}"
+                what = f"{path}: a commit that has failed cannot be taken back: {e.strerror}"
                 raise store_error(f"{what}: the commit before it still stands", e) from e
             self._doubtful = None
 

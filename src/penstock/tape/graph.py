@@ -197,6 +197,11 @@ class SavedTensor:
     version: int
 
 
+def _first_byte(tensor: torch.Tensor) -> int:
+    """The place in its storage where a tensor begins."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
 def is_plain_view(tensor: torch.Tensor, parameter: nn.Parameter) -> bool:
     """True if a view of a parameter can be made again from its place alone."""
     return tensor.dtype == parameter.dtype and not (tensor.is_conj() or tensor.is_neg())
@@ -251,9 +256,9 @@ class WeightPacker:
 
     def parameter_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
         """The known parameter that a tensor begins in."""
-        start = int(tensor.storage_offset())
+        start = _first_byte(tensor)  # not its first element: that of a view under another dtype has another number
         here = self._places.get(storage_key(tensor), ())
-        return next((p for p in here if 0 <= start - int(p.storage_offset()) < p.numel()), None)
+        return next((p for p in here if 0 <= start - _first_byte(p) < p.numel() * p.element_size()), None)
 
     def unpack(self, packed: SavedTensor | WeightView) -> torch.Tensor:
         """Raises:

@@ -25,10 +25,12 @@ class Compared:
     ``targets``: int64 [n], those that are not ignored, in their order, on the CPU; None where they are not known or are
     no class ids. ``mean``: it gives their mean. ``total``: the sum of their losses, where it gives one for
     each. ``summed``: their sum as it gives it, where it does. ``ctc``: it is connectionist: of rows, not of targets.
+    ``ignored``: the class id of targets that are ignored.
     """
 
     targets: torch.Tensor | None
     mean: bool
+    ignored: int = -100
     total: float | None = None
     summed: torch.Tensor | None = None
     ctc: bool = False
@@ -60,15 +62,15 @@ class Losses(TorchFunctionMode):
 
     def _compared(self, given: dict[str, Any], result: torch.Tensor) -> Compared:
         targets = None if given["target"].is_floating_point() else self._value_of(given["target"])
+        ignored = int(given["ignore_index"])
         if targets is not None:
-            targets = targets.detach()[targets != given["ignore_index"]].flatten().long().cpu()
+            targets = targets.detach()[targets != ignored].flatten().long().cpu()
         plain = given["weight"] is None and given["size_average"] is None and given["reduce"] is None
         if given["reduction"] == "mean" or not plain:
-            return Compared(targets=targets if plain else None, mean=plain)
+            return Compared(targets=targets if plain else None, mean=plain, ignored=ignored)
         # A sum is divided by what its caller has counted, which may be another number in the next step.
         if given["reduction"] == "sum":
-            return Compared(
-                targets=targets, mean=False, summed=None if result.is_meta else result.detach().cpu().clone()
-            )
+            summed = None if result.is_meta else result.detach().cpu().clone()
+            return Compared(targets=targets, mean=False, summed=summed, ignored=ignored)
         total = None if result.is_meta else float(result.detach().sum())
-        return Compared(targets=targets, mean=False, total=total)
+        return Compared(targets=targets, mean=False, total=total, ignored=ignored)

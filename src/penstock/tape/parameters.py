@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.compat.torch import gradient_hooks
+from penstock.compat.torch import gradient_hooks, version
 from penstock.errors import ModelError
 from penstock.tape.groups import ParamGroup, ParamSlice
 from penstock.tape.refusals import refuse_accumulation_hooks
@@ -79,6 +79,23 @@ class GradientHooks:
             of_tensor=register(partial(self._of_tensor, parameter)),
             after_accumulation=register_after(self._after_accumulation),
         )
+
+
+def versions(groups: Sequence[ParamGroup]) -> list[int]:
+    """The number of times that each parameter of the groups was written to in place so far."""
+    return [version(s.parameter) for group in groups for s in group.slices]
+
+
+def refuse_written(groups: Sequence[ParamGroup], before: Sequence[int]) -> None:
+    """Raise ModelError if a parameter was written to since it had the version ``before``: what is there between steps
+    is a placeholder, or one of several copies."""
+    for s, known in zip((s for group in groups for s in group.slices), before, strict=True):
+        if version(s.parameter) != known:
+            raise ModelError(
+                f"parameter {s.name!r} was written to in place between steps (clamp_, copy_), where the engine has its "
+                "value: nothing would come of it. Let the model bound it where it is used (torch.clamp), or the "
+                f"optimizer change it; to go on with other values {_AGAIN}"
+            )
 
 
 def refuse_changed(model: nn.Module, groups: Sequence[ParamGroup]) -> None:

@@ -63,7 +63,8 @@ class Probe:
         self._before: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # what a call has written to, as it was
         self._watch = Watch(self._group_of, self._touch, self._note_write, self._on_op)
         self._smuggled = Smuggled(self._watch.birth)
-        self._views = WeightViews(self._packer, {id(s.parameter): s.name for g in tape.groups for s in g.slices})
+        names = {id(s.parameter): s.name for g in tape.groups for s in g.slices}
+        self._views = WeightViews(self._packer, names, tape.aliases)
         self._ahead = Ahead(self._group_of, self._bring)
         self._segments: list[Segment] = []
         self._asked = Asked(self._block)
@@ -227,6 +228,8 @@ class Probe:
         return self._packer.unpack(packed)
 
     def _note_gradient(self, parameter: nn.Parameter, segment: int, gradient: torch.Tensor) -> None:
+        if not parameter.numel():  # there is nothing to step, and perhaps no room for nothing
+            return
         self._segments[segment].gradients.add(self._group_of[id(parameter)])
         if self._running.hooks.has_others(parameter) and self._sources.setdefault(id(parameter), segment) != segment:
             name = next(s.name for g in self._tape.groups for s in g.slices if s.parameter is parameter)

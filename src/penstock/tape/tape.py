@@ -34,7 +34,7 @@ from penstock.tape.kept_graph import Keeping
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.losses import Compared
 from penstock.tape.modes import TrainingFlags
-from penstock.tape.parameters import refuse_changed
+from penstock.tape.parameters import refuse_changed, refuse_written, versions
 from penstock.tape.probe import Probe
 from penstock.tape.running import OnGradient, Running
 from penstock.tape.saved_activations import SavedActivations, refuse_kept
@@ -42,6 +42,7 @@ from penstock.tape.split import Held, NotInTwoError, Splitting
 from penstock.tape.suspended import Event, LossFn, SuspendedForward
 from penstock.tape.ulysses import Ulysses
 from penstock.tape.waits import Wait
+from penstock.tape.weight_views import Alias
 
 
 class Tape:
@@ -65,16 +66,18 @@ class Tape:
         ulysses: Ulysses | None = None,
         splits: bool = False,
         keeps: bool = True,
+        aliases: Sequence[Alias] = (),
     ) -> None:
         """``compile``: the backend of ``torch.compile`` that blocks are compiled by; None: they are not. ``ulysses``:
         the model's attention, of ranks that share each sequence; closed with the tape. ``splits``: the probe learns
         which calls' backwards can be run in two parts, and what that takes; ``keeps``: likewise, which graphs can be
-        kept, of blocks that are not compiled."""
+        kept, of blocks that are not compiled. ``aliases``: of the model's weights, from before they left it."""
         self.model = model
         self.compiled = compile is not None
         self.splits = splits
         self.keeps = keeps and compile is None
         self.groups = tuple(groups)
+        self.aliases = tuple(aliases)
         self.device = device
         self.facts: tuple[StageFacts, ...] = ()
         self.flops: tuple[tuple[int, int], ...] = ()
@@ -112,6 +115,8 @@ class Tape:
         self._losses: list[torch.Tensor | None] = []
         self._random: rng.RandomState | None = None
         self._train = True
+        self._versions = versions(self.groups)
+        """versions of the parameters, as the last step has left them"""
 
     @property
     def on_gradient(self) -> OnGradient:
@@ -207,6 +212,7 @@ class Tape:
     ) -> None:
         """``begin`` without a program: what the probe starts from. ``flags``: of modules that forwards may switch."""
         refuse_changed(self.model, self.groups)
+        refuse_written(self.groups, self._versions)
         for site in self.sites:
             check_installed(site)
         self.running.hooks.install()  # not earlier: a parameter that leaves the meta device loses its hooks
@@ -332,8 +338,12 @@ class Tape:
             self._random.restore()
             self._random = None
         with ExitStack() as all_of_them:  # also those after one whose own clean-up raises
+            all_of_them.callback(self._note_versions)
             for suspended in all_suspended:
                 all_of_them.callback(suspended.close)
+
+    def _note_versions(self) -> None:
+        self._versions = versions(self.groups)
 
     def _drop_inputs(self, stage: int, mb: int) -> None:
         """Let go of the saved activation that ``stage`` has read; its gradient is still needed."""

@@ -23,18 +23,22 @@ def opening(config: TrainConfig, data: str, parameters: int) -> str:
     )
 
 
-def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, stopped: bool) -> str:
+def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, stopped: bool, kept: bool = True) -> str:
     """The last words: how the loss went, what was trained in which memory, where to look.
 
-    ``own_bytes``: resident before there was a model. ``stopped``: a signal ended the run early.
+    ``own_bytes``: resident before there was a model. ``stopped``: a signal ended the run early. ``kept``: whether its
+    state is, so that it can go on.
     """
-    given, outline = meter.outline.given, meter.outline
+    given, outline, run = meter.outline.given, meter.outline, shlex.quote(str(folder))
     lines = []
     if stopped:
-        lines.append(
-            f"Stopped after step {meter.done} of {outline.steps}, as asked. That step is whole and the state intact: "
-            f"{how_to_start(outline.ranks, outline.hosts)} resume {shlex.quote(str(folder))} goes on."
-        )
+        then = f"{how_to_start(outline.ranks, outline.hosts)} resume {run} goes on."
+        if not kept:
+            then = "It is not kept (budget.durability: none, without budget.disk): there is nothing to go on from."
+        elif meter.done >= outline.steps:
+            then = "that was the last."
+        said = f"Stopped after step {meter.done} of {outline.steps}, as asked."
+        lines.append(f"{said} {'That step is whole and the state intact: ' if kept else ''}{then}")
     last = meter.losses[-max(len(meter.losses) // 10, 1) :]  # one micro-batch is noisy: the mean of the last tenth
     loss = f"loss     {meter.losses[0]:.4f} -> {fmean(last):.4f}" + (f", mean of {len(last)}" if len(last) > 1 else "")
     if meter.validation:
@@ -65,7 +69,7 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     lines += _foretold(meter)
     if trace is not None:
         lines.append(f"trace    {trace} (open it in https://ui.perfetto.dev)")
-        lines.append(f"report   penstock report {folder} draws it on one page, beside what was predicted")
+        lines.append(f"report   penstock report {run} draws it on one page, beside what was predicted")
     lines.append(f"metrics  {folder / 'metrics.jsonl'}")
     return "\n".join(["", *lines])
 

@@ -7,6 +7,7 @@ from typing import TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from penstock.cli.showing.display import write_now
@@ -28,9 +29,9 @@ class TerminalDisplay:
 
     @contextmanager
     def working(self, text: str) -> Iterator[Callable[[str], None]]:
-        start = time.perf_counter()
+        start, text = time.perf_counter(), escape(text)  # it may name a folder
         with self.console.status(text) as status:
-            yield lambda how_far: status.update(f"{text}: {how_far}")
+            yield lambda how_far: status.update(f"{text}: {escape(how_far)}")
         self.console.print(f"[green]✓[/] {text} [dim]{time.perf_counter() - start:.1f} s[/]")
 
     def begin(self, meter: Meter) -> None:

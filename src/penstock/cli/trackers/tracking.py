@@ -10,6 +10,8 @@ from typing import Any, Literal, Protocol
 
 from penstock import files
 from penstock.config import TrackerName
+from penstock.documents.text import MalformedError, parse_json, read_bounded
+from penstock.documents.typed import fits
 from penstock.errors import ConfigError
 
 log = logging.getLogger("penstock")
@@ -81,7 +83,7 @@ def start_trackers(names: Sequence[TrackerName], folder: Path, settings: Mapping
         ConfigError: one of them cannot start; those that have are closed.
     """
     path = folder / IDS
-    known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = _known(path)
     flat = dict(flatten(settings))
     started = Trackers()
     for name in names:
@@ -94,6 +96,27 @@ def start_trackers(names: Sequence[TrackerName], folder: Path, settings: Mapping
         started.running[name] = tracker
         _keep(path, known)
     return started
+
+
+def _known(path: Path) -> dict[str, str]:
+    """The names that trackers gave the run before.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    try:
+        found = parse_json(read_bounded(path))
+        if not fits(found, Mapping[str, str]):
+            raise MalformedError("it is no object of texts")
+    except FileNotFoundError:
+        return {}
+    except (OSError, MalformedError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{path}, which says what trackers call the run, cannot be read: {reason}. Put it back from a copy, or "
+            "remove it: trackers then take the run for a new one"
+        ) from None
+    return dict(found)
 
 
 def _keep(path: Path, known: Mapping[str, str]) -> None:

@@ -134,6 +134,8 @@ class Compute:
     def _accumulate(self, parameter: torch.nn.Parameter, stage: int, gradient: torch.Tensor) -> None:
         """Add a parameter's gradient to its place; called by the tape."""
         target, context = self._accumulators.get(id(parameter)), self._to.context
+        if target is None and not parameter.numel():
+            return
         if target is None:
             raise ModelError(
                 f"{self._name(parameter)} received a gradient in stage {stage} ({self._stages[stage].name}), where the "

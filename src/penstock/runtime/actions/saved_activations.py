@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from penstock.errors import ModelError
 from penstock.runtime.access import Access
 from penstock.runtime.bound import activation_extent
 from penstock.runtime.streams import DeviceStreams, HostStreams
@@ -27,12 +28,27 @@ class SavedActivations:
         """To host buffers that hold it together; the device's memory is free then."""
         k, m = op.id.stage, op.id.micro_batch
         tensors = self._tape.saved_activations.of(k, m)
-        for tensor, offset in zip(tensors, end_to_end([t.nbytes for t in tensors]), strict=True):
+        offsets = end_to_end([t.nbytes for t in tensors])
+        self._require_room(k, m, offsets[-1] + tensors[-1].nbytes if tensors else 0)
+        for tensor, offset in zip(tensors, offsets, strict=True):
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             for piece, first in self._to.pools.pieces(op.writes, offset, data.numel()):
                 self._to.copy(piece, data[first : first + piece.numel()])
             self._streams.used_on("d2h", data)
         self._tape.saved_activations.drop(k, m)
+
+    def _require_room(self, k: int, m: int, nbytes: int) -> None:
+        """Raises:
+        ModelError: a micro-batch of a shape that was planned for hands on more than there is room for.
+        """
+        stage = self._to.bound.program.stages[k]
+        if nbytes > stage.activation:
+            raise ModelError(
+                f"micro-batch {m}: stage {k} ({stage.name}) puts out {nbytes} bytes, where the one of its shape that "
+                f"the plan was made from put out {stage.activation}. The sizes of what blocks are handed must not "
+                "depend on the values of the data (on how many tokens a mask hides): keep the padding, or let saved "
+                "activations stay on the device, budget.activations='device'"
+            )
 
     def up(self, op: Op) -> None:
         """Back to the tape, in a buffer of the device."""
