@@ -40,6 +40,7 @@ def test_exports_of_the_same_state_have_the_same_bytes(tmp_path: Path) -> None:
     assert int(done.stdout.splitlines()[-1]) != hash("the order of sets"), "another process: unset PYTHONHASHSEED"
     assert main(["export", str(run), str(tmp_path / "adapter-2")]) == 0
     assert main(["export", str(run), str(tmp_path / "merged-2"), "--merge"]) == 0
+    assert main(["export", str(run), str(tmp_path / "adapter-3"), "--shard-size=1MB"]) == 2  # it is one file
     found = [[_digests(tmp_path / f"{kind}-{number}") for kind in ("adapter", "merged")] for number in (1, 2)]
     assert found[0] == found[1]
     assert {"adapter_config.json", "adapter_model.safetensors"} <= found[0][0].keys()

@@ -15,6 +15,9 @@ import pytest
 
 import penstock
 from penstock.cli import main
+from penstock.cli.durable import with_durability
+from penstock.cli.settings import load
+from penstock.cli.split import cut_batch
 from penstock.cli.task import as_free_here
 from penstock.hardware.machine import Between, Network, parse_machine
 from penstock.hardware.profiles import save_profile
@@ -293,6 +296,36 @@ def test_a_profile_without_what_the_run_needs(config: Path, capsys: pytest.Captu
     assert "no optimizer rate adamw.fp16" in said
 
 
+def test_no_batch_is_promised_more_than_compute_allows(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other batches may keep more graphs on the device than the plan does."""
+    small = config.parent / "fast-disk.json"
+    rates = dict.fromkeys(("read", "write", "read_both", "write_both"), 1e12)
+    small.write_text(replace(MACHINE, drives=(replace(DRIVE, path="/d", **rates),)).to_json())
+    path = write(config.parent, device="32MiB", host="96MiB")
+    data = json.loads(answered(capsys, path, "--machine", small, "--json"))
+    assert 0 < data["plan"]["graphs_kept"] < 6 * data["plan"]["micro_batches"], "some, and not all"
+    most = max(rate or 0.0 for point in data["batches"] for rate in point["tokens_per_second"].values())
+    assert most <= data["roofline"]["compute_tokens_per_second"]
+
+
+def test_a_plan_cuts_the_batch_as_the_run_does_whose_durability_is_weighed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With durable steps another cut is the fastest than with state in memory."""
+    rates = {"read": 2.5e6, "write": 1.2e6, "read_both": 2e6, "write_both": 1e6}
+    slow = replace(MACHINE, drives=(replace(DRIVE, path="/d", **rates),))
+    machine = folder / "slow-drive.json"
+    machine.write_text(slow.to_json())
+    path = write(folder, device="14MiB", host="14MiB")
+    path.write_text(path.read_text().replace("micro_batch_size: 2\n", ""))
+    found = json.loads(answered(capsys, path, "--machine", machine, "--json"))
+    config = load(path, ())
+    cut = cut_batch(config, "vertical", slow, "cpu")
+    run, _ = with_durability(config, "vertical", slow, cut, "fp32", 1)
+    assert found["durability"]["kept"] == run.budget.durability == "interval"
+    assert found["plan"]["micro_batch_size"] == cut.size
+
+
 def test_several_ranks_share_the_budget_and_the_step_and_one_sends_nothing(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,6 +416,8 @@ def test_layouts_of_several_hosts_are_compared_and_the_fastest_is_named(
         (("--hosts", "2x8xh100-80g", "--ranks", "2"), "ranks does not go with --hosts"),
         (("--hosts", "2x8xh100-80g", "--machine", "gh200"), "has no effect, as --hosts names the machine"),
         (("--hosts", "1x1xh100-80g"), "is one rank: leave --hosts out"),
+        (("--hosts", "1x2xh100-80g", "--network", "1Gbit/s"), "network is that between hosts, and hosts="),
+        (("--hosts", "2x2xh100-80g", "--budget.disk", "null", "--disk_free", "1TB"), "disk_free has no effect without"),
     ],
 )
 def test_hosts_that_cannot_be_compared_are_refused(

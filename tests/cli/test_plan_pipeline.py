@@ -121,3 +121,18 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     assert main(["plan", str(config), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_each_rank_s_store_has_room_on_its_own_drive(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needs = [rank["memory"]["disk"] for rank in planned(capsys, config)["ranks"]]
+    assert needs[0] > needs[1], "the first has the head, too"
+    words = (config, "--budget.disk", "[/d0, /d1]", "--machine")
+    for free, fits in (((needs[0] - 1, needs[0]), False), ([*needs[:1], needs[1] - 1], False), (needs, True)):
+        drives = tuple(replace(DRIVE, path=f"/d{n}", free=room) for n, room in enumerate(free))
+        path = config.parent / "drives.json"
+        path.write_text(replace(MACHINE, drives=drives, network=NETWORK).to_json())
+        if fits:
+            assert [rank["memory"]["disk"] for rank in planned(capsys, *words, path)["ranks"]] == needs
+        else:
+            assert main(["plan", *map(str, (*words, path))]) == 2
+            assert "budget.disk: on one drive the stores take" in capsys.readouterr().err

@@ -116,6 +116,42 @@ def test_what_cannot_be_is_refused(begun: Path, words: list[str], said: str) -> 
     assert (begun / "run" / "run.json").read_bytes() == before
 
 
+def test_ranks_of_several_hosts_become_as_many_on_one(begun: Path, tmp_path: Path) -> None:
+    """Whose stores have been copied here: on one host ranks may have other directories, and share its drives."""
+    wanted = parameters(begun, 1)
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    assert penstock(tmp_path, "reshard", "run", "--ranks", "2").returncode == 0
+    run = tmp_path / "run"
+    record = RunRecord.read(run)
+    assert record is not None
+    replace(record, hosts=2).write(run)
+    done = penstock(tmp_path, "reshard", "run", "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    assert "goes on with 2 ranks: torchrun --nproc-per-node 2" in done.stdout
+    assert RunRecord.read(run) == record
+    found = parameters(tmp_path, 2)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("setting", ["schedule: horizontal", "sync_buffers: mean"])
+def test_settings_that_a_pipeline_cannot_have_are_refused_before_anything_changes(
+    begun: Path, tmp_path: Path, setting: str
+) -> None:
+    """Else the run would have no settings to go on with: its old stores were gone, and it was never finished."""
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    key, path = setting.split(":")[0], tmp_path / "run" / "config.yaml"
+    lines = path.read_text().splitlines()[:-1]  # without the digest, as by hand
+    path.write_text("\n".join(setting if line.startswith(f"{key}:") else line for line in lines) + "\n")
+    before = (tmp_path / "run" / "run.json").read_bytes()
+    done = penstock(tmp_path, "reshard", "run", "--ranks", "2", "--pipeline")
+    assert done.returncode == 2
+    assert f"{key}=" in done.stderr
+    assert "is not for the ranks of a pipeline (pipeline=2)" in done.stderr
+    assert (tmp_path / "run" / "run.json").read_bytes() == before
+    assert not list((tmp_path / "run" / "store").glob("*-*"))
+    assert (tmp_path / "run" / "store" / "manifest.json").exists()
+
+
 def test_what_is_not_this_runs_stays_where_it_is(begun: Path, tmp_path: Path) -> None:
     shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     store = tmp_path / "run" / "store"

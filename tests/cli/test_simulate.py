@@ -482,6 +482,27 @@ def test_a_file_that_is_not_text_is_refused(fails: Fails, tmp_path: Path) -> Non
     assert "it is not UTF-8 text" in fails(path)
 
 
+def test_collectives_between_hosts_are_not_those_of_one_machine(fails: Fails, tmp_path: Path) -> None:
+    path = tmp_path / "hosts.txt"
+    path.write_text(
+        "world mine ranks 2\ngroup all 0-1\nrank 0-1\nschedule mine micro-batches 1 chunk 4096\n"
+        "pool w device 1 x 100\nHW0 group all take w0=w write w0 bytes 100 give w0\nF0m0\nUW0.0@F0m0 bytes 100\n"
+    )
+    assert "has collectives between hosts" in fails(path, "--layers", 2, "--costs", "h100-80g")
+    assert main(["simulate", str(path), "--costs", "unit"]) == 0
+
+
+def test_a_page_does_not_take_the_place_of_its_schedule(
+    fails: Fails, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.txt"
+    assert main(["simulate", "1f1b", "--ranks", "2", "--text"]) == 0
+    path.write_text(text := capsys.readouterr().out)
+    for option in ("--html", "--trace"):
+        assert "would take the place of the schedule" in fails(path, option, tmp_path / "." / "mine.txt")
+    assert path.read_text() == text
+
+
 def test_values_follow_their_option_or_an_equals_sign() -> None:
     assert read_words(Arguments, ["1f1b", "--ranks=4"]) == read_words(Arguments, ["--ranks", "4", "1f1b"])
     assert read_words(Arguments, ["zero2", "--buffer-size", "1KiB"]).buffer_bytes == 1024

@@ -140,6 +140,7 @@ def test_a_sustained_rate_is_shown_below_the_burst(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--path", "{tmp}/none"], "/none does not exist: is the drive mounted?"),
+        (["--path", "~nobody-of-this-name/x"], "~nobody-of-this-name/x does not exist"),
         (["--path", "{tmp}/file"], "/file is not a directory: give one"),
         (["--path", "{tmp}", "--path={tmp}/."], "are the same directory: give it once"),
         (["--path"], "--path needs a value: --path"),
@@ -245,6 +246,12 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
     assert "0.099" in text
     assert "    cpu                              1.25x" in text
     assert max(len(line) for line in text.splitlines()) <= 110
+
+
+def test_the_rates_of_large_gpus_are_written_out() -> None:
+    flops = {"fp32": 7.5e13, "bf16": 1.62e15, "fp16": 1e12}
+    text = describe(Machine(name="box", host=host(), device=gpu(flops=flops)))
+    assert "fp32 75   bf16 1,620   fp16 1   TFLOP/s" in text
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ def test_nothing_is_written_into_a_mapping_of_an_unknown_kind() -> None:
     assert own["x"].dtype == torch.float32
     assert moved["a"] is moved["more"]["own"] is own
     assert moved["more"]["pixels"].dtype == torch.bfloat16
-    assert batch.nbytes(given) == 3 * 4
+    assert batch.nbytes(given, torch.float32) == 3 * 4
     with pytest.raises(ModelError, match="no tensor with elements"):
         batch.check([{"a": own}])
 
@@ -170,11 +170,11 @@ def test_nothing_is_written_into_a_mapping_of_an_unknown_kind() -> None:
 def test_each_tensor_counts_once_under_a_place_of_its_own() -> None:
     nested, flat = torch.zeros(9), torch.zeros(1)
     given = {"a": {"b": nested}, "a.b": flat}
-    assert batch.nbytes(given) == 10 * 4
+    assert batch.nbytes(given, torch.float32) == 10 * 4
     assert {shape for _, shape, _ in batch.shapes(given)} == {(9,), (1,)}
     twice = {"a": [flat, {"again": flat}]}
     moved = batch.to_device(twice, torch.device("meta"), torch.bfloat16)
-    assert batch.nbytes(twice) == 4
+    assert batch.nbytes(twice, torch.float32) == 4
     assert moved["a"][0] is moved["a"][1]["again"]
 
 

@@ -1,12 +1,15 @@
 """Settings of torch for a whole process change no number."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import penstock
+from penstock.hf import load
 from penstock.optim import library
+from tests import folders
 from tests.models import MODELS
 from tests.training import budget, steps_of, wrap
 
@@ -42,3 +45,35 @@ def test_the_default_dtype_changes_no_number(
     assert found_loss == loss
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     assert not [name for name, tensor in wanted.items() if not torch.equal(tensor, found[name])]
+
+
+def first_losses(device: str | None) -> list[float]:
+    """Of a model on the meta device, with torch's default device set before it is wrapped."""
+    case = MODELS["qwen3"]  # it computes its rotary frequencies, which are buffers
+    torch.set_default_device(device)
+    try:
+        with torch.device("meta"):
+            model = case.build().train()
+        with wrap(case, budget(None), model=model, plan=None) as engine:
+            torch.set_default_device(None)
+            return [engine.step(step).loss for step in steps_of(case, 2)]
+    finally:
+        torch.set_default_device(None)
+
+
+def test_the_default_device_changes_no_initialisation() -> None:
+    assert first_losses("meta") == first_losses(None)
+
+
+def test_the_default_device_is_not_where_a_folders_weights_are_read_to(tmp_path: Path) -> None:
+    folder = folders.write("deepseek-v3", tmp_path / "model")  # which has buffers, too
+    plain, loaded = folders.model("deepseek-v3"), load(folder)
+    where = {"budget": budget(None), "plan": None, "device": "cpu", "precision": "fp32"}
+    torch.set_default_device("meta")
+    try:
+        engine = penstock.wrap(loaded.model, weights=loaded.weights, optimizer=penstock.SGD(lr=0.1), **where)
+    finally:
+        torch.set_default_device(None)
+    with engine:
+        found = dict(engine.master_parameters()) | dict(engine.model.named_buffers())
+        assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())

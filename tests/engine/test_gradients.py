@@ -64,8 +64,7 @@ def cast_on_host(plan: Plan, *, wait: bool = True) -> Schedule:
 
 @cache
 def wanted(precision: str = "bf16", clip: float | None = 1e9) -> Result:
-    settings = SERIAL | BF16 | {"precision": precision, "clip_grad_norm": clip}
-    settings["speculate"] = None if clip is None else False
+    settings = BF16 | {"precision": precision, "clip_grad_norm": clip, "overlap": False}
     own = cast_on_host(planned(precision), wait=clip is not None)
     with TemporaryDirectory() as folder:
         return train(CASE, budget(Path(folder)), STEPS, schedule=own, **settings)
@@ -172,7 +171,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="grad_dtype='fp16': must be one of fp32, bf16"):
         wrap(CASE, budget(tmp_path / "a"), grad_dtype="fp16")
     with (
-        wrap(CASE, budget(tmp_path / "b"), schedule=planned("bf16").schedule, **SERIAL, precision="bf16") as engine,
+        wrap(CASE, budget(tmp_path / "b"), schedule=planned("bf16").schedule, precision="bf16") as engine,
         pytest.raises(ScheduleError, match=r"grad_dtype='bf16'"),
     ):
         engine.step(STEPS[0])
@@ -180,5 +179,5 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 def test_a_schedule_that_casts_on_the_device_runs_as_it_is(tmp_path: Path) -> None:
     schedule = parse_schedule(str(planned("bf16").schedule))
-    found = train(CASE, budget(tmp_path), STEPS, schedule=schedule, clip_grad_norm=1e9, **SERIAL, **BF16)
+    found = train(CASE, budget(tmp_path), STEPS, schedule=schedule, clip_grad_norm=1e9, overlap=False, **BF16)
     assert_same(wanted(), found)

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.engine.labels import LabelCount
 from penstock.errors import ModelError
 from penstock.loss.tiled import tiled_loss
 from tests.models import MODELS, VOCABULARY, Case, MicroBatch
+from tests.ranks.worlds import World
 from tests.training import budget, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -175,6 +177,128 @@ def test_labels_that_the_loss_is_told_to_ignore_do_not_count(loss: Loss, first: 
         engine.prepare(without if first == "without padding" else with_padding)
         for mbs in (without, with_padding):
             assert engine.step(mbs).loss == pytest.approx(mean(mbs), rel=1e-6)
+
+
+def over_positions(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A mean over all positions, which is one over labels as long as each has one."""
+    return entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").mean()
+
+
+def over_positions_shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return over_positions(logits[:, :-1], labels[:, 1:])
+
+
+def clamped_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A mean over labels by a mask of its own, whose targets are other ones where none counts."""
+    each = entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
+    return (each * (labels != -100).flatten()).sum() / (labels != -100).sum()
+
+
+def all_counted(*, telling: bool = False) -> list[MicroBatch]:
+    """Micro-batches of which each position has a label, or but one label of the first one's."""
+    mbs = [mb | {"labels": mb["input_ids"].clone()} for mb in micro_batches(first=True)]
+    if telling:
+        mbs[0]["labels"][1, 4:] = -100
+    return mbs
+
+
+@pytest.mark.parametrize("when", ["first step", "later step", "evaluation", "prepared"])
+@pytest.mark.parametrize("loss", [over_positions, over_positions_shifted, masked_mean, clamped_mean])
+def test_a_mean_over_positions_is_never_taken_for_one_over_labels(loss: Loss, when: str) -> None:
+    of, is_mean = case(loss), loss is masked_mean
+    hidden = all_counted(telling=True)
+    mbs = [hidden[0], hidden[0] | {"labels": hidden[0]["input_ids"]}, hidden[1]]  # of one shape the last is probed
+    with wrap(of, budget(None), optimizer=penstock.SGD(lr=0.0), plan=None) as engine:
+        if when == "prepared":
+            engine.prepare(all_counted())
+        elif when != "first step":
+            assert engine.step(all_counted()).labels is not None
+        for use in [engine.evaluate, engine.step] if when == "evaluation" else [engine.step, engine.evaluate]:
+            if is_mean:
+                found = use(mbs)
+                found = found if isinstance(found, float) else found.loss
+                assert found == pytest.approx(whole(of.model(), mbs, _but_first), rel=1e-6)
+            else:
+                with pytest.raises(ModelError, match=r"could not be found out.*loss_weights=\[\.\.\.\]"):
+                    use(mbs)
+        assert not engine.inside.planning.labels.unsure
+        engine.step(mbs, loss_weights=[1 / 3] * 3)
+
+
+def test_a_look_at_labels_changes_no_plan_and_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with wrap(case(masked_mean), budget(None), plan=None) as engine:
+        engine.step(all_counted())
+        plan, looks = engine.plan, []
+        monkeypatch.setattr(LabelCount, "learn", spy(LabelCount.learn, looks))
+        for telling in (False, True, True, False):
+            engine.step(all_counted(telling=telling))
+            assert engine.plan is plan
+        assert len(looks) == 1
+
+
+def spy(learn: Callable[..., None], looks: list[float | None]) -> Callable[..., None]:
+    def spied(count: LabelCount, micro_batch: MicroBatch, seen: Any, loss: float | None) -> None:
+        looks.append(loss)
+        learn(count, micro_batch, seen, loss)
+
+    return spied
+
+
+class Masked(Reader):
+    """A reader whose loss counts by a mask of its own, and not by labels."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor
+    ) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        each = entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="none")
+        return (each * loss_mask.flatten()).sum() / loss_mask.sum()
+
+
+def test_a_mask_that_labels_know_nothing_of_is_looked_at_as_well() -> None:
+    of = replace(case(aligned), build=lambda: Masked(aligned))
+    mbs = [mb | {"loss_mask": torch.ones_like(mb["labels"])} for mb in all_counted()]
+    with wrap(of, budget(None), optimizer=penstock.SGD(lr=0.0), plan=None) as engine:
+        engine.step(mbs)
+        mbs[1]["loss_mask"] = mbs[1]["loss_mask"].clone()
+        mbs[1]["loss_mask"][:, 3:] = 0
+        with pytest.raises(ModelError, match=r"a sum over labels.*loss_weights=\[\.\.\.\]"):
+            engine.step(mbs)
+
+
+@pytest.mark.parametrize(("loss", "found"), [(over_positions, None), (masked_mean, "but the first")])
+def test_a_rank_whose_micro_batches_tell_tells_the_others(loss: Loss, found: str | None) -> None:
+    """And none is left behind: all come to look."""
+    both = World(2, told_by_the_last, loss).outcomes()
+    assert both == [found, found]
+
+
+def told_by_the_last(mesh: DeviceMesh, loss: Loss) -> str | None:
+    with wrap(case(loss), budget(None), optimizer=penstock.SGD(lr=0.0), plan=None, mesh=mesh) as engine:
+        engine.step(all_counted())
+        labels = engine.inside.planning.labels
+        assert labels.unsure
+        mbs = all_counted(telling=mesh.get_rank() == 1)
+        if loss is masked_mean:
+            engine.step(mbs)
+        else:
+            with pytest.raises(ModelError, match=r"a sum over labels.*loss_weights=\[\.\.\.\]"):
+                engine.step(mbs)
+        assert not labels.unsure
+        return labels.known
+
+
+@pytest.mark.parametrize("first", ["telling", "not telling"])
+def test_a_loss_that_was_found_to_be_no_mean_is_not_taken_for_one_later(first: str) -> None:
+    mbs = [all_counted(telling=True)[0], all_counted()[1]]
+    with wrap(case(over_positions), budget(None), optimizer=penstock.SGD(lr=0.0), plan=None) as engine:
+        for alone in mbs if first == "telling" else reversed(mbs):
+            engine.prepare([alone])
+        for _ in range(2):
+            with pytest.raises(ModelError, match="a sum over labels"):
+                engine.step(mbs)
 
 
 def test_labels_of_which_none_shows_whether_the_first_counts_are_an_error_with_a_way_out() -> None:

@@ -392,6 +392,15 @@ def test_a_relative_cache_folder_does_not_count(monkeypatch: pytest.MonkeyPatch,
         assert profiles.profile_folder().parents[2] == tmp_path / ".cache"
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has a number and no name."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    with pytest.raises(ConfigError, match="this user has no home: set HOME, or XDG_CACHE_HOME"):
+        profiles.find_profile()
+
+
 def test_finding_a_profile_needs_no_torch() -> None:
     code = "import sys, penstock.hardware.profiles; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from penstock.config import Budget
 from penstock.errors import ConfigError
 from penstock.hardware.drives import with_room
 from penstock.hardware.machine import Between, Collectives, Machine, Network, Sustained
-from penstock.hardware.sharing import drives_of, knows_ranks, of_each_rank, room_of_each
+from penstock.hardware.sharing import drives_of, knows_ranks, of_each_rank, room_of_each, too_full
 from tests.machines import GIB, drive, gpu, host
 
 RANKS = st.integers(2, 9)
@@ -157,3 +157,17 @@ def test_every_rank_has_room_on_disk_as_the_one_with_the_least_has() -> None:
     given = with_room(drives, 300 * GIB)
     assert [each.free for each in given] == [100 * GIB] * 3
     assert room_of_each(given, 2) == 100 * GIB
+
+
+def test_a_drive_has_room_for_the_ranks_that_are_on_it_whatever_others_need() -> None:
+    drives = tuple(drive(path=f"/d{n}", free=free) for n, free in enumerate((18, 100)))
+    assert too_full(drives, (20, 14)) == (20, 18), "as much as both need is free, but not where the first is"
+    assert too_full(drives, (14, 90)) is None, "far more than twice what the fuller one has"
+    assert too_full(drives, (9, 14, 9)) is None
+    assert too_full(drives, (9, 14, 10)) == (19, 18)
+    assert too_full(drives, (36,)) is None, "striped"
+    assert too_full(drives, (38,)) == (19, 18)
+    assert too_full((), (0, 0)) is None
+    halves = tuple(drive(path=f"/none{n}", free=17, directories=2) for n in range(2))
+    assert too_full(halves, (20, 14)) is None, "directories on one file system"
+    assert too_full(halves, (20, 15)) == (35, 34)

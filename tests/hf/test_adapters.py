@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import KasaConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -32,7 +32,7 @@ def with_adapters(name: str, folder: Path, **options: Any) -> Any:
     return get_peft_model(base, LoraConfig(r=2, lora_alpha=8, target_modules=TARGETS[name], **options))
 
 
-def trained(model: Any) -> penstock.Engine:
+def trained(model: Any, steps: int = 2) -> penstock.Engine:
     engine = penstock.wrap(
         model,
         optimizer=penstock.AdamW(lr=1e-2),
@@ -42,7 +42,7 @@ def trained(model: Any) -> penstock.Engine:
         plan=None,
     )
     generator = torch.Generator().manual_seed(0)
-    for _ in range(2):
+    for _ in range(steps):
         engine.step([causal_lm(generator, 2, 12)])
     return engine
 
@@ -86,6 +86,9 @@ def test_adapter_and_merged_model_are_those_of_peft(name: str, options: dict[str
 
 
 def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
+    small = trained(with_adapters("llama", tmp_path / "llama"), steps=0)
+    with small as engine, pytest.raises(ConfigError, match="shard_size='1MB' has no effect: an adapter is one file"):
+        export(engine, tmp_path / "out", shard_size="1MB")
     dora = trained(with_adapters("mixtral", tmp_path / "base", use_dora=True))
     with dora as engine, pytest.raises(ModelError, match=r"not merged here.*merge_and_unload"):
         export(engine, tmp_path / "out", merge=True)
@@ -114,6 +117,84 @@ def test_a_merged_model_never_lacks_what_was_trained(
     model = get_peft_model(base, LoraConfig(**{"r": 2, "target_modules": ["q_proj"]} | settings))
     with trained(model) as engine, pytest.raises(ModelError, match=rf"{message}.*export the adapter"):
         export(engine, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+Q = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"])
+
+
+def activated(base: Any) -> Any:
+    return get_peft_model(base, LoraConfig(**Q.to_dict() | {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}))
+
+
+def truncated(base: Any) -> Any:
+    return get_peft_model(base, LoraConfig(**Q.to_dict() | {"kasa_config": KasaConfig()}))
+
+
+def with_bias(base: Any) -> Any:
+    return get_peft_model(base, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, lora_bias=True))
+
+
+def two_at_once(base: Any) -> Any:
+    model = get_peft_model(base, Q)
+    model.add_adapter("other", Q)
+    model.base_model.set_adapter(["default", "other"])
+    return model
+
+
+def merged_in_place(base: Any) -> Any:
+    model = get_peft_model(base, Q)
+    model.merge_adapter()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "message"),
+    [
+        (activated, "llama", "another variant"),
+        (truncated, "llama", "another variant"),
+        (with_bias, "gpt2", "a bias"),
+        (two_at_once, "llama", "default and other, of which one has to be active"),
+        (merged_in_place, "llama", "merged already"),
+    ],
+)
+def test_adapters_that_add_something_else_than_a_product_are_not_merged(
+    make: Any, name: str, message: str, tmp_path: Path
+) -> None:
+    """peft does not merge the first at all, and the second has a matrix between its two."""
+    base = folders.model(name)
+    base.config.use_cache = False
+    with (
+        trained(make(base), steps=0) as engine,
+        pytest.raises(ModelError, match=rf"{message}.* not merged here.*merge_and_unload"),
+    ):
+        export(engine, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_several_adapters_the_active_one_is_merged_and_nothing_of_the_others(tmp_path: Path) -> None:
+    """The other is in other layers, and has a head of its own."""
+    model = with_adapters("llama", tmp_path / "base")
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"], modules_to_save=["lm_head"]))
+    model.set_adapter("default")
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["other"].weight.fill_(7.0)
+    with trained(model) as engine:
+        export(engine, tmp_path / "merged", merge=True)
+    before, found = load_file(tmp_path / "base" / SINGLE), load_file(tmp_path / "merged" / SINGLE)
+    changed = {key for key, value in found.items() if not torch.equal(value, before[key])}
+    assert changed == {key for key in before if any(name in key for name in TARGETS["llama"])}
+
+
+def test_an_adapter_with_a_value_that_its_dtype_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    model = with_adapters("llama", tmp_path / "base")
+    with torch.no_grad():
+        model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight[0, 0] = 1e6
+    with (
+        trained(model, steps=0) as engine,
+        pytest.raises(ModelError, match=r"lora_B.* has 1e\+06.*too large for float16"),
+    ):
+        export(engine, tmp_path / "out", dtype="fp16")
     assert not (tmp_path / "out").exists()
 
 
@@ -183,14 +264,16 @@ def test_a_trainer_saves_of_an_adapter_what_peft_does_in_the_dtypes_that_it_has(
         assert torch.equal(found[key], value), key
 
 
-def test_names_from_before_peft() -> None:
-    model = with_adapters_named()
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": TARGETS["llama"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+    ],
+    ids=str,
+)
+def test_names_from_before_peft(settings: dict[str, Any]) -> None:
+    model = get_peft_model(folders.model("llama"), LoraConfig(r=2, **settings))
     plain = {name for name, _ in folders.model("llama").named_parameters()}
     found = {base_name(name) for name, _ in model.named_parameters()} - {None}
     assert found == plain
-
-
-def with_adapters_named() -> Any:
-    return get_peft_model(
-        folders.model("llama"), LoraConfig(r=2, target_modules=TARGETS["llama"], modules_to_save=["lm_head"])
-    )

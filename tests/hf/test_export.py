@@ -349,3 +349,18 @@ def test_a_store_that_is_in_use_or_empty(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "store")
     with pytest.raises(StoreError, match="does not exist"), committed([[tmp_path / "store"]]):
         pass
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype='bfloat16': must be one of fp32, bf16, fp16, or None"),
+        ({"shard_size": 0}, "shard_size=0: must be more than 0"),
+    ],
+)
+def test_an_export_that_cannot_be_made_as_it_was_asked_for_is_refused(
+    given: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with wrap(folders.model("llama"), None) as engine, pytest.raises(ConfigError, match=message):
+        export(engine, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,8 @@
 """``penstock.hf.Trainer`` runs transformers' own loop: it logs, saves and goes on from what the library's own does."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import penstock
 import penstock.hf
 from penstock.hf import Trainer
-from penstock.store.facts import facts_of
 from tests.library_runs import (
     StopAfter,
     arguments,
@@ -28,7 +30,6 @@ from tests.library_runs import (
     tokenizer,
     weights,
 )
-from tests.training import abandon
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -262,6 +263,22 @@ def test_a_model_with_more_than_weights_is_saved_again_where_it_is(tmp_path: Pat
     assert sorted(file.name for file in tmp_path.glob("model*")) == ["model.safetensors", "model_ema.safetensors"]
 
 
+def test_each_parameter_is_saved_in_the_dtype_that_it_was_given_in(tmp_path: Path) -> None:
+    """As the library's own saves it: a norm in fp32 among weights in 16 bits."""
+    found = []
+    for cls, given in ((transformers.Trainer, {}), (Trainer, {"engine": in_memory()})):
+        model: Any = llama(dtype=torch.bfloat16)
+        model.model.norm.float()
+        trainer = cls(model=model, args=arguments(tmp_path), **given)
+        folder = tmp_path / cls.__module__
+        trainer.save_model(str(folder))
+        trainer.end()
+        dtypes = {name: tensor.dtype for name, tensor in load_file(folder / "model.safetensors").items()}
+        found.append((dtypes, json.loads((folder / "config.json").read_text())))
+    assert found[1] == found[0]
+    assert found[1][0]["model.norm.weight"] == torch.float32
+
+
 def test_a_saved_model_is_what_transformers_loads(tmp_path: Path) -> None:
     mine = streamed(tmp_path, given={"engine": in_memory()}, max_steps=2)
     mine.save_model(str(tmp_path / "out"))
@@ -305,6 +322,30 @@ def test_the_best_checkpoint_is_taken_back_at_the_end(tmp_path: Path) -> None:
     mine.end()
 
 
+class RemovesTheFirst(transformers.TrainerCallback):
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step > 1:
+            shutil.rmtree(Path(args.output_dir) / "checkpoint-1", ignore_errors=True)
+
+
+def test_a_best_checkpoint_that_was_removed_is_said_and_the_model_is_still_there(tmp_path: Path) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = Trainer(
+        model=llama(),
+        args=arguments(tmp_path, **settings),
+        train_dataset=DATA,
+        eval_dataset=HELD_OUT,
+        callbacks=[RemovesTheFirst()],
+        engine=in_memory(),
+    )
+    with pytest.raises(penstock.ConfigError, match=r"checkpoint-1 is not there any more.*save_model"):
+        trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    trainer.end()
+
+
 def test_half_precision_keeps_the_precision_of_the_master_copy(tmp_path: Path) -> None:
     """Weights that compute are rounded; a step far smaller than their rounding still adds up in the master copy."""
     mine = streamed(tmp_path, given={"engine": in_memory()}, bf16=True, learning_rate=1e-6, max_steps=3)
@@ -313,120 +354,6 @@ def test_half_precision_keeps_the_precision_of_the_master_copy(tmp_path: Path) -
     assert all(moved)
     assert next(mine.model.parameters()).dtype == torch.bfloat16
     mine.end()
-
-
-def test_a_store_of_another_run_is_not_continued_silently(tmp_path: Path) -> None:
-    first = streamed(tmp_path, max_steps=2)
-    first.end()
-    model = llama()
-    with pytest.raises(penstock.ConfigError, match=r"after step 2.*resume_from_checkpoint.*overwrite"):
-        streamed(tmp_path, model, max_steps=2)
-    assert torch.equal(model.lm_head.weight, llama().lm_head.weight)  # it can still be used
-    elsewhere = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    other = streamed(tmp_path, given={"engine": in_memory()}, **elsewhere)
-    other.end()
-    with pytest.raises(penstock.ConfigError, match=r"another run after step 2"):
-        Trainer(
-            model=model,
-            args=arguments(tmp_path / "engine", **elsewhere),
-            train_dataset=DATA,
-            engine=on_disk(tmp_path / "store"),
-        ).train(resume_from_checkpoint=True)
-    anew = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=2)
-    assert shown(anew) == shown(first)
-    anew.end()
-
-
-def test_a_store_is_not_deleted_for_a_checkpoint_that_the_run_cannot_go_on_from(tmp_path: Path) -> None:
-    """Settings that are not those that the checkpoint was saved with, and a snapshot that is damaged."""
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    first = streamed(tmp_path, **settings)
-    first.end()
-
-    def check_refused(message: str, model: Any = None, engine: Any = None, **changes: Any) -> None:
-        args = arguments(tmp_path / "engine", **settings | changes)
-        given = on_disk(tmp_path / "store", **engine or {})
-        with pytest.raises((penstock.StoreError, penstock.ConfigError), match=message):
-            Trainer(model=model or llama(), args=args, train_dataset=DATA, engine=given).train(True)
-        facts = facts_of([tmp_path / "store"])
-        assert facts is not None
-        assert facts.step == 1
-
-    frozen: Any = llama()
-    frozen.lm_head.requires_grad_(False)
-    check_refused("another precision", bf16=True)
-    check_refused("another optimizer", optim="sgd")
-    check_refused("another model", model=frozen)
-    check_refused("1 ranks cannot go on|give strands=1", engine={"strands": 2})
-    check_refused("started with seed=42, not 7", seed=7)
-    manifest = tmp_path / "engine" / "checkpoint-1" / "penstock.snapshot" / "snapshot.json"
-    manifest.write_bytes(manifest.read_bytes()[:-9])
-    check_refused("snapshot.json")
-
-
-def test_a_checkpoint_that_was_broken_off_is_not_taken_for_one(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-2").mkdir()
-    trainer = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
-    with pytest.raises(penstock.ConfigError, match=r"no complete checkpoint: .*Remove .*checkpoint-2, and begin anew"):
-        trainer.train(resume_from_checkpoint=True)
-    (tmp_path / "checkpoint-2").rmdir()
-    with pytest.raises(ValueError, match="No valid checkpoint found"):  # the library's own words
-        trainer.train(resume_from_checkpoint=True)
-
-
-def test_an_old_checkpoint_does_not_replace_what_a_later_run_has_put_in_its_stores_place(tmp_path: Path) -> None:
-    """Both runs have the same folders, and the later one was told to overwrite the store."""
-    first = streamed(tmp_path, save_strategy="steps", save_steps=1, max_steps=2)
-    first.end()
-    later = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=3)
-    later.end()
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    checkpoint = str(tmp_path / "engine" / "checkpoint-1")
-
-    def resumed(**more: Any) -> Any:
-        engine = on_disk(tmp_path / "store", **more)
-        return Trainer(
-            model=llama(), args=arguments(tmp_path / "engine", **settings), train_dataset=DATA, engine=engine
-        )
-
-    with pytest.raises(penstock.ConfigError, match=r"another run after step 3"):
-        resumed().train(resume_from_checkpoint=checkpoint)
-    for engine in ({"overwrite": True}, {}):  # and the run that was resumed is still that of the old checkpoint
-        trainer = resumed(**engine)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        trainer.end()
-
-
-def test_a_store_in_which_no_step_was_taken_does_not_replace_the_models_values(tmp_path: Path) -> None:
-    """Evaluation leaves such a store, or a run that ended before its first step."""
-    losses = []
-    for seed in (0, 3):
-        trainer = Trainer(
-            model=llama(seed=seed),
-            args=arguments(tmp_path / "engine"),
-            eval_dataset=HELD_OUT,
-            engine=on_disk(tmp_path / "store"),
-        )
-        losses.append(trainer.evaluate()["eval_loss"])
-        trainer.end()
-    args = arguments(tmp_path / "plain")
-    theirs = transformers.Trainer(model=llama(seed=3), args=args, eval_dataset=HELD_OUT).evaluate()
-    assert losses[1] != losses[0]
-    assert losses[1] == pytest.approx(theirs["eval_loss"], rel=1e-6)
-
-
-def test_a_checkpoint_is_resumed_whatever_a_kill_has_left_of_the_store(tmp_path: Path) -> None:
-    """State in one slot, or in memory, is not whole after a kill: the checkpoint is."""
-    budget = penstock.Budget(device="64MiB", host="64MiB", disk=tmp_path / "store", slots=1, durability="none")
-    given = {"engine": in_memory(budget=budget)}
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    whole = streamed(tmp_path, given=given, **settings)
-    abandon(whole.engine)  # what a kill within a step leaves: a store that says so
-    whole.end()
-    resumed = Trainer(model=llama(seed=1), args=arguments(tmp_path / "engine", **settings), train_dataset=DATA, **given)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "engine" / "checkpoint-2"))
-    assert shown(resumed)[:-1] == shown(whole)[:-1]
-    resumed.end()
 
 
 def test_the_model_is_not_used_behind_the_engines_back(tmp_path: Path) -> None:

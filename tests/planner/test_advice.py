@@ -1,5 +1,6 @@
 """Advice is worked out for every task that can be asked for: a change that contradicts its settings is none."""
 
+import re
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.config import TIERS, Budget
-from penstock.errors import ConfigError
+from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.profiles import shipped_machine
 from penstock.planner.advice import advice
 from penstock.planner.ask import PlanReport, plan
 from tests.questions import MACHINE
@@ -69,3 +71,34 @@ def test_no_clipping_is_advised_with_the_pin_that_it_leaves_without_effect(monke
     assert any(change.startswith("no gradient clipping and no budget.gradients, so") for change in changes)
     delayed = [advice.change for advice in planned({"gradients": "disk"}, clip_grad_norm=1.0, delay=0.5).advice]
     assert any(change.startswith("no gradient clipping, so") for change in delayed)
+
+
+@pytest.mark.parametrize(("most", "advised"), [(2, set()), (3, {"M = 3"}), (4, {"M = 3", "4 micro-batches"})])
+def test_no_more_micro_batches_are_advised_than_can_be_planned(
+    most: int, advised: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = planned({}).forecast
+    monkeypatch.setattr("penstock.planner.advice.estimate", lambda asked, family: 1.0 / asked.request.micro_batches)
+    monkeypatch.setattr("penstock.planner.advice.SMALL", 0)
+    monkeypatch.setattr("penstock.planner.advice.MOST_MICRO_BATCHES", most)
+    changes = [one.change for one in advice(found.task, 2, found.choice)]
+    assert {words for words in ("M = 3", "4 micro-batches") if any(c.startswith(words) for c in changes)} == advised
+
+
+@pytest.mark.parametrize("host", ["0B", "20MiB"])
+def test_the_smallest_change_is_found_where_loading_takes_several_times_what_the_program_asks_for(host: str) -> None:
+    """Without a disk state starts in host memory, or on a device that is too small for it."""
+    model = LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 2048}
+    gpu = shipped_machine("rtx4090-24g")
+
+    def asked(host: str) -> PlanReport:
+        budget = Budget(device="64MiB", host=host)
+        return plan(model, machine=gpu, budget=budget, micro_batches=2, micro_batch_size=1, sequence_length=64)
+
+    with pytest.raises(BudgetError, match=r"The smallest change that makes it fit") as caught:
+        asked(host)
+    found = re.search(r"more host \((.*?) in all", str(caught.value))
+    assert found is not None
+    assert asked(found[1]).forecast.memory["train"]["host"] > 0
+    with pytest.raises(BudgetError):
+        asked(f"{0.97 * float(found[1].split()[0])}MiB")

@@ -16,7 +16,7 @@ from penstock.hardware.drives import part_of, spread
 from penstock.hardware.machine import Machine
 from penstock.planner.ask import rated, report
 from penstock.planner.commits import Commits, in_memory
-from penstock.planner.endurance import DAY, EnduranceError, allowance, written_per_day
+from penstock.planner.endurance import DAY, EnduranceError, Worn, allowance, written_per_day
 from penstock.planner.forecast import forecast
 from penstock.planner.search import Choice, estimate_lasting
 from penstock.planner.task import Task
@@ -105,9 +105,15 @@ def test_an_engine_that_has_no_task_says_it_by_arithmetic() -> None:
     assert worn is not None
     assert worn.per_day == pytest.approx(worn.written / worn.seconds * DAY)
     assert worn.allowed == 1e9
-    assert f"steps of {worn.written / 1e9 * DAY:.3g} s that write as much" in str(caught.value)
+    assert f"steps of {worn.written / 1e9 * DAY:,.0f} s that write as much" in str(caught.value)
     told = pickle.loads(pickle.dumps(type(caught.value)(str(caught.value))))  # as ranks are told of it
     assert (type(told), str(told)) == (EnduranceError, str(caught.value))
+
+
+def test_long_steps_are_written_out() -> None:
+    worn = Worn(written=1e12, seconds=1234.5, per_day=7e13, allowed=7e12, parameters=1, drives=1)
+    assert str(worn).startswith("its steps of 1,234 s write")
+    assert worn.what_helps[0] == "steps of 12,345 s that write as much (a larger batch)"
 
 
 def test_every_drive_may_be_written_its_own_share() -> None:

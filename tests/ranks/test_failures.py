@@ -300,6 +300,33 @@ def test_what_is_not_there_yet_is_refused(settings: dict[str, Any], error: type[
         assert said in f.said
 
 
+def outside(mesh: DeviceMesh, members: list[int]) -> None:
+    of_some = DeviceMesh("cpu", members, mesh_dim_names=("dp_shard",))
+    with wrap(CASE, budget(None), mesh=of_some, plan=None) as engine:
+        engine.step(CASE.micro_batches(1, seed=mesh.get_rank()))
+
+
+@pytest.mark.parametrize("members", [[0], [0, 1]])
+def test_a_rank_outside_of_its_mesh_is_refused(members: list[int]) -> None:
+    """Of a mesh of one rank, too: it would train by itself."""
+    *inside, last = World(len(members) + 1, outside, members).outcomes()
+    assert inside == [None] * len(members)
+    assert last.kind == "ConfigError"
+    assert f"rank {len(members)} is not in the mesh" in last.said
+
+
+def test_one_of_several_processes_that_has_no_mesh_says_that_it_trains_by_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it is where ``mesh`` was forgotten."""
+    for count, said in (("2", True), ("1", False)):
+        caplog.clear()
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        monkeypatch.setenv("WORLD_SIZE", count)
+        with wrap(CASE, budget(None)):
+            assert ("one of 2 processes, and wrap was given no mesh" in caplog.text) == said
+
+
 def normed(mesh: DeviceMesh) -> None:
     case = MODELS["skips"]
     with wrap(case, budget(None), mesh=mesh) as engine:

@@ -36,7 +36,7 @@ from penstock.report.curves import thinned
 from penstock.report.html import in_script
 from penstock.report.prediction import Prediction, parse_prediction
 from penstock.report.run_page import run_page
-from penstock.report.sentence import bottleneck, format_time, measured_bottleneck, verdict
+from penstock.report.sentence import bottleneck, format_long_time, format_time, measured_bottleneck, verdict
 from penstock.report.series import last_of_each_moment
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import Ran
@@ -454,6 +454,22 @@ def test_the_chrome_trace_has_both_sides_as_processes(tmp_path: Path) -> None:
     assert {(1, "device bytes"), (2, "host bytes")} <= counters
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("--trace", "trace.json"), ("--trace", "trace-mine.json"), ("--out", "config.yaml"), ("--out", "run.json")],
+)
+def test_a_report_takes_the_place_of_nothing_that_a_run_needs(
+    words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert main(["report", str(tmp_path), words[0], str(tmp_path / words[1])]) == 2
+    assert "is the name of a file of the run itself" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "x.html"), "--trace", str(tmp_path / "t.json")]) == 0
+    assert main(["report", str(tmp_path)]) == 0
+
+
 def test_report_writes_all_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run")
     svg, png, trace = tmp_path / "t.svg", tmp_path / "t.png", tmp_path / "t.json"
@@ -683,3 +699,11 @@ def test_a_run_whose_folder_has_a_name_that_is_not_utf8_has_a_page(
     monkeypatch.chdir(run)
     assert main(["report", "."]) == 0
     assert "<h1>? run</h1>" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(599.0, "599 s"), (600.0, "10 min"), (59_940.0, "999 min"), (59_970.0, "17 hours"), (4.1e7, "11,389 hours")],
+)
+def test_long_times_are_written_out(seconds: float, said: str) -> None:
+    assert format_long_time(seconds) == said

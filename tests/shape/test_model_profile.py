@@ -347,6 +347,13 @@ def test_flop_of_large_models_are_six_per_parameter_and_token() -> None:
         assert profile.flops == pytest.approx(4 / 3 * profile.model_flops, rel=0.03)
 
 
+def test_a_size_by_which_hugging_face_divides_is_refused_with_its_type() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    for config in ({"model_type": "gemma", "num_attention_heads": 0}, {"model_type": "phi", "hidden_size": 0}):
+        with pytest.raises(ConfigError, match=f"Hugging Face cannot build this {config['model_type']} model"):
+            model_shape(sizes | config, kind="cpu").profile(1, 32, BF16)
+
+
 def test_planning_a_shipped_model_imports_no_torch_and_takes_no_time() -> None:
     script = (
         "import sys, time; from penstock.shape.shipped import named; from penstock.schedule.place import Format\n"

@@ -1,5 +1,6 @@
 """``penstock doctor``: measures this machine, stores the profile where plans find it, and says what is wrong."""
 
+import os
 import sys
 import textwrap
 import time
@@ -54,7 +55,7 @@ class Arguments(Words):
     @property
     def paths(self) -> tuple[Path, ...]:
         """Directories to measure."""
-        return tuple(path.expanduser() for path in self.path) or (Path(),)
+        return tuple(Path(os.path.expanduser(path)) for path in self.path) or (Path(),)
 
 
 def run(arguments: Arguments) -> int:
@@ -130,7 +131,7 @@ def _device(device: Device) -> Iterator[str]:
         memory = format_size(device.memory) + ("" if device.room is None else f", {format_size(device.room)} free")
         memory += "" if device.node is None else f", on NUMA node {device.node}"
     yield _row("device", f"{device.name}; {memory}")
-    products = "   ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in device.flops.items())
+    products = "   ".join(f"{dtype} {_tera(rate)}" for dtype, rate in device.flops.items())
     yield _row("matrix products", f"{products}   TFLOP/s")
 
 
@@ -213,6 +214,11 @@ def _between(measured: Sequence[Between]) -> Iterator[str]:
         yield _row(
             f"  {one.ranks} ranks", f"{_gb(one.bandwidth):>11}{one.latency * 1e3:>9.2f} ms   {', '.join(beside)}"
         )
+
+
+def _tera(rate: float) -> str:
+    """FLOP/s in TFLOP/s, to three digits or more."""
+    return f"{rate / 1e12:,.0f}" if rate >= 99.5e12 else f"{rate / 1e12:.3g}"
 
 
 def _gb(rate: float) -> str:

@@ -76,8 +76,13 @@ def run(arguments: Arguments) -> int:
         StoreError: the run is in use or its state damaged, or the disk is full or fails.
     """
     config = settings_of(arguments.folder)
+    adapter = config.lora is not None and not arguments.merge
     if arguments.merge and config.lora is None:
         raise ConfigError(f"--merge has no effect: {arguments.folder} has no adapters (lora)")
+    if adapter and arguments.shard_size != Arguments.shard_size:
+        raise ConfigError(
+            f"--shard-size has no effect: {arguments.folder} has adapters (lora), which are one file without --merge"
+        )
     state, record = _state(config, arguments.folder)
     keeps = kept_of(arguments.folder, vouched_by(record))
     keeps.below(model_folder(arguments.folder).name).require(arguments.folder)
@@ -97,7 +102,7 @@ def run(arguments: Arguments) -> int:
         print(
             f"{arguments.folder} has taken no step yet: this is the model as it began. penstock resume goes on with it"
         )
-    what = "its adapter" if config.lora is not None and not arguments.merge else "its model"
+    what = "its adapter" if adapter else "its model"
     print(
         f"{arguments.out}: step {found.step} of {arguments.folder}, {what} in "
         f"{str(written.dtype).removeprefix('torch.')}, {format_size(written.nbytes)} in {written.files} "

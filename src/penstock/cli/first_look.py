@@ -50,7 +50,7 @@ class ModelFacts:
     @property
     def name(self) -> str:
         """The name of the model, or of the folder that its configuration is in."""
-        folder = Path(self.settings.source).expanduser().absolute()
+        folder = Path(os.path.expanduser(self.settings.source)).absolute()
         return self.settings.name or (folder.parent if self.settings.config else folder).name
 
     @property
@@ -67,7 +67,7 @@ def look_at_model(name: str) -> ModelFacts:
     """Raises:
     ConfigError: there is no such model, or its configuration cannot be read.
     """
-    file = Path(name).expanduser()
+    file = Path(os.path.expanduser(name))
     scratch = file.is_file() and file.name == "config.json"
     settings = ModelConfig(config=name, init=True) if scratch else ModelConfig(path=name)
     check_model(settings)
@@ -227,7 +227,7 @@ def look_at_disk(paths: Sequence[str], *, here: bool) -> DiskFacts:
     """
     found, free = [], dict[int, int]()
     for text in paths:
-        path = Path(text).expanduser()
+        path = Path(os.path.expanduser(text))
         if text.strip() == "" or "\0" in text:
             raise ConfigError("--disk: give a directory")
         found.append(path)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedTokenizerBase
 
@@ -151,7 +150,7 @@ def _from_scratch(config: ModelConfig, data: DataConfig) -> RunModel:
         _check_against_data(given, vocabulary)
         try:
             full = AutoConfig.for_model(kind, **_ends(tokenizer) | {"vocab_size": vocabulary} | given)
-        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        except shell.REFUSED as error:
             raise ConfigError(
                 f"model.config: Hugging Face cannot build this {kind} model: {shell.short(error)}"
             ) from error

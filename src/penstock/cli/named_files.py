@@ -63,7 +63,7 @@ def _check_data(data: DataConfig) -> None:
 def check_model(model: ModelConfig) -> None:
     if not isinstance(model.config, str) and not model.path:
         return
-    path = Path(model.source).expanduser()
+    path = Path(os.path.expanduser(model.source))
     if not path.exists() and not _is_a_path(model.source):
         return  # perhaps a name on the hub
     from penstock.hf.models.folder import CONFIG, resolve, weight_files

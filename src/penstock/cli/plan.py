@@ -22,7 +22,7 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.drives import with_room
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import check_device, machine_named, on_directories
-from penstock.hardware.sharing import room_of_each
+from penstock.hardware.sharing import too_full
 from penstock.planner.arguments import PlanSettings, check_drives
 from penstock.planner.ask import PlanReport, measured, plan, rated, report
 from penstock.planner.task import own_budget
@@ -214,9 +214,10 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
         sequences = arguments.batch or config.sequences_per_step
         dealt(sequences, "sequences", beside, other_batch(beside, 1))
         found = fastest(config, machine, sequences, ranks)[0]
-    need = beside * sum(found.disk_bytes)
-    if need and need > (free := room_of_each(_with_room(arguments, config, machine).drives, 1)):
-        raise BudgetError(f"budget.disk: the stores take {format_size(need)}, and {format_size(free)} are free")
+    needs = [found.disk_bytes[rank // beside] for rank in range(ranks)]
+    if any(needs) and (full := too_full(_with_room(arguments, config, machine).drives, needs)) is not None:
+        need, free = map(format_size, full)
+        raise BudgetError(f"budget.disk: on one drive the stores take {need}, and {free} are free there")
     steps = config.steps
     if arguments.epoch_tokens is not None or steps is None:
         steps = _steps(config, arguments.epoch_tokens, found.tokens)

@@ -21,11 +21,12 @@ from penstock.hardware.hosts import Hosts, hosts_named
 from penstock.hardware.machine import Machine, Network
 from penstock.hardware.profiles import check_device, machine_named, on_directories
 from penstock.hardware.sharing import why_unknown
+from penstock.planner.arguments import check_drives
 from penstock.planner.ask import measured, task_for
 from penstock.planner.comparison import Comparison, compared
 from penstock.planner.layouts import Asked, Outcome
 from penstock.planner.task import own_budget
-from penstock.report.sentence import format_time
+from penstock.report.sentence import format_long_time
 
 if TYPE_CHECKING:
     from penstock.cli.plan import Arguments, FileArguments, ModelArguments
@@ -94,6 +95,8 @@ def _hosts(arguments: "Arguments", paths: tuple[Path, ...]) -> Hosts:
         raise ConfigError(f"hosts={arguments.hosts!r}: at most {MOST_RANKS} ranks can be on one machine")
     if len({kind.machine.device.kind for kind in hosts.kinds}) > 1:
         raise ConfigError(f"hosts={arguments.hosts!r}: some compute on GPUs and some do not, and ranks do the same")
+    if hosts.count == 1 and arguments.network is not None:
+        raise ConfigError(f"network is that between hosts, and hosts={arguments.hosts!r} is one: leave it out")
     for kind in hosts.kinds:
         if hosts.count > 1 and kind.machine.nic is None:
             raise ConfigError(
@@ -124,6 +127,7 @@ def _of_model(arguments: "ModelArguments") -> Asked:
     budgets = [own_budget(kind.machine, device=arguments.device, host=arguments.host) for kind in hosts.kinds]
     least = min(budgets, key=lambda budget: budget.device_bytes)
     budget = replace(least, host=min(budgets, key=lambda budget: budget.host_bytes).host, disk=budgets[0].disk)
+    check_drives(arguments.disk_free, None, budget)
     task = task_for(arguments.model, machine, replace(budget, durability=arguments.durability), arguments)
     size, count = arguments.split or (None, 0)
     return Asked(task=task, hosts=hosts, batch=arguments.batch or (size or 1) * count, size=size)
@@ -141,8 +145,8 @@ def _of_config(arguments: "FileArguments") -> Asked:
             f"schedule={config.schedule!r}: penstock plan --hosts compares vertical pipelines: give --schedule "
             "vertical, or leave --hosts out for what a step of this one takes"
         )
-    paths = config.budget.disk_paths
-    hosts = _hosts(arguments, paths)
+    check_drives(arguments.disk_free, None, config.budget)
+    hosts = _hosts(arguments, config.budget.disk_paths)
     machine = hosts.kinds[0].machine
     if config.device is not None:
         check_device(machine, config.device)
@@ -192,7 +196,7 @@ def _table(found: Comparison) -> Iterator[str]:
     for name, one in zip(names, found.outcomes, strict=True):
         lane = f"{LANES[one.busiest.lane]}, {one.busiest.work / one.seconds:.0%} of the step"
         on = f", on {one.busiest.machine}" if several else ""
-        yield f"{name:<{wide}}{_seconds(one.seconds):>10}{_rate(one.tokens_per_second):>10}  {lane}{on}"
+        yield f"{name:<{wide}}{format_long_time(one.seconds):>10}{_rate(one.tokens_per_second):>10}  {lane}{on}"
     yield ""
     yield f"{'':<{wide}}{'a rank':>10}  each host, and its bytes of a step"
     heads = ("device", "host", "disk", "read", "written", "sent")
@@ -214,8 +218,8 @@ def _last_words(found: Comparison) -> Iterator[str]:
     settings = ", ".join(f"{key}: {value}" for key, value in one.settings.items())
     each = "" if one.layout.kind == "pipeline" else "on each rank "
     yield (
-        f"fastest     {one.layout.name}, {each}{one.micro_batches} micro-batches of {one.micro_batch_size}. Settings: "
-        f"{settings}"
+        f"fastest     {one.layout.name}, {each}{one.micro_batches} micro-batch{'es' * (one.micro_batches > 1)} of "
+        f"{one.micro_batch_size}. Settings: {settings}"
     )
     for other in found.outcomes:
         yield from _adapted(other)
@@ -226,17 +230,13 @@ def _adapted(one: Outcome) -> Iterator[str]:
     if one.deal and one.by_compute is not None:
         yield (
             f"deal        {one.layout.name}: {list(one.deal)} blocks, by what one takes of each rank's lanes; dealt by "
-            f"compute alone a step takes {_seconds(one.by_compute)}"
+            f"compute alone a step takes {format_long_time(one.by_compute)}"
         )
     if one.in_proportion is not None and one.in_proportion < 0.98 * one.seconds:
         yield (
             f"shares      {one.layout.name}: all ranks have as much to do, and wait for the slowest. Shares in "
-            f"proportion would take {_seconds(one.in_proportion)}, and are not there (docs/ranks.md)"
+            f"proportion would take {format_long_time(one.in_proportion)}, and are not there (docs/ranks.md)"
         )
-
-
-def _seconds(seconds: float) -> str:
-    return format_time(seconds) if seconds < 600 else f"{seconds / 60:.3g} min"
 
 
 def _rate(rate: float) -> str:

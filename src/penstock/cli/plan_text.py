@@ -18,7 +18,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.task import Task
 from penstock.planner.update_mode import steps_early
 from penstock.planner.whole_run import WholeRun
-from penstock.report.sentence import format_time, share_of_life
+from penstock.report.sentence import format_long_time, format_time, share_of_life
 from penstock.schedule.place import FP32, Settings
 from penstock.shape.model import EFFICIENCY
 
@@ -99,17 +99,17 @@ def _ranks(task: Task, settings: Settings) -> str:
 
 def _step(f: Forecast) -> Iterator[str]:
     yield (
-        f"step        {_seconds(f.step_seconds)} for {f.tokens:,} tokens: {_rate(f.tokens_per_second)} tokens/s"
+        f"step        {format_long_time(f.step_seconds)} for {f.tokens:,} tokens: {_rate(f.tokens_per_second)} tokens/s"
         + (f"; {100 * f.repeats:.3g}% of the steps run twice" if f.repeats else "")
     )
     yield f"compute     {_flops(f.model_flops)} of the model: {_utilisation(f)}"
     over = f.step_seconds / f.limit_seconds - 1
     yield (
-        f"bottleneck  {LANES[f.bottleneck]}: its work alone takes {_seconds(f.limit_seconds)}; the step takes "
+        f"bottleneck  {LANES[f.bottleneck]}: its work alone takes {format_long_time(f.limit_seconds)}; the step takes "
         + (f"{over:.0%} longer" if over >= 0.005 else "no longer")
     )
     long = {phase: found for phase, found in f.phases.items() if found[1] >= 0.01 * f.step_seconds}
-    phases = (f"{phase} by {LANES[lane]} ({_seconds(seconds)})" for phase, (lane, seconds) in long.items())
+    phases = (f"{phase} by {LANES[lane]} ({format_long_time(seconds)})" for phase, (lane, seconds) in long.items())
     yield f"bound       {', '.join(phases)}"
     device = f.task.machine.device
     yield (
@@ -138,7 +138,7 @@ def _update_modes(report: PlanReport) -> Iterator[str]:
 
 
 def _mode_line(costs: ModeCosts) -> str:
-    seconds = f"{'' if costs.simulated else '~'}{_seconds(costs.seconds)}"
+    seconds = f"{'' if costs.simulated else '~'}{format_long_time(costs.seconds)}"
     return f"  {costs.mode:<32}{seconds:>10}{format_size(costs.held_bytes):>17}{format_size(costs.disk_bytes):>14}"
 
 
@@ -247,7 +247,7 @@ def _kill(report: PlanReport) -> Iterator[str]:
     seconds = kill_seconds(f.task, f.choice)
     if budget.durability is not None:
         yield f"durability  {budget.durability}"
-    yield f"kill        {words}" + ("" if seconds is None else f" ({_seconds(seconds)})")
+    yield f"kill        {words}" + ("" if seconds is None else f" ({format_long_time(seconds)})")
     if report.weighed is None or budget.durability is None:
         return
     if budget.durability == "interval" and report.weighed.default == "interval":
@@ -271,8 +271,8 @@ def _batches(report: PlanReport, *, wide: bool) -> Iterator[str]:
     yield f"compute allows {_rate(most)} tokens/s at most"
     if roof.disk_tokens is not None and roof.disk_seconds is not None:
         yield (
-            f"with all state on disk its reads and writes take {_seconds(roof.disk_seconds)} a step: compute takes as "
-            f"long from {roof.disk_tokens:,.0f} tokens a step on"
+            f"with all state on disk its reads and writes take {format_long_time(roof.disk_seconds)} a step: compute "
+            f"takes as long from {roof.disk_tokens:,.0f} tokens a step on"
             + (
                 f" (T* = {roof.balance_tokens:,.0f} if the disk reads and writes in turns)"
                 if roof.balance_tokens
@@ -317,7 +317,7 @@ def _shares(found: Mapping[Tier, float]) -> str:
 
 def _count(n: float) -> str:
     for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if n >= unit:
+        if n >= 0.9995 * unit:
             return f"{n / unit:.3g}{letter}"
     return f"{n:,.0f}"
 
@@ -349,11 +349,7 @@ def _utilisation(f: Forecast) -> str:
 
 
 def _long(seconds: float) -> str:
-    return _seconds(seconds) if seconds < 7200 else _days(seconds / 86400)
-
-
-def _seconds(seconds: float) -> str:
-    return format_time(seconds) if seconds < 600 else f"{seconds / 60:.3g} min"
+    return format_long_time(seconds) if seconds < 7200 else _days(seconds / 86400)
 
 
 def _rate(rate: float) -> str:

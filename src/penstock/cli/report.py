@@ -14,7 +14,7 @@ from penstock.cli.disk_summary import allowed_per_day
 from penstock.cli.environment import read_environment
 from penstock.cli.launch import in_words
 from penstock.cli.run_figures import RunFigures, is_training, read_run
-from penstock.cli.run_folder import settings_file, settings_of
+from penstock.cli.run_folder import own_files, settings_file, settings_of
 from penstock.cli.run_record import RunRecord
 from penstock.cli.runs import difference_rows, figure_rows, shown_value
 from penstock.cli.words import Words
@@ -26,6 +26,7 @@ from penstock.report.picture import draw
 from penstock.report.prediction import read_prediction
 from penstock.report.run_page import Report, Table, run_page
 from penstock.report.trace_file import NoTraceError, choose_step, read_traces
+from penstock.store.owner import RUN_FILE
 
 _PAUSE = 5
 """Seconds between two looks at a run that is followed."""
@@ -104,6 +105,7 @@ def run(arguments: Arguments) -> int:
         ConfigError: the folder is not a run's, holds no trace, or a file cannot be read or written.
     """
     arguments.require_folders()
+    _check_names(arguments)
     put = partial(_put, run=arguments.folder)
 
     def write_page(found: Report) -> None:
@@ -121,6 +123,21 @@ def run(arguments: Arguments) -> int:
         _write(arguments.trace, lambda path: put(path, chrome_trace(found.prediction, found.step)))
         _say(arguments.trace)
     return 0
+
+
+def _check_names(arguments: Arguments) -> None:
+    """Raises:
+    ConfigError: a report would take the place of what a run needs, or be read as what one has measured.
+    """
+    made = {".html", *arguments.endings.values()}
+    runs = {folder.resolve() for folder in (arguments.folder, *arguments.others)}
+    for key, path in (("out", arguments.out), ("trace", arguments.trace)):
+        if path is None or path.suffix in made or (folder := path.parent.resolve()) not in runs:
+            continue
+        if path.name == RUN_FILE or folder / path.name in own_files(folder) or path.match("trace*.json"):
+            raise ConfigError(
+                f"--{key} {path}: in a run's folder this is the name of a file of the run itself: give another name"
+            )
 
 
 def _follow(arguments: Arguments, write: Callable[[Report], None]) -> bool:

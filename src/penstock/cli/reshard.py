@@ -121,7 +121,8 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
     old, _ = require_own_stores(folder, config.budget)
     manifests = [Manifest.read(path) for paths in old for path in paths]
     had = int(manifests[0].model.get("strands", 1))
-    if (ranks, arguments.strands or had, ranks if arguments.pipeline else 1) == (record.ranks, had, config.pipeline):
+    asked_for = ranks, 1, arguments.strands or had, ranks if arguments.pipeline else 1
+    if asked_for == (record.ranks, record.hosts, had, config.pipeline):
         return False
     strands, ids = _strands(arguments, config, had), {found.store for found in manifests}
     targets = config.budget.stores(ranks)
@@ -129,6 +130,7 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
         if is_there(path / DATA) and Manifest.read(path).store not in ids:
             raise ConfigError(f"{path} holds the state of another run, and is where this one's would go: move it away")
     asked = Resharding(ranks=ranks, strands=strands, replaces=(), pipeline=arguments.pipeline)
+    _settled(config, asked)  # what these ranks cannot have is said before anything is changed
     record = replace(record, resharding=asked)
     record.write(folder)
     new = _staged(config, ranks, record)
@@ -222,19 +224,27 @@ def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
         if is_of_rank(path) and path not in targets:
             with suppress(OSError):  # something else is in it: not ours to remove
                 path.rmdir()
-    strands = None if config.strands is None else asked.strands
+    settled = _settled(config, asked)
+    if settled != config:
+        write_settings(folder, settled)
+    replace(record, ranks=asked.ranks, hosts=1, resharding=None).write(folder)
+
+
+def _settled(config: TrainConfig, asked: Resharding) -> TrainConfig:
+    """The settings that a run goes on with.
+
+    Raises:
+        ConfigError: one of them is not for the ranks of a pipeline.
+    """
     back = config.schedule in IN_TURN and not asked.pipeline
-    settled = replace(
+    return replace(
         config,
-        strands=strands,
+        strands=None if config.strands is None else asked.strands,
         pipeline=asked.ranks if asked.pipeline else 1,
         stage=None if asked.pipeline else config.stage,
         deal=None,  # blocks are dealt anew, or there is no pipeline any more
         schedule="vertical" if back else config.schedule,
     )
-    if settled != config:
-        write_settings(folder, settled)
-    replace(record, ranks=asked.ranks, hosts=1, resharding=None).write(folder)
 
 
 def _order(config: TrainConfig) -> Family:

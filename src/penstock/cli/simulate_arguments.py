@@ -126,6 +126,9 @@ class Arguments(Words):
             raise ConfigError(f"--text prints the schedule and simulates nothing: leave out --{other[0]}, or --text")
         if self.html is not None and self.trace is not None and self.html.resolve() == self.trace.resolve():
             raise ConfigError(f"--html and --trace would both write {self.html}: give each a file of its own")
+        for key, path in (("html", self.html), ("trace", self.trace)):
+            if path is not None and path.is_file() and path.resolve() == Path(self.name).resolve():
+                raise ConfigError(f"--{key} {path} would take the place of the schedule: give a file of its own")
 
     @property
     def buffer_bytes(self) -> int | None:

@@ -118,6 +118,11 @@ def machine_case(world: World, title: str, machine: Machine, training: Training)
             f"{world.name} has several ranks, and the machine {machine.name} has no network between them: "
             "add a network (bandwidth, latency) to its profile, or use --costs unit"
         )
+    if "nic" in lanes and machine.across is None:
+        raise ConfigError(
+            f"{world.name} has collectives between hosts, and ranks are simulated as those of one machine, "
+            f"{machine.name}: use --costs unit. penstock plan --hosts predicts steps of several hosts"
+        )
     if training.optimizer not in machine.host.optimizer:
         raise ConfigError(
             f"the machine {machine.name} has no rate host.optimizer.{training.optimizer}: measure it anew"

@@ -1,5 +1,6 @@
 """The planner's task by a run's settings: for ``penstock plan``, and for the split of a run's batch."""
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -113,7 +114,11 @@ def _vocabulary(data: DataConfig) -> int:
 
 def shipped_shape(model: ModelConfig) -> str | None:
     """The name under which the shape of the settings' model ships, where they name no file, so that no hub is asked."""
-    if isinstance(model.config, Mapping) or model.revision is not None or Path(model.source).expanduser().exists():
+    if (
+        isinstance(model.config, Mapping)
+        or model.revision is not None
+        or Path(os.path.expanduser(model.source)).exists()
+    ):
         return None
     return shipped_name(model.source)
 

@@ -4,6 +4,10 @@ The gradient of a step is the mean over all of its labels, so each micro-batch's
 is the mean over. Language models differ in that: most compare position i with label i+1, so that the first label of a
 row does not count; others leave the shift to their caller. In the first pass of the model, torch's loss functions are
 watched for the targets that they are called with. Nothing is known by name.
+
+A loss that adds up itself what torch gives for each position (``reduction="none"``) may divide by its labels or by all
+positions. Of a micro-batch that leaves no position out both are the same: then the finding is *unsure*, and the first
+micro-batch that leaves some out is looked at before it counts.
 """
 
 import logging
@@ -29,6 +33,7 @@ _WORDS: Mapping[Counted, str] = {
     "rows": "each row counts the same",
 }
 _CLOSE = 1e-3
+_NEARER = 4  # times: by as much the loss has to be nearer to one of two means
 
 
 class LabelCount:
@@ -36,6 +41,10 @@ class LabelCount:
 
     def __init__(self) -> None:
         self.known: Counted | None = None
+        self.unsure = False
+        """True if nothing that was seen tells a mean over labels from one over positions. On all ranks alike."""
+        self._refuted = False  # it is neither
+        self._left_out: dict[str, float] = {}  # in what was seen, by the name of what leaves positions out
         self._ignored = IGNORED  # by the loss, besides ``IGNORED``
         self._why = "no micro-batch with labels has been seen yet"
 
@@ -57,11 +66,43 @@ class LabelCount:
     def learn(self, micro_batch: Mapping[str, Any], seen: Sequence[Compared], loss: float | None) -> None:
         """Find out from what the loss of ``micro_batch`` was computed from. ``loss``: its value, where it has one."""
         labels = _rows(micro_batch)
-        if self.known is not None or labels is None:
+        if labels is None or (self.known is not None and not self.unsure):
             return
-        self.known = self._found(labels, seen, loss)
-        if self.known is not None:
+        if self.unsure and loss is not None and not math.isfinite(loss):
+            return  # it shows nothing, and no step is taken with it
+        before = self.known
+        shares = self._shares(labels, micro_batch)
+        self._left_out |= {name: max(share, self._left_out.get(name, 0.0)) for name, share in shares.items()}
+        self.known, sure = self._found(labels, seen, loss)
+        self._refuted |= self.known is None and before is not None
+        if self._refuted and not sure:
+            self.known = None
+        self.unsure = self.known is not None and not sure
+        if self.known not in (None, before):
             log.info("labels: %s", _WORDS[self.known])
+
+    def telling(self, micro_batches: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The micro-batch to look at where that is unsure: it leaves out more than any that was seen. None: none does,
+        or all is known."""
+        found, most = None, 0.0
+        for micro_batch in micro_batches if self.unsure else ():
+            labels = _rows(micro_batch)
+            shares = {} if labels is None else self._shares(labels, micro_batch)
+            for name, share in shares.items():  # twice as much: else small steps would make for many looks
+                if share > max(2 * self._left_out.get(name, 0.0), most):
+                    found, most = micro_batch, share
+        return found
+
+    def _shares(self, labels: torch.Tensor, micro_batch: Mapping[str, Any]) -> dict[str, float]:
+        """The share of positions that labels leave out, and masks, by name."""
+        counted = _counts(labels, self._ignored)
+        left_out = {"labels": ~(counted[:, 1:] if self.known == "but the first" else counted)}
+        for name, value in micro_batch.items():
+            if isinstance(value, torch.Tensor) and value.shape == labels.shape and name != "labels":
+                zero = value == 0
+                if bool((zero | (value == 1)).all()):
+                    left_out[name] = zero
+        return {name: float(which.float().mean()) for name, which in left_out.items() if which.numel()}
 
     def items(self, micro_batch: Mapping[str, Any]) -> int | None:
         """The number of items that a micro-batch's mean loss is the mean over. None: it has no labels.
@@ -106,48 +147,59 @@ class LabelCount:
 
     def agree(self, ranks: Ranks) -> None:
         """Let all ranks know what any has found out; where several have, the lowest one's finding counts."""
-        found = ranks.gather_objects("way of labels", (self.known, self._ignored))
-        self.known, self._ignored = next((way for way in found if way[0] is not None), (None, IGNORED))
+        own = (self.known, self.unsure, self._refuted, self._ignored, self._why)
+        found = ranks.gather_objects("way of labels", own)
+        sure = [way for way in found if way[0] is not None and not way[1]]
+        refuted = [way for way in found if way[0] is None and way[2]]
+        unsure = [way for way in found if way[1]]
+        best = (sure or refuted or unsure or [(None, False, False, IGNORED, self._why)])[0]
+        self.known, self.unsure, self._refuted, self._ignored, self._why = best
 
-    def _found(self, labels: torch.Tensor, seen: Sequence[Compared], loss: float | None) -> Counted | None:
+    def _found(self, labels: torch.Tensor, seen: Sequence[Compared], loss: float | None) -> tuple[Counted | None, bool]:
+        """The way in which labels are counted, and True if it is sure."""
         known = [c for c in seen if c.targets is not None]
         for compared in known:
             assert compared.targets is not None
             targets = compared.targets.sort()[0]
             ways = _ways(labels, compared.ignored)
             fits = [way for way, wanted in ways.items() if torch.equal(targets, wanted.sort()[0])]
+            if len(fits) > 1 and self.known in fits:
+                fits = [self.known]
             if len(fits) > 1:
                 self._why = (
                     f"no row's first label is one that its loss does not ignore (ignore_index={compared.ignored})"
                 )
-                return None
+                return None, False
             if fits:
                 self._ignored = compared.ignored
-                return fits[0] if self._is_mean(compared, ways[fits[0]].numel(), loss) else None
+                mean = self._is_mean(compared, ways[fits[0]].numel(), loss)
+                return (None if mean is False else fits[0]), mean is True
         total = sum(c.targets.numel() for c in known if c.targets is not None)
         if {c.ignored for c in known} == {IGNORED} and all(c.mean for c in known):
             for way, wanted in _ways(labels, IGNORED).items():  # a loss for each of several streams of labels
                 if total == wanted.numel():
-                    return way
+                    return way, True
         connectionist = [c for c in seen if c.ctc]
         if connectionist and all(c.mean for c in connectionist):
-            return "rows"
+            return "rows", True
         if connectionist:
             self._why = "it is a sum over rows (ctc_loss_reduction)"
         elif not seen:
             self._why = "its code calls none of torch's losses for class ids"
         else:
             self._why = "the targets that torch's losses are called with are not the micro-batch's labels"
-        return None
+        return None, False
 
-    def _is_mean(self, compared: Compared, count: int, loss: float | None) -> bool:
-        """True if a loss is a mean: by what it was asked for, or by its value."""
+    def _is_mean(self, compared: Compared, count: int, loss: float | None) -> bool | None:
+        """True if a loss is a mean over labels: by what it was asked for, or by its value. None: a mean over positions
+        would have that value, too."""
         if compared.mean:
             return True
         if compared.total is not None and loss is not None and count:
-            mean = compared.total / count
-            if math.isclose(mean, loss, rel_tol=_CLOSE):
-                return True
+            off, off_positions = (abs(compared.total / n - loss) for n in (count, compared.positions))
+            if math.isclose(compared.total / count, loss, rel_tol=_CLOSE) and off <= _NEARER * off_positions:
+                return True if off_positions > _NEARER * off else None
+        self._refuted = True
         self._why = "it is made of a sum over labels, and is not their mean (num_items_in_batch?)"
         return False
 

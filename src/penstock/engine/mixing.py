@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from penstock.engine.labels import IGNORED
+from penstock.engine.resources import EngineResources
 from penstock.engine.spans import Spans
+from penstock.engine.visiting import VisitingWeights
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.facts import Site
@@ -24,6 +26,28 @@ from penstock.tape.tape import Tape
 _TOKENS = 64
 _ITEMS = 7
 """A number of items by which a loss is divided that is no number of labels here."""
+
+
+def check_on_first(shared: EngineResources, spans: Spans) -> None:
+    """Check on the first rank that the model can be trained by ranks that share each sequence.
+
+    Raises:
+        ModelError: it cannot, on all of them.
+    """
+    said = None
+    weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share)
+    try:
+        if shared.ranks.rank == 0:
+            try:
+                check_mixes_nothing(shared.tape, spans, weights.load, weights.unload)
+            except ModelError as error:
+                said = str(error)
+        weights.ended()
+    finally:
+        weights.close()
+    said = shared.ranks.gather_objects("what mixes tokens", said)[0]
+    if said is not None:
+        raise shared.ranks.of_all(ModelError(said))
 
 
 def check_mixes_nothing(

@@ -3,8 +3,8 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -17,12 +17,12 @@ from penstock.engine.arguments import WrapArguments
 from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, schedules_of, times_of_all
 from penstock.engine.following import Following, Searched, Step, better, change_in_words
 from penstock.engine.labels import LabelCount
-from penstock.engine.mixing import check_mixes_nothing
+from penstock.engine.mixing import check_on_first
 from penstock.engine.probed import HandedOn, Probed, join, join_facts, model_flops, slowest_of, within
 from penstock.engine.repeats import Repeats
 from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
-from penstock.engine.spans import SpanLabels, Spans
+from penstock.engine.spans import SpanLabels
 from penstock.engine.timing import orthogonal_rate, time_stages
 from penstock.engine.visiting import VisitingWeights
 from penstock.errors import BudgetError, ConfigError, ModelError, StoreError, is_out_of_memory
@@ -136,7 +136,7 @@ class Planning:
         self.placed: Placement | None = None
         """the placement of arrays; None: nothing has been placed"""
         if resources.spans is not None:
-            self._check_mixes_nothing(resources.spans)
+            check_on_first(resources, resources.spans)
 
     def runner_for(self, micro_batches: Sequence[Mapping[str, Any]], *, train: bool) -> Runner:
         """The runner for these micro-batches; plans anew when they are more, larger or others than planned for.
@@ -156,6 +156,7 @@ class Planning:
         ready = self._plans.get(train)
         gathered = ranks.gather_objects("plan", (ready is not None and ready.covers(shapes), seen))
         if ready is not None and all(covered for covered, _ in gathered):
+            self._look_at_labels(micro_batches)
             if train and self._following is not None:
                 ready = self._follow(self._following, ready, [step for _, step in gathered])
             return self._use(ready) if self._before is None or not train else self._use_changed(ready, self._before)
@@ -164,6 +165,7 @@ class Planning:
         self.close()
         largest = self._to_probe(dict(zip(shapes, micro_batches, strict=True)))
         self._probe_all({s: mb for s, mb in largest.items() if (train, s) not in self._probed}, train=train)
+        self._look_at_labels(micro_batches)
         probed = {shape: self._probed[train, shape] for shape in largest}
         nbytes = max(batch.nbytes(mb, self._shared.arrays.dtype) for mb in micro_batches)
         every = self._beside(probed, train=train)
@@ -528,35 +530,30 @@ class Planning:
             request, self._machine, times, shared.rate, keep, io_threads=shared.io_threads, repeats=self.repeats.planned
         )
 
-    def _check_mixes_nothing(self, spans: Spans) -> None:
-        """Check on the first rank that the model can be trained by ranks that share each sequence.
-
-        Raises:
-            ModelError: it cannot, on all of them.
-        """
-        shared, said = self._shared, None
-        weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share)
-        try:
-            if shared.ranks.rank == 0:
-                try:
-                    check_mixes_nothing(shared.tape, spans, weights.load, weights.unload)
-                except ModelError as error:
-                    said = str(error)
-            weights.ended()
-        finally:
-            weights.close()
-        said = shared.ranks.gather_objects("what mixes tokens", said)[0]
-        if said is not None:
-            raise shared.ranks.of_all(ModelError(said))
-
     def _probe_all(self, largest: Mapping[batch.Shapes, Mapping[str, Any]], *, train: bool) -> None:
         """Probe what has not been probed yet; all ranks at once, each its own micro-batches."""
+        with self._visiting() as weights:
+            for shape, mb in largest.items():
+                self._probed[train, shape] = self._probe(mb, weights, train=train)
+
+    def _look_at_labels(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
+        """Find out how labels count, where that is unsure, as soon as a rank has a micro-batch that tells."""
+        telling = self.labels.telling(micro_batches)
+        # All ranks are unsure, or none is.
+        if self.labels.unsure and any(self._shared.ranks.gather_objects("labels that tell", telling is not None)):
+            self.close()
+            with self._visiting() as weights:
+                if telling is not None:
+                    self._probe(telling, weights, train=False)
+
+    @contextmanager
+    def _visiting(self) -> Iterator[VisitingWeights]:
+        """The weights for probes, in which all ranks take part. What one has learned of labels, then all know."""
         shared = self._shared
         weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share)
         try:
             with nullcontext() if shared.spans is None else shared.spans.by_itself():
-                for shape, mb in largest.items():
-                    self._probed[train, shape] = self._probe(mb, weights, train=train)
+                yield weights
             weights.ended()
         finally:
             weights.close()

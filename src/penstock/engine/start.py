@@ -115,13 +115,8 @@ def fill(
         slab = HostSlab(group.spec.numel * FP32)
         flat = slab.bytes[: group.spec.numel * FP32].view(torch.float32)
         if from_meta:
-            given = [s for s in group.slices if weights is not None and s.name in weights]
-            if len(given) < len(group.slices):
-                group.attach(flat)
-                initialise(model, group, seed)
-            for s in given:
-                assert weights is not None
-                weights.fill(s.name, flat[s.offset : s.offset + s.numel].view(s.shape))
+            with torch.device("cpu"):  # whatever torch's default device is
+                _fill_from_meta(model, group, flat, seed, weights)
         else:
             for s in group.slices:
                 flat[s.offset : s.offset + s.numel].view(s.shape).copy_(s.parameter.detach())
@@ -131,6 +126,19 @@ def fill(
         del flat
         slab.close()
     return values.hexdigest()
+
+
+def _fill_from_meta(
+    model: nn.Module, group: ParamGroup, flat: torch.Tensor, seed: int, weights: WeightSource | None
+) -> None:
+    """Fill ``flat`` [numel], fp32, with the values of a group of a model on the meta device."""
+    given = [s for s in group.slices if weights is not None and s.name in weights]
+    if len(given) < len(group.slices):
+        group.attach(flat)
+        initialise(model, group, seed)
+    for s in given:
+        assert weights is not None
+        weights.fill(s.name, flat[s.offset : s.offset + s.numel].view(s.shape))
 
 
 def _write_group(group: GroupSpec, flat: torch.Tensor, arrays: StateArrays) -> None:
@@ -176,12 +184,13 @@ def make_buffers(
         for key, buffer in persistent_buffers(module).items():
             name = f"{prefix}.{key}" if prefix else key
             if (buffer.is_meta and resumed) or (weights is not None and name in weights):
-                buffers_of(module)[key] = real = torch.empty(buffer.shape, dtype=buffer.dtype)
+                buffers_of(module)[key] = real = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                 given.append((name, real))
-    materialise_buffers(model, device, seed)
-    if weights is not None and not resumed:
-        for name, buffer in given:  # last: an initialiser that makes one buffer of a module may write to the others
-            weights.fill(name, buffer)
+    with torch.device("cpu"):
+        materialise_buffers(model, device, seed)
+        if weights is not None and not resumed:
+            for name, buffer in given:  # last: an initialiser that makes one buffer of a module may write to the others
+                weights.fill(name, buffer)
 
 
 def buffers_to(model: nn.Module, device: torch.device) -> None:

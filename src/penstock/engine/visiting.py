@@ -87,8 +87,9 @@ class VisitingWeights:
 def _stand_in(g: int, flat: torch.Tensor) -> None:
     """Fill ``flat`` with small numbers in the place of the weights of a group that another rank of a pipeline has, the
     same on all ranks: weights do not cross for a probe, which looks at shapes and not at values."""
-    generator = torch.Generator().manual_seed(g)
+    generator = torch.Generator("cpu").manual_seed(g)
     step = BOUNCE // FP32
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
-        piece.copy_(torch.randn(piece.numel(), generator=generator).mul_(0.02))
+        drawn = torch.randn(piece.numel(), generator=generator, dtype=torch.float32, device="cpu")
+        piece.copy_(drawn.mul_(0.02))

@@ -29,6 +29,7 @@ from penstock.optim.facade import rate_name
 from penstock.ranks.axes import PIPELINE
 from penstock.ranks.group import Ranks
 from penstock.ranks.process_groups import join
+from penstock.ranks.start import started_together
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.store.owner import RUN_FILE, Owner, owner_in
@@ -64,6 +65,12 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
     budget = budget.with_pins()
     if not budget.disk_paths and budget.durability is None:
         _say_that_nothing_is_kept()
+    if joined is None and asked.mesh is None and (count := started_together()) > 1:
+        log.warning(
+            "this is one of %d processes, and wrap was given no mesh: it trains by itself, as do the others "
+            "(together: mesh=penstock.torchrun_mesh())",
+            count,
+        )
     owner = None if asked.run is None else _owner(Path(asked.run))
     with alone(model, "this model"):
         check_unguarded(model)

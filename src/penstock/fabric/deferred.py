@@ -47,10 +47,18 @@ class Deferred:
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             raise ModelError("autocast is on while a loss is recorded, and would have no effect: Fabric(precision=...)")
         self._compute = compute
-        self._args, self._kwargs = trees.snapshot((args, dict(kwargs or {})))  # the loop may take a batch apart
+        known = tree_map_only(Deferred, _value_if_known, (args, dict(kwargs or {})))
+        self._args, self._kwargs = trees.snapshot(known)  # the loop may take a batch apart
         self._versions = [_version(tensor) for tensor in _tensors(self)]
         self._made = Deferred._steps
         self._grad = torch.is_grad_enabled()
+        if self._grad and any(tensor.requires_grad for tensor in _tensors(self)):
+            raise ModelError(
+                "a tensor that requires a gradient is used beside the model's outputs, and would get none: the model's "
+                "own parameters have their values within its forward alone, and of other modules the engine knows "
+                "nothing. Compute it in the model's forward, which may return it, or give detach() of what is to have "
+                "no gradient"
+            )
         self._value = _UNKNOWN
         self._spent = False
         self._parts: dict[tuple[str, str | int, bool], Any] = {}
@@ -190,6 +198,15 @@ def note(compute: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | Non
     return made.resolve() if given and all(known) else made
 
 
+def _value_if_known(part: Deferred) -> Any:
+    return part._value if part._settle() else part
+
+
+def is_spent(root: Deferred) -> bool:
+    """True if a recorded computation needs the model's outputs of a step that was taken, which are gone."""
+    return any(node._spent for node in nodes(root))
+
+
 def inputs_of(root: Deferred) -> dict[str, torch.Tensor]:
     """Every tensor that a recorded computation starts from, as a micro-batch.
 
@@ -224,10 +241,12 @@ def run(root: Deferred, model: nn.Module, originals: Mapping[str, torch.Tensor],
     done: dict[int, Any] = {}
 
     def value_of(part: Any) -> Any:
-        return done[id(part)] if isinstance(part, Deferred) else there.get(id(part), part)
+        if isinstance(part, Deferred):
+            return done[id(part)]
+        return trees.replace(part, lambda tensor: there.get(id(tensor), tensor)) if trees.tensors(part) else part
 
     for node in nodes(root):
-        args, kwargs = tree_map_only((Deferred, torch.Tensor), value_of, (node._args, node._kwargs))
+        args, kwargs = tree_map_only(object, value_of, (node._args, node._kwargs))
         with torch.set_grad_enabled(node._grad and torch.is_grad_enabled()):
             value = (model if node._compute is MODEL else node._compute)(*args, **kwargs)
         done[id(node)] = value
@@ -250,8 +269,9 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _tensors(node: Deferred) -> Iterator[torch.Tensor]:
-    return (part for part in tree_iter((node._args, node._kwargs)) if isinstance(part, torch.Tensor))
+def _tensors(node: Deferred) -> list[torch.Tensor]:
+    """The tensors among the arguments, also those in containers that torch does not know of, as tokenizers make."""
+    return trees.tensors(list(tree_iter((node._args, node._kwargs))))
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ from penstock.engine.device import resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError, NonFiniteError
-from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, inputs_of, run, spend
+from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, inputs_of, is_spent, run, spend
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
 from penstock.optim.precision import precision_of_weights
@@ -219,6 +219,11 @@ class PenstockStrategy(OneDevice):
                 "fabric.backward() after optimizer.step() would add to the gradients of that step, and there are none "
                 "any more: call optimizer.zero_grad() after each step"
             )
+        if is_spent(tensor):
+            raise ModelError(
+                "fabric.backward() was given a loss of outputs that a step was taken with already, and these are gone: "
+                "call the model again"
+            )
         self._collected.append(tensor)
 
     def _discard(self) -> None:
@@ -300,6 +305,8 @@ class PenstockStrategy(OneDevice):
         if filter or storage_options is not None:
             raise ConfigError("fabric.save(filter=..., storage_options=...) cannot be honoured: a snapshot is whole")
         folder, rest = Path(path), self._rest_of(state)
+        if folder.is_file():
+            raise ConfigError(f"fabric.save: {folder} is a file, and this checkpoint is a folder: give another name")
         folder.mkdir(parents=True, exist_ok=True)
         kept, file = self.plain(rest), folder / _REST.format(self.engine.step_count)
         with self._ranks.together():

@@ -35,9 +35,18 @@ _HOW = "penstock doctor --path DIR measures this machine"
 
 
 def profile_folder() -> Path:
-    """The folder of this host's profiles. The XDG standard says that a relative ``$XDG_CACHE_HOME`` does not count."""
+    """The folder of this host's profiles. The XDG standard says that a relative ``$XDG_CACHE_HOME`` does not count.
+
+    Raises:
+        ConfigError: there is none, as nobody says where the user's home is.
+    """
     asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cache = asked if asked.is_absolute() else Path.home() / ".cache"
+    cache = asked if asked.is_absolute() else Path(os.path.expanduser("~")) / ".cache"
+    if not cache.is_absolute():  # a user without a name, as in a container
+        raise ConfigError(
+            "machine profiles have no folder, as this user has no home: set HOME, or XDG_CACHE_HOME to a folder that "
+            "you may write"
+        )
     return cache / "penstock" / "machines" / re.sub(r"[^\w.-]", "-", socket.gethostname())
 
 

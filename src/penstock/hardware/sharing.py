@@ -28,10 +28,12 @@ and change places on the cores, is not counted.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.hardware.drives import part_of, striped_room, together
+from penstock.hardware.drives import part_of, spread, stripe_weights, striped_room, together
 from penstock.hardware.machine import Between, Collectives, Device, Drive, Host, Machine, Network
+from penstock.hardware.profiles import file_system
 from penstock.schedule.lower.mesh import is_branch
 
 _LINK = ("grad_bf16", "grad_fp32", "weights_bf16", "weights_fp32")
@@ -183,6 +185,23 @@ def room_of_each(drives: Sequence[Drive], ranks: int) -> int:
     """Bytes that each of so many ranks on a host may have on disk: of the one whose drives have the least room."""
     dealt = [drives_of(drives, rank, ranks) for rank in range(ranks)]
     return min(striped_room([drive.free for drive in own], own) for own in dealt)
+
+
+def too_full(drives: Sequence[Drive], needs: Sequence[int]) -> tuple[int, int] | None:
+    """The bytes that would be on a file system and those that are free there, of the first that has too few for ranks
+    of one host which need so many each; None: all have enough."""
+    ranks, load = len(needs), dict.fromkeys(range(len(drives)), 0)
+    for rank, need in enumerate(needs if drives else ()):
+        places = list(range(rank, len(drives), ranks)) or [rank % len(drives)]
+        own = [drives[i] for i in places]
+        weights = max((stripe_weights(own), (1,) * len(own)), key=lambda shares: spread([d.free for d in own], shares))
+        for i, weight in zip(places, weights, strict=True):
+            load[i] += need * weight // sum(weights)
+    systems: dict[object, list[int]] = {}
+    for i, drive in enumerate(drives):  # directories on one file system have equal parts of it, and may use all of it
+        systems.setdefault(file_system(Path(drive.path)) if drive.directories > 1 else f"drive {i}", []).append(i)
+    sizes = ((sum(load[i] for i in there), sum(drives[i].free for i in there)) for there in systems.values())
+    return next(((need, free) for need, free in sizes if need > free), None)
 
 
 def _slowest(dealt: Sequence[tuple[Drive, ...]]) -> tuple[Drive, ...]:

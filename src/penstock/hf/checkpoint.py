@@ -23,7 +23,7 @@ from penstock.engine.arguments import WrapArguments
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, StoreError
 from penstock.hf.models.adapters import has_adapters
-from penstock.hf.models.exporting import Dtype, export, export_adapter
+from penstock.hf.models.exporting import export_adapter, export_as_given
 from penstock.optim.facade import StreamedOptimizer
 from penstock.ranks.group import Ranks
 from penstock.state.record import check_kept, check_param_groups, check_progress
@@ -38,7 +38,6 @@ SCHEDULER = "scheduler.pt"
 ARGUMENTS = "training_args.bin"
 _ORIGIN = "penstock.json"
 _ASIDE = "penstock.export"
-_DTYPES: Mapping[torch.dtype, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _RUN = "run"
 _PREFIX, _LAST = "checkpoint-", "trainer_state.json"
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
@@ -109,15 +108,22 @@ def _is_complete(folder: Path) -> bool:
 
 
 def require(folder: Path) -> Path:
-    """The folder, if it has a snapshot.
+    """The folder, if training can go on from what is in it.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: it has no snapshot, or another file is missing; or it is not there.
     """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder: give the path of a checkpoint-N of this run")
     if not (folder / SNAPSHOT).exists():
         raise ConfigError(
             f"{folder} has no {SNAPSHOT}, so training cannot go on from it: was it saved with save_only_model, or by "
             "a Trainer without the engine? Load its model instead, and start anew"
+        )
+    if lost := [name for name in (SCHEDULER, _LAST) if not (folder / name).is_file()]:
+        raise ConfigError(
+            f"{folder} has no {' and no '.join(lost)}: saving it was broken off, or it was not copied whole. Take "
+            "another one: resume_from_checkpoint=True takes the last that is complete"
         )
     return folder
 
@@ -235,7 +241,7 @@ def write_model(engine: Engine, folder: Path, ranks: Ranks, tokenizer: Any, dtyp
     if has_adapters(engine.model):
         export_adapter(engine, aside, tokenizer=tokenizer, own=dtypes)
     else:
-        export(engine, aside, tokenizer=tokenizer, dtype=next((_DTYPES.get(dtype) for dtype in dtypes.values()), None))
+        export_as_given(engine, aside, tokenizer=tokenizer, own=dtypes)
     if ranks.rank == 0:
         _move_into(folder, aside)
 

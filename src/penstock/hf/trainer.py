@@ -365,9 +365,19 @@ class EngineMixin(TrainerSteps):
         self._resumes = None
 
     def load_best(self) -> None:
-        """Take over the best checkpoint: the library loads its weights, here the optimizer goes back with them."""
+        """Take over the best checkpoint: the library loads its weights, here the optimizer goes back with them.
+
+        Raises:
+            ConfigError: it was removed. The library only warns, and goes on with the last step's model.
+        """
         assert self.state.best_model_checkpoint is not None
-        checkpoint.load(self.engine, checkpoint.require(Path(self.state.best_model_checkpoint)))
+        best = Path(self.state.best_model_checkpoint)
+        if not best.is_dir():
+            raise ConfigError(
+                f"load_best_model_at_end: {best} is not there any more. The model is that of the last step, and can be "
+                "saved: trainer.save_model()"
+            )
+        checkpoint.load(self.engine, checkpoint.require(best))
 
     def write_model(self, folder: Path) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)

@@ -124,12 +124,13 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
     yield from variant(
         "an optimizer on the host twice as fast (more cores, faster memory)", _changed(task, machine=faster)
     )
-    more_m = max(count + 1, count * 3 // 2)
-    yield from variant(f"M = {more_m} micro-batches instead of {count}", task, count=more_m)
+    more_m = min(max(count + 1, count * 3 // 2), MOST_MICRO_BATCHES)
+    if more_m > count:
+        yield from variant(f"M = {more_m} micro-batches instead of {count}", task, count=more_m)
     if count % 2 == 0:
         words = f"{count // 2} micro-batches of {2 * size} sequences instead of {count} of {size}"
         yield from variant(words, task, size=2 * size, count=count // 2)
-    if size % 2 == 0:
+    if size % 2 == 0 and 2 * count <= MOST_MICRO_BATCHES:
         words = f"{2 * count} micro-batches of {size // 2} sequences instead of {count} of {size}"
         yield from variant(words, task, size=size // 2, count=2 * count)
     if task.needs_norm and task.precision != "fp16":
@@ -253,15 +254,25 @@ def _doubled(count: int, most: int) -> Iterator[int]:
 
 
 def _verified(task: Task, size: int, count: int, tier: Tier, needed: int | None) -> int | None:
-    """A size of a tier as it is printed, not below ``needed``, with which the search does find something."""
+    """A size of a tier as it is printed, not below ``needed``, with which the search does find something, to one part
+    in 64. What phases outside of steps take, which the linear program does not know, may be several times as much."""
+    if needed is None:
+        return None
+
+    def enough(nbytes: int) -> bool:
+        return fits(_with(task, tier, nbytes).question(size, count))
+
+    low = high = round_up(needed)
+    step = max(high // 64, 1)
     for _ in range(_STEPS):
-        if needed is None:
-            return None
-        needed = round_up(needed)
-        if fits(_with(task, tier, needed).question(size, count)):
-            return needed
-        needed += max(needed // 64, 1)
-    return None
+        if enough(high):
+            break
+        low, high, step = high, round_up(high + step), 2 * step
+    else:
+        return None
+    while high - low > low // 64 and (middle := round_up((low + high) // 2)) < high:
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def round_up(nbytes: int) -> int:

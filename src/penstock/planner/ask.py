@@ -40,7 +40,8 @@ class PlanReport:
     |---|---|
     | ``forecast`` | the plan's step: time, tokens/s, MFU, bottleneck, bytes, memory, wear |
     | ``curve`` | vertical and horizontal over the global batch, by the linear program; of several ranks nothing |
-    | ``roofline`` | what compute, disk, host and link allow with all state on disk |
+    | ``roofline`` | what compute, disk, host and link allow with all state on disk; compute, with every graph kept that
+    may be |
     | ``alternatives`` | the update mode (waiting, speculating, a delay), and what the others would cost |
     | ``advice`` | what would make it faster, best first; of several ranks nothing |
     | ``longest`` | the longest sequences that would fit; None: none does |
@@ -70,8 +71,10 @@ class PlanReport:
     def roofline(self) -> Roofline:
         f = self.forecast
         plan = f.choice.plan
-        kept = plan.graphs_kept / max(plan.calls, 1)
-        return roofline(f.choice.question, f.task.profile(f.micro_batch_size).tokens, kept)
+        tokens = f.task.profile(f.micro_batch_size).tokens
+        most = roofline(f.choice.question, tokens, 1.0 if f.choice.request.most_graphs else 0.0)
+        found = roofline(f.choice.question, tokens, plan.graphs_kept / max(plan.calls, 1))
+        return replace(found, compute_tokens_per_second=most.compute_tokens_per_second)  # other batches may keep more
 
     @cached_property
     def alternatives(self) -> Alternatives:
@@ -229,7 +232,7 @@ def _settled(task: Task, batch: int | None, split: tuple[int, int] | None) -> tu
     weighed = weigh(task, size, choice.request.micro_batches)
     if weighed.default == "interval" and named.budget.durability == "step":
         named = settled(task, "interval")
-        choice, size = _found(named, batch, split)
+        choice, size = _found(named, None, (size, choice.request.micro_batches))  # a run keeps its cut, too
     return named, choice, size, weighed
 
 

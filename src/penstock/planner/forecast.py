@@ -17,11 +17,6 @@ from penstock.planner.task import Task
 from penstock.schedule.ir.lanes import STREAM_LANES, Lane
 from penstock.schedule.place import FP32, Depths
 
-MODEL_FLOP = 6
-"""FLOP per parameter and token that model FLOPs utilisation counts: forward 2, backward 4, no recomputation."""
-FROZEN_FLOP = 4
-"""FLOP per token of a parameter that is not trained: the backward has no gradient of it to compute."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LaneForecast:
@@ -114,12 +109,10 @@ class Forecast:
 
     @property
     def model_flops(self) -> float:
-        """FLOP/s of the model, of all ranks: 6 FLOP per parameter and token, 4 of frozen ones, none of what is computed
-        a second time."""
-        padded = self.task.parts(self.task.ranks) * sum(group.frozen for group in self.choice.plan.program.groups)
-        frozen = min(padded, self.parameters)
-        flop = MODEL_FLOP * (self.parameters - frozen) + FROZEN_FLOP * frozen
-        return flop * self.tokens_per_second
+        """FLOP/s of the model, of all ranks, counted as a run counts them: op by op, none of what is computed a second
+        time. Of experts those that a token goes to, and none of an embedding, which is looked up."""
+        flop = self.task.profile(self.micro_batch_size).model_flops * self.task.size * self.micro_batches
+        return flop / self.choice.expected_seconds
 
     @cached_property
     def lanes(self) -> Mapping[Lane, LaneForecast]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import accelerator
 from penstock.compat.torch import store_of
-from penstock.errors import RankError
+from penstock.errors import ConfigError, RankError
 from penstock.ranks import levels
 from penstock.ranks.axes import Axes, axes_of
 from penstock.ranks.group import ALONE, Ranks
@@ -35,10 +35,10 @@ class Telling(Ranks):
 
     def gather_objects(self, what: str, value: T) -> list[T]:
         text = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
-        sizes = torch.empty(self.size, dtype=torch.int64)
-        self._gather_control(sizes, torch.tensor([text.numel()]))
+        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")  # whatever torch's default device is
+        self._gather_control(sizes, torch.tensor([text.numel()], device="cpu"))
         longest = int(sizes.max())
-        texts = torch.empty(self.size, longest, dtype=torch.uint8)
+        texts = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
         self._gather_control(texts.view(-1), torch.nn.functional.pad(text, (0, longest - text.numel())))
         found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(texts, sizes.tolist(), strict=True)]
         for other, (theirs, _) in enumerate(found):
@@ -427,11 +427,16 @@ def join(mesh: DeviceMesh | None, device: torch.device) -> Ranks:
     """The ranks of a mesh, all of which come here; who has none is alone.
 
     Raises:
-        ConfigError: the mesh is of another kind than ranks that share all state, or they are spread unevenly over
-            hosts.
+        ConfigError: the mesh is of another kind than ranks that share all state, this process is not in it, or they
+            are spread unevenly over hosts.
         RankError: another rank has gone.
     """
     if mesh is None:
         return ALONE
-    axes_of(mesh)
+    own, members = dist.get_rank(), axes_of(mesh).members
+    if own not in members:
+        raise ConfigError(
+            f"rank {own} is not in the mesh, which is of the ranks {', '.join(map(str, members))}: give it a mesh that "
+            "it is in, or have only those train"
+        )
     return Together(mesh, device) if mesh.size() > 1 else ALONE

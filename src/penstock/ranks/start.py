@@ -27,6 +27,13 @@ def can_start_again() -> bool:
     return _started or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) == 0
 
 
+def started_together() -> int:
+    """The number of processes that torch.distributed, or torchrun, has started together with this one; 1: none."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
 def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None = None, cp: int = 1) -> DeviceMesh:
     """Start ``torch.distributed`` among the processes that ``torchrun`` has started, once, and give their mesh, for
     ``wrap(mesh=...)``. ``device``: ``"cuda"`` or ``"cpu"``; None: the GPUs if there are some. Each process gets one.

@@ -44,6 +44,13 @@ def format_time(seconds: float, unit: str = "s") -> str:
     raise AssertionError(seconds)
 
 
+def format_long_time(seconds: float) -> str:
+    """A time for people that may be minutes or hours: of steps on slow machines, or of large batches."""
+    if seconds < 600:
+        return format_time(seconds)
+    return f"{seconds / 60:.3g} min" if seconds < 59_970 else f"{seconds / 3600:,.0f} hours"
+
+
 def time_of_step(seconds: Sequence[float], runs: Sequence[int]) -> float:
     """The time of a step: the median of a run of its schedule, as often as steps were run on average. ``seconds`` and
     ``runs``: of each step."""

@@ -217,7 +217,7 @@ def _build(config: Mapping[str, Any]) -> "nn.Module":
     build = cast(Any, AutoModelForCausalLM).from_config  # transformers leaves it without types
     try:
         model: nn.Module = build(AutoConfig.for_model(str(kind), **settings | {"use_cache": False}))
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.config: Hugging Face cannot build this {kind} model: {reason[:400]}") from error
     return model

@@ -45,8 +45,8 @@ class ModelProfile:
     @property
     def model_flops(self) -> float:
         """``flops`` without what is computed a second time: what model FLOPs utilisation (MFU) counts."""
-        again = (f for f, s in zip(self.forward_flops, self.program.stages, strict=True) if s.kind == "call")
-        return self.flops - sum(again)
+        stages = zip(self.program.stages, self.forward_flops, self.backward_flops, strict=True)
+        return self.flops - sum(forward for stage, forward, backward in stages if stage.kind == "call" and backward)
 
 
 class ModelShape(Protocol):

@@ -65,7 +65,7 @@ class LedArrays:
     def follow(self) -> None:
         while (wanted := self._wanted(None)) is not None:
             names, offset, numel = wanted
-            self._arrays.fetch(names, offset, torch.empty(numel, dtype=torch.float32))
+            self._arrays.fetch(names, offset, torch.empty(numel, dtype=torch.float32, device="cpu"))
 
     def _wanted(self, said: tuple[tuple[str, ...], int, int] | None) -> tuple[tuple[str, ...], int, int] | None:
         return self._ranks.gather_objects("values to read", said)[0]

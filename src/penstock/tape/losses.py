@@ -25,7 +25,7 @@ class Compared:
     ``targets``: int64 [n], those that are not ignored, in their order, on the CPU; None where they are not known or are
     no class ids. ``mean``: it gives their mean. ``total``: the sum of their losses, where it gives one for
     each. ``summed``: their sum as it gives it, where it does. ``ctc``: it is connectionist: of rows, not of targets.
-    ``ignored``: the class id of targets that are ignored.
+    ``ignored``: the class id of targets that are ignored. ``positions``: the number of targets with those.
     """
 
     targets: torch.Tensor | None
@@ -34,6 +34,7 @@ class Compared:
     total: float | None = None
     summed: torch.Tensor | None = None
     ctc: bool = False
+    positions: int = 0
 
 
 class Losses(TorchFunctionMode):
@@ -72,5 +73,5 @@ class Losses(TorchFunctionMode):
         if given["reduction"] == "sum":
             summed = None if result.is_meta else result.detach().cpu().clone()
             return Compared(targets=targets, mean=False, summed=summed, ignored=ignored)
-        total = None if result.is_meta else float(result.detach().sum())
-        return Compared(targets=targets, mean=False, total=total, ignored=ignored)
+        total = None if result.is_meta else float(result.detach().float().sum())
+        return Compared(targets=targets, mean=False, total=total, ignored=ignored, positions=given["target"].numel())

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from penstock import files
-from penstock.compat.peft import base_name, is_adapted, is_plain
+from penstock.compat.peft import base_name, has_adapter, is_adapted, is_plain, is_product
 from penstock.errors import ModelError
+from penstock.hf.models.shell import cast
 from penstock.state.values import Place, Values
 from penstock.tape.guard import names_of_state
 
@@ -55,7 +56,7 @@ def save_adapter(folder: Path, model: Any, values: Values, dtypes: Mapping[str, 
     ``dtypes``: of parameters, by name; of others: fp32. What is saved of such a model is in memory for this.
 
     Raises:
-        ModelError: as ``check_adapters``.
+        ModelError: as ``check_adapters``; or a value is too large for its dtype.
     """
     check_adapters(model)
     with names_of_state(model):  # peft asks parts of the model for the names in theirs
@@ -67,7 +68,7 @@ def save_adapter(folder: Path, model: Any, values: Values, dtypes: Mapping[str, 
 def _value(values: Values, name: str, dtypes: Mapping[str, torch.dtype]) -> torch.Tensor:
     if name in values.buffers:
         return values.buffers[name]
-    return values.parameter(name).to(dtypes.get(name, torch.float32))
+    return cast(values.parameter(name), dtypes.get(name, torch.float32), name)
 
 
 def _saved(model: Any, values: Values) -> dict[str, str]:
@@ -103,10 +104,14 @@ class Merged(Values):
 
     def __init__(self, values: Values, model: Any) -> None:
         """Raises:
-        ModelError: an adapter of a kind that is not merged here, or of one of several weights that are one.
+        ModelError: an adapter of a kind that is not merged here, or of one of several weights that are one; several
+            that are active, or one that is merged already.
         """
         self._values = values
-        self._adapter = model.active_adapter
+        active = list(model.active_adapters)
+        if len(active) != 1:
+            raise _not_merged(f"{' and '.join(active) or 'no adapter'}, of which one has to be active,")
+        (self._adapter,) = active
         config = model.peft_config[self._adapter]
         if config.peft_type.value != "LORA" or config.trainable_token_indices:
             kind = "trainable tokens" if config.peft_type.value == "LORA" else config.peft_type.value
@@ -114,7 +119,8 @@ class Merged(Values):
         self._name_of: dict[str, str] = {}
         copies = f".modules_to_save.{self._adapter}."
         for name in sorted(values.parameters, key=lambda name: copies in name):  # last: they take the originals' place
-            if (base := base_name(name)) is not None:
+            others = ".modules_to_save." in name and copies not in name
+            if not others and (base := base_name(name)) is not None:
                 self._name_of[base] = name
         self.parameters: dict[str, Place] = {b: values.parameters[name] for b, name in self._name_of.items()}
         self.buffers = {base_name(name) or name: buffer for name, buffer in values.buffers.items()}
@@ -139,11 +145,13 @@ class Merged(Values):
     def _adapted(self, model: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
         """(name of a weight before peft, (path of the layer, layer)) of each that has an adapter."""
         for path, layer in model.named_modules():
-            if not is_adapted(layer):
+            if not is_adapted(layer) or not has_adapter(layer, self._adapter):
                 continue
-            special = any(layer.use_dora.values()) or any(layer.lora_bias.values())
+            if layer.merged:
+                raise _not_merged(f"{path}: an adapter that is merged already (merge_adapter)")
+            special = not is_product(layer, self._adapter)
             if not is_plain(layer) or special:
-                kind = f"{type(layer).__name__}{', DoRA or with bias' * special}"
+                kind = f"{type(layer).__name__}{', DoRA, a bias or another variant' * special}"
                 raise _not_merged(f"{path}: an adapter of this kind ({kind})")
             name = base_name(f"{path}.weight")
             assert name is not None

@@ -44,6 +44,8 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far and with all that there are."""
 
+SHARD_SIZE = "5GB"
+"""Most bytes of a file where nobody says otherwise."""
 _PIECE = 2 << 20  # elements of a parameter that are in memory at once
 
 
@@ -77,7 +79,7 @@ def export(
     *,
     tokenizer: Any = None,
     dtype: Dtype | None = None,
-    shard_size: str | int | float = "5GB",
+    shard_size: str | int | float = SHARD_SIZE,
     overwrite: bool = False,
     merge: bool = False,
 ) -> None:
@@ -96,17 +98,20 @@ def export(
             adapter alone is written, in fp32 unless ``dtype`` says otherwise.
 
     Raises:
-        ConfigError: the model is none of transformers, ``out`` exists, or there is nothing to merge.
-        ModelError: a value is too large for ``dtype``.
+        ConfigError: the model is none of transformers, ``out`` exists, there is nothing to merge, or another argument
+            has no effect or is none of those above.
+        ModelError: a value is too large for ``dtype``, or an adapter is none that can be saved or merged.
         StoreError: the disk is full or fails.
     """
-    model: Any = engine.model
-    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
-        raise ConfigError(
-            f"{type(model).__name__} is no model of transformers: save it with engine.master_parameters()"
-        )
+    model = _model_of(engine)
     if merge and not has_adapters(model):
         raise ConfigError("merge has no effect: this model has no adapters")
+    if dtype is not None and dtype not in shell.FLOATS:
+        raise ConfigError(f"dtype={dtype!r}: must be one of {', '.join(shell.FLOATS)}, or None")
+    if not parse_size(shard_size):
+        raise ConfigError(f"shard_size={shard_size!r}: must be more than 0")
+    if has_adapters(model) and not merge and shard_size != SHARD_SIZE:
+        raise ConfigError(f"shard_size={shard_size!r} has no effect: an adapter is one file. Leave it out")
 
     def write(values: Values) -> None:
         if has_adapters(model) and not merge:
@@ -114,17 +119,41 @@ def export(
             write_adapter(Path(out), model, values, companions, dtype=dtype, overwrite=overwrite)
             return
         whole = model.get_base_model() if merge else model
-        read = Merged(values, model) if merge else values
-        write_folder(
-            Path(out),
-            Source(cls=type(whole), config=as_given(whole.config), rules=rules_of(whole), values=read),
-            partial(_write_companions, whole, tokenizer),
-            dtype=dtype,
-            shard_size=shard_size,
-            overwrite=overwrite,
-        )
+        source = _source(whole, Merged(values, model) if merge else values)
+        companions = partial(_write_companions, whole, tokenizer)
+        write_folder(Path(out), source, companions, dtype=dtype, shard_size=shard_size, overwrite=overwrite)
 
     engine.on_first("export", write)
+
+
+def export_as_given(engine: Engine, out: Path, *, tokenizer: Any, own: Mapping[str, torch.dtype]) -> None:
+    """``export`` of a model without adapters, of which each parameter is written in a dtype of its ``own``, and the
+    configuration has that of the first; without any, as the model's configuration says.
+    """
+    model = _model_of(engine)
+    first = next(iter(own.values()), None)
+
+    def write(values: Values) -> None:
+        companions = partial(_write_companions, model, tokenizer)
+        write_folder(out, _source(model, values), companions, dtype=first, own=own)
+
+    engine.on_first("export", write)
+
+
+def _model_of(engine: Engine) -> Any:
+    """Raises:
+    ConfigError: the engine's model is none of transformers.
+    """
+    model: Any = engine.model
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise ConfigError(
+            f"{type(model).__name__} is no model of transformers: save it with engine.master_parameters()"
+        )
+    return model
+
+
+def _source(model: Any, values: Values) -> Source:
+    return Source(cls=type(model), config=as_given(model.config), rules=rules_of(model), values=values)
 
 
 def export_adapter(engine: Engine, out: Path, *, tokenizer: Any, own: Mapping[str, torch.dtype]) -> None:
@@ -197,18 +226,21 @@ def write_folder(
     source: Source,
     companions: Callable[[Path], None],
     *,
-    dtype: Dtype | None = None,
-    shard_size: str | int | float = "5GB",
+    dtype: Dtype | torch.dtype | None = None,
+    own: Mapping[str, torch.dtype] | None = None,
+    shard_size: str | int | float = SHARD_SIZE,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Written:
-    """The folder, whole or not at all. ``companions`` writes what goes beside configuration and weights.
+    """The folder, whole or not at all. ``companions`` writes what goes beside configuration and weights. ``own``:
+    dtypes of parameters, by name, where not all have one ``dtype``.
 
     Raises: as ``export``.
     """
     _check_target(out, overwrite=overwrite)
-    kind = shell.FLOATS[dtype] if dtype else shell.dtype_of(source.config) or torch.float32
-    twin, steps = _steps(source, kind)
+    given = shell.FLOATS[dtype] if isinstance(dtype, str) else dtype
+    kind = given or shell.dtype_of(source.config) or torch.float32
+    twin, steps = _steps(source, kind, own or {})
     tensors = {name: tensor for step in steps for name, tensor in step.targets.items()}
     split = split_state_dict_into_shards_factory(
         tensors,
@@ -263,8 +295,9 @@ def _check_not_kept(out: Path) -> None:
         raise ConfigError(f"{out}: a run keeps its model's configuration in {kept}: give a folder that is no run's own")
 
 
-def _steps(source: Source, dtype: torch.dtype) -> tuple[Any, tuple[Step, ...]]:
+def _steps(source: Source, dtype: torch.dtype, own: Mapping[str, torch.dtype]) -> tuple[Any, tuple[Step, ...]]:
     """A twin of the model on the meta device, in the dtype that is written, and what becomes of the model's values.
+    ``own``: dtypes of parameters that have another one.
 
     Raises:
         ModelError: the values are those of another model than its configuration describes.
@@ -274,7 +307,7 @@ def _steps(source: Source, dtype: torch.dtype) -> tuple[Any, tuple[Step, ...]]:
     state = {}
     for name, like in twin.state_dict().items():
         kept = next((kind for pattern, kind in special.items() if re.search(pattern.replace("*", ".*"), name)), None)
-        as_saved = (kept or like.dtype) if like.is_floating_point() else like.dtype
+        as_saved = (own.get(name) or kept or like.dtype) if like.is_floating_point() else like.dtype
         state[name] = torch.empty(like.shape, dtype=as_saved, device="meta")
     for name in left_out_of_files(twin):
         state.pop(name, None)
@@ -311,14 +344,14 @@ def _fill(shards: ShardFiles, twin: Any, steps: tuple[Step, ...], values: Values
 def _copy(shards: ShardFiles, values: Values, name: str, as_name: str, dtype: torch.dtype) -> None:
     """Write a value as it is, piece by piece."""
     if name in values.buffers:
-        shards.write(as_name, 0, _cast(values.buffers[name].cpu().reshape(-1), dtype, name))
+        shards.write(as_name, 0, shell.cast(values.buffers[name].cpu().reshape(-1), dtype, name))
         return
     numel = values.parameters[name].shape.numel()
     room = torch.empty(min(_PIECE, numel))
     for start in range(0, numel, _PIECE):
         piece = room[: min(_PIECE, numel - start)]
         values.read(name, start, piece)
-        shards.write(as_name, start, _cast(piece, dtype, name))
+        shards.write(as_name, start, shell.cast(piece, dtype, name))
 
 
 def _convert(shards: ShardFiles, twin: Any, step: Step, values: Values) -> None:
@@ -327,24 +360,10 @@ def _convert(shards: ShardFiles, twin: Any, step: Step, values: Values) -> None:
 
     def read(name: str) -> torch.Tensor:
         whole = values.buffers[name].cpu() if name in values.buffers else values.parameter(name)
-        return _cast(whole, dtype, name)
+        return shell.cast(whole, dtype, name)
 
     for name, tensor in step.convert(twin, read).items():
         shards.write(name, 0, tensor.reshape(-1))
-
-
-def _cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Raises:
-    ModelError: a value is too large for the dtype.
-    """
-    cast = values.to(dtype)
-    if dtype.is_floating_point and cast.dtype != values.dtype and not bool(cast.isfinite().all()):
-        where = cast.isfinite().logical_not_()
-        worst = values[where].flatten()[0].item()
-        raise ModelError(
-            f"{name} has {worst:g}, which is too large for {shell.dtype_name(dtype)}: export in bf16 or fp32"
-        )
-    return cast
 
 
 def _write_config(folder: Path, source: Source, dtype: torch.dtype) -> None:

@@ -1,5 +1,6 @@
 """The files of a model: a folder, or a repository of the hub whose files are brought into the hub's own cache."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def resolve(name: str | Path, *, revision: str | None = None, trust_remote_code:
     Raises:
         ConfigError: there is no such folder or repository, or the hub cannot be reached.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         if revision is not None:
             raise ConfigError(f"model.revision={revision!r} has no effect: {name} is a folder, not a name on the hub")

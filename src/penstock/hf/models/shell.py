@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.compat.transformers import get_class_from_dynamic_module, maker_of
 from penstock.config import check_parts
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ModelError
 from penstock.hf.models.folder import CONFIG, read_json
 
 REFUSED = (
@@ -133,6 +133,20 @@ def parts(config: Any) -> list[Any]:
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as a configuration names it."""
     return str(dtype).removeprefix("torch.")
+
+
+def cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """The values of ``name`` in the dtype that they are written in.
+
+    Raises:
+        ModelError: a value is too large for the dtype.
+    """
+    found = values.to(dtype)
+    if dtype.is_floating_point and found.dtype != values.dtype and not bool(found.isfinite().all()):
+        where = found.isfinite().logical_not_()
+        worst = values[where].flatten()[0].item()
+        raise ModelError(f"{name} has {worst:g}, which is too large for {dtype_name(dtype)}: export in bf16 or fp32")
+    return found
 
 
 def short(error: BaseException) -> str:

@@ -135,14 +135,14 @@ class Crossing:
     def _send(self, tensor: torch.Tensor | None, kind: Kind, peer: int) -> None:
         """``kind``: of what the probe has seen in the place of the tensor; None: there is none to send."""
         message, where, numbers = _message(kind), _NO_TENSOR, [0] * (_HEAD - 2)
-        flat = torch.empty(0, dtype=torch.uint8)
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         if tensor is not None:
             beyond = [0] * (_DIMENSIONS - tensor.dim())
             numbers = [tensor.dim(), *tensor.shape, *beyond, *tensor.stride(), *beyond]
             flat = tensor.detach().as_strided((Kind.of(tensor).span,), (1,)).view(torch.uint8)
             where = _IN_ITS_MESSAGE if flat.numel() == message.numel() - _HEAD_BYTES else _IN_THE_NEXT
         failed = self._to.context.failure is not None
-        message[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([failed, where, *numbers]))
+        message[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([failed, where, *numbers], device="cpu"))
         if where == _IN_ITS_MESSAGE:
             message[_HEAD_BYTES:].copy_(flat)
         self._ranks.send(message, peer)
@@ -180,4 +180,4 @@ class Crossing:
 
 def _message(kind: Kind) -> torch.Tensor:
     """Memory for a head, and for what it goes with."""
-    return torch.zeros(_HEAD_BYTES + (kind.nbytes if kind.nbytes <= SMALL else 0), dtype=torch.uint8)
+    return torch.zeros(_HEAD_BYTES + (kind.nbytes if kind.nbytes <= SMALL else 0), dtype=torch.uint8, device="cpu")

@@ -1,0 +1,237 @@
+"""What the engine cannot do for a loop on Fabric is refused where the loop asks for it, with what to do instead."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning_fabric import Fabric
+
+import penstock
+from tests.fabric.test_fabric import batch, fabric_on, set_up, strategy
+from tests.library_runs import llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def misuse_parameters_in_the_loss() -> None:
+    """As weight decay by hand: they are placeholders, of which there would be no gradient either."""
+    fabric, model, _ = set_up()
+    fabric.backward(model(**batch()).loss + 1e-3 * sum(p.square().sum() for p in model.parameters()))
+
+
+def misuse_a_parameter_as_an_argument() -> None:
+    _, model, _ = set_up()
+    F.linear(model(**batch()).logits, model.module.lm_head.weight.t())
+
+
+def misuse_a_loss_twice() -> None:
+    fabric, model, optimizer = set_up()
+    loss = model(**batch()).loss
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    fabric.backward(loss)
+
+
+def misuse_outputs_of_the_step_before() -> None:
+    fabric, model, optimizer = set_up()
+    output = model(**batch())
+    fabric.backward(output.loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    fabric.backward(model(**batch()).loss + (output.logits**2).mean())
+
+
+def misuse_saving_onto_a_file() -> None:
+    fabric, model, optimizer = set_up()
+    fabric.save(__file__, {"model": model, "optimizer": optimizer})
+
+
+def misuse_in_place() -> None:
+    fabric, model, _ = set_up()
+    loss = model(**batch()).loss
+    loss.div_(2)
+    fabric.backward(loss)
+
+
+def misuse_in_place_of_a_tensor() -> None:
+    _, model, _ = set_up()
+    losses = torch.zeros(3)
+    losses[0] = model(**batch()).loss.detach()
+
+
+def misuse_sum_in_place() -> None:
+    _, model, _ = set_up()
+    total = torch.zeros(())
+    total += model(**batch()).loss.detach()
+
+
+def misuse_out() -> None:
+    _, model, _ = set_up()
+    torch.add(model(**batch()).loss, 1.0, out=torch.zeros(()))
+
+
+def misuse_backward_of_the_loss() -> None:
+    _, model, _ = set_up()
+    model(**batch()).loss.backward()
+
+
+def misuse_one_buffer_for_all() -> None:
+    fabric, model, optimizer = set_up()
+    buffer = batch()
+    for _ in range(2):
+        buffer["labels"].copy_(batch()["labels"])
+        fabric.backward(model(**buffer).loss)
+    optimizer.step()
+
+
+def misuse_no_zero_grad() -> None:
+    fabric, model, optimizer = set_up()
+    for _ in range(2):
+        fabric.backward(model(**batch()).loss)
+        optimizer.step()
+
+
+def misuse_setup_alone() -> None:
+    fabric_on().setup(llama())
+
+
+def misuse_optimizer_alone() -> None:
+    model = llama()
+    fabric_on().setup_optimizers(torch.optim.AdamW(model.parameters()))
+
+
+def misuse_two_optimizers() -> None:
+    model = llama()
+    fabric_on().setup(model, torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters()))
+
+
+def misuse_optimizer_of_another_kind() -> None:
+    model = llama()
+    fabric_on().setup(model, torch.optim.Adagrad(model.parameters()))
+
+
+def misuse_parameters_left_out() -> None:
+    model = llama()
+    fabric_on().setup(model, torch.optim.AdamW(model.lm_head.parameters()))
+
+
+def misuse_groups_that_differ() -> None:
+    model = llama()
+    groups = [{"params": [p], "betas": (0.9, 0.9 + i / 1000)} for i, p in enumerate(model.parameters())]
+    fabric_on().setup(model, torch.optim.AdamW(groups))
+
+
+def misuse_clip_without_being_told() -> None:
+    fabric, model, optimizer = set_up()
+    fabric.backward(model(**batch()).loss)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
+def misuse_limited_and_asked_for_the_norm_alone() -> None:
+    fabric, model, optimizer = set_up(clip_grad_norm=1.0)
+    fabric.clip_gradients(model, optimizer, max_norm=float("inf"))
+
+
+def misuse_told_and_not_clipped() -> None:
+    fabric, model, optimizer = set_up(clip_grad_norm=1.0)
+    fabric.backward(model(**batch()).loss)
+    optimizer.step()
+
+
+def misuse_clip_by_value() -> None:
+    fabric, model, optimizer = set_up()
+    fabric.clip_gradients(model, optimizer, clip_val=1.0)
+
+
+def misuse_foreign_loss() -> None:
+    fabric, _, _ = set_up()
+    fabric.backward(torch.zeros((), requires_grad=True))
+
+
+def misuse_evaluation_with_gradients() -> None:
+    _, model, _ = set_up()
+    model.eval()(**batch())
+
+
+def misuse_no_grad_in_training() -> None:
+    _, model, _ = set_up()
+    with torch.no_grad():
+        model(**batch())
+
+
+def misuse_unpacking() -> None:
+    _, model, _ = set_up()
+    _loss, _logits = model(**batch(), return_dict=False)
+
+
+def misuse_autocast() -> None:
+    _, model, _ = set_up()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batch())
+
+
+def misuse_state_dict() -> None:
+    _, model, _ = set_up()
+    model.state_dict()
+
+
+def misuse_saving_the_model_alone() -> None:
+    fabric, model, _ = set_up()
+    fabric.save("never-written", {"model": model})
+
+
+def misuse_loading_without_objects() -> None:
+    fabric, _, _ = set_up()
+    fabric.load("never-read")
+
+
+def misuse_two_devices() -> None:
+    Fabric(accelerator="cpu", devices=2, strategy=strategy())
+
+
+def misuse_double() -> None:
+    Fabric(accelerator="cpu", devices=1, precision="64-true", strategy=strategy())
+
+
+MISUSES = {
+    misuse_in_place: r"div_ would have no effect.*loss = loss / 2",
+    misuse_in_place_of_a_tensor: "__setitem__ would have no effect",
+    misuse_sum_in_place: r"add_ would have no effect.*total = total \+ loss",
+    misuse_out: "add would have no effect",
+    misuse_backward_of_the_loss: r"backward would have no effect.*fabric.backward\(loss\)",
+    misuse_one_buffer_for_all: "changed in place",
+    misuse_parameters_in_the_loss: "requires a gradient is used beside the model's outputs.*in the model's forward",
+    misuse_a_parameter_as_an_argument: "requires a gradient is used beside the model's outputs",
+    misuse_a_loss_twice: "a step was taken with already.*call the model again",
+    misuse_outputs_of_the_step_before: "a step was taken with already.*call the model again",
+    misuse_saving_onto_a_file: "is a file, and this checkpoint is a folder",
+    misuse_no_zero_grad: r"call optimizer.zero_grad\(\) after each step",
+    misuse_setup_alone: "the model and its optimizer together",
+    misuse_optimizer_alone: "the model and its optimizer together",
+    misuse_two_optimizers: "2 optimizers were given",
+    misuse_optimizer_of_another_kind: r"Adagrad cannot be streamed: use torch.optim.AdamW",
+    misuse_parameters_left_out: "the optimizer leaves out 'model.embed_tokens.weight' and",
+    misuse_groups_that_differ: "param groups differ in 'betas'",
+    misuse_clip_without_being_told: r"give it PenstockStrategy\(clip_grad_norm=1.0\)",
+    misuse_limited_and_asked_for_the_norm_alone: r"give it PenstockStrategy\(clip_grad_norm=None\)",
+    misuse_told_and_not_clipped: "call fabric.clip_gradients",
+    misuse_clip_by_value: "the engine clips by the norm",
+    misuse_foreign_loss: "does not come from the model's training output",
+    misuse_evaluation_with_gradients: "to evaluate, call model.eval",
+    misuse_no_grad_in_training: "to train, call model.train",
+    misuse_unpacking: r"take them as output\[0\], output\[1\]",
+    misuse_autocast: "autocast is on",
+    misuse_state_dict: "the model's weights are the engine's",
+    misuse_saving_the_model_alone: "the model and its optimizer together",
+    misuse_loading_without_objects: "fabric.load.. needs state=",
+    misuse_two_devices: "torchrun --nproc-per-node 2 SCRIPT",
+    misuse_double: "precision='64-true' cannot be honoured",
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES, ids=lambda f: f.__name__.removeprefix("misuse_"))
+def test_what_cannot_be_honoured_is_refused(misuse: Any) -> None:
+    with pytest.raises((penstock.ConfigError, penstock.ModelError), match=MISUSES[misuse]):
+        misuse()
