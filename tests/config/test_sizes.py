@@ -9,7 +9,7 @@ import pytest
 from penstock import Budget
 from penstock.cli import settings
 from penstock.config import Endurance, SourceConfig, TokenizerTrainingConfig, parse_size
-from penstock.config.sizes import MEMORY_LEAST, TEXT_LEAST, check_size
+from penstock.config.sizes import MEMORY_LEAST, TEXT_LEAST, check_size, format_flops, three_digits
 from penstock.errors import ConfigError
 
 
@@ -102,3 +102,14 @@ def test_sizes_of_text_need_a_unit_too() -> None:
         SourceConfig(path="a.txt", limit=8)
     with pytest.raises(ConfigError, match=r"^data\.tokenizer\.train\.sample: 4 without a unit"):
         TokenizerTrainingConfig(vocabulary=512, sample=4)
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(0.0, "0"), (0.01234, "0.0123"), (99.94, "99.9"), (99.96, "100"), (999.7, "1,000"), (1620.4, "1,620")],
+)
+def test_numbers_have_three_digits_and_all_before_the_point(value: float, written: str) -> None:
+    assert three_digits(value) == written
+    assert format_flops(value * 1e12) == (
+        f"{written} TFLOP/s" if value >= 0.1 else f"{three_digits(value * 1e3)} GFLOP/s"
+    )

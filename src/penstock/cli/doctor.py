@@ -13,6 +13,7 @@ from penstock.cli.launch import MOST_RANKS
 from penstock.cli.showing.display import choose_display
 from penstock.cli.words import Words, columns
 from penstock.config import format_size
+from penstock.config.sizes import three_digits
 from penstock.errors import ConfigError
 from penstock.hardware.crossing import faster_casts
 from penstock.hardware.drives import used_rates
@@ -131,7 +132,7 @@ def _device(device: Device) -> Iterator[str]:
         memory = format_size(device.memory) + ("" if device.room is None else f", {format_size(device.room)} free")
         memory += "" if device.node is None else f", on NUMA node {device.node}"
     yield _row("device", f"{device.name}; {memory}")
-    products = "   ".join(f"{dtype} {_tera(rate)}" for dtype, rate in device.flops.items())
+    products = "   ".join(f"{dtype} {three_digits(rate / 1e12)}" for dtype, rate in device.flops.items())
     yield _row("matrix products", f"{products}   TFLOP/s")
 
 
@@ -216,11 +217,6 @@ def _between(measured: Sequence[Between]) -> Iterator[str]:
         )
 
 
-def _tera(rate: float) -> str:
-    """FLOP/s in TFLOP/s, to three digits or more."""
-    return f"{rate / 1e12:,.0f}" if rate >= 99.5e12 else f"{rate / 1e12:.3g}"
-
-
 def _gb(rate: float) -> str:
-    """Bytes per second in GB/s, to two or three digits."""
-    return f"{rate / 1e9:.0f}" if rate >= 99.5e9 else f"{rate / 1e9:.3g}"
+    """Bytes per second in GB/s."""
+    return three_digits(rate / 1e9)

@@ -14,6 +14,7 @@ from penstock.cli.task import task_of
 from penstock.cli.words import columns
 from penstock.config import format_size, parse_size
 from penstock.config.rates import parse_delay, parse_rate
+from penstock.config.sizes import three_digits
 from penstock.config.step import IN_TURN
 from penstock.errors import ConfigError
 from penstock.hardware.drives import with_room
@@ -196,7 +197,7 @@ def _table(found: Comparison) -> Iterator[str]:
     for name, one in zip(names, found.outcomes, strict=True):
         lane = f"{LANES[one.busiest.lane]}, {one.busiest.work / one.seconds:.0%} of the step"
         on = f", on {one.busiest.machine}" if several else ""
-        yield f"{name:<{wide}}{format_long_time(one.seconds):>10}{_rate(one.tokens_per_second):>10}  {lane}{on}"
+        yield f"{name:<{wide}}{format_long_time(one.seconds):>10}{three_digits(one.tokens_per_second):>10}  {lane}{on}"
     yield ""
     yield f"{'':<{wide}}{'a rank':>10}  each host, and its bytes of a step"
     heads = ("device", "host", "disk", "read", "written", "sent")
@@ -237,7 +238,3 @@ def _adapted(one: Outcome) -> Iterator[str]:
             f"shares      {one.layout.name}: all ranks have as much to do, and wait for the slowest. Shares in "
             f"proportion would take {format_long_time(one.in_proportion)}, and are not there (docs/ranks.md)"
         )
-
-
-def _rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 from penstock.cli.disk_summary import cost_of_a_kill, gain_of_none, reason
 from penstock.config import Tier, ZeroStage, format_size
+from penstock.config.sizes import format_flops, three_digits
 from penstock.hardware.drives import used_rates
 from penstock.hardware.machine import Machine
 from penstock.planner.alternatives import ModeCosts
@@ -99,10 +100,11 @@ def _ranks(task: Task, settings: Settings) -> str:
 
 def _step(f: Forecast) -> Iterator[str]:
     yield (
-        f"step        {format_long_time(f.step_seconds)} for {f.tokens:,} tokens: {_rate(f.tokens_per_second)} tokens/s"
+        f"step        {format_long_time(f.step_seconds)} for {f.tokens:,} tokens: "
+        f"{three_digits(f.tokens_per_second)} tokens/s"
         + (f"; {100 * f.repeats:.3g}% of the steps run twice" if f.repeats else "")
     )
-    yield f"compute     {_flops(f.model_flops)} of the model: {_utilisation(f)}"
+    yield f"compute     {format_flops(f.model_flops)} of the model: {_utilisation(f)}"
     over = f.step_seconds / f.limit_seconds - 1
     yield (
         f"bottleneck  {LANES[f.bottleneck]}: its work alone takes {format_long_time(f.limit_seconds)}; the step takes "
@@ -268,7 +270,7 @@ def _batches(report: PlanReport, *, wide: bool) -> Iterator[str]:
     now = f.micro_batches * f.micro_batch_size
     for point in report.curve:
         yield _point(point, report, most, mark) + ("  <- this plan" if point.batch == now else "")
-    yield f"compute allows {_rate(most)} tokens/s at most"
+    yield f"compute allows {three_digits(most)} tokens/s at most"
     if roof.disk_tokens is not None and roof.disk_seconds is not None:
         yield (
             f"with all state on disk its reads and writes take {format_long_time(roof.disk_seconds)} a step: compute "
@@ -283,14 +285,15 @@ def _batches(report: PlanReport, *, wide: bool) -> Iterator[str]:
 
 def _point(point: Point, report: PlanReport, most: float, mark: str) -> str:
     bars = [_bar(rate, most, mark) for rate in point.tokens_per_second.values()]
-    bound = f"<= {_rate(report.roofline.tokens_per_second(point.tokens))} ({report.roofline.bound_by(point.tokens)})"
+    roof = report.roofline
+    bound = f"<= {three_digits(roof.tokens_per_second(point.tokens))} ({roof.bound_by(point.tokens)})"
     return f"{point.batch:>10,}{point.tokens:>11,}  " + "".join(bars) + bound
 
 
 def _bar(rate: float | None, most: float, mark: str) -> str:
     if rate is None:
         return f"{'does not fit':<{_BAR + 10}}"
-    return f"{_rate(rate):>8} {mark * max(round(rate / most * _BAR), 1):<{_BAR + 1}}"
+    return f"{three_digits(rate):>8} {mark * max(round(rate / most * _BAR), 1):<{_BAR + 1}}"
 
 
 def _advice(report: PlanReport) -> Iterator[str]:
@@ -322,12 +325,6 @@ def _count(n: float) -> str:
     return f"{n:,.0f}"
 
 
-def _flops(rate: float) -> str:
-    if rate >= 1e14:
-        return f"{rate / 1e12:,.0f} TFLOP/s"
-    return f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
-
-
 def _profile(machine: Machine) -> str:
     """The source and the time of a machine's figures, and the load beside which they were measured."""
     where = f": {machine.file}" if machine.file else ""
@@ -342,18 +339,14 @@ def _profile(machine: Machine) -> str:
 
 def _utilisation(f: Forecast) -> str:
     """MFU, and beside it the share of what the device does in a large product."""
-    product = f"{f.of_product:.0%} of a large matrix product's {_flops(f.product_flops)} here"
+    product = f"{f.of_product:.0%} of a large matrix product's {format_flops(f.product_flops)} here"
     if f.mfu is None or f.peak_flops is None:
         return f"{product}; no MFU, as the profile has no maker's peak"
-    return f"MFU {f.mfu:.0%} of the maker's {_flops(f.peak_flops)}, {product}"
+    return f"MFU {f.mfu:.0%} of the maker's {format_flops(f.peak_flops)}, {product}"
 
 
 def _long(seconds: float) -> str:
     return format_long_time(seconds) if seconds < 7200 else _days(seconds / 86400)
-
-
-def _rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _days(days: float) -> str:

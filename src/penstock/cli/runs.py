@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from penstock.cli.run_figures import RunFigures, read_all
 from penstock.cli.words import Words
 from penstock.config import format_size
+from penstock.config.sizes import three_digits
 from penstock.errors import ConfigError
 from penstock.report.sentence import format_time
 
@@ -145,7 +146,7 @@ def _number(value: float | None) -> str:
 
 
 def _rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "–" if value is None else three_digits(value)
 
 
 def _percent(value: float | None) -> str:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from penstock.cli.simulate_arguments import Arguments
 from penstock.config import Precision, Tier
+from penstock.config.sizes import three_digits
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.costs import machine_costs
@@ -99,7 +100,7 @@ def training_of(arguments: Arguments, machine: Machine | None) -> Training:
         name += f" with {counted(arguments.layers, 'layer')}"
     size, length = arguments.micro_batch_size or 1, arguments.sequence_length or _SEQUENCE
     profile = shape.profile(size, length, Format.of(precision, 2))
-    parameters = f"{profile.parameters / 1e9:,.3g}B parameters"
+    parameters = f"{three_digits(profile.parameters / 1e9)}B parameters"
     description = f"{name} ({parameters}), micro-batches of {size} x {length} tokens; {precision}, AdamW"
     return Training(profile=profile, precision=precision, description=description)
 

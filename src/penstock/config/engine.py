@@ -53,9 +53,11 @@ class EngineConfig(StreamConfig):
         if not self.has_own_schedule:
             check_delay(self.delay, delays=self.schedule == "vertical")
             return
-        said = {"replan": self.replan or None, "delay": self.delay, "speculate": self.speculate}
-        for key in (key for key, value in said.items() if value is not None):
-            raise ConfigError(f"{key} has no effect with a schedule of your own, which says it itself: leave one out")
+        for key, value in (("replan", self.replan or None), ("delay", self.delay), ("speculate", self.speculate)):
+            if value is not None:
+                raise ConfigError(
+                    f"{key} has no effect with a schedule of your own, which says it itself: leave one out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

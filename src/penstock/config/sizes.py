@@ -59,6 +59,16 @@ def check_size(name: str, text: str | float, least: int = 0) -> None:
         )
 
 
+def three_digits(value: float) -> str:
+    """A number for people: to three digits, or with all of those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def format_flops(rate: float) -> str:
+    """FLOP/s for people."""
+    return f"{three_digits(rate / 1e12)} TFLOP/s" if rate >= 1e11 else f"{three_digits(rate / 1e9)} GFLOP/s"
+
+
 def format_size(size: float) -> str:
     """A size for people: ``268435456`` is ``"256 MiB"``."""
     if abs(size) < 1023.5:  # there are no parts of bytes: 0.98 KiB would be 1003.52

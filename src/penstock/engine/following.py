@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import Tier, format_size
+from penstock.config.sizes import three_digits
 from penstock.errors import BudgetError
 from penstock.planner.following import (
     AGAIN,
@@ -231,4 +232,5 @@ def _moves(what: str, old: Sequence[Tier], new: Sequence[Tier]) -> list[str]:
 def change_in_words(why: str, old: Settings, found: Searched) -> str:
     """A sentence on a change of plan: ``why``, what changes, and the seconds of a step before and after."""
     assert found.settings is not None
-    return f"{why}: {differences(old, found.settings)}, {found.now:.3g} s -> {found.then:.3g} s a step predicted"
+    now, then = three_digits(found.now), three_digits(found.then)
+    return f"{why}: {differences(old, found.settings)}, {now} s -> {then} s a step predicted"

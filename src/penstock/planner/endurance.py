@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.config import Budget, format_size
+from penstock.config.sizes import three_digits
 from penstock.errors import BudgetError
 from penstock.hardware.drives import spread, stripe_weights
 from penstock.hardware.machine import Machine
@@ -50,7 +51,7 @@ class Worn:
 
     def __str__(self) -> str:
         return (
-            f"its steps of {_three(self.seconds)} s write {format_size(self.written)} each, "
+            f"its steps of {three_digits(self.seconds)} s write {format_size(self.written)} each, "
             f"{self.written / self.parameters:.3g} bytes per parameter, or {format_size(self.per_day)} a day, and "
             f"budget.endurance allows {format_size(self.allowed)} a day"
         )
@@ -61,15 +62,10 @@ class Worn:
         drives = math.ceil(self.drives * self.too_fast)
         fewer = self.written / self.parameters / self.too_fast
         return (
-            f"steps of {_three(self.seconds * self.too_fast)} s that write as much (a larger batch)",
+            f"steps of {three_digits(self.seconds * self.too_fast)} s that write as much (a larger batch)",
             f"at most {fewer:.3g} bytes written per parameter (state in memory, or less state: optimizer.moments)",
             f"{drives} such drives instead of {self.drives}, where steps are not faster for it",
         )
-
-
-def _three(seconds: float) -> str:
-    """Three digits, or all of those before the point."""
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
 class EnduranceError(BudgetError):

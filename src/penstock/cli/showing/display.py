@@ -10,6 +10,7 @@ from typing import Protocol, TextIO
 from penstock.cli.launch import process_count, this_process
 from penstock.cli.showing.meter import LaneUse, Meter
 from penstock.config import format_size
+from penstock.config.sizes import format_flops
 from penstock.report.sentence import format_time
 from penstock.schedule.ir.lanes import Lane
 
@@ -189,11 +190,6 @@ def speed(meter: Meter) -> str:
     elif meter.of_product is not None:
         share = f", {meter.of_product:.0%} of a large product's rate"
     return f"{format_flops(meter.flops_per_second)}{share}"
-
-
-def format_flops(rate: float) -> str:
-    """FLOP/s for people."""
-    return f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:,.3g} GFLOP/s"
 
 
 def step_time(meter: Meter) -> str:

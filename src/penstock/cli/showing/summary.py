@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import fmean
 
 from penstock.cli.launch import how_to_start
-from penstock.cli.showing.display import a_day, clock, counts, format_flops
+from penstock.cli.showing.display import a_day, clock, counts
 from penstock.cli.showing.meter import Meter
 from penstock.config import TrainConfig, format_size
+from penstock.config.sizes import format_flops
 from penstock.report.sentence import format_time, share_of_life, time_of_step
 
 
