@@ -206,6 +206,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads")
     parser.add_argument("--no-record", action="store_true", help="print, but leave the results file alone")
     arguments = parser.parse_args()
+    if arguments.constant is not None and arguments.constant < 1:
+        parser.error(f"--constant {arguments.constant}: give a number of steps, at least 1")
     stretches = (
         [("fast", arguments.constant)]
         if arguments.constant
