@@ -19,7 +19,7 @@ from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.check.order import run_order
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.lanes import Lane
-from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.ops import Op, Schedule, chunk_of
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.mesh import Mesh
@@ -82,13 +82,13 @@ def test_a_delay_moves_work_and_adds_none(case: Case, share: float) -> None:
     assert {op.id for op in late.ops if op.id.kind == "OP" and op.id.group == 0} <= {op.id for op in late_steps(late)}
     expected: dict[Lane, int] = dict(plain.bytes_per_lane())
     cuts = [chunks(g, case.settings.chunk) for g in case.program.groups]
-    kept = {name for op in plain.lanes["read"] if op.id.kind == "RW" for name in op.writes if name.kind == "O"}
+    kept = {chunk_of(op) for op in plain.lanes["read"] if op.id.kind == "RW" and op.writes[0].holds == "new weights"}
     for op in late_steps(late):
         numel = cuts[op.id.group][op.id.chunk].numel
         width = case.gradient_bytes(plain, op.id[2:])
         if f"NG{op.id[2:]}" not in plain.by_id:  # its step would have computed its part of the norm in passing
             expected["cpu"] += numel * width
-        if case.settings.place.weights[op.id.group] == "disk" and kept.isdisjoint(op.reads):
+        if case.settings.place.weights[op.id.group] == "disk" and chunk_of(op) not in kept:
             expected["read"] -= numel * case.settings.form.weight_bytes
         if case.settings.place.gradients == "disk" and not case.settings.waits(op.id.group):
             expected["read"] += numel * width
@@ -195,17 +195,17 @@ class Run:
 
     def _optimize(self, op: Op, at: tuple[int, int]) -> None:
         gradient, *through = op.reads
-        kinds = [name.kind for name in through]
+        holds = [name.holds for name in through]
         old = [*(self.held[name] for name in through)]
-        old += [self.state[at]] * ("S" not in kinds) + [self._in_memory(at)] * ("O" not in kinds)
+        old += [self.state[at]] * ("state" not in holds) + [self._in_memory(at)] * ("new weights" not in holds)
         assert {*old} == {self.held[gradient]}, "each gradient is applied once, in order"
         for name in op.writes:
             self.held[name] = old[0] + 1
-        if "S" not in kinds:
+        if "state" not in holds:
             self.state[at] = old[0] + 1
-        if "O" not in kinds and self.place.weights[at[0]] == "host":
+        if "new weights" not in holds and self.place.weights[at[0]] == "host":
             self.weights[at] = old[0] + 1
-        if "O" not in kinds and self._is_home(at[0]):
+        if "new weights" not in holds and self._is_home(at[0]):
             self.home[at] = old[0] + 1
 
     def _is_home(self, g: int) -> bool:

@@ -100,9 +100,19 @@ def test_the_way_home_of_what_begins_a_step_falls_into_its_start_and_forward(hom
     load[3, STREAM_LANES.index("compute")] = 6.0
     load[-1, STREAM_LANES.index("write")] = home
     limits = np.eye(len(STREAM_LANES))
-    assert StepBound(limits=limits, buffered=100.0).seconds(load) == pytest.approx(seconds + 6.0)
-    without = StepBound(limits=limits, buffered=0.0).seconds(load)
+    assert StepBound(limits=limits, buffered=100.0, ahead=0.0).seconds(load) == pytest.approx(seconds + 6.0)
+    without = StepBound(limits=limits, buffered=0.0, ahead=0.0).seconds(load)
     assert without == pytest.approx(max(home, 10.0) + 4.0 + 6.0), "no buffer holds it: the start waits for all of it"
+
+
+@pytest.mark.parametrize(("ahead", "seconds"), [(0.0, 20.0), (3.0, 17.0), (8.0, 12.0), (100.0, 11.0)])
+def test_what_the_step_before_has_read_nobody_waits_for(ahead: float, seconds: float) -> None:
+    """A start of 10 s of reads and 1 s of arithmetic, and 10 s of compute."""
+    load = np.zeros((6, len(STREAM_LANES)))
+    load[0, STREAM_LANES.index("read")], load[0, STREAM_LANES.index("cpu")] = 10.0, 1.0
+    load[3, STREAM_LANES.index("compute")] = 10.0
+    limits = np.eye(len(STREAM_LANES))
+    assert StepBound(limits=limits, buffered=0.0, ahead=ahead).seconds(load) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("seed", range(30))

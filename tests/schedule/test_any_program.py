@@ -181,8 +181,8 @@ def gradients(schedule: Schedule) -> dict[tuple[int, int], Sum]:
         elif word.kind == "OD":
             found[word.group, -1] = held.pop(op.reads[0])
     for start, end, _ in schedule.carried:
-        group, chunk = map(int, start[1:].split("."))
-        found[group, chunk] = held.pop(end)
+        if start.holds == "chunk of gradient":  # and no state that is read for the next step
+            found[start.group, start.chunk] = held.pop(end)
     for tag, left in disk.items():
         group, chunk = map(int, tag[1:].split("."))
         found[group, chunk] = left

@@ -68,39 +68,52 @@ class Constraint:
 @dataclass(frozen=True, kw_only=True)
 class StepBound:
     """The least seconds of a step. ``limits``: of ``limits_of``. ``buffered``: seconds of writes that the buffers of
-    state hold: what is delayed and begins a step need not be home before its forward, as far as they do."""
+    state hold: what is delayed and begins a step need not be home before its forward, as far as they do. ``ahead``:
+    seconds of reads for the steps of what is delayed that the step before has done (``Provision.ahead``)."""
 
     limits: NDArray[np.float64]
     buffered: float
+    ahead: float
 
     @staticmethod
     def of(costs: Costs, settings: Settings, *, disk: bool) -> "StepBound":
         """``disk``: whether anything can go home there."""
-        full = Op(id=group_op("WS", 0, 0), nbytes=round(settings.chunk * settings.form.per_element))
-        buffered = settings.depths.state * costs.seconds(full) if disk and settings.delay else 0.0
+        count, nbytes = settings.depths.state, round(settings.chunk * settings.form.per_element)
+        write, read = (costs.seconds(Op(id=group_op(kind, 0, 0), nbytes=nbytes)) for kind in ("WS", "RS"))
+        late = disk and settings.delay > 0
         limits = limits_of(costs, settings.depths, settings.stage)
-        return StepBound(limits=limits, buffered=buffered)
+        return StepBound(limits=limits, buffered=late * count * write, ahead=late * (count - 1) * read)
 
     def constraints(self, home: int) -> Iterator[Constraint]:
         """``home``: index of the last row, and of the last of the times: those more that all phases up to the backward
         take together."""
         nothing = np.zeros(len(self.limits))
         for p in range(home):
-            yield Constraint(times=[p], loads=[p], less=nothing)
+            yield Constraint(times=[p], loads=[p], less=nothing if p else self._ahead)
         yield from self._together(home)
 
     def _together(self, home: int) -> tuple[Constraint, Constraint]:
         """The constraints of several phases together."""
-        nothing, before = np.zeros(len(self.limits)), [*range(BEFORE_GRADIENTS), home]
+        before, ahead = [*range(BEFORE_GRADIENTS), home], self._ahead
         late = self.limits[:, STREAM_LANES.index("write")] * self.buffered
-        return Constraint(times=[0], loads=[0, home], less=late), Constraint(times=before, loads=before, less=nothing)
+        return (
+            Constraint(times=[0], loads=[0, home], less=late + ahead),
+            Constraint(times=before, loads=before, less=ahead),
+        )
+
+    @property
+    def _ahead(self) -> NDArray[np.float64]:
+        less: NDArray[np.float64] = self.limits[:, STREAM_LANES.index("read")] * self.ahead
+        return less
 
     def seconds(self, load: Load) -> float:
         """The least seconds that a step with this load takes."""
         home = len(load) - 1
         times = np.zeros(len(load))
-        times[:home] = np.maximum((load[:home] @ self.limits.T).max(axis=1), 0.0)
+        needed = load[:home] @ self.limits.T
+        needed[0] -= self._ahead
+        times[:home] = np.maximum(needed.max(axis=1), 0.0)
         for one in self._together(home):
-            needed = float((self.limits @ load[one.loads].sum(axis=0) - one.less).max())
-            times[one.times[-1]] = max(times[one.times[-1]], needed - times[one.times[:-1]].sum())
+            together = float((self.limits @ load[one.loads].sum(axis=0) - one.less).max())
+            times[one.times[-1]] = max(times[one.times[-1]], together - times[one.times[:-1]].sum())
         return float(times.sum())

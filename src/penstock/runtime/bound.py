@@ -56,6 +56,15 @@ class Bound:
         return next((op.id for op in reversed(self.schedule.lanes["compute"]) if op.id.kind == "E"), "")
 
     @cached_property
+    def reads_ahead(self) -> frozenset[OpId]:
+        """The reads of what the next step takes from disk for its first delayed chunks. A step that finds none left to
+        it (a run's first one, and one after an evaluation) finds nothing read, either."""
+        ends = {end for _, end, _ in self.schedule.carried}
+        return frozenset(
+            op.id for op in self.schedule.lanes["read"] if op.id.kind == "RS" and not ends.isdisjoint(op.writes)
+        )
+
+    @cached_property
     def _cuts(self) -> list[Sequence[Chunk]]:
         return [chunks(g, self.schedule.chunk) for g in self.program.groups]
 
@@ -128,7 +137,8 @@ class Bound:
         last one, after all others.
         """
         order = list(run_order(self.schedule))
-        ops = [op for op in order if op.id == "CM" or (op.id.kind in _REST and self.is_late(op))]
+        own = (op for op in order if op.id not in self.reads_ahead)
+        ops = [op for op in own if op.id == "CM" or (op.id.kind in _REST and self.is_late(op))]
         before = _surely_before(ops, Clocks(order))
         carried = {start for start, _, _ in self.schedule.carried}
         pools = {name: pool for op in self.schedule.ops for name, pool in op.takes}

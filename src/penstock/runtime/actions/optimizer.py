@@ -37,8 +37,8 @@ class OptimizerSteps:
 
     def _buffers(self, op: Op) -> tuple[Buffer | None, Buffer | None]:
         """The buffers of the state and of the weights of an op's chunk, as far as these go through one."""
-        names = {name.kind: name for name in (*op.reads, *op.writes)}
-        return names.get("S"), names.get("O")
+        names = {name.holds: name for name in (*op.reads, *op.writes)}
+        return names.get("state"), names.get("new weights")
 
     def _in_buffer(self, op: Op, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The arrays of a chunk's state, with their part of its buffer."""
@@ -58,7 +58,13 @@ class OptimizerSteps:
         return home[c.start : c.start + c.numel]
 
     def read(self, op: Op) -> None:
-        c, before = self._to.bound.chunk(op), self._to.bound.is_late(op) and self._to.context.left is not None
+        """Bring what a chunk's step takes from disk. Of a delayed one, what was before the step that has left it; but
+        what is read for the next step is as this one has left it."""
+        late = self._to.bound.is_late(op) and op.id not in self._to.bound.reads_ahead
+        self._read(op, before=late and self._to.context.left is not None)
+
+    def _read(self, op: Op, *, before: bool) -> None:
+        c = self._to.bound.chunk(op)
         state, new = self._buffers(op)
         if state is not None:
             for array, view in self._in_buffer(op, state):
@@ -82,6 +88,8 @@ class OptimizerSteps:
     def step(self, op: Op) -> None:
         """One chunk, in host memory."""
         g, c, arrays = op.id.group, self._to.bound.chunk(op), self._arrays
+        if op.id.of("RS") in self._to.bound.reads_ahead and self._to.context.left is None:
+            self._read(op, before=False)  # no step before this one has
         arrays.about_to_change(g, c.start, c.numel)
         buffer, new = self._buffers(op)
         if buffer is not None:

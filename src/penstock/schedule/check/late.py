@@ -15,7 +15,7 @@ def left_buffers(schedule: Schedule, clocks: Clocks | None = None) -> set[Buffer
     Raises:
         ScheduleError: no lane can go on.
     """
-    left = {name for name, _, _ in schedule.carried}
+    left = {name for name, _, _ in schedule.carried if name.holds not in ("state", "new weights")}
     for op in schedule.lanes["read"]:
         if op.id.kind == "RG" and (writer := schedule.by_id.get(op.id.of("WG"))):
             clocks = clocks or Clocks(run_order(schedule))

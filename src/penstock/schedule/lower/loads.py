@@ -27,7 +27,8 @@ The last load before a step may read into the buffer that the step takes, which 
     cpu                                       OP5.1
     write                                           WW5.1
 
-The first block's delayed steps have nothing to hide behind: the step begins with them.
+The first block's delayed steps have nothing to hide behind: the step begins with them, and finds the state of the first
+ones read already (``chunk_steps``).
 """
 
 from penstock.schedule.ir.ops import Take
@@ -115,11 +116,11 @@ class Loads:
                 after = [done]
             elif home == "disk":
                 if b.provision.kept.get(g) == index and b.provision.keeps(g, c):  # the optimizer takes it from there
-                    reads, pool = self.updates.new_weights(g, c), KEPT
+                    reads, pool = self.updates.chunks.new_weights(g, c), KEPT
                 else:
                     reads = gives = [group_buffer("i", g, c.index, visit=visit.name)]
                     pool = "stage_in"
-                written = [op] if (op := self.updates.written.get((g, c.index))) else []
+                written = [op] if (op := self.updates.chunks.written.get((g, c.index))) else []
                 read = group_op("RW", g, c.index, visit=visit.name)
                 after = [b.emit(read, after=written, takes=[(reads[0], pool)], writes=reads, nbytes=nbytes)]
             up = group_op("UW", g, c.index, visit=visit.name)

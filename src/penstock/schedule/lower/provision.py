@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from penstock.config import Tier
-from penstock.schedule.ir.ops import Pool
+from penstock.schedule.ir.ops import ChunkAt, Pool
 from penstock.schedule.lower.activation_provision import ActivationProvision
 from penstock.schedule.lower.kept import kept_groups, most_kept
 from penstock.schedule.lower.pools import (
@@ -213,6 +213,36 @@ class Provision:
         within = self.seat.steps == "within"
         groups = (g for g in self.streamed() if within and not self.s.waits(g))
         return {g: self.trained_count(g) - len(self.delayed.get(g, ())) for g in groups}
+
+    def state_passes(self, g: int, numel: int) -> bool:
+        """True if a step of so many elements of a group has its state in a buffer: it is on disk, and there is some
+        besides the momentum of matrices."""
+        return self.s.place.state[g] == "disk" and self.s.form.passed_bytes(self._groups[g], numel) > 0
+
+    @cached_property
+    def ahead(self) -> tuple[ChunkAt, ...]:
+        """The chunks that a step reads at its end for the next one: of those that are delayed, the first that come from
+        disk, in the order of their steps. A buffer of each pool that they are from is left to the step's own; what
+        takes matrices whole, and what comes behind that, is read when its turn has come.
+        """
+        room = {"state": self.s.depths.state - 1, "new_weights": self.s.depths.stage_out - 1}
+        found: list[ChunkAt] = []
+        for g, index in self._late_in_order():
+            group = self._groups[g]
+            pools = ["state"] * self.state_passes(g, 1) + ["new_weights"] * self.s.place.stepped_in_passing(group)
+            if group.whole or not all(room[pool] for pool in pools):
+                break
+            for pool in pools:
+                room[pool] -= 1
+            found += [(g, index)] * bool(pools)
+        return tuple(found)
+
+    def _late_in_order(self) -> Iterator[ChunkAt]:
+        """The delayed chunks in the order in which they are stepped: before the first visit that reads them."""
+        for i, visit in enumerate(self.route.visits if self.delayed else ()):
+            for g in self.route.reads(visit.kind, visit.stage):
+                if self.route.readers[g][0] == i:
+                    yield from ((g, index) for index in sorted(self.delayed.get(g, ())))
 
     def keeps(self, g: int, c: Chunk) -> bool:
         """True if a chunk's weights are in host memory when it is stepped, since the last load of its group."""

@@ -38,6 +38,7 @@ def lower_rank(builder: Builder, name: str, fixed: Fixed) -> Schedule:
         updates.gradients_down(i)
     if settings.train:
         updates.steps_at_the_end()
+        updates.chunks.read_ahead()
     return builder.emitter.schedule(
         name,
         micro_batches=settings.micro_batches,

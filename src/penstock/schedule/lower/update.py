@@ -11,9 +11,6 @@ Buffers, per group ``g`` and chunk ``c``:
     T{tag}         on the device, with several ranks: all ranks' gradients of that part, before they are added up
     R{g}.{c}       gradient read back from disk
     c{tag}         on the device, a chunk's gradient rounded to bf16 on its way into H
-    S{g}.{c}       optimizer state in flight
-    O{g}.{c}       weights that are stepped in passing: they are at home on disk, and not found in host memory; read
-                   with the state, or by the last load before the step
     h{g}.{c}       delayed chunks: the H{g}.{c}u0 that the step before has left in host memory
     r{g}.{c}       the same, left on disk and read back
 
@@ -34,6 +31,7 @@ since that overwrites what the commit before names.
 from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer, group_op, single_op, visit
 from penstock.schedule.lower.build import Builder
+from penstock.schedule.lower.chunk_steps import ChunkSteps
 from penstock.schedule.lower.device_steps import DeviceSteps
 from penstock.schedule.lower.emitter import Touched
 from penstock.schedule.lower.mesh import ProcessGroup
@@ -58,6 +56,7 @@ class Updates:
         self.s = builder.s
         self.device = DeviceSteps(builder)
         self.matrices = MatrixUpdates(builder)
+        self.chunks = ChunkSteps(builder)
         self._begun: list[tuple[int, list[OpId]]] = []
         """groups of matrices whose updates are on their way to the device, with what their steps wait for besides"""
         self._normed: list[OpId] = []
@@ -67,14 +66,11 @@ class Updates:
         self._late = sum(map(len, self.b.provision.delayed.values()))  # delayed chunks to come
         self._late_ends: list[OpId] = []  # what brings the delayed chunks so far home
         self._late_writes = False
-        self._commit: list[OpId] = []  # the op that commits the step before, once there is one
         self._added: dict[int, OpId] = {}  # group -> the last addition of strands of the visit
         self._final: dict[Buffer, OpId] = {}  # H buffer u0 -> op that completes it
         self._down: dict[Buffer, OpId] = {}  # host buffer of a gradient -> op that last wrote it
         self._shared = self.b.seat.sharding.reduce != "none"
         self._sums_all_parts = self.b.provision.sums_all_parts
-        self.written: dict[tuple[int, int], OpId] = {}
-        """(group, chunk) stepped so far whose weights live on disk -> op that has written them there"""
 
     def host_gradient(self, g: int, c: Chunk, use: int) -> Take:
         """Name and pool of the host buffer for one stage's gradient of a chunk."""
@@ -347,12 +343,12 @@ class Updates:
             after = self._back(g, c, gradient, [after])
         if self._is_whole(g):
             norm = [self._norm] if self._norm is not None and self.s.waits(g) else []
-            made, _ = self.matrices.up(g, c, gradient, [after, *norm], self._commit)
+            made, _ = self.matrices.up(g, c, gradient, [after, *norm], self.chunks.commit)
             self._stepped.append(made)
             return
-        done = self._arithmetic(g, c, gradient, [after, *first])
+        done = self.chunks.step(g, c, gradient, [after, *first])
         self._stepped.append(done)
-        self.home(g, c, [done])
+        self.chunks.home(g, c, [done])
 
     def _is_whole(self, g: int) -> bool:
         """True if a group's step takes matrices whole."""
@@ -371,18 +367,18 @@ class Updates:
             self.matrices.make(g)
             for c in self.b.trained_chunks(g):
                 update, down = self.matrices.down(g, c)
-                self.home(g, c, [self._arithmetic(g, c, update, [down, *first])])
+                self.chunks.home(g, c, [self.chunks.step(g, c, update, [down, *first])])
 
     def home_delayed(self, g: int, c: Chunk, after: list[OpId]) -> OpId:
         """``home`` of a delayed chunk; after the last of them the step before is committed."""
         before = len(self.b.emitter.ops)
-        last = self.home(g, c, after)
+        last = self.chunks.home(g, c, after)
         writes = [op.id for op in self.b.emitter.ops[before:] if op.lane == "write"]
         self._late_ends += [*writes, last]
         self._late_writes |= bool(writes)
         self._late -= 1
         if not self._late and self._late_writes:
-            self._commit = [self.b.emit(single_op("CM"), after=self._late_ends)]
+            self.chunks.commit = [self.b.emit(single_op("CM"), after=self._late_ends)]
         return last
 
     def make_delayed(self, g: int) -> None:
@@ -405,8 +401,8 @@ class Updates:
             after = [down]
         else:
             gradient, after = self._left(g, c)
-        done = self._arithmetic(g, c, gradient, after)
-        return done, self.new_weights(g, c) if self.s.place.weights[g] == "disk" else []
+        done = self.chunks.step(g, c, gradient, after)
+        return done, self.chunks.new_weights(g, c) if self.s.place.weights[g] == "disk" else []
 
     def _left(self, g: int, c: Chunk) -> tuple[Buffer, list[OpId]]:
         """The buffer with the gradient of a chunk that the step before has left, and what brings it there."""
@@ -423,57 +419,6 @@ class Updates:
         return self.b.emit(
             group_op("RG", g, c.index), after=after, takes=[(into, "gradients_in")], writes=[into], nbytes=nbytes
         )
-
-    def _state(self, g: int, c: Chunk) -> list[Buffer]:
-        """The buffer of a chunk's state, if that is on disk; of matrices, of what the momentum is not."""
-        there = self.s.place.state[g] == "disk" and self.s.form.passed_bytes(self.b.program.groups[g], c.numel)
-        return [group_buffer("S", g, c.index)] if there else []
-
-    def new_weights(self, g: int, c: Chunk) -> list[Buffer]:
-        """The buffer of a chunk's weights, if they are stepped in passing."""
-        passing = self.s.place.stepped_in_passing(self.b.program.groups[g])
-        return [group_buffer("O", g, c.index)] if passing else []
-
-    def _arithmetic(self, g: int, c: Chunk, gradient: Buffer, after: list[OpId]) -> OpId:
-        """Emit what a step reads from disk, and the step itself; its id."""
-        form, state, new = self.s.form, self._state(g, c), self.new_weights(g, c)
-        group, read = self.b.program.groups[g], [] if self.b.provision.keeps(g, c) else new
-        if state or read:
-            weights = form.weight_bytes * c.numel * len(read) * form.steps_weights
-            nbytes = form.passed_bytes(group, c.numel) * len(state) + weights
-            takes = [*((name, "state") for name in state), *((name, "new_weights") for name in read)]
-            ident, into = group_op("RS", g, c.index), [*state, *read]
-            after = [*after, self.b.emit(ident, takes=takes, writes=into, nbytes=nbytes)]
-        return self.b.emit(
-            group_op("OP", g, c.index),
-            after=after,
-            reads=[gradient, *state, *new],
-            writes=[*state, *new],
-            gives=[gradient],
-            nbytes=form.step_bytes(group, c.numel, self.b.provision.gradient_bytes(g)),
-        )
-
-    def home(self, g: int, c: Chunk, after: list[OpId]) -> OpId:
-        """Emit the way home of state and weights, and of weights to a copy on the device; the last of them (the step
-        itself if all is at home).
-
-        ``after``: the step, then who reads the new weights from the buffer that goes home.
-        """
-        place, form, last = self.s.place, self.s.form, after[0]
-        state, new, nbytes = self._state(g, c), self.new_weights(g, c), c.numel * form.weight_bytes
-        if state:
-            ident, first = group_op("WS", g, c.index), [after[0], *self._commit]
-            moved = form.passed_bytes(self.b.program.groups[g], c.numel)
-            last = self.b.emit(ident, after=first, reads=state, gives=state, nbytes=moved)
-        if place.weights[g] == "device":
-            last = self.b.emit(group_op("UN", g, c.index), after=after[:1], reads=new, nbytes=nbytes)
-            after = [*after, last]
-        if place.home(self.b.program.groups[g]) == "disk":
-            ident, first = group_op("WW", g, c.index), [*after, *self._commit]
-            last = self.b.emit(ident, after=first, reads=new, gives=new, nbytes=nbytes)
-        if place.weights[g] == "disk":
-            self.written[g, c.index] = last
-        return last
 
 
 def partials_of(ranks: ProcessGroup, route: Route) -> int:

@@ -144,3 +144,7 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules, CrossingRules
             if kept != Gradient(*tag, self.whole[tag[0]]):
                 what = f"chunk {tag[0]}.{tag[1]} is left to the next step, and its gradient is not kept for that"
                 raise ScheduleError(what, op=f"OP{tag[0]}.{tag[1]}")
+        for name, value in self.read_ahead.items():
+            if (type(self.values.get(name)), self.values.get(name)) != (type(value), value):
+                what = f"{name} is read for the next step, and does not have what that finds at home"
+                raise ScheduleError(what, op=f"carry {name}")

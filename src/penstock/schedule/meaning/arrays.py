@@ -135,19 +135,19 @@ class ArrayRules(Ground):
         into = list(op.writes)
         if state:
             self.accesses.read(op, "state", g, c.index)
-            self._named(op, into[0], "S")
+            self._named(op, into[0], "state")
             value = State(g, c.index, self.state[g, c.index])
             self._put(op, into.pop(0), value, "host", nbytes)
         if new:
             if self.form.steps_weights:
                 self.accesses.read(op, self._home_of_weights(g), g, c.index)
-            self._named(op, into[0], "O")
+            self._named(op, into[0], "new weights")
             self._put(op, into.pop(0), Weights(g, {c.index: self.at_home[g, c.index]}), "host", weights)
 
-    def _named(self, op: Op, name: Buffer, kind: str) -> None:
+    def _named(self, op: Op, name: Buffer, holds: str) -> None:
         """A step on the host finds its buffers by their names."""
-        if (name.kind, name.group, name.chunk) != (kind, *chunk_of(op)):
-            wanted = group_buffer(kind, *chunk_of(op))
+        if (name.holds, name.group, name.chunk) != (holds, *chunk_of(op)):
+            wanted = group_buffer("S" if holds == "state" else "O", *chunk_of(op))
             raise refused(op, f"has {name} where what is run looks for {wanted}: call it that")
 
     def _step(self, op: Op) -> None:
@@ -168,7 +168,7 @@ class ArrayRules(Ground):
             self.accesses.write(op, "state in memory", *tag)
             self.state[tag] = done
         if new:
-            self._named(op, through[0], "O")
+            self._named(op, through[0], "new weights")
             if self._new_weights(op, through[0]) != done - 1:
                 raise refused(op, f"takes {through[0]} for its chunk's weights, which it is not")
             self.values[through[0]] = Weights(g, {c.index: done})

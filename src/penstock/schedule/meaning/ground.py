@@ -7,6 +7,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.ir.ops import ChunkAt, Op, Pool, Schedule, chunk_of
+from penstock.schedule.ir.references import Buffer
 from penstock.schedule.meaning.sums import Sums
 from penstock.schedule.meaning.values import (
     BEFORE,
@@ -17,8 +18,10 @@ from penstock.schedule.meaning.values import (
     AllParts,
     Gradient,
     Needs,
+    State,
     V,
     Value,
+    Weights,
     narrow_groups_of,
     refused,
 )
@@ -86,14 +89,29 @@ class Ground:
         """(stage, micro-batch) whose graph is kept -> the buffer of the input that it holds"""
         self.kept_gradients: dict[ChunkAt, str] = {}
         """chunk that is left to the next step -> the buffer that its gradient is to be in at the end"""
+        self.read_ahead: dict[str, Value] = {}
+        """buffer -> what it is to have at the end, for the next step, of a chunk that is left to that"""
         ends = {start: end for start, end, _ in schedule.carried}
         for op in order:
             if op.id.kind in ("OP", "MU") and op.reads and op.reads[0] in ends:
                 tag = chunk_of(op)
                 self.values[op.reads[0]] = Gradient(*tag, LEFT)
                 self.kept_gradients[tag] = ends.pop(op.reads[0])
+        for op in order:
+            for name in op.reads if op.id.kind == "OP" else ():
+                if (end := ends.pop(name, None)) is not None:
+                    self.values[name], self.read_ahead[end] = self._ahead(op, name, BEFORE), self._ahead(op, end, NOW)
         if ends:
             raise ScheduleError(f"buffer {min(ends)} is carried on, and no step takes it", op=f"carry {min(ends)}")
+
+    def _ahead(self, op: Op, name: Buffer, version: int) -> Value:
+        """The value of a buffer that is read a step ahead of the step ``op`` of its chunk."""
+        g, c = chunk_of(op)
+        if (g, c) not in self.late:
+            raise refused(op, f"takes {name} from the step before, which has left it nothing to step")
+        if name.holds not in ("state", "new weights") or (name.group, name.chunk) != (g, c):
+            raise refused(op, f"takes {name} from the step before, which is not its chunk's gradient, state or weights")
+        return State(g, c, version) if name.holds == "state" else Weights(g, {c: version})
 
     def _next(self, stage: int, *, back: bool = False) -> int:
         """The stage of this rank that comes after one in the forward, or ``back``; the number of stages, or -1: none
