@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from penstock.config import Budget
+from penstock.config import Budget, Endurance
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.hosts import Hosts, Kind
 from penstock.hardware.machine import Between, Machine, Network
 from penstock.hardware.sharing import room_of_each
 from penstock.planner.comparison import Comparison, compared, layouts
 from penstock.planner.dealt import world_of
+from penstock.planner.endurance import EnduranceError
 from penstock.planner.fit import fit
 from penstock.planner.layouts import Asked, Layout, asked_seat, one_of_each, planned, shared_by_all
 from penstock.planner.pipelines import pipeline, simulated, views_of
@@ -243,3 +244,27 @@ def test_a_rate_that_a_kind_of_host_lacks_is_said_by_the_name_of_its_profile() -
     slow = replace(less, host=replace(less.host, optimizer={"sgd.fp32": 1e6}))
     with pytest.raises(ConfigError, match=r"profile of less has no optimizer rate adamw\.fp32"):
         asked((FAST, 1), (slow, 1))
+
+
+def test_the_ranks_of_a_pipeline_keep_to_the_endurance_of_their_drives_or_are_refused_with_whose_do_not() -> None:
+    """All state is on disk, so that each step writes as much, and nothing is left to choose."""
+    what = asked((FAST, 2), delay=0.0)
+    on_disk = replace(what.task.budget, weights="disk", state="disk")
+    free, layout, views = as_pipelines(replace(what, task=replace(what.task, budget=on_disk)))
+    found = simulated(free, layout, views, 2)
+    written = [plan.schedule.bytes_per_lane()["write"] for plan in found.step.plans]
+    worst = max(range(len(written)), key=lambda rank: written[rank])
+
+    def limited(most: float) -> Asked:
+        budget = replace(free.task.budget, endurance=Endurance(per_day=int(most)))
+        return replace(free, task=replace(free.task, budget=budget))
+
+    with pytest.raises(EnduranceError, match=rf"^rank {worst} of the pipeline: the plan wears its drives too") as by:
+        simulated(limited(1e6), layout, views, 2)
+    worn = by.value.worn
+    assert worn is not None
+    assert worn.per_day == pytest.approx(written[worst] / found.step.seconds * 86400)
+    just = worn.too_fast * 1e6
+    assert simulated(limited(1.001 * just), layout, views, 2).step.plans == found.step.plans
+    with pytest.raises(EnduranceError):
+        simulated(limited(0.999 * just), layout, views, 2)

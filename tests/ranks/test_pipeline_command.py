@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from penstock.config import Budget, Endurance
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Network
 from penstock.hardware.profiles import save_profile
@@ -197,10 +196,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "horizontal": ({"schedule": "horizontal"}, "schedule='horizontal' is not for the ranks of a pipeline"),
     "own schedule": ({"schedule": Path("own.txt")}, "a schedule of your own"),
     "replan": ({"replan": True}, "replan=True is not for the ranks of a pipeline"),
-    "endurance": (
-        {"budget": Budget(device="1MiB", host="1MiB", disk="store", endurance=Endurance(per_day="1GiB"))},
-        "budget.endurance=.* is not for the ranks of a pipeline",
-    ),
 }
 
 

@@ -102,6 +102,7 @@ def expected(
         costs=lambda _, plan: costs_of_plan(
             plan, of_rank, times, optimizer, link_to=None if link is None else lambda _: link
         ),
+        machine=lambda _: of_rank,
         repeats=expected_repeats(config),
     )
     requests = tuple(requests_of(config, shape, kind, size, count, ranks, hosts))

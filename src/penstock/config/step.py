@@ -194,13 +194,11 @@ def check_pipeline(
     Raises:
         ConfigError: it is asked for.
     """
-    limited = "whose plans do not weigh yet what drives bear" if budget.endurance is not None else ""
     for name, value, why in (
         ("schedule", schedule, "which go vertically, or in turn (1f1b)" if schedule == "horizontal" else ""),
         ("stage", settings.stage, _why_no_stage(settings.stage, beside)),
         ("sync_buffers", settings.sync_buffers, "whose blocks change no buffers" if settings.sync_buffers else ""),
         ("replan", replan, "which keep the plans that they have made" if replan else ""),
-        ("budget.endurance", budget.endurance, limited),
     ):
         if why:
             raise ConfigError(

@@ -474,7 +474,7 @@ class Planning:
             io_threads=shared.io_threads,
             link_to=None if link is None else lambda _: link,
         )
-        return Pace(costs=lambda _, plan: found(plan), repeats=self.repeats.planned)
+        return Pace(costs=lambda _, plan: found(plan), machine=lambda _: machine, repeats=self.repeats.planned)
 
     def _check(self, plan: Plan, request: Request) -> None:
         ranks = self._shared.ranks

@@ -11,6 +11,8 @@ from itertools import product
 
 from penstock.config import Family
 from penstock.errors import BudgetError, ConfigError
+from penstock.hardware.machine import Machine
+from penstock.planner.endurance import EnduranceError, Worn, worn_by
 from penstock.planner.fit import fit
 from penstock.planner.plan import Plan
 from penstock.planner.question import SIMULATED_OPS
@@ -56,10 +58,11 @@ class Foreseen:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """The basis of a prediction. ``costs``: those of the ops of a rank, by its number and its plan; ``repeats``: as of
-    ``Question``."""
+    """The basis of a prediction. ``costs``: those of the ops of a rank, by its number and its plan; ``machine``: as a
+    rank sees it, by its number; ``repeats``: as of ``Question``."""
 
     costs: Callable[[int, Plan], Costs]
+    machine: Callable[[int], Machine]
     repeats: float = REPEATS
 
     def step(self, plans: Sequence[Plan]) -> Foreseen:
@@ -108,18 +111,41 @@ def plans_of(asked: Sequence[Asked]) -> tuple[Plan, ...]:
 
 
 def fastest_of(asked: Sequence[Asked], pace: Pace) -> Foreseen:
-    """The plans of all ranks of a pipeline that are expected to be the fastest; raises as ``plans_of``."""
+    """The plans of all ranks of a pipeline that are expected to be the fastest of those that keep to the endurance of
+    all drives.
+
+    Raises:
+        EnduranceError: none do; says of which rank the drives would bear the least.
+        BudgetError, ConfigError: as ``plans_of``.
+    """
     best: Foreseen | None = None
+    least: tuple[int, Worn] | None = None
     ops = 0
     for plans in _possible(asked, _choices(asked[0].request)):
         ops += sum(len(plan.schedule.ops) for plan in plans)
         if best is not None and ops > SIMULATED_OPS:
             break
         found = pace.step(plans)
-        if best is None or found.seconds < best.seconds:
+        if (worn := _worn(asked, found, pace)) is not None:
+            least = min(least or worn, worn, key=lambda one: one[1].too_fast)
+        elif best is None or found.seconds < best.seconds:
             best = found
-    assert best is not None
+    if best is None:
+        assert least is not None
+        rank, by = least
+        raise EnduranceError(f"rank {rank} of the pipeline: {EnduranceError.of(by)}", worn=by)
     return best
+
+
+def _worn(asked: Sequence[Asked], step: Foreseen, pace: Pace) -> tuple[int, Worn] | None:
+    """The rank whose drives wear too fast, of several the one where they do so most; None: all keep to what they
+    may."""
+    found: list[tuple[int, Worn]] = []
+    for rank, (one, plan) in enumerate(zip(asked, step.plans, strict=True)):
+        budget, machine = one.request.budget, pace.machine(rank)
+        worn = worn_by(budget, plan, machine, 1 + step.repeats, step.seconds) if one.request.train else None
+        found += [] if worn is None else [(rank, worn)]
+    return max(found, key=lambda one: one[1].too_fast, default=None)
 
 
 def _choices(first: Request) -> Iterable[tuple[bool | None, float | None]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.config import Budget, format_size
 from penstock.config.sizes import three_digits
 from penstock.errors import BudgetError
-from penstock.hardware.drives import spread, stripe_weights
+from penstock.hardware.drives import count_of, spread, stripe_weights
 from penstock.hardware.machine import Machine
 from penstock.planner.commits import Commits
 from penstock.planner.plan import Plan
@@ -66,6 +66,22 @@ class Worn:
             f"at most {fewer:.3g} bytes written per parameter (state in memory, or less state: optimizer.moments)",
             f"{drives} such drives instead of {self.drives}, where steps are not faster for it",
         )
+
+
+def worn_by(budget: Budget, plan: Plan, machine: Machine, runs: float, expected: float) -> Worn | None:
+    """The wear by a plan of one rank that trains, if it is more than ``budget.endurance`` allows the drives of its
+    ``machine``. ``runs``, ``expected``: as of ``written_per_day``."""
+    allowed = allowance(budget, machine)
+    if allowed is None or (per_day := written_per_day(budget, plan, machine, runs, expected)) <= allowed:
+        return None
+    return Worn(
+        written=runs * plan.schedule.bytes_per_lane().get("write", 0),
+        seconds=expected,
+        per_day=per_day,
+        allowed=allowed,
+        parameters=max(sum(group.trainable for group in plan.program.groups), 1),
+        drives=count_of(machine.drives),
+    )
 
 
 class EnduranceError(BudgetError):

@@ -157,7 +157,7 @@ def simulated(
         link = partial(_link, hosts, beside, rank)
         return costs_of_plan(plan, views[kind], times[kind], task.rate_name, link_to=link)
 
-    pace = Pace(costs=costs, repeats=expected_repeats(task))
+    pace = Pace(costs=costs, machine=lambda rank: views[hosts.kind_of(rank * beside)], repeats=expected_repeats(task))
     step = fastest_of([Wanted(request=own) for own in requests], pace)
     for rank, (own, plan) in enumerate(zip(requests, step.plans, strict=True)):
         if (space := own.space_bytes(plan.settings)) > task.disk_free:

@@ -24,9 +24,8 @@ from itertools import product
 
 from penstock.config import Family, Tier
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.drives import count_of
 from penstock.hardware.machine import Machine
-from penstock.planner.endurance import EnduranceError, Worn
+from penstock.planner.endurance import EnduranceError, worn_by
 from penstock.planner.fit import fit, fitted, with_keep
 from penstock.planner.phase_memory import beyond
 from penstock.planner.placement_lp import PlacementLP, Waits
@@ -179,16 +178,9 @@ def _enduring(question: Question, worn: Choice, allowed: float) -> Choice:
             return found
         return min(found, again, key=lambda choice: choice.expected_seconds)
     runs = worn.expected_seconds / worn.seconds
-    raise EnduranceError.of(
-        Worn(
-            written=runs * worn.simulation.bytes_per_lane().get("write", 0),
-            seconds=worn.expected_seconds,
-            per_day=question.written_per_day(worn.plan, worn.seconds),
-            allowed=allowed,
-            parameters=max(sum(group.trainable for group in worn.plan.program.groups), 1),
-            drives=count_of(question.machine.drives),
-        )
-    )
+    by = worn_by(question.request.budget, worn.plan, question.machine, runs, worn.expected_seconds)
+    assert by is not None
+    raise EnduranceError.of(by)
 
 
 @no_collection()
