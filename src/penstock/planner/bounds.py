@@ -78,11 +78,12 @@ class StepBound:
     @staticmethod
     def of(costs: Costs, settings: Settings, *, disk: bool) -> "StepBound":
         """``disk``: whether anything can go home there."""
+        limits = limits_of(costs, settings.depths, settings.stage)
+        if not (disk and settings.delay):
+            return StepBound(limits=limits, buffered=0.0, ahead=0.0)
         count, nbytes = settings.depths.state, round(settings.chunk * settings.form.per_element)
         write, read = (costs.seconds(Op(id=group_op(kind, 0, 0), nbytes=nbytes)) for kind in ("WS", "RS"))
-        late = disk and settings.delay > 0
-        limits = limits_of(costs, settings.depths, settings.stage)
-        return StepBound(limits=limits, buffered=late * count * write, ahead=late * (count - 1) * read)
+        return StepBound(limits=limits, buffered=count * write, ahead=(count - 1) * read)
 
     def constraints(self, home: int) -> Iterator[Constraint]:
         """``home``: index of the last row, and of the last of the times: those more that all phases up to the backward
