@@ -22,7 +22,7 @@ from tests.training import assert_same_state, budget, state_of, wrap
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WHATS = ("step", "clipped", "infinite", "evaluate", "save", "load", "close")
-"""What a run may do next. ``clipped``: a step over the limit, which is run twice where it speculates."""
+"""Things that a run may do next. ``clipped``: a step over the limit, which is run twice where it speculates."""
 
 
 def carried_state(schedule: Schedule) -> list[str]:

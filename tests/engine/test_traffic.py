@@ -109,15 +109,28 @@ def test_bytes_of_each_lane_follow_from_the_formulas(
 def test_a_step_that_nothing_was_left_to_moves_what_late_chunks_do_not_take_home(
     gradients: str, tmp_path: Path
 ) -> None:
-    """The first step, and one after somebody has looked at the state."""
+    """The first step, and one after somebody has looked at the state. They read for their own first chunks, too."""
     with wrap(campaign.CASE, budget(tmp_path / "store", gradients=gradients), delay=0.5) as engine:
-        steps = [engine.step(campaign.step_data(n)).bytes_moved for n in (1, 2)]
-        engine.inside.rest()
-        steps.append(engine.step(campaign.step_data(3)).bytes_moved)
-        planned, late = engine.plan.schedule.bytes_per_lane(), late_moves(engine.plan.schedule)
+        engine.prepare(campaign.step_data(1))
+        store, scratch = engine.inside.resources.commits.store, engine.inside.planning.runner.scratch
+        assert store is not None
+        steps, read = [], []
+        for n in (1, 2, 3):
+            if n == 3:
+                engine.inside.rest()
+            before = store.stats.bytes_read + (scratch.stats.bytes_read if scratch else 0)
+            steps.append(engine.step(campaign.step_data(n)).bytes_moved)
+            read.append(store.stats.bytes_read + (scratch.stats.bytes_read if scratch else 0) - before)
+        schedule = engine.plan.schedule
+        planned, late = schedule.bytes_per_lane(), late_moves(schedule)
         first = {lane: n - sum(op.nbytes for op in late if op.lane == lane) for lane, n in planned.items()}
+        ends = {end for _, end, _ in schedule.carried}
+        ahead = [op.nbytes for op in schedule.lanes["read"] if not ends.isdisjoint(op.writes)]
         assert late
+        assert ahead
+        first["read"] += sum(ahead)
         assert steps == [first, planned, first]
+        assert read == [moved["read"] for moved in steps]
 
 
 def test_bytes_of_the_cpu_lane(tmp_path: Path) -> None:

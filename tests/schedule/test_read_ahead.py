@@ -1,4 +1,4 @@
-"""What a step reads at its end for the first delayed steps of the next one: which chunks, when, and at what cost."""
+"""Reads at a step's end for the first delayed steps of the next one: of which chunks, when, and at what cost."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -169,7 +169,23 @@ def test_what_a_step_hands_on_beside_its_gradient_is_of_the_same_chunk() -> None
         for op in schedule.ops
     )
     assert (gradient[0].holds, one_end.holds, pool) == ("chunk of gradient", "state", "state")
-    with pytest.raises(
-        ScheduleError, match="from the step before, which is not its chunk's gradient, state or weights"
-    ):
+    with pytest.raises(ScheduleError, match=rf"hands {other} on as .*, which are not both its chunk's state, or its"):
         prove(replace(schedule, ops=ops), Needs.of(PROGRAM, placed()))
+
+
+def test_what_no_op_reads_from_disk_for_the_next_step_is_not_handed_on() -> None:
+    """Here the next step finds it as this one has left it. A run's first step would find nothing: it reads what the op
+    reads that is missing."""
+    schedule = vertical(PROGRAM, placed())
+    read = ahead(schedule)[0]
+    starts = {end: start for start, end, _ in schedule.carried if end in read.writes}
+    ops = (
+        replace(op, gives=tuple(name for name in op.gives if name not in starts.values()))
+        for op in schedule.ops
+        if op.id != read.id
+    )
+    carried = tuple((start, starts.get(end, end), pool) for start, end, pool in schedule.carried)
+    own = replace(schedule, ops=tuple(ops), carried=carried)
+    check(own)
+    with pytest.raises(ScheduleError, match=rf"hands .* on as .*, which no op {read.id} reads from disk for the next"):
+        prove(own, Needs.of(PROGRAM, placed()))

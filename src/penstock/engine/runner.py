@@ -1,5 +1,6 @@
 """A plan made executable: its pools, its lanes, and the one thing they all run."""
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class Runner:
         """``handed``: in a pipeline, by shape of micro-batch, what calls are handed and what they share."""
         self.plan = plan
         self._handed = handed or {}
+        self._before = 0, 0.0
+        """bytes that the last run has read before its first op, and seconds that this took"""
         self.runs = 0
         """steps and evaluations that came to their end"""
         self._facts = facts
@@ -184,6 +187,8 @@ class Runner:
             first=self._ranks.number(0, len(micro_batches)),
         )
         try:
+            began = time.perf_counter()
+            self._before = self.actions.begin(), time.perf_counter() - began
             self._executor.run()
             losses = self._losses(context)
             tape.finish()
@@ -250,6 +255,9 @@ class Runner:
         for mark in self._executor.marks.values():
             moved[mark.lane] += mark.moved
             busy[mark.lane] += mark.end - mark.start
+        nbytes, seconds = self._before
+        moved["read"] += nbytes
+        busy["read"] += seconds
         return Totals(moved=moved, busy=busy)
 
     def trace(self, step: int, origin: float) -> list[TraceEvent]:

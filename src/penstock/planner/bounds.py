@@ -69,7 +69,8 @@ class Constraint:
 class StepBound:
     """The least seconds of a step. ``limits``: of ``limits_of``. ``buffered``: seconds of writes that the buffers of
     state hold: what is delayed and begins a step need not be home before its forward, as far as they do. ``ahead``:
-    seconds of reads for the steps of what is delayed that the step before has done (``Provision.ahead``)."""
+    seconds of reads for the first steps of what is delayed that the step before may have done, at most
+    (``Provision.ahead``): the start does not wait for them, and the whole step does."""
 
     limits: NDArray[np.float64]
     buffered: float
@@ -93,14 +94,14 @@ class StepBound:
             yield Constraint(times=[p], loads=[p], less=nothing if p else self._ahead)
         yield from self._together(home)
 
-    def _together(self, home: int) -> tuple[Constraint, Constraint]:
+    def _together(self, home: int) -> Iterator[Constraint]:
         """The constraints of several phases together."""
         before, ahead = [*range(BEFORE_GRADIENTS), home], self._ahead
         late = self.limits[:, STREAM_LANES.index("write")] * self.buffered
-        return (
-            Constraint(times=[0], loads=[0, home], less=late + ahead),
-            Constraint(times=before, loads=before, less=ahead),
-        )
+        yield Constraint(times=[0], loads=[0, home], less=late + ahead)
+        yield Constraint(times=before, loads=before, less=ahead)
+        if self.ahead:
+            yield Constraint(times=[*range(home + 1)], loads=[*range(home + 1)], less=np.zeros(len(self.limits)))
 
     @property
     def _ahead(self) -> NDArray[np.float64]:

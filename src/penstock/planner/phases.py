@@ -2,9 +2,9 @@
 
 A *phase* is a stretch of the step whose work can overlap with itself but hardly with that of the next one:
 
-    start       the loads of the embedding and the first block, which the first block's compute waits for, but for what
-                the step before has read; and what they wait for themselves: the writes that no buffer holds (see
-                ``bounds``)
+    start       the loads of the embedding and the first block, which the first block's compute waits for; and what they
+                wait for themselves: the writes that no buffer holds. What the step before has read for them is counted
+                here, and taken out again (``bounds``)
     forward     every F visit, and the other loads up to the epilogue's
     epilogue    vertical: its compute, before which no gradient is there. Horizontally it is a part of the backward
     backward    every B visit; without a norm to wait for, also the optimizer
@@ -13,8 +13,7 @@ A *phase* is a stretch of the step whose work can overlap with itself but hardly
                 the updates of their matrices, and of the second block's, which are made orthogonal there
     update      after the global norm, where the optimizer waits for it
 
-A delayed step falls where its group's weights are first loaded, reads ahead of it included (``bounds`` takes these out
-again). What brings new weights and state of the delayed steps
+A delayed step falls where its group's weights are first loaded. What brings new weights and state of the delayed steps
 that begin a step home to disk nobody waits for: it may run in all phases up to the epilogue, and has a row of its own
 (``HOME``).
 """

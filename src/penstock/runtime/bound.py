@@ -57,8 +57,9 @@ class Bound:
 
     @cached_property
     def reads_ahead(self) -> frozenset[OpId]:
-        """The reads of what the next step takes from disk for its first delayed chunks. A step that finds none left to
-        it (a run's first one, and one after an evaluation) finds nothing read, either."""
+        """The reads of what the next step takes from disk for its first delayed chunks. It counts just where the next
+        step has something left to it; one that has not (a run's first step, one after an evaluation, a repeat) reads
+        anew before it begins."""
         ends = {end for _, end, _ in self.schedule.carried}
         return frozenset(
             op.id for op in self.schedule.lanes["read"] if op.id.kind == "RS" and not ends.isdisjoint(op.writes)

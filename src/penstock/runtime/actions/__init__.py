@@ -63,6 +63,7 @@ class Actions:
         self.access = Access(bound, pools, arrays, scratch)
         self.norm = Norm(self.access, stepping)
         self._compute = Compute(self.access, groups, tape)
+        self._optimizer = OptimizerSteps(self.access, self.norm, stepping)
         self._crossing = Crossing(self.access, tape, ranks.pipe, streams, staging)
         self.kinds: dict[str, Act] = {}
         tables: tuple[Mapping[str, Act], ...] = (
@@ -70,7 +71,7 @@ class Actions:
             Weights(self.access).kinds(),
             Gradients(self.access, stepping).kinds(),
             self.norm.kinds(),
-            OptimizerSteps(self.access, self.norm, stepping).kinds(),
+            self._optimizer.kinds(),
             MatrixUpdates(self.access, self.norm, stepping, ranks).kinds(),
             SavedActivations(self.access, tape, streams).kinds(),
             Between(self.access, self._compute, self.norm, ranks).kinds(),
@@ -89,6 +90,14 @@ class Actions:
         if op.gives:
             self._crossing.given(op)
         return op.nbytes if op.lane == "cpu" else self.access.moved
+
+    def begin(self) -> int:
+        """Before the first op of a step: make what the step before has handed on what counts, where that has handed on
+        nothing that does (``Bound.reads_ahead``). Returns the bytes that are read for that."""
+        self.access.moved = 0
+        if self.access.context.left is None:
+            self._optimizer.read_anew()
+        return self.access.moved
 
     def let_go(self) -> None:
         """Give back the memory of what has come from other ranks in a step, when nothing of it is under way."""

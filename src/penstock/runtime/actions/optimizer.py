@@ -61,11 +61,19 @@ class OptimizerSteps:
         """Bring what a chunk's step takes from disk. Of a delayed one, what was before the step that has left it; but
         what is read for the next step is as this one has left it."""
         late = self._to.bound.is_late(op) and op.id not in self._to.bound.reads_ahead
-        self._read(op, before=late and self._to.context.left is not None)
+        self._read(op, *self._buffers(op), before=late and self._to.context.left is not None)
 
-    def _read(self, op: Op, *, before: bool) -> None:
+    def read_anew(self) -> None:
+        """Before a step that nothing was left to: bring what its first delayed chunks take from disk, since what is in
+        their buffers does not count."""
+        starts = {end: start for start, end, _ in self._to.bound.schedule.carried}
+        for op in self._to.bound.schedule.lanes["read"]:
+            if op.id in self._to.bound.reads_ahead:
+                state, new = (None if name is None else starts[name] for name in self._buffers(op))
+                self._read(op, state, new, before=False)
+
+    def _read(self, op: Op, state: Buffer | None, new: Buffer | None, *, before: bool) -> None:
         c = self._to.bound.chunk(op)
-        state, new = self._buffers(op)
         if state is not None:
             for array, view in self._in_buffer(op, state):
                 self._to.read(array, self._arrays.parts[array].own(c.start, c.numel).start, view, before=before)
@@ -88,8 +96,6 @@ class OptimizerSteps:
     def step(self, op: Op) -> None:
         """One chunk, in host memory."""
         g, c, arrays = op.id.group, self._to.bound.chunk(op), self._arrays
-        if op.id.of("RS") in self._to.bound.reads_ahead and self._to.context.left is None:
-            self._read(op, before=False)  # no step before this one has
         arrays.about_to_change(g, c.start, c.numel)
         buffer, new = self._buffers(op)
         if buffer is not None:

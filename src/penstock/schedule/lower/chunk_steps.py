@@ -17,7 +17,7 @@ beside the last of its own writes:
     write          WS4.3 WW4.3              |   WS0.0 WW0.0 WS1.0 WW1.0
     compute ... B4m7                        |   F0m0 ... F4m0 F4m1
 
-They take buffers that are there anyway, one fewer than there are, as the last write has one until the end.
+They take buffers that are there anyway, of each pool all but one, which the last write has until the end.
 """
 
 from penstock.schedule.ir.ops import ChunkAt, Take
@@ -27,8 +27,10 @@ from penstock.schedule.place import Chunk
 
 
 class ChunkSteps:
-    """Emits them. ``commit``: the op that commits the step before, once there is one: writes come after it.
-    ``written``: chunk stepped so far whose weights are found on disk -> the op that has written them there.
+    """Emits steps of chunks, and what they read and write.
+
+    ``commit``: the op that commits the step before, once there is one: writes come after it. ``written``: chunk stepped
+    so far whose weights are found on disk -> the op that has written them there.
     """
 
     def __init__(self, builder: Builder) -> None:

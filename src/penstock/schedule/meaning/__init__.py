@@ -146,5 +146,6 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules, CrossingRules
                 raise ScheduleError(what, op=f"OP{tag[0]}.{tag[1]}")
         for name, value in self.read_ahead.items():
             if (type(self.values.get(name)), self.values.get(name)) != (type(value), value):
+                start = next(start for start, end, _ in self.schedule.carried if end == name)
                 what = f"{name} is read for the next step, and does not have what that finds at home"
-                raise ScheduleError(what, op=f"carry {name}")
+                raise ScheduleError(what, op=f"carry {start}")

@@ -99,19 +99,28 @@ class Ground:
                 self.kept_gradients[tag] = ends.pop(op.reads[0])
         for op in order:
             for name in op.reads if op.id.kind == "OP" else ():
-                if (end := ends.pop(name, None)) is not None:
-                    self.values[name], self.read_ahead[end] = self._ahead(op, name, BEFORE), self._ahead(op, end, NOW)
+                if name in ends:
+                    self._hand_on(op, name, ends.pop(name))
         if ends:
             raise ScheduleError(f"buffer {min(ends)} is carried on, and no step takes it", op=f"carry {min(ends)}")
 
-    def _ahead(self, op: Op, name: Buffer, version: int) -> Value:
-        """The value of a buffer that is read a step ahead of the step ``op`` of its chunk."""
+    def _hand_on(self, op: Op, start: Buffer, end: Buffer) -> None:
+        """The step ``op`` of a chunk finds what it takes from disk in ``start``, where the step before has read it, and
+        the next one in ``end``."""
         g, c = chunk_of(op)
         if (g, c) not in self.late:
-            raise refused(op, f"takes {name} from the step before, which has left it nothing to step")
-        if name.holds not in ("state", "new weights") or (name.group, name.chunk) != (g, c):
-            raise refused(op, f"takes {name} from the step before, which is not its chunk's gradient, state or weights")
-        return State(g, c, version) if name.holds == "state" else Weights(g, {c: version})
+            raise refused(op, f"takes {start} from the step before, which has left it nothing to step")
+        values: list[Value] = []
+        for name, version in ((start, BEFORE), (end, NOW)):
+            if name.holds not in ("state", "new weights") or (name.group, name.chunk) != (g, c):
+                raise refused(op, f"hands {start} on as {end}, which are not both its chunk's state, or its weights")
+            values.append(State(g, c, version) if name.holds == "state" else Weights(g, {c: version}))
+        read = self.schedule.by_id.get(op.id.of("RS"))
+        if read is None or end not in read.writes:  # a step that nothing was left to is brought there what that reads
+            raise refused(
+                op, f"hands {start} on as {end}, which no op {op.id.of('RS')} reads from disk for the next step"
+            )
+        self.values[start], self.read_ahead[end] = values
 
     def _next(self, stage: int, *, back: bool = False) -> int:
         """The stage of this rank that comes after one in the forward, or ``back``; the number of stages, or -1: none
