@@ -93,26 +93,32 @@ def test_two_lanes_that_share_evenly_are_bound_by_their_sum_and_duplex_lanes_by_
 def test_the_way_home_of_what_begins_a_step_falls_into_its_start_and_forward(home: float, seconds: float) -> None:
     """A start of 10 s of reads, a forward and an epilogue of 4 s of compute with 3 s of writes: 11 s more of writes fit
     in."""
-    load = np.zeros((6, len(STREAM_LANES)))
+    load = np.zeros((7, len(STREAM_LANES)))
     load[0, STREAM_LANES.index("read")] = 10.0
     load[1, STREAM_LANES.index("compute")], load[1, STREAM_LANES.index("write")] = 3.0, 3.0
     load[2, STREAM_LANES.index("compute")] = 1.0
     load[3, STREAM_LANES.index("compute")] = 6.0
     load[-1, STREAM_LANES.index("write")] = home
     limits = np.eye(len(STREAM_LANES))
-    assert StepBound(limits=limits, buffered=100.0, ahead=0.0).seconds(load) == pytest.approx(seconds + 6.0)
-    without = StepBound(limits=limits, buffered=0.0, ahead=0.0).seconds(load)
+    assert StepBound(limits=limits, late=True, buffered=100.0).seconds(load) == pytest.approx(seconds + 6.0)
+    without = StepBound(limits=limits, late=True).seconds(load)
     assert without == pytest.approx(max(home, 10.0) + 4.0 + 6.0), "no buffer holds it: the start waits for all of it"
 
 
-@pytest.mark.parametrize(("ahead", "seconds"), [(0.0, 20.0), (3.0, 17.0), (8.0, 12.0), (100.0, 11.0)])
-def test_what_the_step_before_has_read_nobody_waits_for(ahead: float, seconds: float) -> None:
-    """A start of 10 s of reads and 1 s of arithmetic, and 10 s of compute."""
-    load = np.zeros((6, len(STREAM_LANES)))
-    load[0, STREAM_LANES.index("read")], load[0, STREAM_LANES.index("cpu")] = 10.0, 1.0
+@pytest.mark.parametrize(("ahead", "seconds"), [(0.0, 20.0), (3.0, 17.0), (8.0, 14.0), (100.0, 14.0)])
+def test_what_the_step_before_has_read_the_start_does_not_wait_for(ahead: float, seconds: float) -> None:
+    """A start of 10 s of reads, of which 6 s can be read ahead and the others are loads, and 10 s of compute."""
+    load = np.zeros((7, len(STREAM_LANES)))
+    load[0, STREAM_LANES.index("read")], load[-2, STREAM_LANES.index("read")] = 4.0, 6.0
     load[3, STREAM_LANES.index("compute")] = 10.0
     limits = np.eye(len(STREAM_LANES))
-    assert StepBound(limits=limits, buffered=0.0, ahead=ahead).seconds(load) == pytest.approx(seconds)
+    assert StepBound(limits=limits, late=True, ahead=ahead).seconds(load) == pytest.approx(seconds)
+
+
+def test_what_is_read_ahead_is_read_all_the_same() -> None:
+    load = np.zeros((7, len(STREAM_LANES)))
+    load[-2, STREAM_LANES.index("read")], load[1, STREAM_LANES.index("compute")] = 6.0, 5.0
+    assert StepBound(limits=np.eye(len(STREAM_LANES)), late=True, ahead=100.0).seconds(load) == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -36,7 +36,7 @@ def lowered(case: Case) -> Load:
     and ops that there is one of: see ``phase_costs``."""
     request, s = request_of(case), case.settings
     phases = Phases(request.route, wait=s.wait, speculate=s.speculate)
-    load = np.zeros((len(phases.names) + 1, len(STREAM_LANES)))
+    load = np.zeros((phases.rows_of_load, len(STREAM_LANES)))
     schedule = case.build()
     late = {chunk_of(op) for op in schedule.ops if op.id.kind in ("OP", "MU") and op.reads[0].kind in ("h", "r")}
     for op, row in phases.rows(schedule):
@@ -132,7 +132,8 @@ update NORM RS0.0 OP0.0 WS0.0 WW0.0 RS1.0 OP1.0 WS1.0 WW1.0 RS2.0 OP2.0 WS2.0 WW
 update RS3.0 OP3.0 WS3.0 WW3.0 RS4.0 OP4.0 WS4.0 WW4.0 RS5.0 OP5.0 WS5.0 WW5.0
 """
 DELAYED = """
-start RS0.0 OP0.0 UW0.0@F0 RS3.0 OP3.0 UW3.0@F1
+ahead RS0.0 RS3.0
+start OP0.0 UW0.0@F0 OP3.0 UW3.0@F1
 home WS0.0 WW0.0 WS3.0 WW3.0
 forward F0m0 F0m1 RS4.0 OP4.0 UW4.0@F2 WS4.0 WW4.0 F1m0 F1m1 DC0m0 DC0m1 RS5.0 OP5.0 UW5.0@F3 WS5.0 WW5.0
 forward F2m0 F2m1 DC1m0 DC1m1 RS1.0 OP1.0 UW1.0@E4 WS1.0 WW1.0 RS2.0 OP2.0 UW2.0@E4 WS2.0 WW2.0 CM F3m0 F3m1
@@ -168,7 +169,7 @@ def test_each_op_falls_into_its_phase(
     streamed = all_on_disk(program, chunk=256 * ALIGN, micro_batches=2, wait=wait, delay=delay)
     case = Case(program=program, family=family, settings=streamed)
     phases = Phases(request_of(case).route, wait=wait, speculate=False)
-    names = (*phases.names, "home")
+    names = (*phases.names, "ahead", "home")
     found = {str(op.id): names[row] for op, row in phases.rows(case.build())}
     lines = (line.split() for line in expected.strip().splitlines())
     assert found == {ident: name for name, *idents in lines for ident in idents}

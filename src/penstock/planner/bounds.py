@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import ZeroStage
-from penstock.planner.phases import BEFORE_GRADIENTS
+from penstock.planner.phases import AHEAD, BEFORE_GRADIENTS, HOME
 from penstock.schedule.ir.lanes import STREAM_LANES, Lane
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.references import group_op
@@ -15,7 +15,7 @@ from penstock.schedule.place import Depths, Settings
 from penstock.sim.costs import Costs
 
 Load = NDArray[np.float64]
-"""Seconds, shape (phases + 1, lanes): the rows of ``Phases``."""
+"""Seconds, shape (phases + 2, lanes): the rows of ``Phases``."""
 
 
 def limits_of(costs: Costs, depths: Depths, stage: ZeroStage = 3) -> NDArray[np.float64]:
@@ -67,55 +67,54 @@ class Constraint:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBound:
-    """The least seconds of a step. ``limits``: of ``limits_of``. ``buffered``: seconds of writes that the buffers of
-    state hold: what is delayed and begins a step need not be home before its forward, as far as they do. ``ahead``:
-    seconds of reads for the first steps of what is delayed that the step before may have done, at most
-    (``Provision.ahead``): the start does not wait for them, and the whole step does."""
+    """The least seconds of a step. ``limits``: of ``limits_of``. ``late``: whether anything is delayed that comes from
+    disk; without, the rows ``AHEAD`` and ``HOME`` are empty. ``buffered``: seconds of writes that the buffers of state
+    hold: what is delayed and begins a step need not be home before its forward, as far as they do. ``ahead``: seconds
+    of reads that they hold at its start: what the first of its steps take has been read by the step before, as far as
+    they do (``Provision.ahead``).
+    """
 
     limits: NDArray[np.float64]
-    buffered: float
-    ahead: float
+    late: bool = False
+    buffered: float = 0.0
+    ahead: float = 0.0
 
     @staticmethod
     def of(costs: Costs, settings: Settings, *, disk: bool) -> "StepBound":
         """``disk``: whether anything can go home there."""
         limits = limits_of(costs, settings.depths, settings.stage)
         if not (disk and settings.delay):
-            return StepBound(limits=limits, buffered=0.0, ahead=0.0)
+            return StepBound(limits=limits)
         count, nbytes = settings.depths.state, round(settings.chunk * settings.form.per_element)
         write, read = (costs.seconds(Op(id=group_op(kind, 0, 0), nbytes=nbytes)) for kind in ("WS", "RS"))
-        return StepBound(limits=limits, buffered=count * write, ahead=(count - 1) * read)
+        return StepBound(limits=limits, late=True, buffered=count * write, ahead=(count - 1) * read)
 
-    def constraints(self, home: int) -> Iterator[Constraint]:
-        """``home``: index of the last row, and of the last of the times: those more that all phases up to the backward
-        take together."""
+    def constraints(self, rows: int) -> Iterator[Constraint]:
+        """``rows``: of a load, and as many times: of each phase; of the row ``AHEAD``, which takes none by itself; and
+        those more that all phases up to the backward take together."""
         nothing = np.zeros(len(self.limits))
-        for p in range(home):
-            yield Constraint(times=[p], loads=[p], less=nothing if p else self._ahead)
-        yield from self._together(home)
+        for p in range(rows + AHEAD):
+            yield Constraint(times=[p], loads=[p], less=nothing)
+        yield from self._together(rows)
 
-    def _together(self, home: int) -> Iterator[Constraint]:
-        """The constraints of several phases together."""
-        before, ahead = [*range(BEFORE_GRADIENTS), home], self._ahead
-        late = self.limits[:, STREAM_LANES.index("write")] * self.buffered
-        yield Constraint(times=[0], loads=[0, home], less=late + ahead)
-        yield Constraint(times=before, loads=before, less=ahead)
-        if self.ahead:
-            yield Constraint(times=[*range(home + 1)], loads=[*range(home + 1)], less=np.zeros(len(self.limits)))
-
-    @property
-    def _ahead(self) -> NDArray[np.float64]:
-        less: NDArray[np.float64] = self.limits[:, STREAM_LANES.index("read")] * self.ahead
-        return less
+    def _together(self, rows: int) -> Iterator[Constraint]:
+        """The constraints of several rows together."""
+        if not self.late:
+            return
+        ahead, home, every = rows + AHEAD, rows + HOME, [*range(rows)]
+        before, nothing = [*range(BEFORE_GRADIENTS), home], np.zeros(len(self.limits))
+        read, write = (self.limits[:, STREAM_LANES.index(lane)] for lane in ("read", "write"))
+        held = read * self.ahead
+        yield Constraint(times=[0], loads=[0, ahead], less=held)
+        yield Constraint(times=[0], loads=[0, ahead, home], less=held + write * self.buffered)
+        yield Constraint(times=before, loads=before, less=nothing)
+        yield Constraint(times=every, loads=every, less=nothing)
 
     def seconds(self, load: Load) -> float:
         """The least seconds that a step with this load takes."""
-        home = len(load) - 1
         times = np.zeros(len(load))
-        needed = load[:home] @ self.limits.T
-        needed[0] -= self._ahead
-        times[:home] = np.maximum(needed.max(axis=1), 0.0)
-        for one in self._together(home):
-            together = float((self.limits @ load[one.loads].sum(axis=0) - one.less).max())
-            times[one.times[-1]] = max(times[one.times[-1]], together - times[one.times[:-1]].sum())
+        times[:AHEAD] = np.maximum((load[:AHEAD] @ self.limits.T).max(axis=1), 0.0)
+        for one in self._together(len(load)):
+            needed = float((self.limits @ load[one.loads].sum(axis=0) - one.less).max())
+            times[one.times[-1]] = max(times[one.times[-1]], needed - times[one.times[:-1]].sum())
         return float(times.sum())

@@ -8,10 +8,11 @@ import numpy as np
 
 from penstock.config import Tier, format_size
 from penstock.hardware.drives import rated_bytes
-from penstock.planner.bounds import limits_of
+from penstock.planner.bounds import StepBound, limits_of
 from penstock.planner.endurance import DAY
 from penstock.planner.phase_costs import PhaseCosts
 from penstock.planner.phase_memory import peaks_outside_steps
+from penstock.planner.phases import AHEAD, HOME
 from penstock.planner.search import Choice
 from penstock.planner.task import Task
 from penstock.schedule.ir.lanes import STREAM_LANES, Lane
@@ -142,11 +143,18 @@ class Forecast:
         costs = question.costs_of(self.choice.request)
         loads = PhaseCosts(self.choice.request, plan.settings, costs)
         own = loads.of(plan.settings.place)
-        own[1] += own[-1]  # what may fall into any phase up to the epilogue
+        own[1] += own[HOME]  # which may fall into any phase up to the epilogue
+        reads, held = (
+            own[AHEAD].sum(),
+            StepBound.of(costs, plan.settings, disk=self.choice.request.bottom == "disk").ahead,
+        )
+        ahead = min(held / reads, 1.0) if reads else 0.0
+        own[0] += (1 - ahead) * own[AHEAD]
+        own[AHEAD - 1] += ahead * own[AHEAD]  # in the last phase of the step before
         shared = own @ limits_of(costs, Depths())[: len(STREAM_LANES)].T * (own > 0)
         return {
             phase: (STREAM_LANES[int(np.argmax(row))], float(row.max()))
-            for phase, row in zip(loads.probes.phases.names, shared[:-1], strict=True)
+            for phase, row in zip(loads.probes.phases.names, shared[:AHEAD], strict=True)
         }
 
     # ---- memory

@@ -119,7 +119,7 @@ class Prices:
         return load
 
     def none(self) -> Load:
-        return np.zeros((len(self.probes.phases.names) + 1, len(STREAM_LANES)))
+        return np.zeros((self.probes.phases.rows_of_load, len(STREAM_LANES)))
 
     def _add(self, load: Load, row: int, op: Op, count: float) -> None:
         load[row, _LANE[op.lane]] += count * self._costs.seconds(op)

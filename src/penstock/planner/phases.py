@@ -3,8 +3,7 @@
 A *phase* is a stretch of the step whose work can overlap with itself but hardly with that of the next one:
 
     start       the loads of the embedding and the first block, which the first block's compute waits for; and what they
-                wait for themselves: the writes that no buffer holds. What the step before has read for them is counted
-                here, and taken out again (``bounds``)
+                wait for themselves: the reads and writes that no buffer holds (see ``bounds``)
     forward     every F visit, and the other loads up to the epilogue's
     epilogue    vertical: its compute, before which no gradient is there. Horizontally it is a part of the backward
     backward    every B visit; without a norm to wait for, also the optimizer
@@ -13,9 +12,9 @@ A *phase* is a stretch of the step whose work can overlap with itself but hardly
                 the updates of their matrices, and of the second block's, which are made orthogonal there
     update      after the global norm, where the optimizer waits for it
 
-A delayed step falls where its group's weights are first loaded. What brings new weights and state of the delayed steps
-that begin a step home to disk nobody waits for: it may run in all phases up to the epilogue, and has a row of its own
-(``HOME``).
+A delayed step falls where its group's weights are first loaded. For those that begin a step the one before has read as
+much as buffers hold, and what brings their new weights and state home to disk nobody waits for: it may run in all
+phases up to the epilogue. Both have rows of their own (``AHEAD``, ``HOME``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,8 +23,8 @@ from penstock.schedule.ir.ops import Op, Schedule, chunk_of
 from penstock.schedule.ir.references import VisitId
 from penstock.schedule.lower.route import Route
 
-HOME = -1
-"""The row after those of the phases."""
+AHEAD, HOME = -2, -1
+"""The rows after those of the phases."""
 _OF_STEPS = frozenset(("RS", "RG", "OP", "UN", "WS", "WW", "RM", "MU", "WM", "UU", "GU", "HU", "NS", "DU"))
 """Kinds of ops that steps are made of, of chunks or, of matrices, of a group"""
 BEFORE_GRADIENTS = 3
@@ -33,7 +32,7 @@ BEFORE_GRADIENTS = 3
 
 
 class Phases:
-    """The phases of one route. ``names``: in order; a row is the index of one of them, or ``HOME``."""
+    """The phases of one route. ``names``: in order; a row is the index of one of them, ``AHEAD`` or ``HOME``."""
 
     def __init__(self, route: Route, *, wait: bool, speculate: bool) -> None:
         """``wait``, ``speculate``: as in ``Settings``."""
@@ -57,6 +56,10 @@ class Phases:
         self._tail = calls[-1] if calls and visits[calls[-1]].kind == "B" else len(visits)
         self._at: Mapping[VisitId, int] = {visit.name: i for i, visit in enumerate(visits)}
         self._computed = {(v.kind, v.stage, m): i for i, v in enumerate(visits) for m in v.micro_batches}
+
+    @property
+    def rows_of_load(self) -> int:
+        return len(self.names) - AHEAD
 
     def compute_row(self, index: int) -> int:
         """The row of a visit's compute."""
@@ -105,9 +108,14 @@ class Phases:
                 yield op, self._index["update"] if normed else self._row_after(now, kind)
 
     def _late_row(self, op: Op) -> int:
-        """The row of a delayed step's op: the first block waits for new weights, and not for what goes to disk."""
-        row = self.load_row(self.route.readers[op.id.group][0])
-        return HOME if op.lane == "write" and row == self._index["start"] else row
+        """The row of a delayed step's op: the first block waits for new weights, and not for what goes to disk, nor for
+        what has been read."""
+        g = op.id.group
+        row = self.load_row(self.route.readers[g][0])
+        if row != self._index["start"]:
+            return row
+        read = op.id.kind == "RS" and not self.route.program.groups[g].whole
+        return HOME if op.lane == "write" else AHEAD if read else row
 
     def _row_after(self, index: int, kind: str) -> int:
         """The row of what follows a visit's compute. The norm waits for its parts, not for gradients to be on disk."""

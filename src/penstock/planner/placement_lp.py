@@ -311,7 +311,7 @@ class _Model:
             _Column(kind=numbers[kind], home=home, gradients=q, sizes=lp.group_sizes(kind.members[0], home, q))
             for kind, home, q in columns(lp.loads.probes, lp.gradient_tiers)
         ]
-        self.phases = len(lp.loads.probes.phases.names) + 1
+        self.phases = lp.loads.probes.phases.rows_of_load
         none = np.zeros_like(lp.loads.of_compute)
         parts = [lp.loads.of_activations(tier) for tier in lp.activation_tiers]
         graphs = [lp.loads.of_graphs(tier) if lp.most_graphs else none for tier in lp.activation_tiers]
@@ -393,7 +393,7 @@ class _Model:
     def _time_rows(self, loads: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Rows of the phases' times, and their lower limits. ``loads``: (columns but T, phases, lanes), in units."""
         fixed, limits, rows, least = self.lp.loads.of_compute / self.unit, self.lp.bound.limits, [], []
-        for one in self.lp.bound.constraints(self.phases - 1):
+        for one in self.lp.bound.constraints(self.phases):
             row = np.zeros((len(limits), self.phases + len(loads)))
             row[:, one.times] = 1.0
             row[:, self.phases :] = -limits @ loads[:, one.loads].sum(axis=1).T
