@@ -14,6 +14,10 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError, StoreError
+from penstock.store.facts import facts_of
+from penstock.store.layout import Layout
+from penstock.store.owner import Owner
+from penstock.store.store import Store
 from tests.models import MODELS
 from tests.training import Result, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
 
@@ -219,3 +223,33 @@ def test_a_rate_may_be_a_number_of_another_library(rate: Any, tmp_path: Path) ->
         engine.save(tmp_path / "snapshot")
         engine.load(tmp_path / "snapshot")
         assert engine.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_what_a_start_that_failed_has_left_without_a_commit_makes_room_for_another_model(tmp_path: Path) -> None:
+    wrong = penstock.Muon(splits=(penstock.Split(match="no_such", parts=2),))
+    with pytest.raises(ConfigError, match="no_such"):
+        wrap(CASE, budget(tmp_path / "run", slots=1), optimizer=wrong)
+    facts = facts_of([tmp_path / "run"])
+    assert facts is not None
+    assert facts.record is None
+    with wrap(CASE, budget(tmp_path / "run"), **COMMON) as engine:
+        assert_same_state(run_steps(engine, STEPS).state, wanted().state)
+
+
+def test_what_another_run_has_left_without_a_commit_stays_its_own(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    owner = Owner.new(tmp_path / "folder")
+    layout = Layout.build([("a", 4096, 1)])
+    Store.create([tmp_path / "run"], layout, model={}, io_threads=1, owner=owner).close()
+    with pytest.raises(StoreError, match="holds the state of another run"):
+        wrap(CASE, budget(tmp_path / "run"), **COMMON)
+
+
+def test_a_store_without_a_commit_is_not_made_anew_where_a_drive_may_not_be_mounted(tmp_path: Path) -> None:
+    places = tmp_path / "a", tmp_path / "b"
+    Store.create(places, Layout.build([("a", 1 << 23, 1)]), model={}, io_threads=1).close()
+    shutil.rmtree(places[1])
+    places[1].mkdir()
+    with pytest.raises(StoreError, match=f"{places[1]} holds no store"):
+        wrap(CASE, budget(list(places)), **COMMON)
+    assert not list(places[1].iterdir())

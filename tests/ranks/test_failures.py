@@ -449,6 +449,19 @@ def test_a_beginning_that_came_to_nothing_on_one_rank_can_be_done_again(tmp_path
     assert together(2, full, tmp_path / "store", False) == [1, 1]
 
 
+@pytest.mark.parametrize("lost", [None, 1])
+def test_what_a_start_that_failed_has_left_without_a_commit_makes_room_for_another_model(
+    lost: int | None, tmp_path: Path
+) -> None:
+    """All ranks begin anew, also those whose store is gone since."""
+    wrong = penstock.Muon(splits=(penstock.Split(match="no_such", parts=2),))
+    assert {f.kind for f in World(2, steps, tmp_path, 0, optimizer=wrong).outcomes()} <= {"ConfigError", "RankError"}
+    assert all((tmp_path / f"rank-{rank}").is_dir() for rank in range(2))
+    if lost is not None:
+        shutil.rmtree(tmp_path / f"rank-{lost}")
+    assert together(2, steps, tmp_path, 4) == [(0, whole())] * 2
+
+
 def test_parts_of_two_runs_are_not_mixed(stored: Path, tmp_path: Path) -> None:
     together(2, steps, tmp_path / "other", 1)
     (stored / "rank-1").rename(tmp_path / "aside")

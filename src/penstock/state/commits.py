@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -122,14 +122,17 @@ class Commits:
             if givers:
                 self._take_over(givers, facts, model, io_threads)
                 return self._found(model, io_threads, stores)
-            found = self.ranks.gather_objects("store", (facts is not None, facts is None or facts.untouched))
-            if all(there for there, _ in found):
+            found = self.ranks.gather_objects("store", (_kind(facts), facts is None or facts.untouched))
+            kinds, untouched = {kind for kind, _ in found}, all(untouched for _, untouched in found)
+            # What has no commit holds nothing: a start came to nothing, perhaps of another model.
+            anew = untouched and ("none" in kinds or ("empty" in kinds and "in part" not in kinds))
+            if not anew and "none" not in kinds:
                 return self._found(model, io_threads, stores)
-            if facts is None and not all(untouched for _, untouched in found):
+            if facts is None and not anew:
                 raise StoreError(f"{paths[0]} holds no store, and other ranks have theirs: give each its own again")
-            self.ranks.agree("way to begin", all(untouched for _, untouched in found))
+            self.ranks.agree("way to begin", anew)
             self._require_same_hosts()
-            if facts is not None:  # a start came to nothing before all ranks had made theirs
+            if facts is not None:
                 check_owner(facts.owner, self._owner, str(paths[0]))
                 delete_store(paths, only=lambda facts: facts.untouched)
             if self.ranks.size > 1:
@@ -472,3 +475,10 @@ class Commits:
                 self.store.close()
         finally:
             self.arrays.close()
+
+
+def _kind(facts: StoreFacts | None) -> Literal["none", "in part", "empty", "begun"]:
+    """The store that a rank has: none, one of which a directory lacks its part, one without a commit, or one with."""
+    if facts is None:
+        return "none"
+    return "in part" if facts.missing else "empty" if facts.record is None else "begun"
