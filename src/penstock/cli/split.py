@@ -5,7 +5,8 @@ run is: it is written into the run's settings, and a resumed run takes it from t
 """
 
 import shlex
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cli.launch import how_to_start, in_words
@@ -15,12 +16,14 @@ from penstock.config import TrainConfig, fields_of
 from penstock.config.step import check_pipeline, check_strands, sharing
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.planner.batches import choose, cuts, splits
+from penstock.planner.advice import worn_out
+from penstock.planner.batches import Split, choose, cuts, splits
 from penstock.planner.dealt import Asked, plans_of
-from penstock.planner.durability import settled
+from penstock.planner.durability import settled, undecided
+from penstock.planner.endurance import EnduranceError
 from penstock.planner.fit import fit
 from penstock.planner.request import Request
-from penstock.planner.task import TOKEN_BYTES
+from penstock.planner.task import TOKEN_BYTES, Task
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.mesh import Mesh
 from penstock.shape.model import ModelShape
@@ -154,13 +157,9 @@ def _fastest(config: TrainConfig, machine: Machine, ranks: int, hosts: int) -> t
     if config.pipeline > 1:
         in_order = fastest(config, machine, config.sequences_per_step, ranks, hosts)
         return in_order[0].size, in_comparison(in_order)
-    lasting = replace(config.budget, endurance=None)  # which durability the drives last with is asked for one cut
-    config = replace(config, budget=lasting)
     machine = as_free_here(machine, config.budget.disk_paths)
-    task = settled(task_of(config, machine, ranks=ranks, hosts=hosts))
     sequences = config.sequences_per_step // config.sharing(ranks)
-    found = splits(task, sequences)
-    _, best = choose(task, sequences, found)
+    best, found = _best(task_of(config, machine, ranks=ranks, hosts=hosts), sequences)
     others = [split for split in found if split.micro_batch_size != best.micro_batch_size]
     # Ratios of the linear program's seconds: seconds themselves are promised once the model's own stages were timed.
     # What it takes for faster than the best is so by half a percent at most, and was searched and found slower.
@@ -170,6 +169,26 @@ def _fastest(config: TrainConfig, machine: Machine, ranks: int, hosts: int) -> t
     if unfit:
         compared.append(f"{sequences // unfit[0]} of {unfit[0]} do not fit")
     return best.micro_batch_size, "predicted to be the fastest" + (f" ({', '.join(compared)})" if compared else "")
+
+
+def _best(task: Task, sequences: int) -> tuple[Split, list[Split]]:
+    """The best cut of a step's sequences, and all that fit: with commits now and then where only so the drives last.
+
+    Raises:
+        BudgetError: none fits, or none keeps to the drives' endurance; says what would help.
+    """
+    named = settled(task)
+    found = splits(named, sequences)
+    try:
+        return choose(named, sequences, found)[1], found
+    except EnduranceError as error:
+        refused = error
+    if undecided(task):
+        seldom = settled(task, "interval")
+        found = splits(seldom, sequences)
+        with suppress(EnduranceError):  # else what every durable step would need is said
+            return choose(seldom, sequences, found)[1], found
+    raise worn_out(named, *cuts(sequences)[0], refused) from None
 
 
 def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> tuple[int, str]:
