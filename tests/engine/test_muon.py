@@ -16,9 +16,12 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 import penstock
 from penstock.config.optimizer import Moments, Orthogonal
-from penstock.errors import ConfigError
+from penstock.engine import start
+from penstock.engine.start import describe_model
+from penstock.errors import ConfigError, StoreError
 from penstock.schedule.matrices import is_matrix
 from penstock.schedule.program import COMPACT_FROM
+from penstock.state.splits import SPLITS
 from tests.accelerator import DEVICE
 from tests.engine.test_moments import VARIANTS
 from tests.models import MODELS
@@ -138,6 +141,43 @@ def test_a_run_goes_on_after_a_kill_and_from_a_snapshot(delay: float, tmp_path: 
     with wrap(case, budget(None, weights="host", state="host"), **settings) as engine:
         engine.load(tmp_path / "snapshot")
         assert_same_state(run_steps(engine, all_steps[1:]).state, wanted(numbers).state)
+
+
+@pytest.mark.parametrize("splits", [(), (penstock.Split(match="c_attn", parts=6, dim=1),)], ids=["none", "others"])
+def test_matrices_stay_cut_as_they_were(splits: Any, tmp_path: Path) -> None:
+    case, settings = MODELS["gpt2"], settings_of(NUMBERS[0])
+    with wrap(case, budget(tmp_path / "store"), **settings) as engine:
+        engine.step(steps("gpt2")[0])
+        engine.save(tmp_path / "snapshot")
+    others = settings | {"optimizer": replace(MUON, splits=splits)}
+    with pytest.raises(StoreError, match=r"store: Muon's splits were .*c_attn.* now.*give those that the run began"):
+        wrap(case, budget(tmp_path / "store"), **others)
+    with wrap(case, budget(None, weights="host", state="host"), **others) as engine:
+        with pytest.raises(StoreError, match=r"snapshot: Muon's splits were .*c_attn.*, and are "):
+            engine.load(tmp_path / "snapshot")
+        assert engine.step_count == 0
+
+
+def test_a_store_and_a_snapshot_that_do_not_say_how_matrices_are_cut_are_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 0.1.0 has not said it. By what pattern they are found makes no difference."""
+    case, settings = MODELS["gpt2"], settings_of(NUMBERS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "describe_model", _without_splits)
+        with wrap(case, budget(tmp_path / "store"), **settings) as engine:
+            engine.step(steps("gpt2")[0])
+            engine.save(tmp_path / "snapshot")
+    other_words = settings | {"optimizer": replace(MUON, splits=(replace(FUSED, match="c_attn"),))}
+    for said in (settings, other_words):
+        with wrap(case, budget(tmp_path / "store"), **said) as engine:
+            assert engine.step_count == 1
+            engine.load(tmp_path / "snapshot")
+            engine.save(tmp_path / "snapshot", overwrite=True)
+
+
+def _without_splits(*given: Any) -> dict[str, Any]:
+    return {key: value for key, value in describe_model(*given).items() if key != SPLITS}
 
 
 class TorchMuon(torch.optim.Muon):

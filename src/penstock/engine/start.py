@@ -10,6 +10,7 @@ import xxhash
 from torch import nn
 
 from penstock.compat.torch import buffers_of, persistent_buffers
+from penstock.config.optimizer import Orthogonal
 from penstock.errors import ModelError
 from penstock.optim import kernels
 from penstock.optim.spec import OptimizerSpec
@@ -20,6 +21,7 @@ from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
 from penstock.state.layout import rest_of
 from penstock.state.memory import BOUNCE, HostSlab
+from penstock.state.splits import SPLITS
 from penstock.tape.groups import ParamGroup
 from penstock.tape.init import initialise, materialise_buffers
 
@@ -226,8 +228,20 @@ def describe_model(
         ],
         "buffers": buffers.describe(),
     }
+    if optimizer.whole is not None:
+        made[SPLITS] = _splits(groups, optimizer.whole)
     if optimizer.moments != "fp32":
         made["moments"] = optimizer.moments
     if strands > 1:
         made["strands"] = strands
     return made
+
+
+def _splits(groups: Sequence[ParamGroup], rule: Orthogonal) -> dict[str, Any]:
+    """By the names of matrices that are several: the dimension that is cut, and into how many parts, or their sizes."""
+    found = {s.name: rule.split_of(s.name) for g in groups if g.spec.whole for s in g.slices if s.trainable}
+    return {
+        name: [split.dim, split.parts if isinstance(split.parts, int) else list(split.parts)]
+        for name, split in found.items()
+        if split is not None
+    }

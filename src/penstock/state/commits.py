@@ -25,6 +25,7 @@ from penstock.state.layout import parts_of
 from penstock.state.parts import layout_of
 from penstock.state.record import check_stored
 from penstock.state.slots import Slots
+from penstock.state.splits import as_known, require_splits
 from penstock.state.take_over import Found, drives_of, givers, require_drives, take_over
 from penstock.store import successor
 from penstock.store.directory import make_directory
@@ -219,7 +220,8 @@ class Commits:
                     "state, which it can take over as it is: put the setting back"
                 )
             kept = ("world", "strands") if self._any_strands else ("world",)
-            own.require_model(model | {key: own.model[key] for key in kept if key in own.model})
+            require_splits(own.model, model, str(own.paths[0]))
+            own.require_model(as_known(model, own.model) | {key: own.model[key] for key in kept if key in own.model})
 
         self.ranks.jointly("state to take over", look)
         self._require_alike("run to take over", None if own is None else own.model.get("world"), "are of two runs")
@@ -308,6 +310,7 @@ class Commits:
                 self.ranks.agree("run, whose parts their stores have", model["world"])
             if self._any_strands and "strands" in store.model:
                 model["strands"] = store.model["strands"]
+            require_splits(store.model, model, str(paths[0]))
             converts = has_other_form(store.model, model, str(paths[0]))
             if converts and self.ranks.are_pipeline:
                 raise StoreError(
@@ -315,10 +318,10 @@ class Commits:
                     "with optimizer.moments as the run began"
                 )
             if converts:
-                require_like_but_for_form(store, model)
+                require_like_but_for_form(store, as_known(model, store.model))
                 self._require_convertible()
             else:
-                store.require_model(model)
+                store.require_model(as_known(model, store.model))
             last = self.ranks.gather_objects("last commit", (paths[0], store.commits.sequence))
             newest = [number for _, number in last]
             if max(newest) > min(newest) + 1:

@@ -27,6 +27,7 @@ from penstock.state.memory import BOUNCE, HostSlab, numpy_bytes
 from penstock.state.parts import form_of, found_in, groups_of, share_of
 from penstock.state.record import check_kept
 from penstock.state.reshard import described
+from penstock.state.splits import as_known, require_splits
 from penstock.state.values import SnapshotArrays
 from penstock.store.layout import Layout
 from penstock.store.packed import store_error
@@ -206,7 +207,8 @@ def require_like(saved: Mapping[str, Any], description: Mapping[str, Any], path:
     Raises:
         StoreError: it was made for another model, precision, optimizer or number of strands.
     """
-    for key, mine in {"strands": 1, **description}.items():
+    require_splits(saved, description, str(path))
+    for key, mine in {"strands": 1, **as_known(description, saved)}.items():
         found = saved.get(key, 1 if key == "strands" else None)
         if key in OF_RANK or found == mine:  # whose part it is was looked at as it was opened
             continue
