@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 import penstock
+from penstock.errors import StoreError
 from penstock.fabric import Deferred, PenstockStrategy
 from penstock.fabric.deferred import nodes
 from tests.library_runs import CLOSE, VOCABULARY, check_kept_whole, check_same_weights, examples, llama
@@ -112,6 +113,36 @@ def test_a_checkpoint_that_cannot_be_written_over_another_one_leaves_that_whole(
     first, _ = train(fabric_on(clip_grad_norm=CLIP), first=1, last=2, save=saved, resume=saved)
     assert sorted(path.name for path in saved.iterdir()) == ["penstock.snapshot", "state-2.pt"]
     assert first == train(fabric_on(clip_grad_norm=CLIP), last=2)[0][1:]
+
+
+def test_a_second_checkpoint_of_the_same_step_takes_the_place_of_the_first_once_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabric, saved = fabric_on(clip_grad_norm=CLIP), tmp_path / "saved"
+    _, model = train(fabric, last=1, save=saved)
+    engine = fabric.strategy.engine
+    state = {"model": model, "optimizer": engine.optimizer}
+
+    def loaded() -> Any:
+        fabric.load(saved, found := {**state, "done": 0})
+        return found["done"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "save", _fails)
+        with pytest.raises(StoreError, match="the disk is full"):
+            fabric.save(saved, state | {"done": 7})
+    assert loaded() == 1
+    for done in (8, 9):
+        engine.position = {"document": done}
+        fabric.save(saved, state | {"done": done})
+        assert engine.position == {"document": done}
+        assert loaded() == done
+        assert engine.position == {"document": done}
+        assert len(list(saved.iterdir())) == 2
+
+
+def _fails(*_: Any, **__: Any) -> None:
+    raise StoreError("the disk is full")
 
 
 class Classifier(nn.Module):

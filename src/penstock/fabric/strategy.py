@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +47,9 @@ _PRECISIONS: Mapping[str, Precision | None] = {
 _ROOT = "penstock_deferred"
 _SNAPSHOT = "penstock.snapshot"
 _REST = "state-{}.pt"
-"""The rest of a checkpoint, by the step that its snapshot is of."""
+"""The rest of a checkpoint, by the step that its snapshot is of; another name where that is taken."""
+_NAMED = "penstock.fabric.rest"
+"""The key of that name in the position that a snapshot keeps. Versions up to 0.1.0 have not written it."""
 resolve_first(Deferred, Deferred.resolve)
 _TOGETHER = "fabric.setup(model, optimizer): the engine needs the model and its optimizer together"
 
@@ -308,14 +311,26 @@ class PenstockStrategy(OneDevice):
         if folder.is_file():
             raise ConfigError(f"fabric.save: {folder} is a file, and this checkpoint is a folder: give another name")
         folder.mkdir(parents=True, exist_ok=True)
-        kept, file = self.plain(rest), folder / _REST.format(self.engine.step_count)
+        kept, position = self.plain(rest), self.engine.position
         with self._ranks.together():
-            self._ranks.once("the rest of a checkpoint", partial(self.checkpoint_io.save_checkpoint, kept, file))
-        self.engine.save(folder / _SNAPSHOT, overwrite=True)
+            name = self._ranks.once("the rest of a checkpoint", partial(self._write_rest, kept, folder))
+        self.engine.position = {**(position or {}), _NAMED: name}
+        try:
+            self.engine.save(folder / _SNAPSHOT, overwrite=True)
+        finally:
+            self.engine.position = position
         if self._ranks.rank == 0:
             for old in folder.glob(_REST.format("*")):
-                if old != file:
+                if old.name != name:
                     old.unlink()
+
+    def _write_rest(self, kept: dict[str, Any], folder: Path) -> str:
+        """Write the rest of a checkpoint beside that of one of the same step, if there is one; returns the name."""
+        step = self.engine.step_count
+        names = chain([_REST.format(step)], (_REST.format(f"{step}-{number}") for number in count(2)))
+        name = next(name for name in names if not (folder / name).exists())
+        self.checkpoint_io.save_checkpoint(kept, folder / name)
+        return name
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -328,11 +343,13 @@ class PenstockStrategy(OneDevice):
             )
         folder, rest = Path(path), self._rest_of(state)
         with opened_snapshot(folder / _SNAPSHOT) as parts:
-            step = parts[0].meta["step"]
-        found = self.checkpoint_io.load_checkpoint(folder / _REST.format(step), weights_only=weights_only)
+            file = folder / _name_of_rest(parts[0].meta)
+        found = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
         if strict and (missing := [key for key in rest if key not in found]):
             raise KeyError(f"{path} has no {missing[0]!r}: leave it out of the state, or load with strict=False")
         self.engine.load(folder / _SNAPSHOT)
+        position = self.engine.position or {}
+        self.engine.position = {key: value for key, value in position.items() if key != _NAMED} or None
         for key, value in rest.items():
             if key not in found:
                 continue
@@ -411,3 +428,10 @@ def _loss_of_root(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Ten
     if not isinstance(result, torch.Tensor) or result.numel() != 1:
         raise ModelError("fabric.backward() was given something that is not a single number")
     return result.reshape(())
+
+
+def _name_of_rest(meta: Mapping[str, Any]) -> str:
+    """The name of the file that the rest of a checkpoint is in. ``meta``: its snapshot's."""
+    position = meta.get("position")
+    named = position.get(_NAMED) if isinstance(position, Mapping) else None
+    return named if isinstance(named, str) and Path(named).name == named else _REST.format(meta["step"])
