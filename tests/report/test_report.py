@@ -5,6 +5,7 @@ import builtins
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zlib
@@ -640,6 +641,33 @@ def test_a_page_keeps_up_with_a_run_until_that_ends(
     assert [line.split()[-1] for line in said[:2]] == ["it", "run"]
     assert said[2].startswith(f"wrote {page} (")
     assert len(said) == 3
+
+
+def test_a_run_that_has_not_begun_yet_is_waited_for_with_a_line_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder has a lock from the start on; settings, record and trace come later."""
+    folder, made = tmp_path / "run", tmp_path / "made"
+    folder.mkdir()
+    write_run(made)
+    lock, pauses = DirectoryLock(folder, name=RUN_LOCK), list[str]()
+
+    def go_on(_: float) -> None:
+        pauses.append(capsys.readouterr().out)
+        match len(pauses):
+            case 2:
+                for file in made.iterdir():
+                    if file.is_file():
+                        shutil.copy(file, folder)
+            case 3:
+                lock.release()
+
+    monkeypatch.setattr("penstock.cli.report.time.sleep", go_on)
+    assert main(["report", str(folder), "--follow"]) == 0
+    assert pauses[0] == f"the run in {folder} has not begun yet: waiting for it, and for its first step\n"
+    assert pauses[1] == ""
+    assert "keeps up with the run" in pauses[2]
+    assert (folder / "report.html").exists()
 
 
 def test_who_follows_a_run_without_a_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

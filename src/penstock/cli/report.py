@@ -14,7 +14,7 @@ from penstock.cli.disk_summary import allowed_per_day
 from penstock.cli.environment import read_environment
 from penstock.cli.launch import in_words
 from penstock.cli.run_figures import RunFigures, is_training, read_run
-from penstock.cli.run_folder import own_files, settings_file, settings_of
+from penstock.cli.run_folder import own_files, settings_file, settings_of, settings_path
 from penstock.cli.run_record import RunRecord
 from penstock.cli.runs import difference_rows, figure_rows, shown_value
 from penstock.cli.words import Words
@@ -158,7 +158,9 @@ def _follow(arguments: Arguments, write: Callable[[Report], None]) -> bool:
     try:
         while any(map(is_training, folders)):
             marks, begun = _marks(folders), time.monotonic()
-            if marks != shown:
+            if (early := next(filter(_has_not_begun, folders), None)) is not None:
+                say(f"the run in {early} has not begun yet: waiting for it, and for its first step")
+            elif marks != shown:
                 shown = marks
                 try:
                     write(replace(gather(arguments.folder, arguments.step, arguments.others), refresh=pause))
@@ -173,6 +175,11 @@ def _follow(arguments: Arguments, write: Callable[[Report], None]) -> bool:
     except KeyboardInterrupt:
         return written
     return True
+
+
+def _has_not_begun(folder: Path) -> bool:
+    """True of the folder of a run that still looks at its model, its data and the machine: it has no settings yet."""
+    return is_training(folder) and not settings_path(folder).is_file()
 
 
 def _marks(folders: Iterable[Path]) -> _Marks:
