@@ -1,5 +1,7 @@
 """The command ``penstock doctor``: what it prints and stores, what it refuses, and how it ends."""
 
+import ctypes
+import errno
 import json
 import os
 import re
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from penstock.hardware import system
 from penstock.hardware.machine import Machine, Sustained, load_machine, parse_machine
 from penstock.hardware.profiles import find_profile, profile_folder
 from penstock.schedule.program import ALIGN
+from penstock.store import packed
 from tests import warm
 from tests.accelerator import DEVICE
 from tests.hardware.test_profile import CROSSING
@@ -127,6 +131,28 @@ def test_a_brief_look_has_all_that_a_plan_needs(tmp_path: Path) -> None:
     assert [each.path for each in (*found.drives, *drives)] == [str(tmp_path)] * 2
     assert between == ()
     assert not list(tmp_path.iterdir())
+
+
+def test_where_no_space_is_reserved_the_sustained_rate_is_refused_and_the_rest_is_measured(
+    tmp_path: Path, measured: list[examine.Effort], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The C library would write zeros by itself, and says nothing of it."""
+
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    assert packed.preallocates(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=refuse))
+        assert not packed.preallocates(tmp_path)
+    monkeypatch.setattr(packed, "preallocates", lambda folder: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["doctor", "--sustained", "--path", str(tmp_path)]) == 2
+    assert "reserves no space" in capsys.readouterr().err
+    assert not measured
+    assert main(["doctor", "--path", str(tmp_path)]) == 0
+    assert len(measured) == 1
 
 
 def test_a_sustained_rate_is_shown_below_the_burst(tmp_path: Path) -> None:

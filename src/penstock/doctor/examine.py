@@ -27,6 +27,7 @@ from penstock.optim import agreement, kernels, library
 from penstock.schedule.ir.lanes import Lane
 from penstock.state import numa
 from penstock.state.memory import HostSlab
+from penstock.store import packed
 from penstock.store.directory import check_directory
 
 Working = Callable[[str], AbstractContextManager[object]]
@@ -207,9 +208,15 @@ def _disk(path: Path, count: int, effort: Effort, working: Working, closing: Exi
 
 def _file_size(path: Path, mount: Mount, effort: Effort) -> int:
     try:
-        return disk.file_size(mount, effort.disk)
+        size = disk.file_size(mount, effort.disk)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if effort.disk.settle is not None and not packed.preallocates(path):
+        raise ConfigError(
+            f"{path}: its file system ({mount.file_system}) reserves no space, so that all of a file is written with "
+            "zeros before anything is measured: that fills the cache that --sustained writes past. Leave it out"
+        )
+    return size
 
 
 def _host(seen: System, effort: Effort, where: torch.device, working: Working) -> Host:

@@ -3,11 +3,13 @@
 A transfer moves every byte or raises `StoreError` with file, offset, bytes asked for and bytes done.
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import struct
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,6 +80,24 @@ def _reserve(fd: int, nbytes: int) -> None:
         if e.errno not in _NO_FALLOCATE:
             raise
         _write_zeros(fd, nbytes)
+
+
+def preallocates(folder: Path) -> bool:
+    """True if the file system of a directory reserves space without writing it. Where it does not, the C library writes
+    by itself.
+
+    Raises:
+        OSError: no file can be made there.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return _fallocate(file.fileno(), ALIGN) not in _NO_FALLOCATE
+
+
+def _fallocate(fd: int, nbytes: int) -> int:
+    """The system's own answer: an error number, 0 if there is none."""
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return ctypes.get_errno() if call(fd, 0, 0, nbytes) else 0
 
 
 def free_bytes(path: Path) -> int:
