@@ -7,9 +7,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from penstock.config import SourceConfig
+from penstock.data.opening import open_data
+from penstock.data.rows import Packing
 from penstock.data.sources.find import open_source
 from penstock.data.sources.text import PART
-from tests.documents import encoded, sentences, settings, tokenizer
+from penstock.data.summary import summary_of
+from tests.documents import MARKED_TEMPLATE, chats, encoded, sentences, settings, tokenizer, write_jsonl
 
 
 def _with_spaces_before() -> PreTrainedTokenizerBase:
@@ -37,3 +40,29 @@ def test_a_text_has_the_tokens_of_the_whole_whatever_its_parts_are(tmp_path: Pat
     assert len(parts) > 3
     ids = [number for part in parts for number in part.ids.tolist()]
     assert ids == [*words(text, add_special_tokens=False)["input_ids"], words.eos_token_id]
+
+
+@pytest.mark.parametrize("packing", ["continuous", True])
+def test_documents_that_no_token_ends_are_said_at_the_start(packing: Packing, tmp_path: Path) -> None:
+    words = tokenizer()
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in sentences(300)])
+    for eos, said in (
+        ("<|endoftext|>", ""),
+        (None, "the tokenizer has no end-of-text token, so no document ends with"),
+    ):
+        words.eos_token = eos
+        run = tmp_path / str(eos)
+        run.mkdir()
+        data = open_data(settings(source, packing=packing), run, seed=0, own=words)
+        lines = [line for line in summary_of(data, 64).splitlines() if "end-of-text" in line]
+        assert len(lines) == (eos is None)
+        for line in lines:
+            assert said in line
+            assert ("runs on into the next" in line) == (packing == "continuous")
+            assert "Set eos_token" in line
+
+
+def test_a_chat_ends_as_its_template_says(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.chat_template, words.eos_token = MARKED_TEMPLATE, None
+    assert open_data(settings(write_jsonl(tmp_path / "a.jsonl", chats(200))), tmp_path, seed=0, own=words).forms == ()

@@ -31,7 +31,7 @@ class Encoder:
         self._tokenizer = cast(Any, tokenizer)
         self._loss_on: LossOn | None = config.loss_on
         self._chat: ChatEncoder | None = None
-        self._begin, self._end = _ends(tokenizer)
+        self._begin, self._end = ends_of(tokenizer)
         self._line = self._found_behind_a_line()
 
     def documents(self, examples: Iterable[tuple[Example, Cursor]]) -> Iterator[tuple[Document, Cursor]]:
@@ -108,7 +108,7 @@ class Encoder:
         return not self._end or list(ids[-len(self._end) :]) != self._end
 
 
-def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def ends_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The tokens that the tokenizer puts before and behind a document. Behind it always comes the end of text, if there
     is one.
     """

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from penstock import files
 from penstock.config.data import STREAM_FROM, DataConfig, SourceConfig, each_source
 from penstock.data import tokenizer as tokenizers
-from penstock.data.encode import Encoder
+from penstock.data.encode import Encoder, ends_of
 from penstock.data.example import read_as, texts_in
 from penstock.data.forms import form_of_source
 from penstock.data.identity import IDENTITY, FileFacts, Identity, facts_of, fingerprint, identity_in
@@ -41,7 +41,7 @@ _PREPARED = 5  # of the form that it is written in
 class Data:
     """The data that a run is trained and evaluated on. ``largest``: the largest token id there may be. ``pad``: the one
     that fills sequences up. ``folders``: all that has been prepared for it. ``forms``: what was recognised of sources
-    whose rows are not in Penstock's own form.
+    whose rows are not in Penstock's own form, and that documents end with no token, where that is so.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -119,8 +119,19 @@ def open_data(
         largest=largest,
         pad=tokenizers.pad_id(tokenizer),
         folders=tuple(dict.fromkeys(place for place in used if place.is_dir())),
-        forms=(*forms, *held_out_forms),
+        forms=(*forms, *held_out_forms, *_without_end(tokenizer, [*opened, *held_out], config)),
     )
+
+
+def _without_end(tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], config: DataConfig) -> Iterator[str]:
+    """Words for documents that no token ends, as the tokenizer has none. A chat ends as its template says."""
+    paths = [one.source.path for one in opened if one.form is not None and one.form.kind != "chat"]
+    if paths and not ends_of(tokenizer)[1]:
+        runs_on = ", and one runs on into the next" if config.packing == "continuous" else ""
+        yield (
+            f"{paths[0]}: the tokenizer has no end-of-text token, so no document ends with one{runs_on}. Set eos_token "
+            "in its tokenizer_config.json, or take a tokenizer that has one (data.tokenizer)"
+        )
 
 
 def prepared_in(config: DataConfig, run: Path) -> Path:
