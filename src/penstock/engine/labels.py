@@ -170,6 +170,9 @@ class LabelCount:
                     f"no row's first label is one that its loss does not ignore (ignore_index={compared.ignored})"
                 )
                 return None, False
+            if not fits and (masked := _masked(labels, compared, loss)) is not None:
+                self._ignored = compared.ignored
+                return masked, True
             if fits:
                 self._ignored = compared.ignored
                 mean = self._is_mean(compared, ways[fits[0]].numel(), loss)
@@ -202,6 +205,25 @@ class LabelCount:
         self._refuted = True
         self._why = "it is made of a sum over labels, and is not their mean (num_items_in_batch?)"
         return False
+
+
+def _masked(labels: torch.Tensor, compared: Compared, loss: float | None) -> Counted | None:
+    """The way in which labels are counted by a loss that gives one for each position, also for those that labels leave
+    out, under any class id (``labels.clamp(min=0)``), and masks these: by its value. None: it does not, as far as that
+    tells."""
+    if compared.each is None or loss is None:
+        return None
+    targets, losses = compared.each
+    parts: tuple[tuple[Counted, torch.Tensor], ...] = (("all", labels), ("but the first", labels[:, 1:]))
+    for way, part in parts:
+        counts = _counts(part, compared.ignored).flatten().cpu()
+        wanted = part.flatten().long().cpu()
+        if targets.numel() != wanted.numel() or not torch.equal(targets[counts], wanted[counts]):
+            continue
+        off, off_positions = abs(float(losses[counts].mean()) - loss), abs(float(losses.mean()) - loss)
+        if off <= _CLOSE * abs(loss) and off_positions > _NEARER * off:
+            return way
+    return None
 
 
 def _counts(labels: torch.Tensor, ignored: int) -> torch.Tensor:

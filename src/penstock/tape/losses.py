@@ -25,7 +25,8 @@ class Compared:
     ``targets``: int64 [n], those that are not ignored, in their order, on the CPU; None where they are not known or are
     no class ids. ``mean``: it gives their mean. ``total``: the sum of their losses, where it gives one for
     each. ``summed``: their sum as it gives it, where it does. ``ctc``: it is connectionist: of rows, not of targets.
-    ``ignored``: the class id of targets that are ignored. ``positions``: the number of targets with those.
+    ``ignored``: the class id of targets that are ignored. ``positions``: the number of targets with those. ``each``:
+    all targets, int64 [n], and the loss of each, fp32 [n], on the CPU, where it gives one for each.
     """
 
     targets: torch.Tensor | None
@@ -35,6 +36,7 @@ class Compared:
     summed: torch.Tensor | None = None
     ctc: bool = False
     positions: int = 0
+    each: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Losses(TorchFunctionMode):
@@ -62,10 +64,10 @@ class Losses(TorchFunctionMode):
         return result
 
     def _compared(self, given: dict[str, Any], result: torch.Tensor) -> Compared:
-        targets = None if given["target"].is_floating_point() else self._value_of(given["target"])
+        found = None if given["target"].is_floating_point() else self._value_of(given["target"])
+        every = None if found is None else found.detach().flatten().long().cpu()
         ignored = int(given["ignore_index"])
-        if targets is not None:
-            targets = targets.detach()[targets != ignored].flatten().long().cpu()
+        targets = None if every is None else every[every != ignored]
         plain = given["weight"] is None and given["size_average"] is None and given["reduce"] is None
         if given["reduction"] == "mean" or not plain:
             return Compared(targets=targets if plain else None, mean=plain, ignored=ignored)
@@ -73,5 +75,12 @@ class Losses(TorchFunctionMode):
         if given["reduction"] == "sum":
             summed = None if result.is_meta else result.detach().cpu().clone()
             return Compared(targets=targets, mean=False, summed=summed, ignored=ignored)
-        total = None if result.is_meta else float(result.detach().float().sum())
-        return Compared(targets=targets, mean=False, total=total, ignored=ignored, positions=given["target"].numel())
+        losses = None if result.is_meta else result.detach().float().flatten().cpu()
+        return Compared(
+            targets=targets,
+            mean=False,
+            total=None if losses is None else float(losses.sum()),
+            ignored=ignored,
+            positions=given["target"].numel(),
+            each=None if every is None or losses is None else (every, losses),
+        )
