@@ -9,6 +9,7 @@ import torch
 import penstock
 from penstock.hf import load
 from penstock.optim import library
+from penstock.optim.precision import precision_of_weights
 from tests import folders
 from tests.models import MODELS
 from tests.training import budget, steps_of, wrap
@@ -77,3 +78,17 @@ def test_the_default_device_is_not_where_a_folders_weights_are_read_to(tmp_path:
     with engine:
         found = dict(engine.master_parameters()) | dict(engine.model.named_buffers())
         assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", [None, "fp32"])
+def test_a_model_in_fp64_is_told_what_it_trains_in_unless_that_was_asked_for(
+    precision: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with wrap(CASE, budget(None), model=CASE.model().double(), precision=precision, plan=None):
+        said = [record.getMessage() for record in caplog.records if "fp64" in record.getMessage()]
+    assert [line.partition(" (")[0] for line in said] == (
+        ["the model is in fp64, which the engine does not compute in: it trains in fp32"] if precision is None else []
+    )
+    caplog.clear()
+    assert precision_of_weights(CASE.model().double()) == "fp32"
+    assert "it trains in fp32" in caplog.text

@@ -1,5 +1,6 @@
 """Precisions, and the dynamic loss scale that fp16 needs."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,8 @@ from torch import nn
 
 from penstock.config import Precision
 from penstock.errors import ConfigError
+
+log = logging.getLogger("penstock")
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,7 +23,19 @@ def precision_of_weights(model: nn.Module) -> Precision:
     found = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if torch.float16 in found:
         raise ConfigError("the model is in fp16, whose gradients need a loss scale: ask for fp16 (or bf16) precision")
-    return "bf16" if torch.bfloat16 in found else "fp32"
+    precision: Precision = "bf16" if torch.bfloat16 in found else "fp32"
+    say_that_fp64_is_left(model, precision)
+    return precision
+
+
+def say_that_fp64_is_left(model: nn.Module, precision: Precision) -> None:
+    """A line in the log where nobody has named the precision, and the model's own is one that there is none of here."""
+    if any(p.dtype == torch.float64 for p in model.parameters()):
+        log.warning(
+            "the model is in fp64, which the engine does not compute in: it trains in %s "
+            "(convert it first, as by model.float(), if that is meant)",
+            precision,
+        )
 
 
 @dataclass(kw_only=True)
