@@ -17,6 +17,7 @@ import penstock
 import penstock.hf
 from penstock.hf import Trainer
 from tests.library_runs import (
+    CLOSE,
     StopAfter,
     arguments,
     check_kept_whole,
@@ -92,6 +93,41 @@ class StopsWithinAStep(transformers.TrainerCallback):
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1 and not self.done:
             self.done = control.should_training_stop = True
+
+
+class EndsWithinAStep(transformers.TrainerCallback):
+    """Ends the first epoch, or the run, after one micro-batch of its second step."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.done = False
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1 and not self.done:
+            self.done = True
+            setattr(control, self.what, True)
+
+
+@pytest.mark.parametrize("logging_steps", [1, 100])
+@pytest.mark.parametrize("what", ["should_epoch_stop", "should_training_stop"])
+def test_an_epoch_that_ends_within_a_step_leaves_its_micro_batches_to_the_next_one(
+    what: str, logging_steps: int, tmp_path: Path
+) -> None:
+    """As the library has it. Where there is no next one, they count for nothing: the library adds their losses to the
+    mean over steps, to which they do not belong."""
+    theirs = plain(tmp_path, given={"callbacks": [EndsWithinAStep(what)]}, logging_steps=logging_steps)
+    given = {"callbacks": [EndsWithinAStep(what)], "engine": in_memory()}
+    mine = streamed(tmp_path, given=given, logging_steps=logging_steps)
+    ends = what == "should_training_stop"
+    assert mine.state.global_step == theirs.state.global_step == mine.engine.step_count == (1 if ends else 4)
+    for (step, key, found), (their_step, their_key, wanted) in zip(shown(mine), shown(theirs), strict=True):
+        assert (step, key) == (their_step, their_key)
+        if ends and key == "train_loss":
+            assert found == pytest.approx(mine.engine.last_step.loss, rel=1e-6)
+            assert found < wanted
+        else:
+            torch.testing.assert_close(found, wanted, **CLOSE, msg=lambda why, k=key: f"{k}: {why}")
+    mine.end()
 
 
 def test_training_again_goes_on_as_the_library_does(tmp_path: Path) -> None:
