@@ -216,19 +216,9 @@ def _train(
         run.state_made()
         if not config.budget.disk_paths:
             _load_newest(engine, run)
-        cost = cost_of_a_kill(config.budget, None)
-        display.say(
-            space(config.budget, ranks.size, ranks.hosts, ranks.host)
-            + ("" if cost is None else f"; {cost}{in_words(config, weighed)}")
-        )
+        display.say(_place(config, ranks, weighed))
         config, batches, validation = _settle(config, display, engine, data, cut, ranks)
-        if cost is None:
-            display.say(f"As planned, {cost_of_a_kill(config.budget, engine.plan)}{in_words(config, weighed)}")
-        if engine.expected_seconds is not None:
-            share = engine.expected_runs - 1
-            twice = f", {share:.0%} of the steps run twice" if share else ""
-            said = f"{format_time(engine.expected_seconds)} a step predicted{twice}"
-            display.say(f"{said}, from the model's own stages as they were timed here")
+        _say_what_to_expect(config, display, engine, weighed)
         stretch = Stretch(
             config=config,
             folder=folder,
@@ -250,15 +240,37 @@ def _train(
         if ranks.rank == 0:
             write_environment(folder, name_of(resolve_device(config.device)), profile)
         code = run_steps(stretch, missed)
-    if ranks.rank:
-        return code
+    if ranks.rank == 0:
+        _say_what_came_of_it(stretch, own, stopped=code != 0)
+    return code
+
+
+def _place(config: TrainConfig, ranks: Ranks, weighed: Weighed | None) -> str:
+    """The place of the state, and what a kill costs as far as that is known before there is a plan."""
+    words, cost = space(config.budget, ranks.size, ranks.hosts, ranks.host), cost_of_a_kill(config.budget, None)
+    return words if cost is None else f"{words}; {cost}{in_words(config, weighed)}"
+
+
+def _say_what_to_expect(config: TrainConfig, display: Display, engine: Engine, weighed: Weighed | None) -> None:
+    """Say what follows from the plan: what a kill costs, where only that tells, and the time of a step."""
+    if cost_of_a_kill(config.budget, None) is None:
+        display.say(f"As planned, {cost_of_a_kill(config.budget, engine.plan)}{in_words(config, weighed)}")
+    if engine.expected_seconds is not None:
+        share = engine.expected_runs - 1
+        twice = f", {share:.0%} of the steps run twice" if share else ""
+        said = f"{format_time(engine.expected_seconds)} a step predicted{twice}"
+        display.say(f"{said}, from the model's own stages as they were timed here")
+
+
+def _say_what_came_of_it(stretch: Stretch, own: int, *, stopped: bool) -> None:
+    """Say the last words of a run. ``own``: bytes that were resident before there was a model."""
+    config, folder = stretch.config, stretch.folder
     stays = bool(config.budget.disk_paths) or config.budget.durability != "none"
-    words = closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=code != 0, kept=stays)
-    display.say(words)
+    words = closing(stretch.meter, own_bytes=own, folder=folder, trace=stretch.trace, stopped=stopped, kept=stays)
+    stretch.display.say(words)
     if stays:
         again = shlex.quote(str(folder))
-        display.say(f"export   penstock export {again} OUT writes the model as a Hugging Face folder")
-    return code
+        stretch.display.say(f"export   penstock export {again} OUT writes the model as a Hugging Face folder")
 
 
 def _load_newest(engine: Engine, run: Joint) -> None:
