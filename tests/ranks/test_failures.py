@@ -232,6 +232,27 @@ def test_a_rank_that_ends_early_is_said() -> None:
         assert "give all ranks the same calls" in f.said
 
 
+def in_order(mesh: DeviceMesh, call: str, same: bool) -> None:
+    """Two engines, whose calls one rank makes in the other order; or in the same one, late."""
+    watch.SILENT = 2.0
+    (step,) = micro_batches(mesh, 1)
+    with wrap(CASE, budget(None), mesh=mesh) as first, wrap(CASE, budget(None), mesh=mesh) as second:
+        late = mesh.get_rank() == 1
+        for engine in (second, first) if late and not same else (first, second):
+            if late and same:
+                time.sleep(1.5 * watch.SILENT)
+            engine.close() if call == "close" else engine.step(step)
+
+
+@pytest.mark.parametrize("call", ["close", "step"])
+def test_calls_of_two_engines_in_different_orders_are_said_and_not_waited_for(call: str) -> None:
+    for rank, f in enumerate(World(2, in_order, call, False).outcomes()):
+        assert f.kind == "RankError"
+        assert f"rank {1 - rank} waits for this rank in a call of another engine" in f.said
+        assert "in the same order on all ranks" in f.said
+    assert together(2, in_order, call, True) == [None, None]
+
+
 def foreign(mesh: DeviceMesh, disk: Path, order: list[int]) -> None:
     rank = mesh.get_rank()
     places = [disk / str(order[other]) for other in range(mesh.size())]

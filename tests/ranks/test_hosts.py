@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.ranks import watch
+from penstock.ranks.calls import Calls
 from penstock.ranks.watch import Place, Watch
 from tests.ranks import test_failures
 from tests.ranks.worlds import RankFailedError, World, together
@@ -25,7 +26,7 @@ def failure_beside(other: Place, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(watch, "SILENT", 0.2)
     store = dist.HashStore()
     store.set("beat/1", "1")
-    here = Watch(store, 0, [Place.here(), other])
+    here = Watch(store, 0, [Place.here(), other], Calls(store, 0, [0, 1]))
     until = time.monotonic() + 30
     while here.failure is None and time.monotonic() < until:
         time.sleep(0.01)

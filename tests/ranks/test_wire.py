@@ -7,6 +7,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.ranks.calls import Calls
 from penstock.ranks.process_groups import Together
 from penstock.ranks.watch import Place, Watch
 from tests.accelerator import DEVICE
@@ -35,7 +36,8 @@ class OneOfRanks(Together):
     """What waits for a collective, without others."""
 
     def __init__(self) -> None:
-        self._watch = Watch(dist.HashStore(), 0, [Place.here()])
+        store = dist.HashStore()
+        self._watch = Watch(store, 0, [Place.here()], Calls(store, 0, [0]))
         self._data = cast(Any, None)
         self._beside = {}
 

@@ -6,6 +6,7 @@
     process_groups  several ranks on process groups of torch.distributed
     waiting  calls of torch that wait for all of them
     watch    who has failed, ended, or does not answer
+    calls    who is in a call of which of several engines
     levels   collectives within hosts and between them
     order    the one order in which the gradients of all ranks are added up
     share    which elements of every param group are whose

@@ -3,7 +3,8 @@
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -17,6 +18,7 @@ from penstock.compat.torch import store_of
 from penstock.errors import ConfigError, RankError
 from penstock.ranks import levels
 from penstock.ranks.axes import Axes, axes_of
+from penstock.ranks.calls import Calls
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.waiting import LOOK, Beside, beside
 from penstock.ranks.watch import Place, Watch, host_count
@@ -83,7 +85,9 @@ class Together(Telling):
         """process groups, in the order in which they were joined"""
         places = [place for place, _, _ in found]
         self.hosts = host_count(places)
-        self._watch = Watch(store_of(f"penstock/{'-'.join(map(str, members))}/{_made}"), self.rank, places)
+        store = store_of(f"penstock/{'-'.join(map(str, members))}/{_made}")
+        self._calls = Calls(store, self.rank, members)
+        self._watch = Watch(store, self.rank, places, self._calls)
         self._members, self._device = members, device
         try:
             self.control = self._join(members, "gloo", device)
@@ -106,6 +110,7 @@ class Together(Telling):
         except BaseException as error:
             self._watch.tell(error)
             raise
+        self._calls.open()
 
     @property
     def pipe(self) -> Ranks:
@@ -134,6 +139,11 @@ class Together(Telling):
     @property
     def of_sequence(self) -> Ranks:
         return self._of_sequence or ALONE
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with self._calls.call(), super().together():
+            yield
 
     def beside(self) -> Ranks:
         other = copy(self)
@@ -260,6 +270,7 @@ class Together(Telling):
         return bool(self._pending)
 
     def close(self) -> None:
+        self._calls.close()
         self._watch.close()
         for thread in self._beside.values():
             thread.close()

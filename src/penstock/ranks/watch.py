@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from torch import distributed as dist
 
 from penstock.errors import ConfigError, RankError
+from penstock.ranks.calls import Calls
 
 if TYPE_CHECKING:
     from penstock.compat.torch import Store
@@ -89,11 +90,12 @@ def host_count(places: Sequence[Place]) -> int:
 class Watch:
     """A thread that beats for this rank. ``failure`` is what ended the others' work with it, once something has."""
 
-    def __init__(self, store: "Store", rank: int, places: Sequence[Place]) -> None:
+    def __init__(self, store: "Store", rank: int, places: Sequence[Place], calls: Calls) -> None:
         """``store``: one that only these ranks use; all of them make a ``Watch`` at the same time. ``places``: of all,
-        by rank."""
+        by rank; ``calls``: those that they make together."""
         self._store = store
         self._rank = rank
+        self._calls = calls
         self._places = places
         self._several_hosts = len({place.host for place in places}) > 1
         self._store_is_at = os.environ.get("MASTER_ADDR", "localhost")
@@ -194,6 +196,7 @@ class Watch:
         while not self._over.wait(EVERY):
             try:
                 self._beat()
+                self._calls.exchange()
                 found = self._look()
             except (RuntimeError, dist.DistError) as error:
                 found = None if self._over.is_set() else RankError(f"{self._where_the_store_is()} is gone: {error}")
@@ -207,6 +210,11 @@ class Watch:
     def _look(self) -> RankError | None:
         if self._store.check(["failed"]):
             return RankError(self._store.get("failed").decode())
+        if (other := self._calls.crossed(SILENT)) is not None:
+            return RankError(
+                f"{self._named(other)} waits for this rank in a call of another engine, and this one waits for it "
+                "in one of this engine: make the calls of engines (steps, saves, close) in the same order on all ranks"
+            )
         now = time.monotonic()
         ended = [other for other in self._others if self._store.check([f"ended/{other}"])]
         self._all_ended = len(ended) == len(self._others)
