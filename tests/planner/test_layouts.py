@@ -224,14 +224,6 @@ def test_a_layout_that_takes_more_memory_than_a_host_has_is_refused(small: Machi
             outcome(what, layout)
 
 
-def test_a_pipeline_is_not_compared_where_its_drives_are_to_last() -> None:
-    """Its plans do not weigh that."""
-    lasting = replace(ALIKE.task, budget=replace(ALIKE.task.budget, endurance=Endurance(per_day="1GiB")))
-    what, layout, _ = as_pipelines(replace(ALIKE, task=lasting))
-    with pytest.raises(ConfigError, match=r"^budget\.endurance is not for the ranks of a pipeline"):
-        pipeline(what, layout)
-
-
 def test_ranks_have_the_room_on_disk_of_the_one_with_the_least() -> None:
     drives = tuple(replace(FAST.drives[0], path=f"/d{n}", free=1 << 40) for n in range(3))
     three, few = replace(FAST, drives=drives), replace(FAST, drives=(*drives[:2], replace(drives[2], free=1 << 30)))

@@ -56,11 +56,6 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
         BudgetError: it does not fit.
         ConfigError: it has too few blocks or micro-batches, or something else that is asked for cannot be.
     """
-    if asked.task.budget.endurance is not None:
-        raise ConfigError(
-            "budget.endurance is not for the ranks of a pipeline, whose plans do not weigh yet what drives bear: leave "
-            "it out to compare pipelines, too"
-        )
     views, wanted = views_of(asked, layout), asked.task.deal
     found = _first(asked, layout, views)
     by_compute = found
