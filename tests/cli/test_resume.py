@@ -128,7 +128,7 @@ def test_what_ranks_have_converted_is_put_in_its_place_for_all_of_them_by_whoeve
     stores = [[a_run / "store" / f"rank-{rank}"] for rank in range(2)]
     for (path,) in stores:
         shutil.copytree(path, successor.staged([path])[0])
-    successor.decide(stores)
+    successor.decide(stores[0][0])
 
     def refused(*words: str) -> str:
         capsys.readouterr()

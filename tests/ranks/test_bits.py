@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import penstock
 from penstock.planner import fit
 from penstock.schedule.place import SCALED
+from penstock.state.layout import scales_of
 from tests.conftest import Campaign
 from tests.models import MODELS
 from tests.ranks.worlds import together
@@ -70,11 +71,12 @@ def whole_state(engine: penstock.Engine) -> dict[str, torch.Tensor]:
     for name, place in values.parameters.items():
         if place.trainable:
             group = int(place.arrays[0].rpartition(".")[2])
-            for moment in range(resources.arrays.form.moments_of(resources.arrays.groups[group])):
+            spec, form = resources.groups[group].spec, resources.arrays.form
+            for moment in range(form.moments_of(spec)):
                 flat = torch.empty(place.shape.numel())
                 resources.whole_arrays.fetch((f"moment{moment}.{group}",), place.offset, flat)
                 found[f"{name}/{moment}"] = flat
-                if (scale := f"scale{moment}.{group}") in resources.arrays.parts:
+                if (scale := f"scale{moment}.{group}") in scales_of(spec, form):
                     scales = torch.empty(flat.numel() // SCALED, dtype=torch.int16)
                     resources.whole_arrays.fetch((scale,), place.offset, scales)
                     found[f"{name}/{moment}/scales"] = scales

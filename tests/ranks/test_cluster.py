@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from bench.cluster import Cluster
 
+from penstock.store import successor
+from penstock.store.manifest import Manifest
 from tests import warm
 from tests.patience import PATIENCE
 from tests.ranks.launched import Launched
@@ -104,6 +106,32 @@ def test_pipelines_over_two_hosts_of_two_ranks_do_what_one_process_does(two_host
     assert numbers(folder / "run") == numbers(alone / "run")
     stores = [sorted(path.name for path in (folder / f"host{host}" / "drive").iterdir()) for host in range(2)]
     assert stores == [["rank-0", "rank-1"], ["rank-2", "rank-3"]]
+
+
+def test_each_host_of_a_pipeline_converts_its_own_moments_and_puts_them_in_their_place(
+    two_hosts: Cluster, tmp_path: Path
+) -> None:
+    """Also what a start before this one has not put there."""
+    (alone := tmp_path / "alone").mkdir()
+    write_run(alone, run=alone / "run")
+    (alone / "host").mkdir()
+    (folder := tmp_path / "several").mkdir()
+    more, other = ("--steps", "2"), ("--steps", "4", "--optimizer.moments", "int8")
+    assert penstock(alone / "host", *WORDS, *more)[0] == 0
+    assert penstock(alone / "host", "resume", alone / "run", *other)[0] == 0
+    for code, _, errors in on_hosts(two_hosts, folder, "-m", "penstock", *WORDS, *more, "--pipeline", "2").outcomes():
+        assert code == 0, errors
+    stores = [[folder / f"host{host}" / "drive" / f"rank-{host}"] for host in range(2)]
+    for (path,) in stores:
+        shutil.copytree(path, successor.staged([path])[0])
+    successor.decide(stores[0][0])
+    resumed = on_hosts(two_hosts, folder, "-m", "penstock", "resume", folder / "run", *other)
+    for code, _, errors in resumed.outcomes():
+        assert code == 0, errors
+    assert numbers(folder / "run") == numbers(alone / "run")
+    assert [Manifest.read(path).model["moments"] for (path,) in stores] == ["int8", "int8"]
+    assert successor.decided(stores) is None
+    assert not any(place.exists() for paths in stores for place in successor.staged(paths))
 
 
 def test_the_folder_of_a_run_is_shared_and_what_a_start_has_made_goes_from_all_hosts(

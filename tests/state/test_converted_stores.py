@@ -5,11 +5,13 @@ Ranks are threads here, which meet where ranks tell each other something.
 """
 
 import errno
+import os
+import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,22 +26,25 @@ from penstock.engine.start import describe_model
 from penstock.errors import RankError, StoreError
 from penstock.optim.precision import DTYPES
 from penstock.ranks.group import ALONE, Ranks
-from penstock.ranks.share import WHOLE
+from penstock.ranks.share import WHOLE, Share
+from penstock.schedule.lower.dealt import holders_of, names_of_blocks
 from penstock.schedule.place import Format
+from penstock.state import snapshots
 from penstock.state.buffers import Buffers
 from penstock.state.commits import Commits
 from penstock.state.memory import BOUNCE, HostSlab
-from penstock.state.reshard import reshard
 from penstock.state.slots import Slots
 from penstock.store import records, successor
 from penstock.store.directory import is_there
-from penstock.store.parts import of_rank, opened_parts
+from penstock.store.manifest import Manifest
+from penstock.store.parts import HOLDERS, of_rank, opened_parts
 from penstock.store.store import Store
 from penstock.store.successor import Stores
 from penstock.store.transfer import aligned_bytes
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import ParamGroup, group_parameters
 from tests.engine.test_conversion import CASE, OF_A_STORE
+from tests.faults import Call, Go, error, intercepted
 from tests.patience import PATIENCE
 from tests.state.test_convert import CHANGES, arrays_of, fill_at_random
 from tests.training import budget
@@ -47,18 +52,41 @@ from tests.unreached import ADAMW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RANKS = 2
 STRANDS = 2
 PRECISION: Precision = "bf16"
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A way in which ranks have the state. ``said``: of what is written anew."""
+
+    ranks: int
+    whole: bool = False
+    copies: int = 1
+    stages: int = 1
+    hosts: int = 1
+    said: str = ""
+
+
+ONE = Kind(ranks=1)
+KINDS = {
+    "shared": Kind(ranks=2),
+    "stage 0": Kind(ranks=2, whole=True, said=" by each"),
+    "pipeline": Kind(ranks=2, stages=2),
+    "copies": Kind(ranks=4, copies=2, said=" for each of 2 copies"),
+    "beside": Kind(ranks=4, stages=2),
+}
+MOST = 4
+"""ranks of a kind"""
+
+
 class Meeting:
     """A place where threads meet that are the ranks of a run."""
 
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(RANKS)
-        self.said: list[Any] = [None] * RANKS
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks)
+        self.said: list[Any] = [None] * ranks
         self.failure: RankError | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -68,10 +96,11 @@ class Meeting:
 
 class Thread(Ranks):
     """A rank that is a thread. ``deaf``: what it is told last before it learns that another one has failed.
-    ``elsewhere``: its directories are on another machine, or so it is told by the others."""
+    ``elsewhere``: it finds copies where the others have their stores, or so it is told by them."""
 
-    def __init__(self, rank: int, meeting: Meeting, *, deaf: str = "", elsewhere: bool = False) -> None:
-        self.rank, self.size = rank, RANKS
+    def __init__(self, rank: int, kind: Kind, meeting: Meeting, *, deaf: str = "", elsewhere: bool = False) -> None:
+        self.rank, self.size, self.copies, self.stages = rank, kind.ranks, kind.copies, kind.stages
+        self.hosts = kind.hosts
         self._meeting = meeting
         self._deaf = deaf
         self._elsewhere = elsewhere
@@ -88,9 +117,15 @@ class Thread(Ranks):
         assert {theirs for theirs, _ in found} == {what}
         if what == self._deaf:
             raise RankError(f"another rank has failed after {what}")
-        if self._elsewhere and what == "directories of the state":
-            return [said if rank == self.rank else [(0, 0)] for rank, (_, said) in enumerate(found)]
+        if self._elsewhere and what == "stores of the state":
+            others = [type(said)("another", said.sequence) for _, said in found]
+            return [*others[: self.rank], found[self.rank][1], *others[self.rank + 1 :]]
         return [said for _, said in found]
+
+    def lend(self, tensor: torch.Tensor, owner: int) -> None:
+        lent = self.gather_objects("what is lent", tensor.clone() if self.rank == owner else None)[owner]
+        assert lent is not None
+        tensor.copy_(lent)
 
     @property
     def failure(self) -> RankError | None:
@@ -100,22 +135,50 @@ class Thread(Ranks):
         self._meeting.fail(error)
 
 
-def commits_of(ranks: Ranks, folder: Path, form: Moments, *, whole: bool) -> Commits:
+@dataclass(frozen=True, kw_only=True)
+class Laid:
+    """What is made for a rank: its share, and the groups of which it has it."""
+
+    groups: Sequence[ParamGroup]
+    form: Format
+    share: Share
+    description: dict[str, Any]
+    model: nn.Module
+
+
+def laid_out_for(ranks: Ranks, form: Moments, kind: Kind) -> Laid:
+    parts = 1 if kind.whole else ranks.each
+    groups, kept, description, model = laid_out(form, parts)
+    share = ranks.share(parts, _holders(form, parts, kind.stages) if kind.stages > 1 else ())
+    stages = kind.stages if kind.stages > 1 else None
+    of_this = of_rank(
+        ranks.rank, kind.ranks, whole=share.is_whole, copies=kind.copies, holders=share.holders, stages=stages
+    )
+    made = description | {"strands": STRANDS} | of_this
+    return Laid(groups=groups, form=kept, share=share, description=made, model=model)
+
+
+def _holders(form: Moments, parts: int, stages: int) -> list[int]:
+    """As a run goes on with the deal of its store: that of the groups in fp32."""
+    first, specs = ([group.spec for group in laid_out(each, parts)[0]] for each in ("fp32", form))
+    blocks = names_of_blocks(first)
+    return holders_of(specs, blocks, stages, holders_of(first, blocks, stages)[0])[1]
+
+
+def commits_of(ranks: Ranks, folder: Path, form: Moments, kind: Kind = ONE) -> Commits:
     """What the engine of one rank opens in ``folder``."""
-    share = ranks.share(1 if whole else ranks.size)
-    groups, kept, description, model = laid_out(form, share.size)
-    of_all = {"strands": STRANDS} if ranks.size > 1 else {}
+    laid = laid_out_for(ranks, form, kind)
     return Commits(
         budget(folder).of_rank(ranks.rank, ranks.size),
-        [share.part(group.spec) for group in groups],
-        kept,
+        [laid.share.part(group.spec) for group in laid.groups],
+        laid.form,
         DTYPES[PRECISION],
         torch.device("cpu"),
-        Buffers(model),
-        model=description | of_all | of_rank(ranks.rank, ranks.size, whole=whole),
+        Buffers(laid.model),
+        model=laid.description,
         io_threads=1,
         ranks=ranks,
-        share=share,
+        share=laid.share,
     )
 
 
@@ -130,7 +193,7 @@ def laid_out(form: Moments, parts: int) -> tuple[Sequence[ParamGroup], Format, d
 
 def begun(folder: Path, form: Moments) -> None:
     """A store of one process in ``folder / "store"``, of a run that has taken two steps, with any bits in its state."""
-    commits = commits_of(ALONE, folder / "store", form, whole=False)
+    commits = commits_of(ALONE, folder / "store", form)
     into, names = commits.arrays, [s.name for group in laid_out(form, 1)[0] for s in group.slices if s.trainable]
     with closing(arrays_of(laid_out(form, 1)[2], WHOLE)) as arrays, closing(HostSlab(BOUNCE)) as bounce:
         fill_at_random(arrays, 0)
@@ -149,32 +212,39 @@ Outcome = int | None | BaseException
 """The end of a rank: the step that it goes on from, None: it begins; or what has ended it."""
 
 
-def opened(folder: Path, form: Moments, *, whole: bool, **last: Any) -> list[Outcome]:
+def opened(folder: Path, form: Moments, kind: Kind, **last: Any) -> list[Outcome]:
     """What all ranks find who open their stores and close them. ``last``: how the last is another ``Thread``."""
-    meeting = Meeting()
+
+    def run(ranks: Ranks) -> int | None:
+        found = commits_of(ranks, folder, form, kind)
+        found.close()
+        return None if found.resumed is None else int(found.resumed["step"])
+
+    return of_each(run, kind, **last)
+
+
+def of_each(what: Callable[[Ranks], int | None], kind: Kind, **last: Any) -> list[Outcome]:
+    meeting = Meeting(kind.ranks)
 
     def run(rank: int) -> Outcome:
         ACTING.rank = rank
         try:
-            ranks = Thread(rank, meeting, **(last if rank == RANKS - 1 else {}))
-            found = commits_of(ranks, folder, form, whole=whole)
-            found.close()
-            return None if found.resumed is None else int(found.resumed["step"])
+            return what(Thread(rank, kind, meeting, **(last if rank == kind.ranks - 1 else {})))
         except BaseException as error:  # noqa: BLE001 - all of it is told
             if not isinstance(error, StoreError):  # which all ranks have raised
                 meeting.fail(error)
             return error.with_traceback(None)
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(run, range(RANKS)))
+    with ThreadPoolExecutor(kind.ranks) as pool:
+        return list(pool.map(run, range(kind.ranks)))
 
 
 ACTING = threading.local()
 """``rank``: that of the thread."""
 
 
-def of_all(folder: Path) -> list[list[Path]]:
-    return [[folder / f"rank-{rank}"] for rank in range(RANKS)]
+def of_all(folder: Path, kind: Kind) -> list[list[Path]]:
+    return [[folder / f"rank-{rank}"] for rank in range(kind.ranks)]
 
 
 State = list[dict[str, Any]]
@@ -201,45 +271,163 @@ def _contents(store: Store) -> dict[str, Any]:
     }
 
 
-FEW = ((("fp32", "int8"), False), (("int8", "fp32"), True))
-
-
-def cut(one: Path, into: Path, *, whole: bool) -> list[list[Path]]:
-    """The stores of all ranks, made of that of one process."""
+def cut(one: Path, into: Path, kind: Kind) -> list[list[Path]]:
+    """The stores of all ranks, with the state of that of one process."""
     into.mkdir()
-    reshard([[one]], stores := of_all(into), names=stores, strands=STRANDS, whole=whole)
-    return stores
+    form: Moments = Manifest.read(one).model.get("moments", "fp32")
+    mine, saved, record = laid_out_for(ALONE, form, ONE), into.parent / f"{into.name}-saved", dict[str, Any]()
+    with closing(commits_of(ALONE, one, form)) as commits:
+        assert commits.resumed is not None
+        record |= {key: value for key, value in commits.resumed.items() if key not in ("slots", "whole")}
+        meta = record | {"model": mine.description}
+        snapshots.save(saved, commits.arrays, Buffers(mine.model), meta, overwrite=False)
+
+    def begin(ranks: Ranks) -> int:
+        laid = laid_out_for(ranks, form, kind)
+        with closing(commits_of(ranks, into, form, kind)) as commits:
+            with snapshots.opened(saved, laid.description, ranks, laid.share) as snapshot:
+                snapshots.restore(snapshot, commits.arrays, Buffers(laid.model))
+            commits.commit(record)
+        return 0
+
+    assert of_each(begin, kind) == [0] * kind.ranks
+    return of_all(into, kind)
+
+
+FEW = {
+    ("fp32", "int8"): ("shared", "pipeline", "copies"),
+    ("int8", "fp32"): ("stage 0", "beside"),
+}
 
 
 @pytest.mark.parametrize(
-    ("change", "whole"),
+    ("change", "name"),
     [
-        pytest.param(change, whole, marks=() if (change, whole) in FEW else pytest.mark.campaign)
+        pytest.param(change, name, marks=() if name in FEW.get(change, ()) else pytest.mark.campaign)
         for change in CHANGES
-        for whole in (False, True)
+        for name in KINDS
     ],
     ids=str,
 )
 def test_ranks_make_of_their_stores_what_one_process_makes_of_the_same_state(
-    change: tuple[Moments, Moments], whole: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: tuple[Moments, Moments], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every byte of every array with its padding, of every buffer, and all that the commit says. It is said once."""
-    had, form = change
+    (had, form), kind = change, KINDS[name]
     begun(tmp_path, had)
-    stores = cut(tmp_path / "store", tmp_path / "ranks", whole=whole)
+    stores = cut(tmp_path / "store", tmp_path / "ranks", kind)
     before = contents(stores)
     caplog.clear()
-    assert opened(tmp_path / "ranks", form, whole=whole) == [2, 2]
+    assert opened(tmp_path / "ranks", form, kind) == [2] * kind.ranks
     (said,) = [record.getMessage() for record in caplog.records if "converted" in record.getMessage()]
     assert f"rank-0 and so on): moments are converted from {had} to {form}, " in said
-    assert said.endswith(" are written anew" + " by each" * whole)
-    commits_of(ALONE, tmp_path / "store", form, whole=False).close()
-    assert (found := contents(stores)) == contents(cut(tmp_path / "store", tmp_path / "cut", whole=whole))
+    assert said.endswith(" are written anew" + kind.said)
+    commits_of(ALONE, tmp_path / "store", form).close()
+    assert (found := contents(stores)) == contents(cut(tmp_path / "store", tmp_path / "cut", kind))
     assert found != before
     check_nothing_else(stores)
     caplog.clear()
-    assert opened(tmp_path / "ranks", form, whole=whole) == [2, 2]
+    assert opened(tmp_path / "ranks", form, kind) == [2] * kind.ranks
     assert "converted" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["stage 0", "pipeline", "copies", "beside"])
+def test_ranks_need_no_store_of_another_host_if_what_they_share_is_on_theirs(name: str, tmp_path: Path) -> None:
+    """Each host has drives of its own, and a file of another one's is not there."""
+    kind = replace(KINDS[name], hosts=2)
+    begun(tmp_path, "fp32")
+    stores = cut(tmp_path / "store", tmp_path / "ranks", KINDS[name])
+    with hosts_apart(tmp_path / "ranks", kind):
+        assert opened(tmp_path / "ranks", "int8", kind) == [2] * kind.ranks
+    commits_of(ALONE, tmp_path / "store", "int8").close()
+    assert contents(stores) == contents(cut(tmp_path / "store", tmp_path / "cut", kind))
+    check_nothing_else(stores)
+
+
+def test_ranks_that_share_the_state_over_hosts_are_refused_if_they_do_not_find_it(tmp_path: Path) -> None:
+    kind = replace(KINDS["shared"], hosts=2)
+    begun(tmp_path, "fp32")
+    stores = cut(tmp_path / "store", tmp_path / "ranks", KINDS["shared"])
+    before = contents(stores)
+    with hosts_apart(tmp_path / "ranks", kind):
+        first, second = opened(tmp_path / "ranks", "int8", kind)
+    assert f"rank 0 does not find the state of rank 1, {stores[1][0]}, of which it needs its part" in str(first)
+    assert f"rank 1 does not find the state of rank 0, {stores[0][0]}, of which it needs its part" in str(second)
+    assert "start ranks that share the state where each has the directories of the others; or go on" in str(first)
+    assert contents(stores) == before
+    check_nothing_else(stores)
+
+
+@contextmanager
+def hosts_apart(folder: Path, kind: Kind) -> Iterator[None]:
+    """The threads of a host find the stores of its own ranks alone."""
+    each, look = kind.ranks // kind.hosts, Path.lstat
+
+    def is_elsewhere(path: str | Path) -> bool:
+        (rank,) = [int(part[5:]) for part in Path(path).parts if part.startswith("rank-")] or [ACTING.rank]
+        return bool(rank // each != ACTING.rank // each)
+
+    def call(call: Call, go: Go) -> Any:
+        return error(errno.ENOENT)(call, go) if is_elsewhere(call.path) else go()
+
+    def lstat(path: Path) -> os.stat_result:
+        if is_elsewhere(path):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        return look(path)
+
+    with pytest.MonkeyPatch.context() as patch, intercepted(folder, call, names=True):
+        patch.setattr(Path, "lstat", lstat)
+        yield
+
+
+@pytest.mark.parametrize("name", ["stage 0", "copies"])
+def test_a_copy_that_is_lost_while_all_are_put_in_their_place_takes_the_state_over(name: str, tmp_path: Path) -> None:
+    """Its host is new. A store of which there is no other copy is missed, and nothing is moved."""
+    kind, folder = KINDS[name], tmp_path / "ranks"
+    begun(tmp_path, "fp32")
+    stores = cut(tmp_path / "store", folder, kind)
+    for number, paths in enumerate(cut(tmp_path / "store", tmp_path / "new", kind)):
+        shutil.copytree(paths[0], successor.staged(stores[number])[0])
+    successor.decide(stores[0][0])
+    shutil.rmtree(stores[-1][0])
+    if name == "copies":
+        (aside := stores[1][0]).rename(tmp_path / "aside")
+        for rank, found in enumerate(opened(folder, "fp32", kind)):
+            missed = stores[3 if rank == 3 else 1][0]
+            assert f"{missed} holds no store, and other ranks have theirs" in str(found)
+        assert not any(is_there(paths[0] / "penstock.store.next") for paths in stores[1:])
+        (tmp_path / "aside").rename(aside)
+    assert opened(folder, "fp32", kind) == [2] * kind.ranks
+    assert contents(stores) == contents(of_all(tmp_path / "new", kind))
+    check_nothing_else(stores)
+
+
+def test_stores_of_a_pipeline_that_is_dealt_otherwise_are_refused(tmp_path: Path) -> None:
+    kind = KINDS["pipeline"]
+    begun(tmp_path, "fp32")
+    stores = cut(tmp_path / "store", tmp_path / "ranks", kind)
+    before = contents(stores)
+
+    def open_so(ranks: Ranks) -> None:
+        laid = laid_out_for(ranks, "int8", kind)
+        holders = tuple(1 - holder for holder in laid.share.holders or ())
+        share = replace(laid.share, holders=holders)
+        Commits(
+            budget(tmp_path / "ranks").of_rank(ranks.rank, ranks.size),
+            [share.part(group.spec) for group in laid.groups],
+            laid.form,
+            DTYPES[PRECISION],
+            torch.device("cpu"),
+            Buffers(laid.model),
+            model=laid.description | {HOLDERS: list(holders)},
+            io_threads=1,
+            ranks=ranks,
+            share=share,
+        )
+
+    found = [str(outcome) for outcome in of_each(open_so, kind)]
+    assert all("another model: holders." in said or "has failed" in said for said in found), found
+    assert contents(stores) == before
 
 
 def test_a_rank_that_cannot_read_anothers_last_commit_does_not_take_the_one_before(
@@ -247,7 +435,8 @@ def test_a_rank_that_cannot_read_anothers_last_commit_does_not_take_the_one_befo
 ) -> None:
     """Such a store would be whole, of another step, and converted without a word."""
     begun(tmp_path, "fp32")
-    stores = cut(tmp_path / "store", tmp_path / "ranks", whole=False)
+    kind = KINDS["shared"]
+    stores = cut(tmp_path / "store", tmp_path / "ranks", kind)
     with closing(Store.open(stores[1])) as store:
         newest, before = f"commit.{store.commits.sequence % 2}", store.commits.sequence
     was = contents(stores)
@@ -266,7 +455,7 @@ def test_a_rank_that_cannot_read_anothers_last_commit_does_not_take_the_one_befo
     with monkeypatch.context() as patched:
         patched.setattr(Store, "open", staticmethod(opened_so))
         patched.setattr(records, "read_bounded", failing)
-        for found in opened(tmp_path / "ranks", "int8", whole=False):
+        for found in opened(tmp_path / "ranks", "int8", kind):
             assert isinstance(found, StoreError)
             assert f"rank 0 finds commit {before - 1} in" in str(found)
     assert contents(stores) == was
@@ -278,7 +467,7 @@ def test_a_start_that_converts_nothing_looks_into_no_other_ranks_directories(
 ) -> None:
     """They need not be within reach."""
     begun(tmp_path, "fp32")
-    cut(tmp_path / "store", tmp_path / "ranks", whole=False)
+    cut(tmp_path / "store", tmp_path / "ranks", KINDS["shared"])
     looked = []
 
     def look(path: Path) -> bool:
@@ -286,7 +475,7 @@ def test_a_start_that_converts_nothing_looks_into_no_other_ranks_directories(
         return is_there(path)
 
     monkeypatch.setattr(successor, "is_there", look)
-    assert opened(tmp_path / "ranks", "fp32", whole=False) == [2, 2]
+    assert opened(tmp_path / "ranks", "fp32", KINDS["shared"]) == [2, 2]
     assert looked
     assert all(f"rank-{rank}" in path.parts for rank, path in looked)
 

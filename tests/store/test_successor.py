@@ -16,7 +16,7 @@ from penstock.store import successor
 from penstock.store.facts import facts_of, facts_of_all, store_exists
 from penstock.store.layout import ALIGN, Layout
 from penstock.store.making import remove_files
-from penstock.store.parts import opened_parts
+from penstock.store.parts import opened_parts, require_one_run
 from penstock.store.removal import delete_store
 from penstock.store.store import Store
 from penstock.store.successor import Stores
@@ -47,6 +47,12 @@ def make_all(stores: Stores, value: int) -> None:
         make(paths if value == 1 else successor.staged(paths), value, paths, rank, len(stores))
 
 
+def decide(stores: Stores) -> None:
+    """All ranks have made theirs, and the first lets them count."""
+    require_one_run([(one.path, one.model) for one in map(successor.ready, stores)])
+    successor.decide(stores[0][0])
+
+
 def succeed(stores: Stores) -> None:
     """Successors are put in place as the ranks of a run do it together."""
     with ExitStack() as stack:
@@ -54,7 +60,7 @@ def succeed(stores: Stores) -> None:
             stack.enter_context(Store.open(paths, direct=False))
         try:
             make_all(stores, 2)
-            successor.decide(stores)
+            decide(stores)
         except BaseException:
             with suppress(OSError):
                 for paths in stores:
@@ -233,7 +239,7 @@ def test_directories_that_are_not_all_there_or_in_another_order_are_refused(tmp_
     paths = placed(tmp_path / "drives", 2)
     with Store.open(paths, direct=False):
         make(successor.staged(paths), 2, paths)
-        successor.decide([paths])
+        decide([paths])
     for wrong, said in ((paths[::-1], "another order"), (paths[:1], "missing here: number 2")):
         with pytest.raises(StoreError, match=said):
             successor.settle([wrong])
@@ -247,7 +253,7 @@ def test_stores_that_are_not_those_of_all_ranks_or_of_two_runs_are_refused(tmp_p
     first, second = stores = of_two_ranks(tmp_path)
     make_all(stores, 1)
     make_all(stores, 2)
-    successor.decide(stores)
+    decide(stores)
     (other := tmp_path / "other").mkdir()
     make_all(of_two_ranks(other), 1)
     for wrong, said in (
@@ -278,9 +284,9 @@ def test_new_stores_do_not_count_before_all_of_them_are_found(tmp_path: Path) ->
         ([first, [tmp_path / "d"]], "d/penstock.store.staged"),
     ):
         with pytest.raises(StoreError, match=said):
-            successor.decide(wrong)
+            decide(wrong)
         assert not decided(stores)
-    successor.decide(stores)
+    decide(stores)
     assert found(stores) == 2
 
 
@@ -288,7 +294,7 @@ def test_a_store_of_which_nothing_is_in_its_place_is_there(tmp_path: Path) -> No
     paths = placed(tmp_path / "drives", 1)
     with Store.open(paths, direct=False):
         make(successor.staged(paths), 2, paths)
-        successor.decide([paths])
+        decide([paths])
     remove_files(paths)
     refuse(paths)
     assert found([paths]) == 2

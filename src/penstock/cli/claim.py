@@ -78,7 +78,7 @@ class Claim:
         self._record = RunRecord.read(self.folder)
         if self._record is not None:
             self._record.require_settled(self.folder)
-            if start != "new" and self._record.hosts == 1:  # on several nothing is converted
+            if start != "new" and self._record.hosts == 1:  # its own ranks have done it (cli.joint)
                 settle(config.budget.stores(self._record.ranks))
         self._began: RunRecord | None = None
         self._replaces: tuple[Replaced, ...] = ()

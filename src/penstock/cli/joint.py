@@ -8,8 +8,10 @@ from penstock.cli import removal
 from penstock.cli.claim import Claim, claimed
 from penstock.cli.reach import Reach
 from penstock.cli.run_folder import Start, steps_written
+from penstock.cli.run_record import RunRecord
 from penstock.config import TrainConfig
 from penstock.ranks.group import Ranks
+from penstock.state.settled import settle_together
 from penstock.store.owner import Owner
 
 
@@ -68,6 +70,26 @@ def _all_done(claim: Claim) -> bool:
     return steps_written(claim.folder) >= claim.step
 
 
+def _settle(ranks: Ranks, config: TrainConfig, start: Start) -> None:
+    """State of the ranks' run that is being converted is put in its place: each rank's is within its own reach. That of
+    another number of ranks, on one host, the first one puts there as it claims the run.
+
+    Raises:
+        StoreError: it cannot be; or the folder of the run cannot be read.
+    """
+    if ranks.size == 1 or start == "new" or not config.budget.disk_paths:
+        return
+
+    def theirs() -> bool:
+        record = RunRecord.read(Path(config.run))
+        return record is not None and (record.ranks, record.hosts, record.resharding) == (ranks.size, ranks.hosts, None)
+
+    found = ranks.jointly("ranks of the run", theirs if ranks.rank == 0 else lambda: False)
+    if ranks.gather_objects("run of these ranks", found)[0]:
+        own = config.budget.of_rank(ranks.rank, ranks.size, ranks.hosts).disk_paths
+        settle_together(ranks, own, ranks.size if ranks.are_pipeline else config.parts(ranks.each))
+
+
 @contextmanager
 def joint(ranks: Ranks, config: TrainConfig, start: Start) -> Iterator[Joint]:
     """The folder of a run, locked by the first rank. If it leaves with an error, what the start has made is taken back.
@@ -75,7 +97,9 @@ def joint(ranks: Ranks, config: TrainConfig, start: Start) -> Iterator[Joint]:
     Raises:
         ConfigError, StoreError: as ``claimed``, on the first rank.
         RankError: on the others, then.
+        StoreError: on all ranks: state that was being converted cannot be put in its place.
     """
+    _settle(ranks, config, start)
     reach = Reach(ranks)
     if ranks.rank:
         reach.follow()

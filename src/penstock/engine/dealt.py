@@ -1,9 +1,9 @@
 """The blocks of a model dealt out to the ranks of a pipeline, and its program as one of them has it: what blocks are
 handed is refused where it cannot be sent; and the plans of all of them, which the first makes."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from penstock.config import Family
 from penstock.engine.probed import HandedOn, slowest_of
@@ -15,15 +15,23 @@ from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.dealt import blocks_of, dealt_as, holders_of, in_one_piece, laid_out, program_of_rank
+from penstock.schedule.lower.dealt import (
+    blocks_of,
+    dealt_as,
+    holders_of,
+    in_one_piece,
+    laid_out,
+    names_of_blocks,
+    program_of_rank,
+)
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Dealt, GroupSpec, Program
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
-from penstock.store.facts import facts_of
-from penstock.store.manifest import Manifest
+from penstock.state.parts import groups_of
 from penstock.store.parts import HOLDERS
+from penstock.store.successor import manifest_of
 from penstock.tape.elsewhere import besides
 from penstock.tape.facts import StageFacts
 from penstock.tape.handed import refusal
@@ -52,7 +60,7 @@ def deal_blocks(
     stages = ranks.stages
     if counts is not None and len(counts) != stages:
         raise ConfigError(f"deal={list(counts)} is for {len(counts)} ranks, and the pipeline has {stages}")
-    kept = _kept(groups, blocks, ranks, paths)
+    kept = _kept(blocks, ranks, paths)
     if kept is None:
         dealt = None if counts is None else dealt_as(counts, len(blocks), family)
         return holders_of(groups, blocks, stages, dealt, family, looked_up)
@@ -78,31 +86,38 @@ def _as_dealt(kept: tuple[int, ...], family: Family) -> bool:
     return kept in (laid_out(len(kept), len(counts), counts[0], family), dealt_as(counts, len(kept), family))
 
 
-def _kept(
-    groups: Sequence[GroupSpec], blocks: Sequence[str], ranks: Ranks, paths: Sequence[Path]
-) -> tuple[int, ...] | None:
+def _kept(blocks: Sequence[str], ranks: Ranks, paths: Sequence[Path]) -> tuple[int, ...] | None:
     """The deal that the stores of the ranks were made for; None: there are none, or they are of no such pipeline, which
     is said when they are opened."""
 
-    def look() -> list[int] | None:
-        if not paths or facts_of(paths) is None:
-            return None
-        found: list[int] | None = Manifest.read(paths[0]).model.get(HOLDERS)
-        return found
+    def look() -> list[int | None] | None:
+        found = manifest_of(paths[0]) if paths else None
+        return None if found is None else _dealt_in(found.model, blocks, ranks.stages)
 
     told = ranks.gather_objects("deal of the blocks", ranks.jointly("store of a pipeline", look))
-    holders = next((found for found in told if found is not None), None)
-    if holders is None or len(holders) != len(groups) or max(holders) >= ranks.stages:
+    dealt = next((found for found in told if found is not None), None)
+    if dealt is None:
         return None
-    dealt: list[int | None] = [None] * len(blocks)
-    for holder, block in zip(holders, blocks_of(groups, blocks), strict=True):
-        if block is not None:
-            dealt[block] = holder
     found, last = list[int](), 0
     for rank in dealt:  # one without parameters goes with the one before it
         last = last if rank is None else rank
         found.append(last)
     return tuple(found)
+
+
+def _dealt_in(model: Mapping[str, Any], blocks: Sequence[str], stages: int) -> list[int | None] | None:
+    """The rank of each block by the groups of a store, whose moments may have another form, and so be in other groups.
+    ``model``: what it is made for; None: no such pipeline. Of a block without parameters it is None."""
+    holders, groups = model.get(HOLDERS), groups_of(model)
+    if holders is None or len(holders) != len(groups) or max(holders) >= stages:
+        return None
+    if not set(names_of_blocks(groups)) <= set(blocks):
+        return None
+    dealt: list[int | None] = [None] * len(blocks)
+    for holder, block in zip(holders, blocks_of(groups, blocks), strict=True):
+        if block is not None:
+            dealt[block] = holder
+    return dealt
 
 
 def dealt_program(

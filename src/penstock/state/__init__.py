@@ -7,6 +7,7 @@
     background         state in memory is written while training goes on
     buffers, values    a model's persistent buffers; values by name, out of wherever they live
     convert, converted_stores          the state with its moments in another form; all stores of a run so
+    settled            stores that take the place of others, put there by all ranks
     snapshots, stats   whole copies of the state; what a step reports, and its commit keeps
 
 May import: ``accelerator``, ``errors``, ``files``, ``documents``, ``compat``, ``config``, ``schedule``, ``store``,

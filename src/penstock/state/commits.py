@@ -24,6 +24,7 @@ from penstock.state.converted_stores import convert_stores
 from penstock.state.layout import parts_of
 from penstock.state.parts import layout_of
 from penstock.state.record import check_stored
+from penstock.state.settled import settle_together
 from penstock.state.slots import Slots
 from penstock.state.splits import as_known, require_splits
 from penstock.state.take_over import Found, drives_of, givers, require_drives, take_over
@@ -166,8 +167,7 @@ class Commits:
     def _givers(self, facts: StoreFacts | None) -> Mapping[int, int] | None:
         """By rank that has lost its state the one that it is taken over from; nothing where that cannot be, or need
         not. ``facts``: of this rank's store."""
-        parts = self.ranks.size if self.ranks.are_pipeline else self._share.size  # there, nobody has another's blocks
-        return givers(self.ranks.gather_objects("newest commit", Found.of(facts)), parts)
+        return givers(self.ranks.gather_objects("newest commit", Found.of(facts)), self._parts)
 
     def _take_over(
         self, givers: Mapping[int, int], facts: StoreFacts | None, model: dict[str, Any], io_threads: int
@@ -279,24 +279,22 @@ class Commits:
 
     def _settled(self) -> Stores:
         """The directories of each rank's store, once stores that count are in the place of those that they replace.
-        All ranks come here, with theirs closed; the first does it for all.
+        All ranks come here, with theirs closed.
 
         Raises:
             StoreError: on all ranks: that cannot be done.
         """
         paths = self._budget.disk_paths
-        # Each looks at its own: those of the others need not be within reach where nothing is converted.
-        look = partial(successor.decided, [paths])
-        under_way = self.ranks.jointly("look at the stores", look) is not None
-        gathered = self.ranks.gather_objects(
-            "directories of the stores", (tuple(path.resolve() for path in paths), under_way)
-        )
-        stores: list[Sequence[Path]] = [there for there, _ in gathered]
+        settle_together(self.ranks, paths, self._parts)
+        gathered = self.ranks.gather_objects("directories of the stores", tuple(path.resolve() for path in paths))
+        stores: list[Sequence[Path]] = list(gathered)
         stores[self.ranks.rank] = paths  # as they were given
-        if any(counts for _, counts in gathered):
-            settle = partial(successor.settle, stores) if self.ranks.rank == 0 else lambda: None
-            self.ranks.jointly("stores in their place", settle)
         return stores
+
+    @property
+    def _parts(self) -> int:
+        """The number of parts that a copy of the state is cut into, of which ranks have one each."""
+        return self.ranks.size if self.ranks.are_pipeline else self._share.size  # there, nobody has another's blocks
 
     def _found(self, model: dict[str, Any], io_threads: int, stores: Stores) -> tuple[Store, Progress | None]:
         """The store that is there, and what it goes on from: the last commit that all ranks have."""
@@ -312,14 +310,8 @@ class Commits:
                 model["strands"] = store.model["strands"]
             require_splits(store.model, model, str(paths[0]))
             converts = has_other_form(store.model, model, str(paths[0]))
-            if converts and self.ranks.are_pipeline:
-                raise StoreError(
-                    f"{paths[0]} has moments in another form, and those of a pipeline are not converted yet: go on "
-                    "with optimizer.moments as the run began"
-                )
             if converts:
                 require_like_but_for_form(store, as_known(model, store.model))
-                self._require_convertible()
             else:
                 store.require_model(as_known(model, store.model))
             last = self.ranks.gather_objects("last commit", (paths[0], store.commits.sequence))
@@ -339,7 +331,7 @@ class Commits:
                     "if there is one)"
                 )
             self._require_slots(store)
-            successor.clear(paths, stores)
+            successor.clear(paths, [paths])  # none counts, of any rank: those would be in their place
             if record is not None:  # else a start that came to nothing may have made some of them anew
                 self.ranks.agree("form of moments in their stores", store.model.get("moments", "fp32"))
             if converts and record is not None:
@@ -354,17 +346,6 @@ class Commits:
             delete_store(paths, only=lambda facts: facts.untouched)
             return self._made(layout_of(model, self._budget.slots), model, io_threads), None
         return self._found(model, io_threads, self._settled())
-
-    def _require_convertible(self) -> None:
-        """Raises:
-        ConfigError: moments are to be converted on several hosts, of which none finds the stores of all; or in several
-            copies.
-        """
-        if self.ranks.hosts > 1 or self.ranks.copies > 1:
-            raise ConfigError(
-                f"optimizer.moments: {self._budget.disk_paths[0]} has another form of moments, and several hosts or "
-                "copies of the state cannot convert them: put the setting back"
-            )
 
     @property
     def written(self) -> int:

@@ -35,11 +35,13 @@ from penstock.state.numa import thread_count
 from penstock.state.parts import form_of, groups_of
 from penstock.state.record import NAMES, check_renumbered
 from penstock.store.manifest import difference
+from penstock.store.parts import HOLDERS
 from penstock.store.store import Store
 
 
 class WholeArrays(Protocol):
-    """The arrays of whole groups, wherever they are. ``parts``: by name; their sizes may be those of one rank's."""
+    """The arrays of whole groups, wherever they are. ``parts``: by name, all of them; their sizes may be those of one
+    rank's."""
 
     @property
     def parts(self) -> Mapping[str, Part]: ...
@@ -68,7 +70,7 @@ def without_form(model: Mapping[str, Any]) -> dict[str, Any]:
         for group in model["groups"]
         for name, shape, _, trained in group["parameters"]
     ]
-    kept = {key: value for key, value in model.items() if key not in ("groups", "moments")}
+    kept = {key: value for key, value in model.items() if key not in ("groups", "moments", HOLDERS)}
     return kept | {"parameters": sorted(parameters, key=itemgetter(0))}
 
 
@@ -116,9 +118,16 @@ def require_like_but_for_form(store: Store, model: Mapping[str, Any]) -> None:
     """Raises:
     StoreError: the store was made for another model in more than the form of moments; names the first difference.
     """
-    if (differs := difference(without_form(store.model), without_form(model), "")) is not None:
+    had, asked = ({**without_form(each), HOLDERS: _held(each)} for each in (store.model, model))
+    if (differs := difference(had, asked, "")) is not None:
         where = ", ".join(map(str, store.paths))
         raise StoreError(f"{where}: the store was made for another model: {differs}: give another directory")
+
+
+def _held(model: Mapping[str, Any]) -> dict[str, int]:
+    """By name the place in a pipeline that has each parameter, in whichever group; where there is one."""
+    groups = zip(model["groups"], model.get(HOLDERS, ()), strict=False)
+    return {name: holder for group, holder in groups for name, *_ in group["parameters"]}
 
 
 class _Place(NamedTuple):
@@ -147,7 +156,7 @@ class Conversion:
         self._threads = thread_count(torch.device("cpu"))
 
     def fill(self, arrays: StateArrays, share: Share = WHOLE) -> None:
-        """Overwrite all ``arrays``, wherever they are at home, which have this ``share`` of every group.
+        """Overwrite all ``arrays``, wherever they are at home, which have this ``share`` of every group that it holds.
 
         Raises:
             StoreError: a drive failed. Some of the arrays are then as they were.
@@ -163,7 +172,7 @@ class Conversion:
                     self._moment(arrays, part, scales, share, bounce, values, beside)
                 elif not kind.startswith("scale"):  # which goes with its moment
                     for start, piece in arrays.pieces(name, bounce):
-                        for g, offset, into in self._found(arrays.groups[part.group], share.rank, start, piece):
+                        for g, offset, into in self._found(arrays.groups[part.group], share.number, start, piece):
                             self._source.fetch((f"{kind}.{g}",), offset, into)
                         arrays.write(name, start, piece)
             for name in arrays.parts:
@@ -187,7 +196,7 @@ class Conversion:
         kind = part.name.rpartition(".")[0]
         for start, piece in arrays.pieces(part.name, bounce):
             values = wide.bytes[: piece.numel() * 4].view(torch.float32)
-            for g, offset, into in self._found(arrays.groups[part.group], share.rank, start, values):
+            for g, offset, into in self._found(arrays.groups[part.group], share.number, start, values):
                 self._widen(f"{kind}.{g}", offset, into)
             if scaled is None:
                 kernels.encode(piece, values, self._threads)
@@ -223,14 +232,14 @@ class Conversion:
         out.copy_(values[:n])
 
     def _found(
-        self, own: GroupSpec, rank: int, start: int, flat: torch.Tensor
+        self, own: GroupSpec, number: int, start: int, flat: torch.Tensor
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Parameters' elements among those from ``start`` on of one rank's part ``own`` of a group, all trained or all
-        frozen: the group that has them in the source, the first of them there, and where in ``flat`` they go. What no
-        parameter has is made zeros."""
-        at = rank * own.trainable + start
+        """Parameters' elements among those from ``start`` on of ``own``, the part of this ``number`` of a group, all
+        trained or all frozen: the group that has them in the source, the first of them there, and where in ``flat``
+        they go. What no parameter has is made zeros."""
+        at = number * own.trainable + start
         if start >= own.trainable:
-            at = self._groups[own.index].trainable + rank * own.frozen + start - own.trainable
+            at = self._groups[own.index].trainable + number * own.frozen + start - own.trainable
         stop = at + flat.numel()
         places = [place for place in self._places[own.index] if place.start < stop and at < place.stop]
         if sum(min(stop, place.stop) - max(at, place.start) for place in places) < flat.numel():

@@ -84,18 +84,24 @@ def found_in(group: GroupSpec, own: GroupSpec, part: Part, rank: int, start: int
 
 
 class Parts:
-    """All arrays of whole groups, out of the stores of all ranks.
+    """All arrays of whole groups, out of the stores of all ranks, or of those that share what one of them has.
 
     ``groups``: by index. ``share``: how they are cut. ``arrays``: what each store has.
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:
-        """``stores``: by rank, each as of the same commit, or new. Of several copies the first is read."""
+        """``stores``: by rank, each as of the same commit, or new: of all ranks, of one copy, or of one place in a
+        pipeline, where the arrays of other places cannot be read. Of several copies the first is read."""
         model = stores[0].model
         self.form, dtype = form_of(model), DTYPES[model["precision"]]
         self.groups = {group.index: group for group in groups_of(model)}
         self.share, cpu = share_of(model), torch.device("cpu")
-        self._whole = {part.name: part for g in self.groups.values() for part in parts_of(g, self.form, dtype)}
+        self._first = self.share.place * self.share.size
+        """the rank of the first store, as the share counts them"""
+        self.parts: Mapping[str, Part] = {
+            part.name: part for g in self.groups.values() for part in parts_of(g, self.form, dtype)
+        }
+        """every array, as it is whole"""
         self.arrays = [
             StateArrays(
                 [share_of(store.model).part(group) for group in self.groups.values()],
@@ -109,16 +115,11 @@ class Parts:
             for store in stores
         ]
 
-    @property
-    def parts(self) -> Mapping[str, Part]:
-        """As the first rank has them."""
-        return self.arrays[0].parts
-
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``."""
-        part = self._whole[names[0]]
+        part = self.parts[names[0]]
         group, per = self.groups[part.group], part.per
         for piece in self.share.pieces(group, offset, flat.numel() * per):
-            self.arrays[piece.rank].fetch(
+            self.arrays[piece.rank - self._first].fetch(
                 names, piece.start, flat[piece.first // per : (piece.first + piece.numel) // per]
             )

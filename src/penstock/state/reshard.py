@@ -62,7 +62,7 @@ def reshard(
             for nbytes in _arrays(source, target, rank):
                 done += nbytes
                 show(done, total)
-            copy_buffers(source, arrays.slots, store.model)
+            copy_buffers(source.arrays[0].slots, arrays.slots, store.model)
             commit_first(store, record, arrays.slots)
 
 
@@ -126,13 +126,13 @@ def _arrays(source: Parts, target: Parts, rank: int) -> Iterator[int]:
         bounce.close()
 
 
-def copy_buffers(source: Parts, into: Slots, model: Mapping[str, Any]) -> None:
+def copy_buffers(source: Slots, into: Slots, model: Mapping[str, Any]) -> None:
     """Copy the model's buffers, which are the same on all ranks."""
     for name, nbytes in buffers_of(model):
         slab = HostSlab(nbytes)
         try:
             pages = numpy_bytes(slab.bytes[:nbytes])
-            source.arrays[0].slots.read(name, 0, pages)
+            source.read(name, 0, pages)
             into.write(name, 0, pages)
             into.flip((name,))
         finally:

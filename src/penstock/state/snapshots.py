@@ -182,11 +182,6 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
     check_kept(readers[0].meta, str(path))
     model = readers[0].meta["model"]
     converts = has_other_form(model, description, str(path))
-    if converts and share.holders is not None:
-        raise StoreError(
-            f"{path}: the snapshot has moments in another form, and for a pipeline they are not converted yet: load it "
-            "with optimizer.moments as it was saved"
-        )
     if converts:
         require_like(without_form(model), without_form(description), path, ranks.sharing.size)
     else:

@@ -140,15 +140,16 @@ class Place:
         )
 
 
-def require_one_run(parts: Sequence[tuple[Path, Mapping[str, Any]]]) -> None:
-    """``parts``: of each rank's store, by rank, a directory and what it is made for.
+def require_one_run(parts: Sequence[tuple[Path, Mapping[str, Any]] | None]) -> None:
+    """``parts``: of each rank's store, by rank, a directory and what it is made for; None: it is lost.
 
     Raises:
         StoreError: one is not that rank's, or of another run than the others.
     """
-    first, model = parts[0]
+    there = [(rank, *part) for rank, part in enumerate(parts) if part is not None]
+    _, first, model = there[0]
     wanted = Place.of(model)
-    for rank, (path, own) in enumerate(parts):
+    for rank, path, own in there:
         replace(wanted, rank=rank, ranks=len(parts)).require(path, own)
         if own.get("world") != model.get("world"):
             raise StoreError(f"{first} and {path} have parts of two runs: put back what was there")

@@ -88,6 +88,8 @@ class Store:
         StoreError: the checksums of the last commit cannot be read, or are damaged.
         """
         self.paths = tuple(paths)
+        self.identity = manifest.store
+        """The store's own id, which no other has, unless it is a copy."""
         self.layout = manifest.layout
         self.model = manifest.model
         self.weights = manifest.weights or (1,) * len(self.paths)
