@@ -73,7 +73,7 @@ def _made(hook: Hook, call: Call, buffer: Any, go: Go) -> int:
     failure = None
     try:
         return int(hook(replace(call, data=data, nbytes=len(data)), partial(go, data)))
-    except OSError as error:
+    except BaseException as error:  # noqa: BLE001 - it is raised below
         failure = error.with_traceback(None)
     finally:
         del data, buffer
