@@ -87,6 +87,7 @@ def test_the_file_takes_no_more_than_half_of_what_is_free() -> None:
     assert disk.file_size(mount(free=200 << 20), disk.SUSTAINED) == 96 << 20
     assert disk.file_size(mount(free=2048 * GIB), disk.SUSTAINED) == 256 * GIB
     assert disk.file_size(mount(file_system="nfs4"), disk.THOROUGH) == GIB // 4
+    assert disk.file_size(mount(file_system="nfs4", free=2048 * GIB), disk.SUSTAINED) == 256 * GIB
 
 
 @dataclass

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.hardware import profiles
 from penstock.hardware.crossing import (
+    compact_pace,
     crossing_of,
     faster_casts,
     gradient_seconds,
@@ -98,3 +99,10 @@ def test_a_faster_link_leaves_the_casts_as_slow_as_they_were() -> None:
     expected = crossing_of(replace(fast, crossing=None))
     for name, rate in vars(expected).items():
         assert getattr(fast.crossing, name) == pytest.approx(rate), name
+
+
+def test_compact_moments_take_what_was_measured_of_them_or_as_long_as_full_ones() -> None:
+    rates = {"adamw.bf16": 2e9, "adamw.bf16.int8": 3e9, "lion.bf16": 1e9}
+    assert compact_pace(rates, "adamw.bf16", "int8") == 1.5
+    assert compact_pace(rates, "adamw.bf16", "bf16") == compact_pace(rates, "lion.bf16", "int8") == 1.0
+    assert compact_pace({}, "adamw.bf16", "int8") == 1.0

@@ -21,7 +21,7 @@ from penstock.state.layout import scales_of
 from tests.conftest import Campaign
 from tests.models import MODELS
 from tests.ranks.worlds import together
-from tests.training import Result, budget, run_steps, steps_of, wrap
+from tests.training import ADAMW, Result, budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,9 +38,15 @@ class Numbers:
     precision: str
     clip: float | None = 0.92
     grad_dtype: str = "fp32"
+    optimizer: penstock.AdamW | penstock.Muon = ADAMW
 
     def settings(self) -> dict[str, Any]:
-        return {"precision": self.precision, "clip_grad_norm": self.clip, "grad_dtype": self.grad_dtype}
+        return {
+            "precision": self.precision,
+            "clip_grad_norm": self.clip,
+            "grad_dtype": self.grad_dtype,
+            "optimizer": self.optimizer,
+        }
 
 
 def of_rank(model: str, mesh: DeviceMesh | None, count: int = STEPS, first: int = 1) -> list[Any]:

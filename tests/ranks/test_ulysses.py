@@ -351,3 +351,13 @@ def given_otherwise(mesh: DeviceMesh, what: str) -> None:
 def test_what_cannot_be_cut_is_refused(what: str, said: str) -> None:
     with pytest.raises(RankFailedError, match=said):
         sharing(2, given_otherwise, what)
+
+
+def followed(mesh: DeviceMesh) -> None:
+    wrap(CASES["llama"], budget(None), mesh=mesh, replan=True).close()
+
+
+def test_a_plan_that_nothing_is_predicted_for_is_not_asked_to_follow() -> None:
+    with pytest.raises(RankFailedError, match="replan=True, and nothing is predicted here") as caught:
+        sharing(2, followed)
+    assert caught.value.kind == "ConfigError"

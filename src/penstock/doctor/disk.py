@@ -258,7 +258,7 @@ def file_size(mount: Mount, effort: Effort) -> int:
     if not mount.size:
         raise ConfigError(f"{mount.file_system} has no room for files: give a directory on a drive")
     wanted = effort.nbytes if effort.settle is None else effort.settle.nbytes
-    if mount.far:  # these often cannot preallocate, so that all of the file is written with zeros first
+    if mount.far and effort.settle is None:  # these often cannot preallocate: all of it is written with zeros first
         wanted = min(wanted, 256 * _MIB)
     size = min(wanted, mount.free // 2) // REQUEST * REQUEST
     if size < LEAST:

@@ -95,6 +95,11 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
                     check(asked.schedule)  # that of several ranks when it is known what they share
                 rate = rate_name(asked.optimizer, precision)
                 machine = _machine_of_all(asked.plan, device, budget, rate, ranks)
+                if asked.replan and machine is None:
+                    raise ConfigError(
+                        "replan=True, and nothing is predicted here that steps could differ from: see what the line "
+                        "before says is missing, or leave replan out"
+                    )
                 budget = budget.of_rank(ranks.rank, ranks.size, ranks.hosts)
                 settings = replace(asked, budget=budget, precision=precision, loss_fn=asked.loss_fn or _model_loss)
                 return Engine(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)

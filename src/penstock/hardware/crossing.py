@@ -6,6 +6,7 @@ changes no bit (docs/numerics.md). SuperOffload (arXiv 2509.21271) found that fp
 NVLink-C2C; but a cast on its host is a pass of its own.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -27,10 +28,11 @@ _CAST = 6
 """bytes per parameter that a cast in host memory moves; a copy moves each of its bytes twice"""
 
 
-def compact_pace(machine: Machine, optimizer: str, moments: str) -> float:
-    """A step's rate on the host with moments in this form, over that with fp32 ones; 1 where nobody has measured it."""
-    rates = machine.host.optimizer
-    return rates.get(f"{optimizer}.{moments}", rates[optimizer]) / rates[optimizer]
+def compact_pace(rates: Mapping[str, float], optimizer: str, moments: str) -> float:
+    """A step's rate with moments in this form, over that with fp32 ones; 1 where nobody has measured either. ``rates``:
+    of the host's optimizer steps, or the device's."""
+    full = rates.get(optimizer)
+    return rates.get(f"{optimizer}.{moments}", full) / full if full else 1.0
 
 
 def crossing_of(machine: Machine) -> Crossing:

@@ -88,7 +88,8 @@ def _kind(kind: type[torch.optim.Optimizer]) -> type[OptimizerSpec]:
         name = f"{kind.__module__}.{kind.__qualname__}"
         if kind is torch.optim.Muon:
             raise ConfigError(
-                f"{name} has matrices alone, and a step is of all parameters: use penstock.Muon(adamw=...)"
+                f"{name} has matrices alone, and a step is of all parameters: give torch.optim.AdamW, Adam or SGD, "
+                "or train with penstock.wrap(optimizer=penstock.Muon(adamw=...)) or penstock train"
             )
         raise ConfigError(f"{name} cannot be streamed: use torch.optim.AdamW, Adam or SGD")
     return _KINDS[kind]

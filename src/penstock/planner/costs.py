@@ -78,14 +78,16 @@ def machine_costs(
             f"the profile of {machine.name} has no optimizer rate {optimizer}, only {known}: measure it "
             "with penstock doctor"
         )
-    pace = compact_pace(machine, optimizer, form.form)
+    pace, on_device = (
+        compact_pace(rates, optimizer, form.form) for rates in (machine.host.optimizer, machine.device.optimizer)
+    )
     steps = {False: step_rate(machine, optimizer, "rounded" if grad_dtype == "bf16" else "fp32") * pace * touched}
     rounded_down = 0.0
     if narrow:
         steps[True] = step_rate(machine, optimizer, "bf16") * pace * form.step_bytes_each(BF16)
         rounded_down = BF16 * crossing_of(machine).grad_bf16
     host = machine.host.optimizer[optimizer] * touched
-    device = machine.device.optimizer.get(optimizer, 0.0) or host / touched
+    device = machine.device.optimizer.get(optimizer, 0.0) * on_device or host / touched
     disk = together(machine.drives) if machine.drives else None
     piece = 0 if machine.device.kind == "cpu" else message_piece(program)
     """bytes of a message that are copied before the first of it crosses, and when the last has"""
