@@ -6,7 +6,7 @@ for weights and state, links that are duplex or shared as measured, gradients th
 
 Variables, all >= 0:
 
-    T[p]            seconds of phase p (see ``phases``); the last, seconds more of all before the backward together
+    T[p]            seconds of row p (see ``phases``); the last, seconds more of all before the backward together
     y[k, w, s, q]   how many groups of class k have weights on tier w, state on tier s, and gradients that wait on q
     c[t]            share of the saved activations on tier t
     z[q]            share of the waiting gradients on tier q
@@ -17,7 +17,7 @@ wins, subject to
 
     T[p] >= sum_b W[i, b] * load[p, b]    for every phase p and limit i: each lane with what other busy lanes cost it,
                                           and each pool (``bounds.limits_of``); the load is linear in y and c
-    and the same of some phases together, with what is delayed and goes home (``bounds.StepBound``)
+    and the same of some phases together, with what is delayed and has been read, or goes home (``bounds.StepBound``)
     sum_(w,s) y[k, w, s, q] = n[k] * z[q] for every class k and tier q; n[k]: groups of the class
     sum c = 1, sum z = 1
     g[t] <= most * c[t]                       for every tier t; most: buffers that a step can use
