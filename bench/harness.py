@@ -34,11 +34,13 @@ class BenchError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A program under test. ``command`` gets ``--work`` and ``--report`` appended."""
+    """A program under test. ``command`` gets ``--work`` and ``--report`` appended. ``doctor``: it finds a profile of
+    the machine as it is held, which ``penstock doctor`` has measured; else none but its own of an earlier round."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    doctor: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,21 +226,21 @@ def alternate(
     limit: DiskLimit | None,
     logs: Path,
     warm_up: int = 1,
-    doctor: bool = False,
 ) -> dict[str, list[Run]]:
     """Each side's runs, taken in turn (A B A B ...), so that a slow spell of the machine meets all of them.
-
-    Whoever plans finds no profile but one of the machine as it is held: of ``penstock doctor``, which measures it
-    before, in the cgroup, if ``doctor`` is asked for, else his own.
 
     Raises:
         BenchError: a side failed, or the sides do not compute the same losses from the same weights.
     """
     runs: dict[str, list[Run]] = {side.name: [] for side in sides}
-    with disk_cgroup(limit, Path(work.scratch)) as group, TemporaryDirectory() as cache:
-        if doctor:
-            run_in(group, "penstock.cli", "doctor", "--path", work.scratch, "--quick", cache=Path(cache))
-        planned = [replace(side, environment={**side.environment, "XDG_CACHE_HOME": cache}) for side in sides]
+    with disk_cgroup(limit, Path(work.scratch)) as group, TemporaryDirectory() as caches:
+        cache_of = {side.name: Path(caches, "doctor" if side.doctor else f"own-{side.name}") for side in sides}
+        for cache in {cache_of[side.name] for side in sides if side.doctor}:
+            run_in(group, "penstock.cli", "doctor", "--path", work.scratch, "--quick", cache=cache)
+        planned = [
+            replace(side, environment={**side.environment, "XDG_CACHE_HOME": str(cache_of[side.name])})
+            for side in sides
+        ]
         for turn in range(rounds):
             for side in planned:
                 done = run(side, work, group=group, logs=logs / str(turn), warm_up=warm_up)

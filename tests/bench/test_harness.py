@@ -45,19 +45,24 @@ def test_sides_take_turns_and_the_warm_up_step_does_not_count(
 
 
 def test_sides_plan_for_the_machine_as_it_is_in_their_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No profile of the machine without a limit is found; that of doctor, where it is asked for."""
+    """No profile of the machine without a limit is found: that of doctor, or one of one's own of an earlier round."""
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(harness, "run_in", lambda *how, cache: asked.append((*how, cache)))
     script = "import os; open(os.environ['SEEN'], 'a').write(os.environ['XDG_CACHE_HOME'] + chr(10))" + _REPORTS
     script = script.replace("SCALE", "1.0").replace("LOSS", "2.0").replace("CODE", "0")
     seen = tmp_path / "seen"
-    side = Side(name="a", command=(sys.executable, "-c", script), environment={"SEEN": str(seen)})
-    for doctor in (False, True):
-        harness.alternate((side,), _work(tmp_path), rounds=2, limit=None, logs=tmp_path / "logs", doctor=doctor)
-    without, again, measured, too = seen.read_text().splitlines()
-    assert without == again != measured == too
-    assert not Path(measured).exists()
-    assert asked == [(None, "penstock.cli", "doctor", "--path", str(tmp_path), "--quick", Path(measured))]
+    sides = [
+        Side(name=name, command=(sys.executable, "-c", script), environment={"SEEN": str(seen)}, doctor=doctor)
+        for name, doctor in (("a", False), ("b", True), ("c", True), ("d", False))
+    ]
+    harness.alternate(sides, _work(tmp_path), rounds=2, limit=None, logs=tmp_path / "logs")
+    found = seen.read_text().splitlines()
+    a, b, c, d = found[:4]
+    assert found == [a, b, c, d] * 2
+    assert b == c
+    assert len({a, b, d}) == 3
+    assert not Path(b).exists()
+    assert asked == [(None, "penstock.cli", "doctor", "--path", str(tmp_path), "--quick", Path(b))]
 
 
 def test_a_side_that_fails_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
