@@ -6,9 +6,9 @@
 Three engines take their steps in turn in one process: one whose plan follows the machine, and two whose plans were made
 for the disk at 400/200 MB/s and at 100/50 MB/s, each from a profile that ``penstock doctor`` has measured at that rate.
 The process is in a cgroup that holds the disk to the rate of each stretch. Required: from ten steps after a change on,
-the one that follows takes at most 1.05x the time of the one whose plan was made for that disk, where the other plan takes
-at least 1.1x of it; and with a constant disk (``--constant``, by itself) it changes its plan in no
-step. All losses are equal, bit by bit.
+the one that follows takes at most 1.05x the time of the one whose plan was made for that disk, where the other plan
+takes at least 1.1x of it; and with a constant disk (``--constant``, by itself) it changes its plan in no step. All
+losses are equal, bit by bit.
 """
 
 import argparse

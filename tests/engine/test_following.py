@@ -12,6 +12,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
+from penstock.config.endurance import Endurance
 from penstock.engine import following, planning
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Between, Machine
@@ -116,6 +117,39 @@ def test_a_search_that_costs_more_than_it_promises_is_not_made(tmp_path: Path, m
         assert before is not None
         assert engine.prediction is not None
         assert engine.prediction.time > 1.5 * before.time
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["another plan keeps to it", "none does"])
+def test_a_plan_that_wears_its_drives_too_fast_is_changed_or_said_once(
+    free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No gain in time is worth a change here; steps that were too slow to wear the drive become fast."""
+    drive, known = Drive(), corrected(machine(tmp_path), dict.fromkeys(("read", "write"), SLOW))
+    drive.install(monkeypatch)
+    monkeypatch.setattr(following, "LEAST_GAIN", 2.0)
+    where = TIGHT if free else TIGHT | {"weights": "disk", "state": "disk"}
+    endurance = Endurance(per_day="1TB")
+    with wrap(
+        CASE, budget(tmp_path / "store", **where, endurance=endurance), plan=known, clip_grad_norm=None
+    ) as engine:
+        engine.step(STEPS[0])
+        if free:
+            plans = other_plans(engine.inside.planning.request, seed=1)
+            engine.inside.planning.change(next(plan for plan in plans if set(plan.place.state) == {"disk"}))
+        before = [engine.step(STEPS[1]), engine.step(STEPS[2])]
+        drive.pace = 1 / SLOW
+        after = [engine.step(micro_batches) for micro_batches in STEPS[3:]]
+    assert before[-1].bytes_moved["write"] > 0
+    changed = [str(stats.plan_change) for stats in after if stats.plan_change is not None]
+    said = [record.getMessage() for record in caplog.records if "wears" in record.getMessage()]
+    if free:
+        (words,), rest = changed, said
+        assert after[-1].bytes_moved["write"] < before[-1].bytes_moved["write"]
+    else:
+        (words,), rest = said, changed
+    assert rest == []
+    assert "its drives too fast" in words
+    assert "budget.endurance allows" in words
 
 
 def on_a_rank(mesh: DeviceMesh, folder: Path) -> tuple[list[int], list[float]]:

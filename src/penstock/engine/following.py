@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from penstock.config import Tier, format_size
 from penstock.config.sizes import three_digits
 from penstock.errors import BudgetError
+from penstock.planner.endurance import Worn, worn_by
 from penstock.planner.following import (
     AGAIN,
     HORIZON,
@@ -90,12 +91,15 @@ def _together(
 @dataclass(frozen=True, kw_only=True)
 class Searched:
     """Result of rank 0's search. ``settings``: of a better plan; None: there is none. ``seconds``: that it took.
-    ``now``, ``then``: seconds of a step on average, by the plan in use and by the better one."""
+    ``now``, ``then``: seconds of a step on average, by the plan in use and by the better one. ``worn``: the wear by the
+    plan in use, if it is more than ``budget.endurance`` allows: then a plan that keeps to it is better, and may be
+    slower."""
 
     settings: Settings | None
     seconds: float
     now: float
     then: float
+    worn: Worn | None = None
 
 
 class Following:
@@ -164,11 +168,13 @@ def better(question: Question, plan: Plan, simulation: Simulation, search_second
     """Search for a plan that is worth a change.
 
     ``plan``, in use, whose ``simulation`` is by the question's rates. ``search_seconds``: what a search takes. One that
-    takes longer than what the least gain would bring is made only where the linear program promises more.
+    takes longer than what the least gain would bring is made only where the linear program promises more, or where the
+    plan in use wears its drives too fast.
     """
     began, now = time.perf_counter(), question.expected(simulation.time, plan.settings)
-    nothing = Searched(settings=None, seconds=search_seconds, now=now, then=now)
-    if search_seconds > HORIZON * LEAST_GAIN * now:
+    worn = worn_by(question.request.budget, plan, question.machine, now / simulation.time, now)
+    nothing = Searched(settings=None, seconds=search_seconds, now=now, then=now, worn=worn)
+    if worn is None and search_seconds > HORIZON * LEAST_GAIN * now:
         found = [seconds for f in question.families if (seconds := estimate(question, f)) is not None]
         if HORIZON * (now - min(found, default=now)) < search_seconds:
             return nothing
@@ -181,9 +187,9 @@ def better(question: Question, plan: Plan, simulation: Simulation, search_second
     # The first step by another plan warms up, and what is delayed is done beforehand.
     cost = took + now + moving_seconds(plan.program, plan.settings.form, old, new, question.machine)
     worth = now - then >= LEAST_GAIN * now and HORIZON * (now - then) > cost
-    if not worth or not _order_of_moves(plan, new):
+    if not (worth or worn) or not _order_of_moves(plan, new):
         return replace(nothing, seconds=took)
-    return Searched(settings=choice.plan.settings, seconds=took, now=now, then=then)
+    return Searched(settings=choice.plan.settings, seconds=took, now=now, then=then, worn=worn)
 
 
 def _order_of_moves(plan: Plan, new: Placement) -> bool:
@@ -233,4 +239,13 @@ def change_in_words(why: str, old: Settings, found: Searched) -> str:
     """A sentence on a change of plan: ``why``, what changes, and the seconds of a step before and after."""
     assert found.settings is not None
     now, then = three_digits(found.now), three_digits(found.then)
+    if found.worn is not None:
+        why = f"{why}, so that the plan wore its drives too fast ({found.worn})"
     return f"{why}: {differences(old, found.settings)}, {now} s -> {then} s a step predicted"
+
+
+def wear_in_words(why: str, worn: Worn) -> str:
+    """A sentence on a plan that goes on although it wears its drives too fast, as no other one keeps to
+    ``budget.endurance``; ``why``: what has changed."""
+    helps = ", or ".join(worn.what_helps)
+    return f"{why}: the plan wears its drives too fast now, and no other one does not: {worn}. What would help: {helps}"

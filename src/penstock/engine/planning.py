@@ -15,7 +15,7 @@ from penstock.config import Family, Tier, fields_of
 from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, schedules_of, times_of_all
-from penstock.engine.following import Following, Searched, Step, better, change_in_words
+from penstock.engine.following import Following, Searched, Step, better, change_in_words, wear_in_words
 from penstock.engine.labels import LabelCount
 from penstock.engine.mixing import check_on_first
 from penstock.engine.probed import HandedOn, Probed, join, join_facts, model_flops, slowest_of, within
@@ -255,6 +255,8 @@ class Planning:
         following.search_seconds = found.seconds
         following.searched(found)
         if found.settings is None:
+            if found.worn is not None and self._shared.ranks.rank == 0:
+                log.warning(wear_in_words(self._why, found.worn))
             log.debug("%s; the plan stays, %.3g s a step predicted", self._why, found.now)
             return ready
         self.changed = change_in_words(self._why, ready.plan.settings, found)
