@@ -17,6 +17,7 @@ import penstock
 from penstock.errors import StoreError
 from penstock.fabric import Deferred, PenstockStrategy
 from penstock.fabric.deferred import nodes
+from tests import models
 from tests.library_runs import CLOSE, VOCABULARY, check_kept_whole, check_same_weights, examples, llama
 from tests.overrides import foreign_overrides
 
@@ -92,6 +93,34 @@ def test_a_loop_trains_to_the_numbers_of_fabrics_own(tmp_path: Path) -> None:
     assert any(norm > CLIP for _, norm in expected)
     check_same_weights(fabric.strategy.engine, plain.module)
     fabric.strategy.engine.close()
+
+
+def test_moments_are_kept_in_the_form_that_the_strategy_is_told() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return models.llama(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1)
+
+    batch = collate(examples(2))
+    found: dict[str, list[float]] = {}
+    for moments in ("fp32", "int8"):
+        fabric, losses = fabric_on(moments=moments), []
+        module = model()
+        given: Any = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        module, given = fabric.setup(module, given)
+        for _ in range(4):
+            loss = module(**batch).loss
+            fabric.backward(loss)
+            given.step()
+            given.zero_grad()
+            losses.append(loss.item())
+        fabric.strategy.engine.close()  # type: ignore[attr-defined]
+        found[moments] = losses
+        budget = penstock.Budget(device="64MiB", host="64MiB")
+        adamw = penstock.AdamW(lr=1e-2, moments=moments)  # type: ignore[arg-type]
+        with penstock.wrap(model(), optimizer=adamw, budget=budget, plan=None, clip_grad_norm=None) as engine:
+            expected = [engine.step([batch]).loss for _ in range(4)]
+        torch.testing.assert_close(losses, expected, **CLOSE)
+    assert found["fp32"] != found["int8"]
 
 
 def test_a_loop_that_is_resumed_goes_on_to_the_same_bits(tmp_path: Path) -> None:

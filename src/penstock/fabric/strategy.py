@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -20,6 +20,7 @@ from penstock.compat.torch import note_step
 from penstock.config import Precision, fields_of
 from penstock.config.engine import check_seed
 from penstock.config.meanings import takes
+from penstock.config.optimizer import Moments
 from penstock.config.step import check_clip
 from penstock.engine.arguments import LoopArguments, WrapArguments
 from penstock.engine.device import resolve_device
@@ -61,10 +62,13 @@ class StrategyArguments(LoopArguments):
     | field | meaning |
     |---|---|
     | ``clip_grad_norm`` | what the loop's ``fabric.clip_gradients(max_norm=...)`` asks for at each step; None: never |
+    | ``moments`` | the form that the optimizer's moments are kept in, ``"fp32"``, ``"bf16"`` or ``"int8"``. Changes the
+    numbers |
     | ``seed`` | of dropout and initialisation |
     """
 
     clip_grad_norm: float | None = None
+    moments: Moments = "fp32"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -177,14 +181,14 @@ class PenstockStrategy(OneDevice):
             raise ConfigError(f"{len(optimizers)} optimizers were given, and the engine has one. Use its param groups")
         (given,) = optimizers
         names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-        spec = spec_of_optimizer(given, names)
+        settings = fields_of(self._asked, StrategyArguments)
         device = resolve_device(self.root_device)
         asked = WrapArguments(
-            optimizer=spec,
+            optimizer=replace(spec_of_optimizer(given, names), moments=settings.pop("moments")),
             precision=self._compute or precision_of_weights(module),
             device=device,
             loss_fn=_loss_of_root,
-            **fields_of(self._asked, StrategyArguments),
+            **settings,
         )
         ranks = join(self._mesh, device)
         try:

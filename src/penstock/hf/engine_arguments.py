@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from penstock.config.optimizer import Moments
 from penstock.engine.arguments import LoopArguments
 from penstock.errors import ConfigError
 
@@ -14,11 +15,14 @@ class EngineArguments(LoopArguments):
     |---|---|
     | ``overwrite`` | whether another run's store in the budget's directories is deleted; without it, finding one is an
     error |
+    | ``moments`` | the form that the optimizer's moments are kept in, ``"fp32"``, ``"bf16"`` or ``"int8"``. Changes the
+    numbers |
     | ``loss_tile`` | tokens whose logits are there at a time, in training and where evaluation wants the loss alone;
     None: all of a micro-batch. Not for ``SFTTrainer``, whose own head does without logits |
     """
 
     overwrite: bool = False
+    moments: Moments = "fp32"
     loss_tile: int | None = None
 
     def __post_init__(self) -> None:

@@ -186,7 +186,7 @@ class EngineMixin(TrainerSteps):
         if weights is not None and hasattr(model, "peft_config"):
             weights = BaseWeights(weights)
         return WrapArguments(
-            optimizer=optimizer_of(self),
+            optimizer=optimizer_of(self, given.moments),
             precision=precision_of(self.args, model),
             clip_grad_norm=limit if limit > 0 and math.isfinite(limit) else None,
             device=self.args.device,

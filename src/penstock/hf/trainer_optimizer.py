@@ -1,24 +1,32 @@
 """The engine's optimizer for a Trainer's arguments."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from penstock.config import Precision
+from penstock.config.optimizer import Moments
 from penstock.errors import ConfigError
 from penstock.optim.from_torch import override_for, spec_of
 from penstock.optim.precision import precision_of_weights
-from penstock.optim.spec import Lion, OptimizerSpec, Override
+from penstock.optim.spec import AdamW, Lion, Muon, OptimizerSpec, Override
 
 _SGD_ARGS = frozenset({"momentum", "nesterov"})
 
 
-def optimizer_of(trainer: Any) -> OptimizerSpec:
-    """The optimizer that a Trainer would create, with the parameters that it would not decay as an override.
+def optimizer_of(trainer: Any, moments: Moments) -> OptimizerSpec:
+    """The optimizer that a Trainer would create, with the parameters that it would not decay as an override, and
+    ``moments`` in that form.
 
     Raises:
-        ConfigError: ``optim``, or something in ``optim_args``, is not among what the engine does.
+        ConfigError: ``optim``, or something in ``optim_args`` or ``optimizer_cls_and_kwargs``, is not among what the
+            engine does.
     """
+    return replace(_optimizer_of(trainer), moments=moments)
+
+
+def _optimizer_of(trainer: Any) -> OptimizerSpec:
     args = trainer.args
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
     trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
@@ -34,8 +42,33 @@ def optimizer_of(trainer: Any) -> OptimizerSpec:
                 f"Trainer takes that of its arguments, {args.weight_decay!r}: give it there"
             )
         # A learning rate that is left out is the class's own, as in the library: not that of the arguments.
+        if issubclass(kind, OptimizerSpec):
+            return _own(kind, dict(settings), args, overrides)
         return spec_of(kind, {**settings, "weight_decay": args.weight_decay}, overrides)
     return _by_name(trainer, overrides)
+
+
+def _own(
+    kind: type[OptimizerSpec], settings: dict[str, Any], args: Any, overrides: tuple[Override, ...]
+) -> OptimizerSpec:
+    """An optimizer of the engine's own. Muon's AdamW is that of the arguments, unless it is given."""
+    if "moments" in settings:
+        raise ConfigError("optimizer_cls_and_kwargs: moments has no effect there: give EngineArguments(moments=...)")
+    if issubclass(kind, Muon):
+        settings.setdefault(
+            "adamw",
+            AdamW(
+                lr=args.learning_rate,
+                betas=(args.adam_beta1, args.adam_beta2),
+                eps=args.adam_epsilon,
+                weight_decay=args.weight_decay,
+            ),
+        )
+    settings |= {"weight_decay": args.weight_decay, "overrides": (*settings.get("overrides", ()), *overrides)}
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        raise ConfigError(f"optimizer_cls_and_kwargs: {kind.__name__} does not take this: {error}") from error
 
 
 def _by_name(trainer: Any, overrides: tuple[Override, ...]) -> OptimizerSpec:

@@ -89,7 +89,8 @@ def _kind(kind: type[torch.optim.Optimizer]) -> type[OptimizerSpec]:
         if kind is torch.optim.Muon:
             raise ConfigError(
                 f"{name} has matrices alone, and a step is of all parameters: give torch.optim.AdamW, Adam or SGD, "
-                "or train with penstock.wrap(optimizer=penstock.Muon(adamw=...)) or penstock train"
+                "or train with penstock.wrap(optimizer=penstock.Muon(adamw=...)), penstock train, or a Trainer's "
+                "optimizer_cls_and_kwargs=(penstock.Muon, {...})"
             )
         raise ConfigError(f"{name} cannot be streamed: use torch.optim.AdamW, Adam or SGD")
     return _KINDS[kind]
