@@ -218,14 +218,15 @@ def table(found: Sequence[Found]) -> str:
             lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "| kept in | lane | trace | of each parameter | kernel | over | read if weights did not stay |",
+        "| kept in | lane | trace | of each parameter | kernel | more: checksums, the commit | read if weights did not stay |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in found:
         for lane, traced, kernel in zip(LANES, one.moved, one.kernel, strict=True):
             again = f"{one.again:,} ({one.again / one.parameters:.2f} each)" if lane == "read" else ""
             of_each = f"{traced / one.parameters:.2f}"
-            cells = (one.case.name, lane, f"{traced:,}", of_each, f"{kernel:,}", f"{kernel / traced:.4f}", again)
+            more = f"{kernel - traced:,} ({kernel / traced - 1:.2%})"
+            cells = (one.case.name, lane, f"{traced:,}", of_each, f"{kernel:,}", more, again)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
