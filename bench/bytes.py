@@ -218,7 +218,7 @@ def table(found: Sequence[Found]) -> str:
             lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "| kept in | lane | trace | of each parameter | kernel | more: checksums, the commit | read if weights did not stay |",
+        "| kept in | lane | trace | of each parameter | kernel | checksums, commit | read if weights did not stay |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in found:

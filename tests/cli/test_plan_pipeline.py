@@ -111,6 +111,7 @@ def test_the_cut_is_the_one_whose_world_is_fastest(config: Path) -> None:
         (("--stage", "2"), "stage=2 is not for the ranks of a pipeline (pipeline=2 of 2 ranks)"),
         (("--longest",), "--longest is not there yet for a pipeline"),
         (("--tbw", "100"), "--tbw is not there yet for a pipeline"),
+        (("--cp", "2", "--ranks", "4"), "nothing is predicted for the two together yet"),
         (("--disk_free", "1MiB"), "the stores take"),
         (("--pipeline", "9"), "use at most 7 ranks"),
         (("--budget.host", "1MiB"), "rank 0 of the pipeline: budget.host=512 KiB for each rank is too small"),

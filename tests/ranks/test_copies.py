@@ -81,7 +81,10 @@ def refused(mesh: DeviceMesh, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("stage", "stage=0 gives each rank a copy of the state"), ("alone", "mesh has 1 ranks on the axis 'dp_shard'")],
+    [
+        ("stage", "stage=0 gives each rank a copy of the state"),
+        ("alone", "mesh has 2 copies of the state, each on 1 rank:"),
+    ],
 )
 def test_what_copies_do_not_go_with_is_refused(what: str, said: str) -> None:
     for found in World(4 if what == "stage" else 2, refused, what).outcomes():

@@ -79,8 +79,9 @@ LENGTHS = (24, 23, 25, 24)
 def steps_of(name: str, mesh: DeviceMesh | None, first: int = 1) -> list[list[Built]]:
     """The micro-batches of a rank: those of its sequences, whole."""
     cut = (CASES | EXTRA)[name]
-    groups = 1 if mesh is None or mesh.ndim == 1 else mesh.size(0)
-    group = 0 if mesh is None or mesh.ndim == 1 else mesh.get_local_rank(0)
+    alike = mesh is None or mesh.ndim == 1 or "pp" in (mesh.mesh_dim_names or ())
+    groups = 1 if alike else mesh.size(0)
+    group = 0 if alike else mesh.get_local_rank(0)
     each = len(LENGTHS) // groups
     mine = range(group * each, (group + 1) * each)
     return [
@@ -105,6 +106,7 @@ def of_two(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
     """All that two ranks find which share each sequence."""
     return {
         "cases": {name: trained(mesh, name, clip_grad_norm=0.5) for name in CASES},
+        "dropout": trained(mesh, "dropout", clip_grad_norm=0.5, strands=2),
         "halves": halves(mesh, disk),
         "sent": {schedule: counted(mesh, schedule) for schedule in ("vertical", "horizontal")},
     }
@@ -152,7 +154,20 @@ def of_four(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
         given = dict(given)
         place = disk / str(number) if given.pop("on_disk", False) else None
         ways[way] = trained(four, "dropout", place, **common, **given)
-    return {"ways": ways, "packed": trained(four, "packed", clip_grad_norm=0.5)}
+    copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "cp"))
+    for way in ("horizontal", "delayed, on disk"):
+        given = dict(WAYS[way])
+        place = disk / "copies" if given.pop("on_disk", False) else None
+        ways[f"copies, {way}"] = trained(copies, "dropout", place, **common, **given)
+    pipeline = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    return {
+        "ways": ways,
+        "packed": trained(four, "packed", clip_grad_norm=0.5),
+        "pipelines": {
+            way: trained(pipeline, "dropout", clip_grad_norm=0.5, strands=2, **given)
+            for way, given in {"vertical": {}, "zero bubble": {"schedule": "zero-bubble"}}.items()
+        },
+    }
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +185,20 @@ def test_schedules_and_tiers_change_no_bit(found_by_four: list[dict[str, Any]]) 
             assert other.losses == first.losses, way
             assert other.norms == first.norms, way
             assert [n for n, one in first.state.items() if not torch.equal(other.state[n], one)] == [], way
+
+
+def test_ranks_that_share_sequences_are_a_pipeline_with_the_same_bits(
+    found_by_four: list[dict[str, Any]], found: list[dict[str, Any]]
+) -> None:
+    for of_rank in found_by_four:
+        for way, other in of_rank["pipelines"].items():
+            assert other.losses == found[0]["dropout"].losses, way
+            assert other.norms == found[0]["dropout"].norms, way
+            assert other.state
+            assert [n for n, one in other.state.items() if not torch.equal(found[0]["dropout"].state[n], one)] == []
+    assert {n for of_rank in found_by_four for n in of_rank["pipelines"]["vertical"].state} == {
+        *found[0]["dropout"].state
+    }
 
 
 def test_sequences_of_several_groups_of_ranks_add_up_to_one_process(found_by_four: list[dict[str, Any]]) -> None:

@@ -36,9 +36,11 @@ def task_of(config: TrainConfig, machine: Machine, *, ranks: int = 1, hosts: int
     """
     assert not isinstance(config.schedule, Path)
     check_copies(config.copies, ranks, config.stage)
-    if ranks % config.cp:
+    each = ranks // config.copies
+    if each % config.cp:
         raise ConfigError(
-            f"cp={config.cp}: {ranks} ranks cannot share sequences {config.cp} by {config.cp}: give --ranks a multiple"
+            f"cp={config.cp}: {each} ranks cannot share sequences {config.cp} by {config.cp}: give --ranks "
+            f"{'a multiple' if config.copies == 1 else f'a multiple of {config.copies * config.cp}'}"
         )
     disk_free = room_of_each(machine.drives, ranks // hosts)
     if ranks > 1:
@@ -47,7 +49,7 @@ def task_of(config: TrainConfig, machine: Machine, *, ranks: int = 1, hosts: int
         shape=shape_of(config, machine.device.kind),
         machine=machine,
         budget=config.budget.of_rank(0, ranks, hosts),
-        ranks=ranks // config.copies,
+        ranks=each,
         copies=config.copies,
         hosts=hosts,
         sequence_length=config.data.sequence_length,

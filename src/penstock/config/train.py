@@ -60,7 +60,7 @@ class TrainConfig(RunConfig):
     activations alone cross between ranks, as suits a slow network. A multiple of as many are pipelines beside each
     other, whose neighbours share what is one rank's; 1: all ranks share all state. Changes no result |
     | ``cp`` | neighbouring ranks that share each sequence, and with it the memory of its activations (context
-    parallel); all ranks share the state |
+    parallel); they share the state, too |
     | ``drive_tbw`` | terabytes (1e12 bytes) that each drive of ``budget.disk`` may be written in its life, to tell how
     long it lasts; null: as the machine's profile says, else 0.3 of its size a day over five years |
     | ``report_to`` | trackers that get the metrics, too: ``tensorboard``, ``wandb``, ``mlflow``, or a list of them |
@@ -164,8 +164,6 @@ class TrainConfig(RunConfig):
         asked = f"pipeline={self.pipeline}"
         if self.copies > 1:
             raise ConfigError(f"{asked} with copies={self.copies}: a pipeline has one copy of the state. Leave one out")
-        if self.cp > 1:
-            raise ConfigError(f"{asked} with cp={self.cp} is not there yet: leave one out")
         if isinstance(self.schedule, Path):
             raise ConfigError(
                 f"{asked} with a schedule of your own ({self.schedule}), which is one rank's: leave one out"

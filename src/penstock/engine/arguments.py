@@ -84,8 +84,8 @@ class WrapArguments(LoopArguments, RunConfig):
     in each process that ``torchrun`` has started, or another ``DeviceMesh`` with one axis, ``"dp_shard"``. All of them
     make the same calls, each with its own micro-batches, as many as the others; or with the axis ``"pp"``
     (``penstock.torchrun_mesh(pp=N)``) as a pipeline, in which each has some of the blocks, and all are given all
-    micro-batches. The budget's ``host`` is for all ranks of the machine, its ``device`` for each; directories are dealt
-    out. None: one process |
+    micro-batches; or with ``"cp"`` behind these, so that neighbours share each sequence. The budget's ``host`` is for
+    all ranks of the machine, its ``device`` for each; directories are dealt out. None: one process |
     | ``overlap`` | False runs everything one op at a time: the oracle |
     | ``run`` | the folder of a run of ``penstock train`` whose state is in the budget's directories, to go on with it.
     A store belongs to its run: nobody else may open it. None: the store belongs to no run |

@@ -100,7 +100,7 @@ class Spans:
             "attention_mask": torch.ones(rows, size, dtype=torch.int64, device=ids.device),
             "labels": own(labels, IGNORED),
             "shift_labels": own(shifted, IGNORED),
-            "num_items_in_batch": count,
+            "num_items_in_batch": torch.tensor(count, device=ids.device),
         }
         if attends is not None:  # then transformers takes packed documents for one, too
             found[_WHOLE] = (None, functional.pad(attends.bool(), (0, more), value=True))

@@ -2,9 +2,9 @@
 
     dp_replicate  copies of the state (HSDP), each of neighbouring ranks, as those of one host are
     dp_shard      the ranks that share one copy
-    cp            ranks that share each sequence, too (context parallel): neighbours, and all of them share the state
     pp            the ranks of a pipeline, each of which has blocks of its own; before ``dp_shard``: pipelines beside
                   each other, of micro-batches of their own, in which neighbours share what is one rank's in a pipeline
+    cp            behind any of these: neighbours that share each sequence, too (context parallel)
 
 Names as torchtitan has them. This is the only place that reads a mesh's axes. A rank's number is that of the mesh in
 row-major order, so that the ranks of a copy are neighbours.
@@ -64,26 +64,25 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     """Raises:
     ConfigError: the mesh is of another kind.
     """
-    names = mesh.mesh_dim_names
-    kind = mesh.device_type
-    if mesh.ndim == 1 and names in (None, (SHARD,)):
-        return Axes(copies=1, members=mesh.mesh.flatten().tolist())
-    if names in ((PIPELINE,), (PIPELINE, SHARD)):
-        return Axes(copies=1, members=mesh.mesh.flatten().tolist(), stages=mesh.size(0))
-    if names in ((CONTEXT,), (SHARD, CONTEXT)):
-        return Axes(copies=1, members=mesh.mesh.flatten().tolist(), cp=mesh.size(mesh.ndim - 1))
-    if names != (REPLICATE, SHARD):
+    names = mesh.mesh_dim_names or ((SHARD,) if mesh.ndim == 1 else ())
+    orders = ((PIPELINE, SHARD, CONTEXT), (REPLICATE, SHARD, CONTEXT))
+    if names in ((), (REPLICATE,)) or not any(
+        names == tuple(axis for axis in order if axis in names) for order in orders
+    ):
         raise ConfigError(
             f"mesh has the axes {names or mesh.ndim}: give one axis, {SHARD!r}, of the ranks that share the state, as "
-            f"init_device_mesh({kind!r}, (world_size,), mesh_dim_names=({SHARD!r},)), or for copies of the state two, "
-            f"{REPLICATE!r} and {SHARD!r}; for ranks that share each sequence {CONTEXT!r}, alone or behind {SHARD!r}; "
-            f"or {PIPELINE!r}, of the ranks of a pipeline, alone or before {SHARD!r}"
+            f"init_device_mesh({mesh.device_type!r}, (world_size,), mesh_dim_names=({SHARD!r},)), or for copies of the "
+            f"state two, {REPLICATE!r} and {SHARD!r}; or {PIPELINE!r}, of the ranks of a pipeline, alone or before "
+            f"{SHARD!r}; and for ranks that share each sequence {CONTEXT!r}, alone or behind these"
         )
-    copies, each = mesh.mesh.shape
+    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+    copies = sizes.get(REPLICATE, 1)
+    each = mesh.size() // copies
     if copies > 1 and (each < 2 or each & (each - 1)):
         raise ConfigError(
-            f"mesh has {each} ranks on the axis {SHARD!r}, with {copies} copies of the state: give 2, 4, 8 or another "
+            f"mesh has {copies} copies of the state, each on {each} rank{'s' * (each > 1)}: give 2, 4, 8 or another "
             "power of two, with which the numbers do not depend on the number of copies"
             + (f"; or for a copy on each rank stage=0 and one axis, {SHARD!r}" if each == 1 else "")
         )
-    return Axes(copies=copies, members=mesh.mesh.flatten().tolist())
+    members = mesh.mesh.flatten().tolist()
+    return Axes(copies=copies, members=members, stages=sizes.get(PIPELINE, 1), cp=sizes.get(CONTEXT, 1))

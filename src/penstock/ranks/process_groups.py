@@ -97,7 +97,7 @@ class Together(Telling):
             self._of_copy = None if self.copies == 1 else Some(self, axes.of_copy(self.rank))
             beside_each_other = 1 < self.stages < self.size
             self._pipe = Some(self, axes.of_pipeline(self.rank), tells=True) if beside_each_other else None
-            self._of_stage = Some(self, axes.of_stage(self.rank), tells=True) if beside_each_other else None
+            self._of_stage = Some(self, axes.of_stage(self.rank), tells=True, cp=self.cp) if beside_each_other else None
             some_of_hosts = Across if self.hosts > 1 and device.type == "cpu" else Some
             self._of_part = None if self.copies == 1 else some_of_hosts(self, axes.of_part(self.rank))
             self._of_sequence = None if self.cp == 1 else Some(self, axes.of_sequence(self.rank))
@@ -318,9 +318,9 @@ class Together(Telling):
 class Some(Telling):
     """Some of several ranks, for what they alone move between them."""
 
-    def __init__(self, all_of_them: Together, members: Sequence[int], *, tells: bool = False) -> None:
+    def __init__(self, all_of_them: Together, members: Sequence[int], *, tells: bool = False, cp: int = 1) -> None:
         """``members``: by their numbers among all. All of those come here. ``tells``: they tell each other things."""
-        self._all, self._numbers = all_of_them, members
+        self._all, self._numbers, self.cp = all_of_them, members, cp
         self.rank, self.size = members.index(all_of_them.rank), len(members)
         self._group = all_of_them.group_of(members)
         self._control = all_of_them.group_of(members, "gloo") if tells else None

@@ -40,7 +40,7 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
     ``copies``: of the state, each of as many neighbouring processes (HSDP): a copy on each host, say. ``pp``: the
     number of ranks of each pipeline; with more processes there are several beside each other, of micro-batches of their
     own, and so many neighbours share what is one rank's. None: they share all state. ``cp``: so many
-    neighbouring processes share each sequence, and all of them the state (context parallel).
+    neighbouring processes share each sequence, and a copy of the state (context parallel).
 
     A run that ``torchrun`` starts again finds nothing of the run before: by itself ``init_process_group`` may take the
     addresses of processes that are dead for those of the others (torch 2.13).
@@ -65,11 +65,9 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
         raise ConfigError(f"pp={pp}: {size} processes cannot be pipelines of as many each: give a divisor of {size}")
     if pp is not None and copies != 1:
         raise ConfigError(f"pp={pp} with copies={copies}: pipelines have one copy of the state. Leave one out")
-    if cp < 1 or size % cp:
-        raise ConfigError(f"cp={cp}: {size} processes cannot share sequences {cp} by {cp}: give a divisor of {size}")
-    if cp > 1 and (copies > 1 or pp is not None):
-        other = f"copies={copies}" if copies > 1 else f"pp={pp}"
-        raise ConfigError(f"cp={cp} with {other} is not there yet: give one of the two")
+    each = size // copies // (pp or 1)
+    if cp < 1 or each % cp:
+        raise ConfigError(f"cp={cp}: {each} processes cannot share sequences {cp} by {cp}: give a divisor of {each}")
     kind = device or accelerator.found() or "cpu"
     if kind != "cpu":
         if kind not in accelerator.KINDS:
@@ -95,17 +93,10 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
         _start(kind, local, attempt, rank, size)
         global _started
         _started = True
-    if pp == size:
-        return init_device_mesh(kind, (size,), mesh_dim_names=(PIPELINE,))
-    if pp is not None and pp > 1:
-        return init_device_mesh(kind, (pp, size // pp), mesh_dim_names=(PIPELINE, SHARD))
-    if cp == size > 1:
-        return init_device_mesh(kind, (size,), mesh_dim_names=(CONTEXT,))
-    if cp > 1:
-        return init_device_mesh(kind, (size // cp, cp), mesh_dim_names=(SHARD, CONTEXT))
-    if copies == 1:
-        return init_device_mesh(kind, (size,), mesh_dim_names=(SHARD,))
-    return init_device_mesh(kind, (copies, size // copies), mesh_dim_names=(REPLICATE, SHARD))
+    axes = {REPLICATE: copies, PIPELINE: pp or 1, SHARD: each // cp, CONTEXT: cp}
+    names = tuple(name for name, count in axes.items() if count > 1)
+    names += (SHARD,) if names in ((), (REPLICATE,)) else ()
+    return init_device_mesh(kind, tuple(axes[name] for name in names), mesh_dim_names=names)
 
 
 def _start(kind: str, local: int, attempt: Any, rank: int, size: int) -> None:
