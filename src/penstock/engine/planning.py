@@ -51,6 +51,7 @@ from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 from penstock.tape import trees
 from penstock.tape.facts import Facts, StageFacts
+from penstock.tape.parameters import refuse_given_values
 from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
 from penstock.tape.waits import sentence
 
@@ -145,6 +146,7 @@ class Planning:
             BudgetError: they do not fit.
             ModelError: the model cannot be run block by block on them.
         """
+        refuse_given_values(self._shared.groups, self._shared.dtype)
         shapes, ranks = [batch.shapes(mb) for mb in micro_batches], self._shared.ranks
         self.changed = None if train else self.changed
         seen = self._following.take() if train and self._following is not None else None

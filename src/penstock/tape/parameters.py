@@ -91,11 +91,34 @@ def refuse_written(groups: Sequence[ParamGroup], before: Sequence[int]) -> None:
     is a placeholder, or one of several copies."""
     for s, known in zip((s for group in groups for s in group.slices), before, strict=True):
         if version(s.parameter) != known:
+            raise ModelError(_written(repr(s.name)))
+
+
+def refuse_given_values(groups: Sequence[ParamGroup], dtype: torch.dtype) -> None:
+    """Raise ModelError if a parameter has other data between steps than the placeholder that the engine left there
+    (``ParamGroup.detach``): ``.data`` counts no versions."""
+    for s in (s for group in groups for s in group.slices):
+        data = s.parameter.data
+        if data.dtype is not dtype or any(data.stride()):
             raise ModelError(
-                f"parameter {s.name!r} was written to in place between steps (clamp_, copy_), where the engine has its "
-                "value: nothing would come of it. Let the model bound it where it is used (torch.clamp), or the "
-                f"optimizer change it; to go on with other values {_AGAIN}"
+                f"parameter {s.name!r} was given other data between steps (.data, or the model's to(), double(), "
+                "half()), where the engine has its value: nothing would come of it. precision of penstock.wrap says "
+                f"what computes, and the optimizer what changes; to go on with other values {_AGAIN}"
             )
+    # A group's placeholders are one number, NaN, that ``fill_`` and the like can write to through any of them.
+    first = [next((s for s in group.slices if s.numel), None) for group in groups]
+    held = [(s.name, s.parameter.data.as_strided((), ())) for s in first if s is not None]
+    if not bool(torch.stack([number for _, number in held]).isnan().all()):
+        name = next(name for name, number in held if not bool(number.isnan()))
+        raise ModelError(_written(f"{name!r}, or another that moves with it,"))
+
+
+def _written(which: str) -> str:
+    return (
+        f"parameter {which} was written to in place between steps (clamp_, copy_), where the engine has its "
+        "value: nothing would come of it. Let the model bound it where it is used (torch.clamp), or the "
+        f"optimizer change it; to go on with other values {_AGAIN}"
+    )
 
 
 def refuse_changed(model: nn.Module, groups: Sequence[ParamGroup]) -> None:

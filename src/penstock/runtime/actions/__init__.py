@@ -100,7 +100,9 @@ class Actions:
         return self.access.moved
 
     def let_go(self) -> None:
-        """Give back the memory of what has come from other ranks in a step, when nothing of it is under way."""
+        """After a step, when nothing of it is under way: parameters have no weights until the next one, and the memory
+        of what has come from other ranks is given back."""
+        self._compute.release()
         self._crossing.let_go()
 
     def release(self) -> None:

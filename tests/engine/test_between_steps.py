@@ -1,0 +1,102 @@
+"""Between steps a model's parameters are placeholders, wherever their weights are, and what is put there is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import ModelError
+from tests.training import budget
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x * self.scale).square().mean()
+
+
+def give_data(model: Any) -> None:
+    model.head.weight.data = torch.zeros(WIDTH, WIDTH)
+
+
+def write_to_data(model: Any) -> None:
+    model.layers[0].linear.weight.data.zero_()
+
+
+def clamp_one_number(model: Any) -> None:
+    model.scale.data.fill_(0.5)
+
+
+OTHER = "was given other data between steps"
+WRITTEN = "was written to in place between steps"
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "data": (give_data, f"'head.weight' {OTHER}"),
+    "within data": (write_to_data, f"'layers.0.linear.weight', or another that moves with it, {WRITTEN}"),
+    "one number": (clamp_one_number, f"'scale', or another that moves with it, {WRITTEN}"),
+    "double": (lambda model: model.double(), f"'scale' {OTHER}"),
+    "half a block": (lambda model: model.layers[1].half(), f"'layers.1.linear.weight' {OTHER}"),
+    "empty": (lambda model: model.to_empty(device="cpu"), f"'head.weight' {OTHER}"),
+}
+
+
+def wrapped(places: dict[str, Any], tmp_path: Path) -> penstock.Engine:
+    torch.manual_seed(0)
+    where = budget(tmp_path / "store") if places else budget(None)
+    return penstock.wrap(
+        Model(),
+        budget=where,
+        optimizer=penstock.AdamW(lr=1e-2),
+        loss_fn=lambda model, micro_batch: model(**micro_batch),
+        precision="fp32",
+        device="cpu",
+        plan=None,
+    )
+
+
+MICRO_BATCHES = [{"x": torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)}]
+
+
+@pytest.mark.parametrize("places", [{}, {"disk": True}], ids=["in memory", "on disk"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_values_that_are_given_to_parameters_are_refused(name: str, places: dict[str, Any], tmp_path: Path) -> None:
+    change, message = CHANGES[name]
+    with wrapped(places, tmp_path) as engine:
+        engine.step(MICRO_BATCHES)
+        before = {name: value.clone() for name, value in engine.master_parameters()}
+        change(engine.model)
+        for call in (engine.step, engine.evaluate, engine.prepare):
+            with pytest.raises(ModelError, match=message):
+                call(MICRO_BATCHES)
+        assert engine.step_count == 1
+        assert all(torch.equal(before[name], value) for name, value in engine.master_parameters())
+        engine.save(tmp_path / "snapshot")
+
+
+def test_what_is_read_between_steps_is_a_placeholder_wherever_weights_are(tmp_path: Path) -> None:
+    with wrapped({}, tmp_path) as engine:
+        engine.step(MICRO_BATCHES)
+        engine.evaluate(MICRO_BATCHES)
+        assert all(bool(parameter.isnan().all()) for parameter in engine.model.parameters())
