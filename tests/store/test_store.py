@@ -198,6 +198,12 @@ def test_the_same_directory_twice(tmp_path: Path) -> None:
         Store.create([], LAYOUT, model=MODEL)
 
 
+def test_a_directory_whose_name_is_no_text_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"caf\\xe9' is not UTF-8"):
+        Store.create([Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))], LAYOUT, model=MODEL)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_directory_with_a_store_is_not_taken_again(store: Store, tmp_path: Path) -> None:
     store.close()
     with pytest.raises(StoreError, match="holds a store already"):

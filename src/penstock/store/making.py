@@ -40,6 +40,7 @@ def require_settled(path: Path) -> None:
 
 def claim(path: Path, undo: ExitStack) -> DirectoryLock:
     """Make and lock a directory that has no store, and clear what an interrupted creation left in it."""
+    _check_name(path.resolve())
     if directory.make_directory(path):
         undo.callback(_remove_if_empty, path)
     lock = DirectoryLock(path)
@@ -59,6 +60,19 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
     undo.callback(lock.release, remove=True)
     undo.callback(remove_files, [path])
     return lock
+
+
+def _check_name(path: Path) -> None:
+    """Raises:
+    StoreError: no text has the path, and so no manifest.
+    """
+    name = os.fsencode(path)
+    try:
+        name.decode()
+    except UnicodeDecodeError as error:
+        raise StoreError(
+            f"{name!r} is not UTF-8, and a store keeps the names of its directories: give another directory"
+        ) from error
 
 
 def striped(paths: Sequence[Path], layout: Layout, stripe: int, weights: Sequence[int]) -> Striping:
