@@ -155,6 +155,7 @@ class Following:
     def searched(self, found: Searched) -> None:
         """A search is over."""
         self.due, self._rested, self._known = False, 0, found.now
+        self.search_seconds = found.seconds
         least, most = PATIENCE
         self._patience = least if found.settings is not None else min(2 * self._patience, most)
 

@@ -254,7 +254,6 @@ class Planning:
         found: Searched = self._shared.ranks.once(
             "better plan", lambda: better(question, ready.plan, prediction, following.search_seconds)
         )
-        following.search_seconds = found.seconds
         following.searched(found)
         if found.settings is None:
             if found.worn is not None and self._shared.ranks.rank == 0:
