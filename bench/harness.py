@@ -35,7 +35,7 @@ class BenchError(RuntimeError):
 @dataclass(frozen=True, kw_only=True)
 class Side:
     """A program under test. ``command`` gets ``--work`` and ``--report`` appended. ``doctor``: it finds a profile of
-    the machine as it is held, which ``penstock doctor`` has measured; else none but its own of an earlier round."""
+    the machine as it is held, which ``penstock doctor`` has measured; else none."""
 
     name: str
     command: tuple[str, ...]
@@ -234,16 +234,14 @@ def alternate(
     """
     runs: dict[str, list[Run]] = {side.name: [] for side in sides}
     with disk_cgroup(limit, Path(work.scratch)) as group, TemporaryDirectory() as caches:
-        cache_of = {side.name: Path(caches, "doctor" if side.doctor else f"own-{side.name}") for side in sides}
-        for cache in {cache_of[side.name] for side in sides if side.doctor}:
-            run_in(group, "penstock.cli", "doctor", "--path", work.scratch, "--quick", cache=cache)
-        planned = [
-            replace(side, environment={**side.environment, "XDG_CACHE_HOME": str(cache_of[side.name])})
-            for side in sides
-        ]
+        measured = Path(caches, "doctor")
+        if any(side.doctor for side in sides):
+            run_in(group, "penstock.cli", "doctor", "--path", work.scratch, "--quick", cache=measured)
         for turn in range(rounds):
-            for side in planned:
-                done = run(side, work, group=group, logs=logs / str(turn), warm_up=warm_up)
+            for side in sides:
+                cache = measured if side.doctor else Path(caches, f"{side.name}-{turn}")
+                found = replace(side, environment={**side.environment, "XDG_CACHE_HOME": str(cache)})
+                done = run(found, work, group=group, logs=logs / str(turn), warm_up=warm_up)
                 runs[side.name].append(done)
                 seconds = " ".join(f"{step.seconds:.2f}" for step in done.steps)
                 print(f"  round {turn + 1}/{rounds}  {side.name:<10} step seconds: {seconds}", flush=True)

@@ -80,7 +80,8 @@ def test_muon_has_adamw_of_the_arguments_beside_it(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"moments": "int8"}, r"moments has no effect there: give EngineArguments\(moments=...\)"),
+        ({"moments": "int8"}, r"moments cannot be honoured there: give EngineArguments\(moments=...\)"),
+        ({"overrides": OVERRIDES}, "overrides cannot be honoured there: the Trainer says"),
         ({"rank": 8}, "Muon does not take this: .*'rank'"),
         ({"weight_decay": 0.3}, "weight_decay=0.3 would have no effect"),
         ({"ns_steps": 0}, "ns_steps=0"),

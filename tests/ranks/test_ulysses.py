@@ -59,6 +59,14 @@ def padded(generator: torch.Generator, rows: int, length: int) -> Built:
     return found
 
 
+def padded_at_times(generator: torch.Generator, rows: int, length: int) -> Built:
+    """Some of one size hide tokens, and some do not, though all have a mask."""
+    found = padded(generator, rows, length)
+    if found["input_ids"].sum() % 2:
+        found["attention_mask"][:] = 1
+    return found
+
+
 def case(build: Callable[..., nn.Module], micro_batch: Callable[..., Built] = tokens, **changes: Any) -> Case:
     return Case(build=lambda: build(**changes), micro_batch=micro_batch, blocks=3)
 
@@ -71,7 +79,17 @@ CASES: Mapping[str, Case] = {
     "padded, positions learned": case(models.gpt2, padded, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "experts": case(models.qwen3_moe, output_router_logits=False),
 }
-EXTRA = {"dropout": case(models.gpt2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)}
+EXTRA = {
+    "dropout": case(models.gpt2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
+    "padded at times": case(models.llama, padded_at_times, attn_implementation="sdpa"),
+}
+PIPELINES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "vertical": ("dropout", {}),
+    "zero bubble": ("dropout", {"schedule": "zero-bubble"}),
+    "packed": ("packed", {}),
+    "padded at times": ("padded at times", {"schedule": "1f1b"}),
+}
+"""What pipelines whose ranks share sequences are trained with: a model, and settings."""
 LENGTHS = (24, 23, 25, 24)
 """Not all are a multiple of the ranks."""
 
@@ -105,8 +123,7 @@ def alone(name: str) -> Result:
 def of_two(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
     """All that two ranks find which share each sequence."""
     return {
-        "cases": {name: trained(mesh, name, clip_grad_norm=0.5) for name in CASES},
-        "dropout": trained(mesh, "dropout", clip_grad_norm=0.5, strands=2),
+        "cases": {name: trained(mesh, name, clip_grad_norm=0.5) for name in CASES | EXTRA},
         "halves": halves(mesh, disk),
         "sent": {schedule: counted(mesh, schedule) for schedule in ("vertical", "horizontal")},
     }
@@ -164,8 +181,7 @@ def of_four(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
         "ways": ways,
         "packed": trained(four, "packed", clip_grad_norm=0.5),
         "pipelines": {
-            way: trained(pipeline, "dropout", clip_grad_norm=0.5, strands=2, **given)
-            for way, given in {"vertical": {}, "zero bubble": {"schedule": "zero-bubble"}}.items()
+            way: trained(pipeline, name, clip_grad_norm=0.5, **given) for way, (name, given) in PIPELINES.items()
         },
     }
 
@@ -187,18 +203,26 @@ def test_schedules_and_tiers_change_no_bit(found_by_four: list[dict[str, Any]]) 
             assert [n for n, one in first.state.items() if not torch.equal(other.state[n], one)] == [], way
 
 
+@pytest.mark.parametrize("way", PIPELINES)
 def test_ranks_that_share_sequences_are_a_pipeline_with_the_same_bits(
-    found_by_four: list[dict[str, Any]], found: list[dict[str, Any]]
+    way: str, found_by_four: list[dict[str, Any]], found: list[dict[str, Any]]
 ) -> None:
-    for of_rank in found_by_four:
-        for way, other in of_rank["pipelines"].items():
-            assert other.losses == found[0]["dropout"].losses, way
-            assert other.norms == found[0]["dropout"].norms, way
-            assert other.state
-            assert [n for n, one in other.state.items() if not torch.equal(found[0]["dropout"].state[n], one)] == []
-    assert {n for of_rank in found_by_four for n in of_rank["pipelines"]["vertical"].state} == {
-        *found[0]["dropout"].state
+    wanted = found[0]["cases"][PIPELINES[way][0]]
+    by_rank = [of_rank["pipelines"][way] for of_rank in found_by_four]
+    for other in by_rank:
+        assert other.losses == wanted.losses
+        assert other.norms == wanted.norms
+        assert [n for n, one in other.state.items() if not torch.equal(wanted.state[n], one)] == []
+    assert {n for other in by_rank for n in other.state} == {*wanted.state}
+
+
+def test_some_that_are_padded_have_the_numbers_of_one_process(found: list[dict[str, Any]]) -> None:
+    made = steps_of("padded at times", None)
+    assert {bool(mb["attention_mask"].all()) for step in made for mb in step if mb["input_ids"].shape[1] == 24} == {
+        True,
+        False,
     }
+    close(found[0]["cases"]["padded at times"], alone("padded at times"))
 
 
 def test_sequences_of_several_groups_of_ranks_add_up_to_one_process(found_by_four: list[dict[str, Any]]) -> None:

@@ -146,6 +146,8 @@ def _of_config(arguments: "FileArguments") -> Asked:
             f"schedule={config.schedule!r}: penstock plan --hosts compares vertical pipelines: give --schedule "
             "vertical, or leave --hosts out for what a step of this one takes"
         )
+    if config.cp > 1:
+        raise ConfigError(f"cp={config.cp}: penstock plan --hosts compares layouts without it: give --cp 1")
     check_drives(arguments.disk_free, None, config.budget)
     hosts = _hosts(arguments, config.budget.disk_paths)
     machine = hosts.kinds[0].machine

@@ -185,6 +185,11 @@ def _strands(arguments: Arguments, config: TrainConfig, had: int) -> int:
     except ConfigError as error:
         raise ConfigError(f"{error}. Give --strands {ranks}, which changes the run's numbers from here on") from None
     count = config.sequences_per_step // (config.micro_batch_size or 1)
+    if arguments.pipeline and config.cp > 1:
+        raise ConfigError(
+            f"--pipeline: {config.run} has cp={config.cp}, and what is made is one pipeline, whose ranks share no "
+            "sequences: leave it out"
+        )
     if ranks % config.cp:
         raise ConfigError(f"cp={config.cp}: {ranks} ranks cannot share sequences {config.cp} by {config.cp}")
     dealt(count, "micro-batches", ranks // config.cp, "give another --ranks, as a run keeps its batch")

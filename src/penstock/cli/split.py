@@ -77,7 +77,8 @@ def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
         ConfigError: they are not; says which ones are.
     """
     count = config.sequences_per_step // (config.micro_batch_size or 1)
-    numbers = (number for number in sharing(strands) if not number % config.cp and not count % (number // config.cp))
+    alike = config.copies * config.cp
+    numbers = (number for number in sharing(strands) if not number % alike and not count % (number // config.cp))
     able = [number * config.pipeline for number in numbers]
     if ranks in able:
         return

@@ -93,13 +93,14 @@ class Searched:
     """Result of rank 0's search. ``settings``: of a better plan; None: there is none. ``seconds``: that it took.
     ``now``, ``then``: seconds of a step on average, by the plan in use and by the better one. ``worn``: the wear by the
     plan in use, if it is more than ``budget.endurance`` allows: then a plan that keeps to it is better, and may be
-    slower."""
+    slower. ``out_of_reach``: there is a better one, to which arrays cannot move while all have their memory."""
 
     settings: Settings | None
     seconds: float
     now: float
     then: float
     worn: Worn | None = None
+    out_of_reach: bool = False
 
 
 class Following:
@@ -113,6 +114,8 @@ class Following:
         self._last: Step | None = None
         self.due = False
         """True: the machine is another one than at the last search"""
+        self.wears = False
+        """True: a search for a plan that wears the drives less than the one in use was in vain"""
         self._rested = 0
         self._patience = PATIENCE[0]
         self._known: float | None = None  # seconds of a step by the plan in use, when it was last searched
@@ -152,12 +155,15 @@ class Following:
         other = self._known is None or abs(now / self._known - 1) > AGAIN
         return self.due and (other or self._rested >= self._patience)
 
-    def searched(self, found: Searched) -> None:
-        """A search is over."""
+    def searched(self, found: Searched) -> bool:
+        """A search is over. True if it is the first to find no plan that wears the drives less than the one in use,
+        which does so too fast."""
         self.due, self._rested, self._known = False, 0, found.now
         self.search_seconds = found.seconds
+        known, self.wears = self.wears, found.settings is None and found.worn is not None
         least, most = PATIENCE
         self._patience = least if found.settings is not None else min(2 * self._patience, most)
+        return self.wears and not known
 
     def changed(self) -> None:
         """Another plan is in use, or none is any more."""
@@ -165,31 +171,33 @@ class Following:
         self._last = None
 
 
-def better(question: Question, plan: Plan, simulation: Simulation, search_seconds: float) -> Searched:
+def better(
+    question: Question, plan: Plan, simulation: Simulation, search_seconds: float, *, in_vain: bool = False
+) -> Searched:
     """Search for a plan that is worth a change.
 
     ``plan``, in use, whose ``simulation`` is by the question's rates. ``search_seconds``: what a search takes. One that
     takes longer than what the least gain would bring is made only where the linear program promises more, or where the
-    plan in use wears its drives too fast.
+    plan in use wears its drives too fast, and no search for one that does not was ``in_vain``.
     """
     began, now = time.perf_counter(), question.expected(simulation.time, plan.settings)
     worn = worn_by(question.request.budget, plan, question.machine, now / simulation.time, now)
     nothing = Searched(settings=None, seconds=search_seconds, now=now, then=now, worn=worn)
-    if worn is None and search_seconds > HORIZON * LEAST_GAIN * now:
+    if (worn is None or in_vain) and search_seconds > HORIZON * LEAST_GAIN * now:
         found = [seconds for f in question.families if (seconds := estimate(question, f)) is not None]
         if HORIZON * (now - min(found, default=now)) < search_seconds:
             return nothing
     try:
         choice = search(question)
     except BudgetError:  # of plans that are made anew, none: the one in use has what it needs
-        return nothing
+        return replace(nothing, seconds=time.perf_counter() - began)
     took, then = time.perf_counter() - began, choice.expected_seconds
     old, new = plan.settings.place, choice.plan.settings.place
     # The first step by another plan warms up, and what is delayed is done beforehand.
     cost = took + now + moving_seconds(plan.program, plan.settings.form, old, new, question.machine)
     worth = now - then >= LEAST_GAIN * now and HORIZON * (now - then) > cost
     if not (worth or worn) or not _order_of_moves(plan, new):
-        return replace(nothing, seconds=took)
+        return replace(nothing, seconds=took, out_of_reach=worth or worn is not None)
     return Searched(settings=choice.plan.settings, seconds=took, now=now, then=then, worn=worn)
 
 
@@ -245,8 +253,12 @@ def change_in_words(why: str, old: Settings, found: Searched) -> str:
     return f"{why}: {differences(old, found.settings)}, {now} s -> {then} s a step predicted"
 
 
-def wear_in_words(why: str, worn: Worn) -> str:
-    """A sentence on a plan that goes on although it wears its drives too fast, as no other one keeps to
-    ``budget.endurance``; ``why``: what has changed."""
-    helps = ", or ".join(worn.what_helps)
-    return f"{why}: the plan wears its drives too fast now, and no other one does not: {worn}. What would help: {helps}"
+def wear_in_words(why: str, found: Searched) -> str:
+    """A sentence on a plan that goes on although it wears its drives too fast; ``why``: what has changed."""
+    assert found.worn is not None
+    other = (
+        "the plan that keeps to it cannot be had while the run goes on: end it, and start it again"
+        if found.out_of_reach
+        else f"no other plan keeps to it. What would help: {', or '.join(found.worn.what_helps)}"
+    )
+    return f"{why}: the plan wears its drives too fast now: {found.worn}; {other}"

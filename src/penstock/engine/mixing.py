@@ -94,7 +94,7 @@ def _micro_batch(clean: torch.Tensor, vocabulary: int) -> Mapping[str, Any]:
         "attention_mask": torch.ones_like(ids),
         "labels": torch.zeros_like(ids),
         "shift_labels": torch.full_like(ids, IGNORED).masked_fill_(clean, 1),
-        "num_items_in_batch": _ITEMS,
+        "num_items_in_batch": torch.tensor(_ITEMS, device=clean.device),
     }
 
 

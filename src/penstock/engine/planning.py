@@ -252,12 +252,12 @@ class Planning:
         if not following.is_due(question.expected(prediction.time, ready.plan.settings)):
             return ready
         found: Searched = self._shared.ranks.once(
-            "better plan", lambda: better(question, ready.plan, prediction, following.search_seconds)
+            "better plan",
+            lambda: better(question, ready.plan, prediction, following.search_seconds, in_vain=following.wears),
         )
-        following.searched(found)
+        if following.searched(found) and self._shared.ranks.rank == 0:
+            log.warning(wear_in_words(self._why, found))
         if found.settings is None:
-            if found.worn is not None and self._shared.ranks.rank == 0:
-                log.warning(wear_in_words(self._why, found.worn))
             log.debug("%s; the plan stays, %.3g s a step predicted", self._why, found.now)
             return ready
         self.changed = change_in_words(self._why, ready.plan.settings, found)

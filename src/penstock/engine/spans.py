@@ -24,8 +24,8 @@ from penstock.tape.suspended import LossFn
 from penstock.tape.ulysses import WHOLE, Ulysses, Whole
 
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "attention_mask")
-_WHOLE = "whole micro-batch"
-"""The key of what masks are made of: (positions or None, attention mask or None), each [b, T]."""
+_POSITIONS, _ATTENDS = "whole position_ids", "whole attention_mask"
+"""The keys of what masks are made of, each [b, T], of which there is one at most."""
 
 
 class Spans:
@@ -52,8 +52,7 @@ class Spans:
 
         def of_span(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
             given = dict(micro_batch)
-            positions, attends = given.pop(_WHOLE, (None, None))
-            token = WHOLE.set(Whole(positions=positions, attends=attends))
+            token = WHOLE.set(Whole(positions=given.pop(_POSITIONS, None), attends=given.pop(_ATTENDS, None)))
             try:
                 return loss_fn(model, given)
             finally:
@@ -103,9 +102,9 @@ class Spans:
             "num_items_in_batch": torch.tensor(count, device=ids.device),
         }
         if attends is not None:  # then transformers takes packed documents for one, too
-            found[_WHOLE] = (None, functional.pad(attends.bool(), (0, more), value=True))
+            found[_ATTENDS] = functional.pad(attends.bool(), (0, more), value=True)
         elif positions is not None:
-            found[_WHOLE] = (positions, None)
+            found[_POSITIONS] = positions
         return found
 
     def _checked(self, m: int, micro_batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,7 +42,7 @@ def _optimizer_of(trainer: Any) -> OptimizerSpec:
                 f"Trainer takes that of its arguments, {args.weight_decay!r}: give it there"
             )
         # A learning rate that is left out is the class's own, as in the library: not that of the arguments.
-        if issubclass(kind, OptimizerSpec):
+        if isinstance(kind, type) and issubclass(kind, OptimizerSpec):
             return _own(kind, dict(settings), args, overrides)
         return spec_of(kind, {**settings, "weight_decay": args.weight_decay}, overrides)
     return _by_name(trainer, overrides)
@@ -52,8 +52,12 @@ def _own(
     kind: type[OptimizerSpec], settings: dict[str, Any], args: Any, overrides: tuple[Override, ...]
 ) -> OptimizerSpec:
     """An optimizer of the engine's own. Muon's AdamW is that of the arguments, unless it is given."""
-    if "moments" in settings:
-        raise ConfigError("optimizer_cls_and_kwargs: moments has no effect there: give EngineArguments(moments=...)")
+    for key, instead in (
+        ("moments", "give EngineArguments(moments=...)"),
+        ("overrides", "the Trainer says itself what does not decay (get_decay_parameter_names)"),
+    ):
+        if key in settings:
+            raise ConfigError(f"optimizer_cls_and_kwargs: {key} cannot be honoured there: {instead}")
     if issubclass(kind, Muon):
         settings.setdefault(
             "adamw",
@@ -64,7 +68,7 @@ def _own(
                 weight_decay=args.weight_decay,
             ),
         )
-    settings |= {"weight_decay": args.weight_decay, "overrides": (*settings.get("overrides", ()), *overrides)}
+    settings |= {"weight_decay": args.weight_decay, "overrides": overrides}
     try:
         return kind(**settings)
     except TypeError as error:

@@ -67,7 +67,10 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
         raise ConfigError(f"pp={pp} with copies={copies}: pipelines have one copy of the state. Leave one out")
     each = size // copies // (pp or 1)
     if cp < 1 or each % cp:
-        raise ConfigError(f"cp={cp}: {each} processes cannot share sequences {cp} by {cp}: give a divisor of {each}")
+        raise ConfigError(
+            f"cp={cp}: of {size} processes {each} have the same copy of the state or place in a pipeline, and cannot "
+            f"share sequences {cp} by {cp}: give a divisor of {each}, or start a multiple of {copies * (pp or 1) * cp}"
+        )
     kind = device or accelerator.found() or "cpu"
     if kind != "cpu":
         if kind not in accelerator.KINDS:

@@ -238,4 +238,4 @@ def _of_span(micro_batch: Mapping[str, Any]) -> Mapping[str, Any]:
     ids = micro_batch["input_ids"]
     places = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
     more = {"position_ids": places, "attention_mask": torch.ones_like(ids), "shift_labels": ids.clone()}
-    return {**micro_batch, **more, "num_items_in_batch": ids.numel()}
+    return {**micro_batch, **more, "num_items_in_batch": torch.tensor(ids.numel())}
