@@ -20,7 +20,7 @@ from penstock.cli.arguments import TrainArguments
 from penstock.cli.disk_summary import allowed_per_day
 from penstock.cli.metrics import MetricsFile
 from penstock.cli.settings import dump
-from penstock.cli.showing.display import PlainDisplay, choose_display, clock, wear
+from penstock.cli.showing.display import PlainDisplay, choose_display, clock, step_notes, wear
 from penstock.cli.showing.meter import Meter, Outline
 from penstock.cli.showing.metrics import metrics_of, with_figures
 from penstock.cli.showing.screen import screen, sparkline
@@ -413,6 +413,12 @@ def test_lines_are_plain_without_a_terminal_that_can_redraw(monkeypatch: pytest.
         assert isinstance(choose_display(io.StringIO()), PlainDisplay)
         monkeypatch.setenv("TERM", "dumb")
         assert isinstance(choose_display(terminal), PlainDisplay)
+
+
+def test_a_step_that_is_skipped_without_a_scaled_loss_speaks_of_none() -> None:
+    meter = _meter()
+    meter.add(_stats(skipped=True))
+    assert step_notes(meter) == ["skipped: a gradient not finite"]
 
 
 def test_a_skipped_step_is_said_and_does_not_break_the_loss_curve() -> None:

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.cli import main, settings
+from penstock.cli.account import Account
 from penstock.cli.metrics import MetricsFile
+from penstock.state.stats import StepStats
 from penstock.store import successor
 from penstock.store.directory import LOCK
 from penstock.store.making import BESIDE
@@ -203,6 +205,25 @@ def test_a_run_killed_around_a_line_of_its_metrics_has_them_all_in_the_end(
         assert _numbers(tmp_path / "run") == whole[:2]
     assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 0
     assert _numbers(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize("last", [2, 4])
+def test_a_run_stopped_before_an_evaluation_makes_up_for_it(
+    last: int, config: Path, tmp_path: Path, whole_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped = Account.stepped
+
+    def stopping(self: Account, stats: StepStats, state: int, on_disk: int) -> None:
+        stepped(self, stats, state, on_disk)
+        if stats.step == last:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Account, "stepped", stopping)
+        assert main(["train", str(config)]) == 128 + signal.SIGTERM
+    assert _numbers(tmp_path / "run")[-1][-1] is None
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert _numbers(tmp_path / "run") == _numbers(whole_run)
 
 
 def test_metrics_that_are_kept_are_the_same_bytes_in_the_same_file(tmp_path: Path) -> None:

@@ -167,6 +167,17 @@ def test_all_that_stands_for_other_tools_settings_exists() -> None:
         ("run", "7", "text"),
         ("optimizer.lr", "fast", "a number"),
         ("optimizer.lr", ".inf", "a number"),
+        ("optimizer.lr", "-1e-3", "optimizer.lr=-0.001: must be a finite number of at least 0"),
+        ("optimizer.betas", "[0.9, 1.0]", "optimizer.betas=(0.9, 1.0): must be two numbers"),
+        ("optimizer.eps", "-1", "optimizer.eps=-1.0: must be a finite number"),
+        ("optimizer.weight_decay", "-1", "optimizer.weight_decay=-1.0: must be a finite number"),
+        ("optimizer.overrides", "{match: norm, lr: -1}", "lr=-1.0: must be a finite number"),
+        ("optimizer.overrides", "{match: norm}", "changes nothing"),
+        ("optimizer", "{name: sgd, lr: 1, nesterov: true}", "optimizer.nesterov has no effect without"),
+        ("optimizer", "{name: sgd, lr: 1, moments: int8}", "optimizer.moments has no effect without"),
+        ("optimizer", "{name: muon, lr: 1, adamw: {lr: -1}}", "optimizer.adamw.lr=-1.0: must be a finite number"),
+        ("budget.disk", "[a, ./a]", "budget.disk has a twice"),
+        ("budget.interval", "5parsecs", "budget.interval: '5parsecs' is not a time"),
         ("optimizer.betas", "[0.9]", "list of 2"),
         ("optimizer.name", "adamm", "one of adamw"),
         ("budget.device", "12 parsecs", "not a size"),
@@ -228,6 +239,21 @@ def test_a_wrong_value_says_which_setting_and_what_it_must_be(
 def test_a_batch_in_tokens_is_as_many_sequences(config_file: Path) -> None:
     config = settings.load(config_file, [("batch", "{tokens: 512}"), ("micro_batch_size", "2")])
     assert (config.sequences_per_step, config.split) == (8, (2, 4))
+
+
+def test_merged_mappings_come_behind_a_mappings_own_keys(config_file: Path) -> None:
+    text = MINIMAL.replace("  lr: 3e-4", "  <<: [{lr: 1.0, eps: 2.0}, {lr: 3.0, weight_decay: 4.0}]\n  eps: 5.0")
+    config_file.write_text(text)
+    optimizer = settings.load(config_file).optimizer
+    assert (optimizer.lr, optimizer.eps, optimizer.weight_decay) == (1.0, 5.0, 4.0)
+    config_file.write_text(MINIMAL.replace("  lr: 3e-4", "  lr: 3e-4\n  <<: 5"))
+    assert _refused(config_file) == f"{config_file}:6: << merges mappings, not 5"
+
+
+@pytest.mark.parametrize(("key", "says"), [("5", "the key 5 is not text"), ("? [a]\n", "a list or mapping is no key")])
+def test_a_key_that_is_no_text_names_its_line(config_file: Path, key: str, says: str) -> None:
+    config_file.write_text(f"{MINIMAL}{key}: 1\n")
+    assert _refused(config_file).startswith(f"{config_file}:{len(MINIMAL.splitlines()) + 1}: {says}")
 
 
 def test_a_check_between_settings_points_at_the_line(config_file: Path) -> None:

@@ -10,7 +10,7 @@ from bench.lp_vs_brute_force import WITHIN, brute_force
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.config import Budget, format_size
+from penstock.config import Budget, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine, Network, Sustained
 from penstock.hardware.profiles import machine_named
@@ -185,7 +185,27 @@ def test_vertical_wins_with_several_micro_batches_and_ties_with_one() -> None:
     assert searched(replace(asked, families=both)).request.family == "vertical"
 
 
+@pytest.mark.parametrize(
+    ("tier", "says"),
+    [
+        ("device", r"probe takes .* of device memory, .*: use smaller micro-batches or shorter sequences$"),
+        ("host", r"load takes .* of host memory, .*: the largest part of the model .* whatever the budget$"),
+    ],
+)
+def test_what_never_begins_is_answered_with_what_would_help(tier: Tier, says: str) -> None:
+    room = {"device": 1 << 40, "host": 1 << 40, tier: 1024}
+    found = question(transformer(6, block=40), form=ADAM16, device=4 * MIB, host=8 * MIB)
+    with pytest.raises(BudgetError, match=says):
+        search(replace(found, room=room))
+
+
 # ---- a whole task
+
+
+@pytest.mark.parametrize(("batch", "other"), [(10_000, "fewer"), (100_000, "fewer"), (8191, "another number of")])
+def test_a_batch_that_is_not_cut_is_refused_with_what_would_be(batch: int, other: str) -> None:
+    with pytest.raises(ConfigError, match=rf"say yourself how it is cut, .* {other} sequences, 8,192 at most"):
+        choose(task(), batch)
 
 
 def task(

@@ -7,8 +7,9 @@ from pathlib import Path
 from penstock.cli import removal
 from penstock.cli.claim import Claim, claimed
 from penstock.cli.reach import Reach
-from penstock.cli.run_folder import Start, steps_written
+from penstock.cli.run_folder import Start, last_line
 from penstock.cli.run_record import RunRecord
+from penstock.cli.showing.metrics import VALIDATION
 from penstock.config import TrainConfig
 from penstock.ranks.group import Ranks
 from penstock.state.settled import settle_together
@@ -30,7 +31,7 @@ class Joint:
         self._reach = reach
         self._began: Owner | None = None
         self.step = ranks.once("step to go on from", lambda: self._first.step)
-        self.is_complete = ranks.once("end of the run", lambda: _all_done(self._first))
+        self.is_complete = ranks.once("end of the run", lambda: _all_done(self._first, config))
 
     @property
     def _first(self) -> Claim:
@@ -64,10 +65,11 @@ class Joint:
         return self.step is not None if self._claim is None else self._claim.has_steps
 
 
-def _all_done(claim: Claim) -> bool:
+def _all_done(claim: Claim, config: TrainConfig) -> bool:
     if claim.step is None or claim.steps is None or claim.step < claim.steps:
         return False
-    return steps_written(claim.folder) >= claim.step
+    last = last_line(claim.folder)
+    return last.get("step", 0) >= claim.step and (config.evaluate is None or VALIDATION in last)
 
 
 def _settle(ranks: Ranks, config: TrainConfig, start: Start) -> None:

@@ -119,19 +119,32 @@ class _Reading:
         if isinstance(node, yaml.CollectionNode) and node.tag not in _COLLECTIONS:
             raise ConfigError(f"{where}: the tag {shown(node.tag)} has no meaning here: settings are plain values")
         if isinstance(node, yaml.MappingNode):
-            items: dict[str, Located] = {}
-            for key_node, value_node in node.value:
-                key = self._scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
-                if not isinstance(key, str):
-                    raise ConfigError(f"{where}: the key {shown(key)} is not text: write it in quotes")
-                if key in items:
-                    at = self._where(key_node)
-                    raise ConfigError(f"{at}: {key!r} is given twice, first at {items[key].where}: keep one")
-                items[key] = self.value(value_node, depth + 1)
-            return Located(value=items, where=where)
+            return Located(value=self._items(node, depth), where=where)
         if isinstance(node, yaml.SequenceNode):
             return Located(value=[self.value(item, depth + 1) for item in node.value], where=where)
         return Located(value=self._scalar(node), where=where)
+
+    def _items(self, node: yaml.MappingNode, depth: int) -> dict[str, Located]:
+        """The mapping, with those that ``<<`` merges into it behind its own keys, which come before theirs."""
+        items: dict[str, Located] = {}
+        places: dict[str, str] = {}
+        for key_node, value_node in node.value:
+            at = self._where(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{at}: a list or mapping is no key: a key is text")
+            key = self._scalar(key_node)
+            if not isinstance(key, str):
+                raise ConfigError(f"{at}: the key {shown(key)} is not text: write it in quotes")
+            if key in places:
+                raise ConfigError(f"{at}: {key!r} is given twice, first at {places[key]}: keep one")
+            places[key], items[key] = at, self.value(value_node, depth + 1)
+        if (merged := items.pop(_MERGE, None)) is None:
+            return items
+        for other in merged.value if isinstance(merged.value, list) else [merged]:
+            if not isinstance(other.value, dict):
+                raise ConfigError(f"{places[_MERGE]}: {_MERGE} merges mappings, not {shown(other.plain())}")
+            items = {**other.value, **items}
+        return items
 
     def _where(self, node: yaml.Node) -> str:
         return self._name if self._flag else f"{self._name}:{node.start_mark.line + 1}"
@@ -147,6 +160,7 @@ class _Reading:
         return value
 
 
+_MERGE = "<<"
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _MOST_CHARACTERS = 1 << 16
 _MOST_VALUES = 20_000

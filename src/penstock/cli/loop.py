@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.cli.account import Account, NoAccount
 from penstock.cli.interrupt import Interrupt
-from penstock.cli.metrics import METRICS_KEY, MetricsFile
+from penstock.cli.metrics import METRICS_KEY, MetricsFile, add_to_last
 from penstock.cli.recipe import lr_factor
 from penstock.cli.run_snapshots import RunSnapshots
-from penstock.cli.showing.metrics import metrics_of
+from penstock.cli.showing.metrics import VALIDATION, metrics_of
 from penstock.cli.showing.summary import reset_peak_resident
 from penstock.cli.stretch import Stretch
 from penstock.engine.trace import TraceWriter
@@ -24,26 +24,37 @@ from penstock.state.stats import StepStats
 
 
 def report_last(stretch: Stretch) -> Mapping[str, Any] | None:
-    """Add the line of the step that the run goes on after, if a kill came between its commit and its line; returns it.
+    """Add what metrics lack of the step that the run goes on after; returns it.
 
-    It lacks what is known only while a step is done: its data, and what it took of the machine.
+    The line, if a kill came between the commit and it: without what is known only while a step is done, its data, and
+    what it took of the machine. The evaluation after the step, if the run was stopped before it.
     """
-    last = stretch.engine.last_step
-    if not stretch.ranks.once("line that is missing", lambda: _lacks_line(stretch)):
+    last, lacks = stretch.engine.last_step, stretch.ranks.once("what metrics lack", lambda: _lacks(stretch))
+    if lacks is None:
         return None
     assert last is not None
-    line = metrics_of(last, _evaluate(stretch, last.step))
+    held_out = _evaluate(stretch, last.step)
+    if lacks == "evaluation":
+        found = {"step": last.step, VALIDATION: held_out}
+        if stretch.ranks.rank == 0:
+            add_to_last(stretch.folder, stretch.first, found)
+        return found
+    line = metrics_of(last, held_out)
     if stretch.ranks.rank == 0:
         with MetricsFile(stretch.folder, done=stretch.first) as metrics:
             metrics.write(line)
     return line
 
 
-def _lacks_line(stretch: Stretch) -> bool:
-    """True if the last step has no line; those before it have, from here on."""
+def _lacks(stretch: Stretch) -> Literal["line", "evaluation"] | None:
+    """What there is not of the last step; the lines of those before it are there, from here on."""
     last, behind = stretch.engine.last_step, stretch.engine.position or {}
     with MetricsFile(stretch.folder, done=stretch.first, committed=behind.get(METRICS_KEY, ())) as metrics:
-        return last is not None and metrics.last < stretch.first == last.step
+        if last is None or last.step != stretch.first:
+            return None
+        if metrics.last < last.step:
+            return "line"
+        return "evaluation" if not metrics.evaluated and _is_evaluated(stretch, last.step) else None
 
 
 def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
@@ -119,12 +130,18 @@ def _check_labels(stats: StepStats) -> None:
 def _evaluate(stretch: Stretch, done: int) -> float | None:
     """The mean loss per held-out token, when this step is followed by an evaluation."""
     evaluate = stretch.config.evaluate
-    if evaluate is None or stretch.validation is None:
-        return None
-    if done % evaluate.every and done != stretch.config.step_count:
+    if evaluate is None or stretch.validation is None or not _is_evaluated(stretch, done):
         return None
     losses, labels = [], 0
     for step in islice(stretch.validation.once(), evaluate.batches):
         losses.append(stretch.engine.evaluate(step.micro_batches) * step.labels)
         labels += step.labels
     return math.fsum(losses) / labels
+
+
+def _is_evaluated(stretch: Stretch, done: int) -> bool:
+    """True if an evaluation follows the step."""
+    evaluate = stretch.config.evaluate
+    if evaluate is None or stretch.validation is None:
+        return False
+    return done % evaluate.every == 0 or done == stretch.config.step_count

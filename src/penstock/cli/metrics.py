@@ -3,6 +3,7 @@
     a kill         a line is with the system when its step is done, and outlives the process
     a power cut    lines that are not flushed yet are in each commit too, and are filled in from there
     between them   the line of the step that was committed last is made of what its commit has (``loop.report_last``)
+    a stop         the evaluation after the step that was the last is made up for when the run goes on, too
 
 A flush comes after 32 lines, after 24 KiB of them (a commit holds 64 KiB of what is beside its arrays) or after 10 s.
 """
@@ -19,6 +20,7 @@ from typing import Any, Self
 
 from penstock import files
 from penstock.cli.run_folder import METRICS
+from penstock.cli.showing.metrics import VALIDATION
 from penstock.errors import StoreError
 from penstock.report.metrics_file import lines_until, merged
 from penstock.store.journal import Journal
@@ -50,8 +52,9 @@ class MetricsFile:
         if unreadable:
             log.warning("%s: lines that cannot be read are dropped: %d", path, unreadable)
         lines = merged(lines, committed, done)
-        self.last = int(json.loads(lines[-1])["step"]) if lines else 0
-        """The last step that has a line."""
+        last = json.loads(lines[-1]) if lines else {}
+        self.last, self.evaluated = int(last.get("step", 0)), VALIDATION in last
+        """The last step that has a line, and True if that has the loss of an evaluation."""
         text = "".join(f"{line}\n" for line in lines)
         if (path.read_bytes() if path.exists() else b"") != text.encode():
             files.replace(path, text)
@@ -98,6 +101,17 @@ class MetricsFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         with suppress(StoreError) if error is not None else nullcontext():  # what came first is to be said
             self.close()
+
+
+def add_to_last(folder: Path, done: int, found: Mapping[str, Any]) -> None:
+    """Add what was found out about step ``done`` to its line, which is the last one. No ``MetricsFile`` is open.
+
+    Raises:
+        OSError: it could not be written; the line is as it was.
+    """
+    *before, last = lines_until(folder / METRICS, done)[0]
+    line = json.dumps({**json.loads(last), **_finite(found)}, allow_nan=False)
+    files.replace(folder / METRICS, "".join(f"{text}\n" for text in (*before, line)))
 
 
 def _finite(value: Any) -> Any:

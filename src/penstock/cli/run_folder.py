@@ -5,10 +5,10 @@ import logging
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import xxhash
 
@@ -162,8 +162,17 @@ def steps_written(folder: Path) -> int:
     Raises:
         ConfigError: they cannot be read.
     """
+    return int(last_line(folder).get("step", 0))
+
+
+def last_line(folder: Path) -> Mapping[str, Any]:
+    """The numbers of the last step that has left them in this folder; none: empty.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
     lines, _ = lines_until(folder / METRICS, sys.maxsize)
-    return int(json.loads(lines[-1])["step"]) if lines else 0
+    return dict(json.loads(lines[-1])) if lines else {}
 
 
 def trace_path(folder: Path, first: int, rank: int) -> Path:

@@ -77,6 +77,9 @@ class Budget:
         for kind in ("weights", "state", "gradients", "activations"):
             if getattr(self, kind) == "disk" and not self.disk_paths:
                 raise ConfigError(f"budget.{kind}='disk' needs budget.disk, a directory")
+        for place, path in enumerate(self.disk_paths):
+            if os.path.abspath(path) in map(os.path.abspath, self.disk_paths[:place]):
+                raise ConfigError(f"budget.disk has {path} twice: give each directory once")
         self._check_durability()
         if self.disk is not None and not self.disk_paths:
             raise ConfigError("budget.disk is an empty list: give a directory or None")
@@ -145,11 +148,6 @@ class Budget:
 
     def _check_durability(self) -> None:
         asked = f"budget.durability={self.durability!r}"
-        if self.interval is not None and self.durability != "interval":
-            raise ConfigError(
-                f"{asked} with budget.interval={self.interval!r}: give both, as durability='interval' and "
-                "interval=100 (steps) or interval='5min', or neither"
-            )
         if isinstance(self.interval, int) and self.interval < 1:
             raise ConfigError(f"budget.interval={self.interval}: must be at least 1 step")
         if isinstance(self.interval, str):
@@ -157,6 +155,11 @@ class Budget:
                 parse_duration(self.interval)
             except ConfigError as error:
                 raise ConfigError(f"budget.interval: {error}") from None
+        if self.interval is not None and self.durability != "interval":
+            raise ConfigError(
+                f"{asked} with budget.interval={self.interval!r}: give both, as durability='interval' and "
+                "interval=100 (steps) or interval='5min', or neither"
+            )
         if self.durability in ("step", "interval") and not self.disk_paths:
             raise ConfigError(f"{asked} needs budget.disk, a directory to keep the state in")
         if self.durability in ("step", "interval") and self.slots == 1:

@@ -1,6 +1,8 @@
 """Settings of the optimizer: how parameters are changed."""
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +18,19 @@ AdjustLr = Literal["original", "match_rms_adamw"]
 """Rules by which Muon's learning rate follows a matrix's shape."""
 
 
+def check_rates(prefix: str, given: Mapping[str, Any]) -> None:
+    """Raises:
+    ConfigError: ``lr``, ``weight_decay``, ``eps``, ``momentum`` or ``betas`` that is given is out of its range, by its
+        name behind a ``prefix``.
+    """
+    for key in ("lr", "weight_decay", "eps", "momentum"):
+        if (value := given.get(key)) is not None and not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{prefix}{key}={value!r}: must be a finite number of at least 0")
+    betas = given.get("betas")
+    if betas is not None and (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)):
+        raise ConfigError(f"{prefix}betas={betas!r}: must be two numbers of at least 0 and below 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OverrideConfig:
     """Other optimizer settings for the parameters whose name ``match``, a regular expression, finds."""
@@ -23,6 +38,22 @@ class OverrideConfig:
     match: str
     lr: float | None = None
     weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        check_override(self.match, {"lr": self.lr, "weight_decay": self.weight_decay})
+
+
+def check_override(match: str, given: Mapping[str, float | None]) -> None:
+    """Raises:
+    ConfigError: ``match`` is not a regular expression, nothing is given for what it finds, or what is out of its range.
+    """
+    try:
+        re.compile(match)
+    except re.error as error:
+        raise ConfigError(f"override match={match!r} is not a regular expression: {error}") from error
+    if all(value is None for value in given.values()):
+        raise ConfigError(f"override match={match!r} changes nothing: give lr or weight_decay")
+    check_rates(f"override match={match!r}: ", given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +143,7 @@ class AdamWConfig:
         return {key: value for key, value in values.items() if value is not None}
 
     def __post_init__(self) -> None:
+        check_rates("optimizer.adamw.", self.given())
         if self.decay_norms_and_biases is not None and self.weight_decay == 0:
             raise ConfigError("optimizer.adamw.decay_norms_and_biases has no effect without weight decay: drop it")
 
@@ -199,6 +231,13 @@ class OptimizerConfig:
                     f"optimizer.{key} has no effect with optimizer.name={self.name!r}, which takes "
                     f"{', '.join(sorted(takes))}: drop it or choose another optimizer"
                 )
+        check_rates("optimizer.", self.given())
+        if self.name == "sgd" and not self.momentum:
+            for key, given in (("nesterov", self.nesterov), ("moments", self.is_compact)):
+                if given:
+                    raise ConfigError(
+                        f"optimizer.{key} has no effect without optimizer.momentum: give it, or drop {key}"
+                    )
         if self.name == "muon":
             check_muon("optimizer.", self.momentum, self.ns_steps, self.elementwise)
         if (self.adamw is not None) != (self.name == "muon"):

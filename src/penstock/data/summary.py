@@ -49,7 +49,8 @@ def _left_out(cuts: Cuts, continuous: bool) -> list[str]:
     """Lines about the documents that are not trained on."""
     lines = []
     if continuous and cuts.lost:
-        lines.append(f"  {cuts.lost:,} tokens at the end do not fill a sequence and are left out")
+        tokens = f"{cuts.lost:,} token{'s' * (cuts.lost != 1)}"
+        lines.append(f"  left out at the end, where the next sequence would not be full: {tokens}")
     if cuts.too_long:
         became = f"{cuts.lost:,} tokens are left out" if cuts.lost else "they are split"
         lines.append(f"  {_documents(cuts.too_long)} longer than a sequence: {became}")

@@ -7,13 +7,20 @@ Defaults are those of ``torch.optim``. Each optimizer keeps so many moments per 
 ``moment_names`` as torch names them.
 """
 
-import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from penstock.config.checked import check_fields
-from penstock.config.optimizer import NS_STEPS, AdjustLr, Moments, Orthogonal, Split, check_muon
+from penstock.config.optimizer import (
+    NS_STEPS,
+    AdjustLr,
+    Moments,
+    Orthogonal,
+    Split,
+    check_muon,
+    check_override,
+    check_rates,
+)
 from penstock.errors import ConfigError
 
 
@@ -27,14 +34,7 @@ class Override:
 
     def __post_init__(self) -> None:
         check_fields(self, "override")
-        try:
-            re.compile(self.match)
-        except re.error as error:
-            raise ConfigError(f"override match={self.match!r} is not a regular expression: {error}") from error
-        if not self.settings:
-            raise ConfigError(f"override match={self.match!r} changes nothing: give lr or weight_decay")
-        for name, value in self.settings.items():
-            _at_least_zero(f"override match={self.match!r}: {name}", value)
+        check_override(self.match, {"lr": self.lr, "weight_decay": self.weight_decay})
 
     @property
     def settings(self) -> Mapping[str, float]:
@@ -65,8 +65,7 @@ class OptimizerSpec:
         check_fields(self)
         if self.moments != "fp32" and not self.moment_names:
             raise ConfigError(f"moments={self.moments!r} has no effect: this optimizer keeps none")
-        _at_least_zero("lr", self.lr)
-        _at_least_zero("weight_decay", self.weight_decay)
+        check_rates("", {f.name: getattr(self, f.name) for f in fields(self)})
 
     @property
     def moment_names(self) -> tuple[str, ...]:
@@ -97,11 +96,6 @@ class AdamW(OptimizerSpec):
     eps: float = 1e-8
     weight_decay: float = 1e-2
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_betas(self.betas)
-        _at_least_zero("eps", self.eps)
-
     @property
     def moment_names(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
@@ -129,7 +123,6 @@ class SGD(OptimizerSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least_zero("momentum", self.momentum)
         if self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov=True has no effect without momentum: give momentum > 0")
 
@@ -154,10 +147,6 @@ class Lion(OptimizerSpec):
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_betas(self.betas)
 
     @property
     def moment_names(self) -> tuple[str, ...]:
@@ -229,13 +218,3 @@ class Muon(OptimizerSpec):
             "ns_steps": self.ns_steps,
             "adjust_lr_fn": self.adjust_lr_fn,
         }
-
-
-def _at_least_zero(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name}={value!r}: must be a finite number of at least 0")
-
-
-def _check_betas(betas: tuple[float, ...]) -> None:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"betas={betas!r}: must be two numbers of at least 0 and below 1")

@@ -78,9 +78,11 @@ def choose(task: Task, batch: int, found: Sequence[Split] | None = None) -> tupl
         ConfigError: it cannot be cut into few enough micro-batches.
     """
     if not cuts(batch):
+        most = _MICRO_BATCHES * _LARGEST_MICRO_BATCH
         raise ConfigError(
-            f"batch={batch}: cannot be cut into at most {_MICRO_BATCHES} equal micro-batches of at most "
-            f"{_LARGEST_MICRO_BATCH} sequences: choose a batch with more factors"
+            f"batch={batch}: a batch is cut into at most {_MICRO_BATCHES} equal micro-batches of at most "
+            f"{_LARGEST_MICRO_BATCH} sequences, and this one cannot be: say yourself how it is cut, or give a batch of "
+            f"{'fewer' if batch > most else 'another number of'} sequences, {most:,} at most"
         )
     found = splits(task, batch) if found is None else found
     best: tuple[Choice, Split] | None = None

@@ -103,8 +103,11 @@ class Question:
         """The reason that no step would ever begin, wherever things are placed: loading or probing takes too much
         memory. None: one would."""
         peaks = self.peaks(base_placement(self.request), {"device": 0, "host": 0})
-        why = beyond({"load": peaks["load"], "probe": peaks["probe"]}, self.room or {})
-        return why and f"{why}: use smaller micro-batches or shorter sequences, or lower budget.host"
+        if why := beyond({"load": peaks["load"]}, self.room or {}):
+            whole = "the largest part of the model that moves together is made in fp32, whatever the budget"
+            return f"{why}: {whole if self.request.bottom == 'disk' else 'give budget.disk, or lower budget.host'}"
+        why = beyond({"probe": peaks["probe"]}, self.room or {})
+        return why and f"{why}: use smaller micro-batches or shorter sequences"
 
     def peaks(self, place: Placement, step: Mapping[Tier, int]) -> Mapping[Phase, Peaks]:
         """The peak memory of phases outside of steps; ``step``: bytes of device and host that steps take."""

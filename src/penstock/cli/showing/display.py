@@ -230,7 +230,8 @@ def step_notes(meter: Meter) -> list[str]:
     if meter.last.repeats and not meter.last.skipped:
         notes.append("done again: the norm was over its limit")
     if meter.last.skipped:
-        notes.append(f"skipped: overflow, loss scale now {meter.last.loss_scale:g}")
+        scaled = meter.last.loss_scale != 1  # in fp16 alone
+        notes.append("skipped: a gradient not finite" + f", loss scale now {meter.last.loss_scale:g}" * scaled)
     return notes
 
 

@@ -7,6 +7,8 @@ from penstock.cli.showing.meter import LINKS, Meter
 from penstock.schedule.ir.lanes import Lane
 from penstock.state.stats import StepStats
 
+VALIDATION = "validation_loss"
+
 
 def metrics_of(stats: StepStats, validation: float | None) -> dict[str, Any]:
     """A line of ``metrics.jsonl``: the figures that a step itself reports, and the held-out loss after it."""
@@ -28,7 +30,7 @@ def metrics_of(stats: StepStats, validation: float | None) -> dict[str, Any]:
         "repeats": stats.repeats,
         "loss_scale": stats.loss_scale,
     }
-    now_and_then = {"validation_loss": validation, "plan_change": stats.plan_change}
+    now_and_then = {VALIDATION: validation, "plan_change": stats.plan_change}
     return line | {key: value for key, value in now_and_then.items() if value is not None}
 
 

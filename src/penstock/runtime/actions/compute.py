@@ -86,7 +86,7 @@ class Compute:
             if not math.isfinite(loss):
                 context.failure = NonFiniteError(
                     f"step {context.step}, micro-batch {m}: the loss is {loss}. Nothing was updated. Look at that "
-                    f"micro-batch, lower the learning rate, or use precision='bf16' instead of 'fp16'{self._unread()}"
+                    f"micro-batch, lower the learning rate, or give up precision='fp16', if it is that{self._unread()}"
                 )
                 return
 
