@@ -216,6 +216,9 @@ def test_of_a_folder_the_files_of_data_are_read_and_what_is_left_out_is_said(tmp
         (tmp_path / name).unlink()
     with pytest.raises(ConfigError, match=r"has no file that is read: left out of the folder: 1 .*, 1 \.py"):
         open_source(source, streaming=False)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty' is a folder without a file"):
+        open_source(SourceConfig(path=str(tmp_path / "empty")), streaming=False)
     (tmp_path / "t").mkdir()
     write_tokens(tmp_path / "t" / "c.tokens", [[1]], loss=[[1]])
     assert left_out(SourceConfig(path=str(tmp_path / "t"))) is None
@@ -288,6 +291,7 @@ def test_token_files_may_say_which_tokens_count(tmp_path: Path) -> None:
 
 BAD = [
     ('{"text": "a"}\n{"text": 3}\n', "line 2: 'text' must be text, not a number"),
+    ('{"text": "a"}\n{"text": null}\n', r"line 2: a text needs 'text', and here that is empty \(null\)"),
     ('{"text": "a"}\n\n{"body": "b"}\n', "line 3: a text needs 'text', and this has 'body'"),
     ('{"text": "a"}\n{"text": \n', "line 2: this is not JSON"),
     ('{"text": "a"}\n{"text": "b \\ud83d c"}\n', r"line 2: the text has \\ud83d, half of a character"),

@@ -203,6 +203,17 @@ def test_training_measures_anew_where_the_stored_profile_is_of_another_kind(
     assert "no profile for this kind of device yet: measuring it" in capsys.readouterr().out
 
 
+def test_what_cannot_be_measured_says_how_to_train_without(
+    config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*asked: object) -> Machine:
+        raise penstock.ConfigError("the file system is full")
+
+    monkeypatch.setattr("penstock.doctor.examine.examine", full)
+    with pytest.raises(penstock.ConfigError, match=r"is full\. Or train without a prediction, .*: --plan null"):
+        profile_for_plan(load(config, [("device", "cpu")]), choose_display(sys.stdout))
+
+
 # ---- arguments
 
 

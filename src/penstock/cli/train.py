@@ -401,7 +401,10 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
         display.say(f"{why[0].upper()}{why[1:]}: measuring it, once (penstock doctor does it more thoroughly)")
         among = (ranks,) if ranks > 1 and kind == "cpu" else ()
         existing = dict.fromkeys(next(p for p in (path, *path.parents) if p.is_dir()) for path in paths)
-        save_profile(examine.examine(list(existing), examine.QUICK, device, display.working, among))
+        try:
+            save_profile(examine.examine(list(existing), examine.QUICK, device, display.working, among))
+        except ConfigError as error:
+            raise ConfigError(f"{error}. Or train without a prediction, which measures nothing: --plan null") from None
         found = find_profile(paths, kind=kind, device=name)
     return found
 

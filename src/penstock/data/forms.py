@@ -97,6 +97,8 @@ def lacks(example: Example, form: Form) -> None:
     ConfigError: the example has not all that the form needs.
     """
     name = form.missing(example)
+    if name is not None and name in example.fields:
+        raise ConfigError(f"{example.place}: {form.called} needs {example.called(name)}, and here that is empty (null)")
     if name is not None:
         raise ConfigError(f"{example.place}: {form.called} needs {example.called(name)}, and this has {example.listed}")
 

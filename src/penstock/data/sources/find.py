@@ -59,6 +59,8 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
     if not files:
         if (left := left_out(source)) is not None:
             raise ConfigError(f"data: {source.path!r} has no file that is read: {left}")
+        if Path(os.path.expanduser(source.path)).is_dir():
+            raise ConfigError(f"data: {source.path!r} is a folder without a file, but for hidden ones")
         if not _HUB_NAME.fullmatch(source.path) or ending(Path(source.path)) in _NAMED:
             raise ConfigError(f"data: {source.path!r} matches no file (relative to {os.getcwd()})")
         _check_keys(source, hub=True, rows=True)
