@@ -47,7 +47,7 @@ def report_last(stretch: Stretch) -> Mapping[str, Any] | None:
 
 
 def _lacks(stretch: Stretch) -> Literal["line", "evaluation"] | None:
-    """What there is not of the last step; the lines of those before it are there, from here on."""
+    """The part of the last step that is missing; the lines of those before it are there, from here on."""
     last, behind = stretch.engine.last_step, stretch.engine.position or {}
     with MetricsFile(stretch.folder, done=stretch.first, committed=behind.get(METRICS_KEY, ())) as metrics:
         if last is None or last.step != stretch.first:
