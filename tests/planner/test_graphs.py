@@ -45,6 +45,7 @@ def program_of(q: Question) -> PlacementLP:
     return PlacementLP(request, settings_of(request, fitted(request).place, 1 << 16, Depths()), q.costs)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 @pytest.mark.parametrize("device", [2 * MIB, 3 * MIB, 6 * MIB, 12 * MIB])
 def test_a_plan_that_may_keep_graphs_is_never_slower(device: int, family: Family) -> None:

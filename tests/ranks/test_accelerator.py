@@ -52,7 +52,7 @@ def alone(module: Any, numbers: Any) -> Any:
     return together(1, module.trained, numbers, module.Run(), None, on_device=True)[0]
 
 
-@pytest.mark.sampled(4, values=False)
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("way", test_bits.WAYS)
 def test_two_ranks_that_share_the_state_have_the_bits_of_one(way: str, tmp_path: Path) -> None:
     numbers, run = test_bits.WAYS[way]
@@ -60,7 +60,7 @@ def test_two_ranks_that_share_the_state_have_the_bits_of_one(way: str, tmp_path:
         equal(found, alone(test_bits, numbers))
 
 
-@pytest.mark.sampled(5, values=False)
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize(("way", "size"), test_pipeline.IN_SHORT)
 def test_a_pipeline_has_the_bits_of_one_rank(way: str, size: int, tmp_path: Path) -> None:
     numbers, run = test_pipeline.WAYS[way]
@@ -71,6 +71,7 @@ def test_a_pipeline_has_the_bits_of_one_rank(way: str, size: int, tmp_path: Path
         assert moved == said == formula
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("way", ["on disk, early, bf16", "stage 2"])
 def test_two_copies_of_two_ranks_each_have_the_bits_of_one_rank(way: str, tmp_path: Path) -> None:
     numbers, run = test_copies.WAYS[way]
@@ -85,6 +86,7 @@ def test_two_pipelines_of_two_ranks_have_the_bits_of_one_rank(tmp_path: Path) ->
         equal(found, wanted)
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("name", ["llama", "packed"])
 def test_ranks_that_share_each_sequence_are_close_to_one_rank(name: str) -> None:
     wanted = together(1, test_ulysses.trained, name, clip_grad_norm=0.5, on_device=True)[0]
@@ -120,6 +122,7 @@ def test_a_device_that_waits_for_a_rank_that_is_gone_is_not_waited_for(how: int,
     assert together(2, test_failures.steps, tmp_path / "store", 2, on_device=True) == [(2, wanted[2:])] * 2
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
 def test_a_pipeline_whose_rank_is_killed_goes_on_from_its_last_commit(schedule: str, tmp_path: Path) -> None:
     ((_, whole),) = together(1, test_pipeline.steps, tmp_path / "alone", 4, on_device=True)
@@ -277,8 +280,14 @@ def mutated(mesh: DeviceMesh, name: str) -> None:
                 raise
 
 
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_is_left_out_is_a_line_of_the_engine(name: str) -> None:
+    MUTATIONS[name].made()
+
+
 @pytest.mark.mutation
 @pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_it_is_found_where_nothing_says_that(name: str) -> None:
     axis = "dp_shard" if MUTATIONS[name].owner is Together else "pp"

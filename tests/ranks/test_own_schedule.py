@@ -101,6 +101,7 @@ def test_ranks_that_share_the_state_have_the_bits_of_one_rank(way: str, tmp_path
         equal(found, alone(WAYS[way][0]))
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("ranks", ["copies", "hosts"])
 def test_so_have_copies_of_the_state_and_several_hosts(ranks: str, tmp_path: Path) -> None:
     for found in together(4, trained, "stage 3 on disk", tmp_path, **{ranks: True}):
