@@ -21,7 +21,7 @@ from penstock.planner.update_mode import REPEATS, steps_early
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.dealt import program_of_rank, stages_dealt
+from penstock.schedule.lower.dealt import programs_of_ranks, stages_dealt
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import shards_at
 from penstock.schedule.place import Placement, Settings
@@ -96,7 +96,7 @@ def programs_of(
     """
     of_stages = stages_dealt(program, ranks, counts, family)
     program = Mesh(data=beside).everyone().part(program)
-    return [program_of_rank(program, of_stages, rank, ranks) for rank in range(ranks)]
+    return programs_of_ranks(program, of_stages, ranks)
 
 
 def plans_of(asked: Sequence[Asked]) -> tuple[Plan, ...]:

@@ -17,7 +17,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.request import Request
 from penstock.planner.update_mode import steps_early
 from penstock.schedule.place import Depths, Placement, Settings
-from penstock.schedule.program import ALIGN, Program
+from penstock.schedule.program import ALIGN, GroupSpec, Program
 
 CHUNKS = tuple(2**power for power in range(21, 15, -1))
 """Elements of the chunks that are tried in that order, as larger ones cost less: 8 MiB down to 256 KiB of fp32."""
@@ -228,7 +228,7 @@ def _raise(request: Request, settings: Settings, tier: Tier, moves: Iterable[tup
 
 def _to_device(request: Request, settings: Settings) -> Settings:
     """Give what is left of device memory to weights, then to state; last blocks first (their backward comes first)."""
-    place, groups = settings.place, request.program.groups[::-1]
+    place, groups = settings.place, _last_first(request.program)
     if request.budget.weights is None:
         moves = [(g.index, True, False) for g in groups if place.weights[g.index] != "device"]
         settings = _raise(request, settings, "device", moves)
@@ -242,7 +242,7 @@ def _to_device(request: Request, settings: Settings) -> Settings:
 
 def _to_host(request: Request, settings: Settings) -> Settings:
     """Give what is left of host memory to weights, then to state."""
-    place, groups = settings.place, request.program.groups[::-1]
+    place, groups = settings.place, _last_first(request.program)
     if request.budget.weights is None:
         moves = [(g.index, True, False) for g in groups if place.weights[g.index] == "disk"]
         settings = _raise(request, settings, "host", moves)
@@ -250,3 +250,8 @@ def _to_host(request: Request, settings: Settings) -> Settings:
         moves = [(g.index, False, True) for g in groups if g.trainable and place.state[g.index] == "disk"]
         settings = _raise(request, settings, "host", moves)
     return settings
+
+
+def _last_first(program: Program) -> list[GroupSpec]:
+    """The groups that a rank has something of, the last one first: of a long pipeline most are others'."""
+    return [g for g in reversed(program.groups) if g.numel]

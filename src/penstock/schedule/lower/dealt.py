@@ -26,7 +26,7 @@ in 1F1B and zero bubble each rank has its blocks in one piece: less crosses, and
     rank 2                                 b6  b7  b8
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import cycle, islice
@@ -207,6 +207,23 @@ def program_of_rank(
     Raises:
         ConfigError: two ranks would need one group.
     """
+    return next(_programs(program, of_stages, ranks, [rank], besides, holders))
+
+
+def programs_of_ranks(program: Program, of_stages: Sequence[int], ranks: int) -> list[Program]:
+    """``program_of_rank`` of all ranks: what is another's is made once, as of 1,024 ranks each has 1,023 others."""
+    return list(_programs(program, of_stages, ranks, range(ranks)))
+
+
+def _programs(
+    program: Program,
+    of_stages: Sequence[int],
+    ranks: int,
+    wanted: Iterable[int],
+    besides: Sequence[int] = (),
+    holders: Sequence[int] | None = None,
+) -> Iterator[Program]:
+    """``program_of_rank`` of the wanted ranks."""
     used = users_of(program, of_stages)
     holders = [used.get(g.index, 0) for g in program.groups] if holders is None else holders
     for g, user in used.items():
@@ -215,27 +232,30 @@ def program_of_rank(
                 f"parameters {program.groups[g].name!r} are rank {holders[g]}'s, and rank {user} of the pipeline has a "
                 f"block that uses them: {_NOT_CROSSING}"
             )
-    sums = [sum(g.trainable for g in program.groups if holders[g.index] == r) // ALIGN for r in range(ranks)]
-    dealt = Dealt(
-        rank=rank,
-        ranks=ranks,
-        of_stages=tuple(of_stages),
-        besides=tuple(besides) or (0,) * len(program.stages),
-        partials=max(sums),
-    )
-
+    sums = [0] * ranks
+    for group, holder in zip(program.groups, holders, strict=True):
+        sums[holder] += group.trainable
+    partials, sent = max(sums) // ALIGN, tuple(besides) or (0,) * len(program.stages)
     whole = _summed_later(program.stages)
+    here = [replace(s, split=None, split_peak=0) if s.index in whole else s for s in program.stages]
+    elsewhere, empty = [_elsewhere(stage) for stage in here], [emptied(group) for group in program.groups]
+    for rank in wanted:
+        dealt = Dealt(rank=rank, ranks=ranks, of_stages=tuple(of_stages), besides=sent, partials=partials)
+        groups = tuple(
+            group if holder == rank else none
+            for group, none, holder in zip(program.groups, empty, holders, strict=True)
+        )
+        stages = tuple(
+            replace(stage, kept=stage.kept + dealt.besides[stage.index]) if holder == rank else other
+            for stage, other, holder in zip(here, elsewhere, of_stages, strict=True)
+        )
+        yield Program(groups=groups, stages=stages, dealt=dealt)
 
-    def own(stage: Stage) -> Stage:
-        if stage.index in whole:
-            stage = replace(stage, split=None, split_peak=0)
-        if dealt.has(stage.index):
-            return replace(stage, kept=stage.kept + dealt.besides[stage.index])
-        found = replace(stage, forward_reads=(), backward_reads=(), gradients=(), kept=0)
-        return replace(found, forward_peak=0, backward_peak=0, split_peak=0)
 
-    groups = tuple(g if holders[g.index] == rank else emptied(g) for g in program.groups)
-    return Program(groups=groups, stages=tuple(map(own, program.stages)), dealt=dealt)
+def _elsewhere(stage: Stage) -> Stage:
+    """A stage as the other ranks have it."""
+    found = replace(stage, forward_reads=(), backward_reads=(), gradients=(), kept=0)
+    return replace(found, forward_peak=0, backward_peak=0, split_peak=0)
 
 
 def _summed_later(stages: Sequence[Stage]) -> set[int]:
