@@ -1,23 +1,33 @@
 """Plans and predictions of several ranks: one plan for all, bytes as they move, and a line where nothing is known."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.hardware.machine import Between, Machine
-from tests.models import MODELS
+from penstock.planner import dealt
+from penstock.planner.dealt import Asked, Foreseen, Pace, improved
+from tests.models import MODELS, Case, causal_lm, llama
 from tests.questions import DRIVE, MACHINE
+from tests.ranks.test_bits import equal, results
 from tests.ranks.test_copies import copies_of
 from tests.ranks.worlds import pipeline, together
-from tests.training import budget, wrap
+from tests.training import budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = MODELS["llama"]
+WIDE = Case(
+    build=lambda: llama(hidden_size=128, intermediate_size=352, num_hidden_layers=6, head_dim=32),
+    micro_batch=causal_lm,
+    blocks=6,
+)
 BETWEEN = Between(ranks=2, bandwidth=1e8, latency=1e-3)
 
 
@@ -77,6 +87,31 @@ def test_what_is_predicted_of_a_pipeline_is_the_very_world_that_runs(tmp_path: P
         assert all(done == said > 0 for done, said in moved.values())
         assert time > bound > 0
     assert len({(time, delay) for _, _, time, _, delay in found}) == 1
+
+
+def found_and_trained(mesh: DeviceMesh | None, folder: Path, known: Machine | None) -> Any:
+    """The results of a run with a memory that holds a part of the state; whether its plans are other ones than those by
+    preference, and faster."""
+    faster = list[bool]()
+
+    def compared(asked: Sequence[Asked], pace: Pace, best: Foreseen) -> Foreseen:
+        found = improved(asked, pace, best)
+        faster.append(found.seconds < best.seconds)
+        return found
+
+    with patch.object(dealt, "improved", compared):
+        room = {"weights": None, "state": None, "host": "10MiB", "device": "4MiB"}
+        with wrap(WIDE, budget(folder, **room), mesh=mesh, clip_grad_norm=0.5, plan=known) as engine:
+            found = results(engine, run_steps(engine, steps_of(WIDE, 3, lengths=(12, 8, 10, 12))))
+    return found, any(faster)
+
+
+def test_a_pipeline_whose_plans_were_searched_for_has_the_bits_of_one_process(tmp_path: Path) -> None:
+    alone, _ = found_and_trained(None, tmp_path / "alone", None)
+    found = pipeline(2, found_and_trained, tmp_path / "several", machine(tmp_path))
+    for one, _ in found:
+        equal(one, alone)
+    assert found[0][1], "rank 0 plans for all"
 
 
 def planned_in_copies(mesh: DeviceMesh, folder: Path, known: Machine) -> dict[str, Any]:

@@ -5,7 +5,7 @@ What rank 0 sends besides activations (masks, position embeddings) is known only
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.cli.task import shape_of
@@ -14,8 +14,7 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.sharing import link_of_messages, of_pipeline
 from penstock.planner.batches import cuts
-from penstock.planner.costs import costs_of_plan
-from penstock.planner.dealt import Asked, Foreseen, Pace, fastest_of, programs_of
+from penstock.planner.dealt import Asked, Foreseen, Pace, improved, preferred, programs_of
 from penstock.planner.request import Request
 from penstock.planner.task import MOST_OPS, TOKEN_BYTES, moments_of, rate_name_of
 from penstock.planner.update_mode import expected_repeats
@@ -33,7 +32,13 @@ class Expected:
     beside: int
     profile: ModelProfile
     requests: tuple[Request, ...]
+    pace: Pace
     step: Foreseen
+
+    @property
+    def improved(self) -> "Expected":
+        """With the plans that are searched for from these on."""
+        return replace(self, step=improved([Asked(request=request) for request in self.requests], self.pace, self.step))
 
     @property
     def tokens(self) -> int:
@@ -84,7 +89,7 @@ def expected(
     config: TrainConfig, shape: ModelShape, machine: Machine, size: int, count: int, ranks: int, hosts: int = 1
 ) -> Expected:
     """A step of so many micro-batches of so many sequences for each pipeline of all ``ranks``, on a machine, or on
-    ``hosts`` that are such machines.
+    ``hosts`` that are such machines, by the order of preference.
 
     Raises:
         BudgetError: it does not fit on a rank; says on which.
@@ -99,15 +104,15 @@ def expected(
     link = link_of_messages(machine, ranks, hosts, beside)
     optimizer = rate_name_of(config.optimizer.name, moments, precision)
     pace = Pace(
-        costs=lambda _, plan: costs_of_plan(
-            plan, of_rank, times, optimizer, link_to=None if link is None else lambda _: link
-        ),
         machine=lambda _: of_rank,
+        times=lambda _: times,
+        optimizer=optimizer,
+        link=None if link is None else lambda *_: link,
         repeats=expected_repeats(config),
     )
     requests = tuple(requests_of(config, shape, kind, size, count, ranks, hosts))
-    step = fastest_of([Asked(request=request) for request in requests], pace)
-    return Expected(size=size, count=count, beside=beside, profile=profile, requests=requests, step=step)
+    step = preferred([Asked(request=request) for request in requests], pace)
+    return Expected(size=size, count=count, beside=beside, profile=profile, requests=requests, pace=pace, step=step)
 
 
 def _all_expected(config: TrainConfig, machine: Machine, sequences: int, ranks: int, hosts: int) -> Iterator[Expected]:
@@ -133,8 +138,8 @@ def _all_expected(config: TrainConfig, machine: Machine, sequences: int, ranks: 
 
 
 def fastest(config: TrainConfig, machine: Machine, sequences: int, ranks: int, hosts: int = 1) -> list[Expected]:
-    """The cuts of a batch, of which each pipeline of all ``ranks`` has an equal part, that fit: the one with the
-    shortest predicted step first.
+    """The cuts of a batch, of which each pipeline of all ``ranks`` has an equal part, that fit, by the order of
+    preference: the one with the shortest predicted step first.
 
     Raises:
         BudgetError: none does.

@@ -219,6 +219,7 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
         sequences = arguments.batch or config.sequences_per_step
         dealt(sequences, "sequences", beside, other_batch(beside, 1))
         found = fastest(config, machine, sequences, ranks)[0]
+    found = found.improved
     needs = [found.disk_bytes[rank // beside] for rank in range(ranks)]
     if any(needs) and (full := too_full(_with_room(arguments, config, machine).drives, needs)) is not None:
         need, free = map(format_size, full)

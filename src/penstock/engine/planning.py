@@ -469,15 +469,14 @@ class Planning:
         """The basis of a prediction of a pipeline."""
         shared, machine, link = self._shared, self._machine, self._link
         assert machine is not None
-        found = partial(
-            costs_of_plan,
-            machine=machine,
-            times=times,
+        return Pace(
+            machine=lambda _: machine,
+            times=lambda _: times,
             optimizer=shared.rate,
+            link=None if link is None else lambda *_: link,
             io_threads=shared.io_threads,
-            link_to=None if link is None else lambda _: link,
+            repeats=self.repeats.planned,
         )
-        return Pace(costs=lambda _, plan: found(plan), machine=lambda _: machine, repeats=self.repeats.planned)
 
     def _check(self, plan: Plan, request: Request) -> None:
         ranks = self._shared.ranks

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.config import Tier
+from penstock.planner.fit import base_placement
 from penstock.planner.phases import Phases
 from penstock.planner.request import Request
 
@@ -24,7 +25,8 @@ class GroupClass:
 
 
 def group_classes(request: Request, phases: Phases, tied: set[int]) -> tuple[GroupClass, ...]:
-    """All groups, those that are alike together."""
+    """All groups, those that are alike together. Those that another rank of a pipeline has are one class, which lives
+    as low as it goes."""
     found: dict[object, list[int]] = {}
     for group in request.program.groups:
         found.setdefault(_looks(request, phases, group.index, tied), []).append(group.index)
@@ -36,6 +38,8 @@ def group_classes(request: Request, phases: Phases, tied: set[int]) -> tuple[Gro
 def _looks(request: Request, phases: Phases, g: int, tied: set[int]) -> object:
     """All that a group's loads and sizes depend on besides its home, and besides what stays on the device."""
     group, route = request.program.groups[g], request.route
+    if not group.numel:
+        return None
     visits = Counter(map(phases.load_row, route.readers.get(g, ())))
     looks = (group.trainable, group.frozen, group.compact, group.whole, tuple(sorted(visits.items())))
     if g not in route.gradient_visits:
@@ -54,6 +58,10 @@ def _looks(request: Request, phases: Phases, g: int, tied: set[int]) -> object:
 
 def _homes(request: Request, g: int, tied: set[int]) -> Iterator[Home]:
     budget, trainable = request.budget, request.program.groups[g].trainable
+    if not request.program.groups[g].numel:
+        base = base_placement(request)
+        yield base.weights[g], base.state[g]
+        return
     tiers: tuple[Tier, ...] = ("device", "host", "disk") if request.bottom == "disk" else ("device", "host")
     if request.ranks > 1:  # their parts live below the device
         tiers = tiers[1:]

@@ -1,21 +1,27 @@
 """Plans of a pipeline: each rank has a program, a budget and a plan of its own, and all of them take part in one world.
 
-A rank's plan is the one that fits by the order of preference (``fit``). What all have to do alike is decided for all of
-them: whether steps begin before the norm is known, and which share the next step's forward takes. Where that is left
-open, and there is a machine to predict for, the world of each choice is simulated, and the fastest is taken.
+Where nothing is predicted, a rank's plan is the one that fits by the order of preference (``fit``). What all have to do
+alike is decided for all of them: whether steps begin before the norm is known, and which share the next step's forward
+takes. Where that is left open, and there is a machine to predict for, the world of each choice is simulated, and from
+the fastest a search goes on in which linear programs propose for each rank (``joint``).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from penstock.config import Family
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import Machine, Network
+from penstock.planner.costs import costs_of_plan
 from penstock.planner.endurance import EnduranceError, Worn, worn_by
 from penstock.planner.fit import fit
+from penstock.planner.joint import Joint, JointSearch, Pipelined
 from penstock.planner.plan import Plan
-from penstock.planner.question import SIMULATED_OPS
+from penstock.planner.proposals import Proposal
+from penstock.planner.question import SIMULATED_OPS, Question
 from penstock.planner.request import Request
 from penstock.planner.update_mode import REPEATS, steps_early
 from penstock.schedule.check.late import late_chunks
@@ -24,14 +30,17 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.dealt import programs_of_ranks, stages_dealt
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import shards_at
-from penstock.schedule.place import Placement, Settings
+from penstock.schedule.place import Placement, Settings, Side
 from penstock.schedule.program import Program
+from penstock.shape.model import StageTimes
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 
 DELAYS = (0.0, 0.2, 0.4)
 """delay ratios that are weighed"""
+_FEW_OPS = 10_000
+"""Ops that may be simulated of what linear programs propose, however few the plans by preference took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +53,13 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Foreseen:
-    """A step of all ranks. ``plans``: by rank; ``repeats``: runs of the step besides the first, on average."""
+    """A step of all ranks. ``plans``: by rank; ``repeats``: runs of the step besides the first, on average; ``ops``: of
+    all that was simulated to choose it."""
 
     plans: tuple[Plan, ...]
     simulation: Simulation
     repeats: float
+    ops: int = 0
 
     @property
     def seconds(self) -> float:
@@ -58,12 +69,41 @@ class Foreseen:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """The basis of a prediction. ``costs``: those of the ops of a rank, by its number and its plan; ``machine``: as a
-    rank sees it, by its number; ``repeats``: as of ``Question``."""
+    """The basis of a prediction. By a rank's number, ``machine``: as it sees it; ``times``: of all stages; and
+    ``link``: over which messages go from it to another, None: the network. ``optimizer``, ``io_threads``,
+    ``disk_free`` and ``repeats``: as of ``Question``."""
 
-    costs: Callable[[int, Plan], Costs]
     machine: Callable[[int], Machine]
+    times: Callable[[int], StageTimes]
+    optimizer: str
+    link: Callable[[int, int], Network] | None = None
+    io_threads: int = 4
+    disk_free: int | None = None
     repeats: float = REPEATS
+
+    def costs(self, rank: int, plan: Plan) -> Costs:
+        """The costs of the ops of a rank's plan."""
+        link = None if self.link is None else partial(self.link, rank)
+        machine, times = self.machine(rank), self.times(rank)
+        return costs_of_plan(plan, machine, times, self.optimizer, io_threads=self.io_threads, link_to=link)
+
+    def question(self, rank: int, request: Request, waits: Mapping[str, float], ranks: int) -> Question:
+        """The question for the plan of one of so many ranks, whose compute ``waits`` for others, by phase."""
+        cast: Side = "device" if request.casts_on_device else "host"
+        return Question(
+            # what pipelines leave no choice of
+            request=replace(request, stage=3 if request.ranks > 1 else request.stage, cast=cast),
+            machine=self.machine(rank),
+            times=self.times(rank),
+            optimizer=self.optimizer,
+            families=(request.family,),
+            delays=DELAYS,
+            repeats=self.repeats,
+            disk_free=self.disk_free,
+            io_threads=self.io_threads,
+            simulated_ops=SIMULATED_OPS // ranks,
+            waiting=waits,
+        )
 
     def step(self, plans: Sequence[Plan]) -> Foreseen:
         """The simulation of all ranks' steps."""
@@ -118,23 +158,66 @@ def fastest_of(asked: Sequence[Asked], pace: Pace) -> Foreseen:
         EnduranceError: none do; says of which rank the drives would bear the least.
         BudgetError, ConfigError: as ``plans_of``.
     """
+    return improved(asked, pace, preferred(asked, pace))
+
+
+def preferred(asked: Sequence[Asked], pace: Pace) -> Foreseen:
+    """The fastest of the plans by the order of preference; raises as ``fastest_of``."""
     best: Foreseen | None = None
     least: tuple[int, Worn] | None = None
     ops = 0
     for plans in _possible(asked, _choices(asked[0].request)):
-        ops += sum(len(plan.schedule.ops) for plan in plans)
-        if best is not None and ops > SIMULATED_OPS:
-            break
+        size = sum(len(plan.schedule.ops) for plan in plans)
+        ops += size
         found = pace.step(plans)
         if (worn := _worn(asked, found, pace)) is not None:
             least = min(least or worn, worn, key=lambda one: one[1].too_fast)
         elif best is None or found.seconds < best.seconds:
             best = found
+        if best is not None and ops + size > SIMULATED_OPS:
+            break
     if best is None:
         assert least is not None
         rank, by = least
         raise EnduranceError(f"rank {rank} of the pipeline: {EnduranceError.of(by)}", worn=by)
+    return replace(best, ops=ops)
+
+
+def improved(asked: Sequence[Asked], pace: Pace, best: Foreseen) -> Foreseen:
+    """The plans of all ranks that are found from the ``preferred`` ones on, by linear programs and about half as many
+    ops of simulations (``joint``). What is in memory already stays there, and evaluations have no choice."""
+    if not asked[0].request.train or any(one.keep is not None for one in asked):
+        return best
+    like = _likes(asked, pace)
+    kinds = sorted(set(like))
+    left = max(best.ops // 2, _FEW_OPS)
+
+    def simulated(joint: Joint) -> float | None:
+        nonlocal best, left
+        if left <= 0:
+            return None
+        plans = _as_proposed(asked, like, dict(zip(kinds, joint, strict=True)))
+        left -= sum(len(plan.schedule.ops) for plan in plans)
+        if _differ(asked, plans) is not None or _worn(asked, found := pace.step(plans), pace) is not None:
+            return math.inf
+        best = min(best, replace(found, ops=best.ops), key=lambda step: step.seconds)
+        return found.seconds
+
+    compute = Pipelined.of([one.request for one in asked], pace.times)
+    questions = [pace.question(kind, asked[kind].request, compute.waits[kind], len(asked)) for kind in kinds]
+    search = JointSearch(questions, best=best.seconds, least=compute.seconds, simulate=simulated)
+    search.run([best.plans[kind].settings for kind in kinds])
     return best
+
+
+def _as_proposed(asked: Sequence[Asked], like: Sequence[int], proposed: Mapping[int, Proposal]) -> tuple[Plan, ...]:
+    """The plans of all ranks by what is proposed for the first rank of each kind."""
+    settings = {kind: one.request.roomiest(one.settings) for kind, one in proposed.items()}
+    plans = []
+    for kind, one in zip(like, asked, strict=True):
+        request = replace(proposed[kind].request, program=one.request.program, budget=one.request.budget)
+        plans.append(request.plan(_moved(settings[kind], asked[kind].request.program, one.request.program)))
+    return tuple(plans)
 
 
 def _worn(asked: Sequence[Asked], step: Foreseen, pace: Pace) -> tuple[int, Worn] | None:
@@ -190,49 +273,68 @@ def _alike(asked: Sequence[Asked]) -> tuple[Plan, ...]:
     plans = _each(asked)
     if not asked[0].request.train:
         return tuple(plans)
+    early = {plan.schedule.speculative for plan in plans}
+    if len(early) > 1 and not asked[0].request.speculate:
+        plans = _each([replace(one, request=replace(one.request, speculate=False)) for one in asked])
+    if (why := _differ(asked, plans)) is not None:
+        raise ConfigError(why)
+    return tuple(plans)
+
+
+def _differ(asked: Sequence[Asked], plans: Sequence[Plan]) -> str | None:
+    """The reason that the plans of all ranks do not go the same ways, and what to do; None: they do."""
     early = [plan.schedule.speculative for plan in plans]
     if any(early) and not all(early):
-        if asked[0].request.speculate:
-            raise ConfigError(
-                f"speculate=True, and rank {early.index(False)} of the pipeline has nothing on disk that can step "
-                "early: leave speculate out"
-            )
-        waiting = [replace(one, request=replace(one.request, speculate=False)) for one in asked]
-        plans = _each(waiting)
+        return (
+            f"speculate=True, and rank {early.index(False)} of the pipeline has nothing on disk that can step early: "
+            "leave speculate out"
+        )
     if len({bool(late_chunks(plan.schedule)) for plan in plans}) > 1:
-        raise ConfigError(
+        return (
             f"delay={plans[0].settings.delay:g}, and of the ranks of this pipeline some have nothing that can be "
             "delayed: give delay=0"
         )
     promises = asked[0].request.budget.durability is None or not asked[0].request.wait
     below = [_is_all_on_disk(plan) for plan in plans]
     if len(set(below)) > 1 and promises:
-        raise ConfigError(
+        return (
             f"all state of rank {below.index(True)} of the pipeline would live on disk or not change, and of others "
             "some in memory, and no step could be committed or taken back by all of them: give budget.state='disk' or "
             "budget.state='host', or train other parameters"
         )
-    return tuple(plans)
+    return None
 
 
 def _each(asked: Sequence[Asked]) -> list[Plan]:
     """The plan of each rank, made once for ranks whose stages are alike: what else they ask for, all of them do."""
-    known: dict[object, tuple[Program, Settings]] = {}
-    plans = []
+    plans: list[Plan] = []
+    for rank, (one, like) in enumerate(zip(asked, _likes(asked), strict=True)):
+        if like == rank:
+            plans.append(_of_rank(rank, one))
+        else:
+            settings = _moved(plans[like].settings, asked[like].request.program, one.request.program)
+            plans.append(one.request.plan(settings))
+    return plans
+
+
+def _likes(asked: Sequence[Asked], pace: Pace | None = None) -> list[int]:
+    """For each rank the first one whose stages, and machine if there is a ``pace``, are like its own."""
+    first: dict[object, int] = {}
+    machines: list[Machine] = []
+    found = []
     for rank, one in enumerate(asked):
-        request = one.request
-        key = None
+        request, key = one.request, object()
         if one.keep is None and request.program.dealt is not None:
-            asks = bool(request.budget.disk_paths), request.micro_batches, request.inputs
+            machine = 0
+            if pace is not None:
+                seen = pace.machine(rank)
+                machines += [] if seen in machines else [seen]
+                machine = machines.index(seen)
+            asks = bool(request.budget.disk_paths), request.micro_batches, request.inputs, machine
             # in turn, ranks with stages that are alike have other numbers of micro-batches under way
             key = _likeness(request.program), asks, request.program.dealt.rank if request.route.takes_turns else None
-        if key is None or key not in known:
-            plans.append(_of_rank(rank, one))
-            known[key] = request.program, plans[-1].settings
-        else:
-            like, settings = known[key]
-            plans.append(request.plan(_moved(settings, like, request.program)))
-    return plans
+        found.append(first.setdefault(key, rank))
+    return found
 
 
 def _likeness(program: Program) -> object:

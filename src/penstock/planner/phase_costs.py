@@ -9,6 +9,7 @@ others that wait have norms of their own; and the norm and the commit are an op 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -40,11 +41,13 @@ def columns(probes: Probes, gradients: Sequence[T]) -> list[tuple[GroupClass, Ho
 
 
 class Prices:
-    """Probes, priced: seconds for one machine."""
+    """Probes, priced: seconds for one machine. ``waiting``: seconds that compute waits for other ranks of a pipeline,
+    by phase."""
 
-    def __init__(self, probes: Probes, costs: Costs) -> None:
+    def __init__(self, probes: Probes, costs: Costs, waiting: Mapping[str, float] = MappingProxyType({})) -> None:
         self.probes = probes
         self._costs = costs
+        self._waiting = waiting
         self._groups: dict[tuple[object, ...], Load] = {}
         self._columns: dict[tuple[object, ...], Load] = {}
         self._stages: dict[tuple[Tier, int, int], Load] = {}
@@ -92,7 +95,7 @@ class Prices:
                     facts[small] = self.probes.of_stage(small, activations, inputs)
                 leaving = stay.leaving(stage, inputs)
                 stays = min(kept.get(stage + 1, 0) / leaving, 1.0) if leaving else 0.0
-                with_graph = kept.get(stage, 0) / route.at_once
+                with_graph = float(stage in kept) if route.takes_turns else kept.get(stage, 0) / route.at_once
                 for (row, kind, _, nbytes), count in facts[small].items():
                     left = 1 - stays if kind in _WAYS else 1 - with_graph if kind == "B" else 1.0
                     self._add(load, row, Op(id=stage_op(kind, stage, 0), nbytes=nbytes), left * count)
@@ -118,11 +121,19 @@ class Prices:
             self._add(load, row, Op(id=single_op(kind), nbytes=nbytes), count)
         return load
 
+    def waiting(self) -> Load:
+        """The time that a rank of a pipeline waits for others: as good as the same wherever anything lives."""
+        load = self.none()
+        for phase, seconds in self._waiting.items():
+            load[self.probes.phases.names.index(phase), _LANE["compute"]] = seconds
+        return load
+
     def none(self) -> Load:
         return np.zeros((self.probes.phases.rows_of_load, len(STREAM_LANES)))
 
     def _add(self, load: Load, row: int, op: Op, count: float) -> None:
-        load[row, _LANE[op.lane]] += count * self._costs.seconds(op)
+        if op.lane in _LANE:  # messages are waited for (``waiting``)
+            load[row, _LANE[op.lane]] += count * self._costs.seconds(op)
         if op.lane != "compute":
             load[row, _LANE["compute"]] += count * self._costs.interpreter
 
@@ -185,11 +196,11 @@ class PhaseCosts:
 
     @cached_property
     def of_compute(self) -> Load:
-        """Forward, recompute and backward, and the norm and the commit: as good as the same wherever anything lives.
-        What graphs besides those of the settings save is left out (``of_graphs``)."""
+        """Forward, recompute and backward, what is waited for, and the norm and the commit: as good as the same
+        wherever anything lives. What graphs besides those of the settings save is left out (``of_graphs``)."""
         bottom = self.request.bottom
         found: Load = self._of_stages("device")
-        return found + self.prices.alone((bottom, bottom), "host", late=self.s.delay > 0)
+        return found + self.prices.waiting() + self.prices.alone((bottom, bottom), "host", late=self.s.delay > 0)
 
     def of_graphs(self, tier: Tier) -> Load:
         """The load that each buffer for graphs saves where saved activations live on a tier."""

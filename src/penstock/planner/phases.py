@@ -12,6 +12,8 @@ A *phase* is a stretch of the step whose work can overlap with itself but hardly
                 the updates of their matrices, and of the second block's, which are made orthogonal there
     update      after the global norm, where the optimizer waits for it
 
+Where ranks of a pipeline do forwards and backwards in turn, forwards are a part of the backward.
+
 A delayed step falls where its group's weights are first loaded. For those that begin a step the one before has read as
 much as buffers hold, and what brings their new weights and state home to disk nobody waits for: it may run in all
 phases up to the epilogue. Both have rows of their own (``AHEAD``, ``HOME``).
@@ -27,6 +29,7 @@ AHEAD, HOME = -2, -1
 """The rows after those of the phases."""
 _OF_STEPS = frozenset(("RS", "RG", "OP", "UN", "WS", "WW", "RM", "MU", "WM", "UU", "GU", "HU", "NS", "DU"))
 """Kinds of ops that steps are made of, of chunks or, of matrices, of a group"""
+COMPUTES = ("F", "E", "B", "I", "W")
 BEFORE_GRADIENTS = 3
 """Number of phases before the backward."""
 
@@ -38,7 +41,7 @@ class Phases:
         """``wait``, ``speculate``: as in ``Settings``."""
         self.route = route
         self.micro_batches = 1 + max(visit.micro_batches[-1] for visit in route.visits)
-        self.one_by_one = route.at_once < self.micro_batches
+        self.one_by_one = route.takes_turns or route.at_once < self.micro_batches
         self.split_last = self.one_by_one and (speculate or not wait)
         self.names = (
             "start",
@@ -64,18 +67,18 @@ class Phases:
     def compute_row(self, index: int) -> int:
         """The row of a visit's compute."""
         visit = self.route.visits[index]
-        if visit.kind == "F":
+        if visit.kind == "F" and not self.route.takes_turns:
             return self._index["forward"]
         if visit.kind == "E" and not self.one_by_one:
             return self._index["epilogue"]
-        last = self.split_last and visit.micro_batches[-1] == self.micro_batches - 1
+        last = self.split_last and visit.kind != "F" and visit.micro_batches[-1] == self.micro_batches - 1
         return self._index["last" if last else "backward"]
 
     def load_row(self, index: int) -> int:
         """The row of the loads of a visit's weights."""
         if index <= self._started:
             return self._index["start"]
-        ahead = self.route.visits[index].kind == "E"
+        ahead = self.route.visits[index].kind == "E" and not self.route.takes_turns
         return self._index["forward"] if ahead else self.compute_row(index)
 
     def gradient_row(self, index: int) -> int:
@@ -89,14 +92,14 @@ class Phases:
         now, normed = 0, False
         for op in schedule.ops:
             ident, kind = op.id, op.id.kind
-            if kind in ("F", "E", "B"):
+            if kind in COMPUTES:
                 now = self._computed[kind, ident.stage, ident.micro_batch]
                 yield op, self.compute_row(now)
             elif kind in ("RW", "UW", "HW", "GW"):
                 assert ident.visit is not None
                 yield op, self.load_row(self._at[ident.visit])
             elif kind in ("RC", "UC"):
-                yield op, self.compute_row(self._computed["B", ident.stage + 1, ident.micro_batch])
+                yield op, self.compute_row(self._back(ident.stage + 1, ident.micro_batch))
             elif kind in ("DC", "WC"):
                 yield op, self.compute_row(now)
             elif kind == "CM":
@@ -106,6 +109,11 @@ class Phases:
             else:
                 normed = normed or kind == "NORM"
                 yield op, self._index["update"] if normed else self._row_after(now, kind)
+
+    def _back(self, stage: int, micro_batch: int) -> int:
+        """The visit that runs the backward of a stage, or the first part of it."""
+        kind = "B" if ("B", stage, micro_batch) in self._computed else "I"
+        return self._computed[kind, stage, micro_batch]
 
     def _late_row(self, op: Op) -> int:
         """The row of a delayed step's op: the first block waits for new weights, and not for what goes to disk, nor for

@@ -1,6 +1,7 @@
 """Steps of the ranks of several hosts that are a pipeline, and how many blocks each of them should have.
 
-The ranks' plans are those of a run (``dealt``), and the whole world is simulated, every rank on its own host.
+The ranks' plans are those of a run (``dealt``), and the whole world is simulated, every rank on its own host. Ways
+to cut the batch and to deal the blocks are compared by the order of preference, and then the plans are improved.
 
 Blocks are dealt as a run deals them, by what they compute; and by what each takes of its rank's lanes, the drive's
 among them: the next one goes to the rank whose busiest lane is then done first, with what the ends take of the first
@@ -19,9 +20,8 @@ from penstock.hardware.hosts import Hosts
 from penstock.hardware.machine import Machine, Network
 from penstock.hardware.sharing import within_host
 from penstock.planner.batches import cuts
-from penstock.planner.costs import costs_of_plan
 from penstock.planner.dealt import Asked as Wanted
-from penstock.planner.dealt import Foreseen, Pace, fastest_of, programs_of
+from penstock.planner.dealt import Foreseen, Pace, improved, preferred, programs_of
 from penstock.planner.layouts import Asked, Layout, OfHost, Outcome, check_memory, slowest
 from penstock.planner.plan import Plan
 from penstock.planner.request import Request
@@ -29,7 +29,6 @@ from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.lower.dealt import stages_dealt
 from penstock.shape.model import stage_times
-from penstock.sim.costs import Costs
 
 MOST_OPS = 500_000
 """Ops of the largest world of a pipeline that is simulated."""
@@ -44,9 +43,20 @@ class Simulated:
 
     layout: Layout
     requests: Sequence[Request]
+    pace: Pace
     step: Foreseen
     counts: tuple[int, ...]
     size: int
+
+    def improved(self, hosts: Hosts) -> "Simulated":
+        """With the plans that are searched for from these on, as far as the hosts have the memory."""
+        step = improved([Wanted(request=request) for request in self.requests], self.pace, self.step)
+        found = replace(self, step=step)
+        try:
+            _check_memory(hosts, found)
+        except BudgetError:
+            return self
+        return found
 
 
 def pipeline(asked: Asked, layout: Layout) -> Outcome:
@@ -66,6 +76,7 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
                 other = simulated(asked, layout, views, found.size, counts)
                 found = min(found, other, key=lambda one: one.step.seconds)
     changed = found is not by_compute
+    found, by_compute = found.improved(asked.hosts), by_compute.improved(asked.hosts) if changed else by_compute
     return Outcome(
         layout=layout,
         seconds=found.step.seconds,
@@ -131,7 +142,8 @@ def _sizes(asked: Asked, layout: Layout) -> Iterator[int]:
 def simulated(
     asked: Asked, layout: Layout, views: Sequence[Machine], size: int, counts: Sequence[int] | None = None
 ) -> Simulated:
-    """A pipeline in micro-batches of ``size`` sequences. ``counts``: of each rank; None: by compute.
+    """A pipeline in micro-batches of ``size`` sequences, by the order of preference. ``counts``: of each rank; None: by
+    compute.
 
     Raises:
         BudgetError: it does not fit.
@@ -152,13 +164,18 @@ def simulated(
     requests = [replace(request, program=program, ranks=beside, strands=strands) for program in programs]
     times = [stage_times(task.profile(size), view, str(task.precision)) for view in views]
 
-    def costs(rank: int, plan: Plan) -> Costs:
-        kind = hosts.kind_of(rank * beside)
-        link = partial(_link, hosts, beside, rank)
-        return costs_of_plan(plan, views[kind], times[kind], task.rate_name, link_to=link)
+    def kind_of(rank: int) -> int:
+        return hosts.kind_of(rank * beside)
 
-    pace = Pace(costs=costs, machine=lambda rank: views[hosts.kind_of(rank * beside)], repeats=expected_repeats(task))
-    step = fastest_of([Wanted(request=own) for own in requests], pace)
+    pace = Pace(
+        machine=lambda rank: views[kind_of(rank)],
+        times=lambda rank: times[kind_of(rank)],
+        optimizer=task.rate_name,
+        link=partial(_link, hosts, beside),
+        disk_free=task.disk_free,
+        repeats=expected_repeats(task),
+    )
+    step = preferred([Wanted(request=own) for own in requests], pace)
     for rank, (own, plan) in enumerate(zip(requests, step.plans, strict=True)):
         if (space := own.space_bytes(plan.settings)) > task.disk_free:
             raise BudgetError(
@@ -166,9 +183,13 @@ def simulated(
                 f"free is {format_size(task.disk_free)}: give more drives or host memory"
             )
     counts = tuple(calls.count(rank) for rank in range(ranks))
-    found = Simulated(layout=layout, requests=requests, step=step, counts=counts, size=size)
-    check_memory(hosts, [_of_kind(hosts, found, kind) for kind in range(len(views))])
+    found = Simulated(layout=layout, requests=requests, pace=pace, step=step, counts=counts, size=size)
+    _check_memory(hosts, found)
     return found
+
+
+def _check_memory(hosts: Hosts, found: Simulated) -> None:
+    check_memory(hosts, [_of_kind(hosts, found, kind) for kind in range(len(hosts.kinds))])
 
 
 _OPS_OF_BLOCK = 6

@@ -8,7 +8,8 @@ or none of their steps delayed. What its ops of a group or a stage do is counted
 - all groups and stages that one of the sample stands for have the same facts;
 - micro-batches: a group's facts are the same for any number of them vertically, and horizontally each further one adds
   what the third does. A stage's are those of two micro-batches whose inputs of the last block may stay, by the half,
-  and what the third adds, whose may not.
+  and what the third adds, whose may not. Where ranks of a pipeline do forwards and backwards in turn, all of them are
+  lowered.
 
 So probes know neither the sizes of chunks nor those of micro-batches: there are few, and they are kept.
 """
@@ -19,17 +20,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from penstock.config import Tier
+from penstock.config import Family, Tier
 from penstock.planner.classes import GroupClass, Home, group_classes
 from penstock.planner.fit import settings_of, tied_groups
 from penstock.planner.phases import Phases
-from penstock.planner.request import Request
+from penstock.planner.request import BUILDS, Request
 from penstock.planner.sample import Sample, without_activations, without_weights
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import Seat
 from penstock.schedule.lower.update import partials_of
-from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
+from penstock.schedule.lower.visits import route_of
 from penstock.schedule.place import Depths, Placement, Settings
 from penstock.schedule.program import GroupSpec, Program
 
@@ -65,6 +66,7 @@ class Probes:
         self.sample = Sample.of(request.program)
         self.tied = tied_groups(request.program)
         self._one_by_one = request.one_by_one and request.micro_batches > 1
+        self._in_turn = request.route.takes_turns
         self._found: dict[tuple[object, ...], Probe] = {}
 
     @cached_property
@@ -83,7 +85,7 @@ class Probes:
     def of_group(self, small: int, home: Home, gradients: Tier, *, late: bool, deep: bool) -> Facts:
         """The ops of a group of the sample. ``gradients``: where they wait, if they do; ``late``: with every step
         delayed; ``deep``: with more than one buffer for weights."""
-        counts = (2, 3) if self._one_by_one else (1,)
+        counts = (2, 3) if self._one_by_one else (self.request.micro_batches if self._in_turn else 1,)
         found = [self._of_groups(home, gradients, late, deep, m).groups.get(small, {}) for m in counts]
         further = self.request.micro_batches - 2
         return found[0] if len(found) == 1 else _sum((1 - further, found[0]), (further, found[1]))
@@ -91,7 +93,9 @@ class Probes:
     def of_stage(self, small: int, activations: Tier, inputs: int) -> Facts:
         """The ops of a stage of the sample for all micro-batches. ``inputs``: as in ``Depths``."""
         count = self.request.micro_batches
-        two, three = (self._of_stages(activations, m).stages[small] for m in (2, 3))
+        if self._in_turn:
+            return self._of_stages(activations, count).stages.get(small, {})
+        two, three = (self._of_stages(activations, m).stages.get(small, {}) for m in (2, 3))
         if self._one_by_one:  # the first and the last, and those in between
             return _sum((1 - (count - 2), two), (count - 2, three))
         stay = min(inputs, count)
@@ -99,10 +103,11 @@ class Probes:
 
     def alone(self, home: Home, gradients: Tier, *, late: bool) -> Facts:
         """The ops that there is one of, where all groups live at one home."""
-        found = self._of_groups(home, gradients, late, True, 2 if self._one_by_one else 1).alone
+        count = 2 if self._one_by_one else self.request.micro_batches if self._in_turn else 1
+        found = self._of_groups(home, gradients, late, True, count).alone
         return {
-            (row, kind, part, self._partials if kind == "AN" else n): count
-            for (row, kind, part, n), count in found.items()
+            (row, kind, part, self._partials if kind == "AN" and self.request.program.dealt is None else n): number
+            for (row, kind, part, n), number in found.items()
         }
 
     @cached_property
@@ -134,7 +139,8 @@ class Probes:
         return self._found[key]
 
     def _probe(self, program: Program, settings: Settings) -> Probe:
-        return _probe(program, settings, self.request.seat(settings), one_by_one=self._one_by_one)
+        family = self.request.order if self._one_by_one or self._in_turn else "vertical"
+        return _probe(program, settings, self.request.seat(settings), family)
 
     @cached_property
     def _bare(self) -> Program:
@@ -171,14 +177,10 @@ def _in_host_memory(program: Program) -> Placement:
 
 
 @lru_cache(maxsize=4096)
-def _probe(program: Program, settings: Settings, seat: Seat, *, one_by_one: bool) -> Probe:
+def _probe(program: Program, settings: Settings, seat: Seat, family: Family) -> Probe:
     """The facts of a program's schedule, whose groups have one chunk for each of their parts."""
-    if one_by_one:
-        route = horizontal_route(program, settings.micro_batches)
-        schedule = horizontal(program, settings, seat=seat)
-    else:
-        route = vertical_route(program, settings.micro_batches, train=settings.train)
-        schedule = vertical(program, settings, seat=seat)
+    route = route_of(program, settings.micro_batches, family, train=settings.train)
+    schedule = BUILDS[family](program, settings, seat=seat)
     groups: dict[int, Counter[Fact]] = defaultdict(Counter)
     stages: dict[int, Counter[Fact]] = defaultdict(Counter)
     alone: Counter[Fact] = Counter()

@@ -33,7 +33,7 @@ _HOST_DEPTHS = (4, 3, 2, 1)
 _SHALLOWEST = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, activations=1)
 _TIERS_TRIED = 2
 """combinations of tiers for saved activations and gradients that are proposed for each size of chunks"""
-_PROMISING = 1.05
+PROMISING = 1.05
 _OTHERS = 2
 """delays that promise something beside the best: one size of chunks says little of another"""
 _BESIDES = 1.01
@@ -85,7 +85,7 @@ class Proposals:
         By the relaxed optimum of one size of chunks.
         """
         screened = [(request, self._screened(request, self.q.delays_of(request))) for request in self.q.requests]
-        bar = min((found[0][0] for _, found in screened if found), default=math.inf) * _PROMISING
+        bar = min((found[0][0] for _, found in screened if found), default=math.inf) * PROMISING
         worth = [(request, found) for request, found in screened if found and found[0][0] <= bar]
         return [(request, _best_delays([*found, *self._between(request, found)])) for request, found in worth]
 
@@ -265,6 +265,19 @@ class Proposals:
             if placed is not None:
                 yield self.proposal(with_keep(lp.request, placed, keep=placed.keep), lp.request, pattern)
 
+    def again(
+        self, settings: Settings, request: Request, patterns: Iterable[Pattern], below: float = math.inf
+    ) -> Iterator[Proposal]:
+        """Proposals with the chunks, depths, delay and tiers of saved activations and gradients of some settings, whose
+        groups are placed anew; none if they promise to take ``below`` seconds or more."""
+        lp, place = self.program(settings, request), settings.place
+        if place.activations not in lp.activation_tiers:
+            return
+        waits = place.gradients if place.gradients in lp.gradient_tiers else lp.gradient_tiers[0]
+        shares = lp.solve(place.activations, waits)
+        if shares is not None and shares.seconds < below:
+            yield from self.rounded(lp, shares, patterns)
+
     def program(self, settings: Settings, request: Request) -> PlacementLP:
         """The linear program of a request with the chunks, depths and delay of some settings. How many graphs are kept
         is its own to say."""
@@ -305,7 +318,7 @@ class Proposals:
             self._probes[key] = Probes(request, wait=wait, speculate=request.speculates, keep=keep)
         counts = costs is _ONE_EACH
         if (*key, counts) not in self._prices:
-            self._prices[*key, counts] = Prices(self._probes[key], costs)
+            self._prices[*key, counts] = Prices(self._probes[key], costs, {} if counts else self.q.waiting)
         return self._prices[*key, counts]
 
     def proposal(self, settings: Settings, request: Request, pattern: Pattern) -> Proposal:
@@ -367,7 +380,7 @@ def _best_delays(screened: Iterable[tuple[float, float]]) -> tuple[float, ...]:
     least = by_seconds[0][0]
     good = sorted(delay for seconds, delay in by_seconds if seconds <= least * EQUAL)
     middle = good[len(good) // 2]
-    others = [delay for seconds, delay in by_seconds if delay not in (0, middle) and seconds <= least * _PROMISING]
+    others = [delay for seconds, delay in by_seconds if delay not in (0, middle) and seconds <= least * PROMISING]
     return tuple(dict.fromkeys((middle, *others[:_OTHERS], *(delay for _, delay in by_seconds if not delay))))
 
 

@@ -1,7 +1,7 @@
 """The question that the search for a plan is asked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -33,7 +33,8 @@ class Question:
     may be used on disk; None: enough. ``most_ops``: ops of the largest schedule that may be chosen; None: any.
     ``room``: bytes of device and host memory for what comes before and after steps (``phase_memory``); None: enough.
     ``most_written``: bytes that a step may write on average, with its repeats; None: any. A plan then has to keep to
-    the drives' endurance, too.
+    the drives' endurance, too. ``waiting``: of a rank of a pipeline, seconds of a step in which compute waits for
+    others, by phase (``Phases``).
     """
 
     request: Request
@@ -49,6 +50,7 @@ class Question:
     room: Mapping[Tier, int] | None = None
     simulated_ops: int = SIMULATED_OPS
     most_written: float | None = None
+    waiting: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:
@@ -77,7 +79,7 @@ class Question:
             return (request.delay,)
         # With one slot a step that is pending leaves the store in pieces between steps, where it is whole otherwise.
         in_place = request.bottom == "disk" and request.budget.slots == 1
-        return (0.0,) if request.one_by_one or in_place else self.delays
+        return (0.0,) if request.order != "vertical" or in_place else self.delays
 
     def expected(self, seconds: float, settings: Settings) -> float:
         """Seconds of a step on average, where one with these settings takes ``seconds``: some are run twice."""

@@ -30,13 +30,14 @@ from penstock.schedule.program import Program
 DEVICE_TEMPORARIES = 32 << 20
 """Bytes that an optimizer step on an accelerator needs besides its arguments (``optim.fallback`` has the same)."""
 
-_BUILDS: Mapping[Family, Callable[..., Schedule]] = {
+BUILDS: Mapping[Family, Callable[..., Schedule]] = {
     "vertical": vertical,
     "horizontal": horizontal,
     "1f1b": partial(in_turn, name="1f1b"),
     "interleaved-1f1b": partial(in_turn, name="interleaved-1f1b"),
     "zero-bubble": partial(in_turn, name="zero-bubble", split=True),
 }
+"""The functions that lower a step, by its order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Request(StreamConfig):
     hosts: int = 1
 
     def build(self, settings: Settings) -> Schedule:
-        return _BUILDS[self.order](self.program, settings, self.fixed(settings.place), seat=self.seat(settings))
+        return BUILDS[self.order](self.program, settings, self.fixed(settings.place), seat=self.seat(settings))
 
     def seat(self, settings: Settings) -> Seat:
         """The seat of each rank."""

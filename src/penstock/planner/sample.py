@@ -5,6 +5,7 @@ two ends of the program: the first block's loads begin a step, the last one's we
 matrices the first two blocks' steps end it. Where stages share nothing and are alike, those in between are as good as
 each other, so that the second (with matrices, the third) stands for them all.
 Those that share a group stay, and so do two on each side of them: weights that leave in between do so here, too.
+The program of a rank of a pipeline stands for itself: it has few stages of its own.
 """
 
 from collections import Counter, defaultdict
@@ -27,6 +28,12 @@ class Sample:
 
     @staticmethod
     def of(program: Program) -> "Sample":
+        if program.dealt is not None:  # what crosses, and with whom, is another at each place
+            return Sample(
+                program=program,
+                groups=tuple(group.index if group.numel else -1 for group in program.groups),
+                stages=tuple(range(len(program.stages))),
+            )
         stands = _stands_for(program)
         kept = sorted(set(stands))
         number = {old: new for new, old in enumerate(kept)}
@@ -93,10 +100,10 @@ def without_activations(program: Program) -> Program:
     stages = (
         replace(stage, activation=0, gradient=0, kept=0, forward_peak=0, backward_peak=0) for stage in program.stages
     )
-    return Program(groups=groups, stages=tuple(stages))
+    return replace(program, groups=groups, stages=tuple(stages))
 
 
 def without_weights(program: Program) -> Program:
     """The program with nothing but compute and activations."""
     groups = tuple(replace(group, name="", trainable=0, frozen=0, whole=None) for group in program.groups)
-    return Program(groups=groups, stages=tuple(replace(stage, gradients=()) for stage in program.stages))
+    return replace(program, groups=groups, stages=tuple(replace(stage, gradients=()) for stage in program.stages))

@@ -44,12 +44,12 @@ from penstock.sim.simulate import simulate
 
 SIMULATIONS = 36
 
-_DEEPEST = 8
-_BETTER = 0.998
+DEEPEST = 8
+BETTER = 0.998
 """A neighbour must take less than this share of the best time to be worth a change."""
-_HOPELESS = 1.02
+HOPELESS = 1.02
 """Above so much of the best simulated time an estimate, which takes phases one after the other, rules a plan out."""
-_GOOD_ENOUGH = 1.01
+GOOD_ENOUGH = 1.01
 _SLOWER = (1.0, 1.3, 2.0, 4.0)
 """Factors on the fastest plan's time: for each in turn a plan is sought that writes no more than it may in so long."""
 
@@ -286,7 +286,7 @@ class _Search:
         found: list[Proposal] = []
         while waiting:
             least = min((p.estimate for p in found), default=math.inf) if best is None else best
-            if waiting[0].seconds >= least * _HOPELESS:
+            if waiting[0].seconds >= least * HOPELESS:
                 break
             found += self.proposals.kept(waiting.popleft())
         return found
@@ -301,8 +301,8 @@ class _Search:
         """
         best = min((p.estimate for p in proposals), default=math.inf)
         possible = min(best, possible)
-        proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, *_ahead(p.settings), p.work))
-        for proposal in _different(proposals, FIRST):
+        proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, *ahead(p.settings), p.work))
+        for proposal in different(proposals, FIRST):
             if not self._settled(possible) or self._delays_beside(proposal):
                 self._try(proposal)
         return possible
@@ -313,11 +313,11 @@ class _Search:
 
     def _beaten(self) -> bool:
         """True if the plan for another question, which was found before, is better."""
-        return self.best is not None and self.best[0] > self.beat * _GOOD_ENOUGH
+        return self.best is not None and self.best[0] > self.beat * GOOD_ENOUGH
 
     def _settled(self, possible: float) -> bool:
         """True if the best takes as long as the least estimate says that it must."""
-        return self.best is not None and self.best[0] <= possible * _GOOD_ENOUGH
+        return self.best is not None and self.best[0] <= possible * GOOD_ENOUGH
 
     def _size(self, proposal: Proposal) -> int:
         return self.proposals.size(proposal.request, proposal.settings)
@@ -342,7 +342,7 @@ class _Search:
         expected = self.q.expected(simulation.time, proposal.settings)
         if self._wears(plan, simulation.time):
             return False
-        if self.best is not None and expected >= self.best[0] * _BETTER:
+        if self.best is not None and expected >= self.best[0] * BETTER:
             return False
         self.best = (expected, proposal, plan, simulation)
         return True
@@ -356,7 +356,7 @@ class _Search:
 
     def _is_hopeless(self, estimate: float) -> bool:
         """True if what is estimated like this is not worth a simulation, nor shares so good their rounding."""
-        return self.best is not None and estimate >= self.best[0] * _HOPELESS
+        return self.best is not None and estimate >= self.best[0] * HOPELESS
 
     def _beyond(self, request: Request, settings: Settings) -> str | None:
         """The phase for which the machine has no room with these settings; None: it has room for all."""
@@ -407,11 +407,9 @@ class _Search:
         self, settings: Settings, request: Request, patterns: Iterable[Pattern], activations: Tier, gradients: Waits
     ) -> Iterator[Proposal]:
         """Proposals with these tiers of saved activations and gradients, placed anew for changed settings."""
-        lp = self.proposals.program(settings, request)
-        waits = gradients if gradients in lp.gradient_tiers else lp.gradient_tiers[0]
-        shares = lp.solve(activations, waits)
-        if shares is not None and not self._is_hopeless(shares.seconds):
-            yield from self.proposals.rounded(lp, shares, patterns)
+        best = math.inf if self.best is None else self.best[0]
+        place = replace(settings.place, activations=activations, gradients=gradients)
+        return self.proposals.again(replace(settings, place=place), request, patterns, below=best * HOPELESS)
 
     def _moved(self, proposal: Proposal) -> Iterator[Proposal]:
         """One group of the largest class up or down."""
@@ -434,13 +432,13 @@ def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placemen
     )
 
 
-def _ahead(settings: Settings) -> tuple[int, int]:
+def ahead(settings: Settings) -> tuple[int, int]:
     """A key that sorts settings by how far lanes run ahead of each other, the furthest first: by the number of buffers,
     then by their size."""
     return -settings.depths.state, -settings.chunk
 
 
-def _different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
+def different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
     """The proposals to simulate, of those given, the best first: one for each way to come to the numbers, ``count``
     with other tiers or patterns, and ``count`` with other delays or chunks, since estimates hardly tell these apart.
     Two patterns are one where all groups of a class live alike."""
@@ -465,7 +463,7 @@ def _changes(request: Request, settings: Settings, delays: Iterable[float]) -> I
     for name in ("weights", "state", "gradients", "stage_out", "stage_in", "activations"):  # likeliest to help first
         depth = getattr(settings.depths, name)
         for other in (depth + 1, depth - 1):
-            if 1 <= other <= _DEEPEST:
+            if 1 <= other <= DEEPEST:
                 yield replace(settings, depths=replace(settings.depths, **{name: other}))
     for delay in delays:  # after what costs nothing outside of steps
         yield replace(settings, delay=delay)
