@@ -36,7 +36,7 @@ _DEPTHS = ("weights", "state", "gradients", "stage_out", "stage_in")
 """those likeliest to help first"""
 
 Mode = tuple[bool, float]
-"""Whether steps begin before the norm is known, and the delay."""
+"""The update mode of all ranks: True if steps begin before the norm is known; and the delay."""
 Joint = tuple[Proposal, ...]
 """A proposal for each kind of rank."""
 Change = Callable[[Proposal], Proposal]
