@@ -29,7 +29,7 @@ from penstock.shape.model import StageTimes
 
 _MODES = 2
 """Ways that all ranks may go alike that whole groups are sought for."""
-_HOPELESS = 1.1
+_HOPELESS = 1.3
 """Above so much of the best simulated time an estimate rules proposals out. It takes a rank's phases one after the
 other, and those of different ranks overlap."""
 _DEPTHS = ("weights", "state", "gradients", "stage_out", "stage_in")
@@ -106,11 +106,13 @@ class JointSearch:
         """Simulate what may be faster than what there is. ``now``: the settings of each kind of rank."""
         if self._over:
             return
+        everyone = range(len(now))
         for joint in self._first():
             self._try(joint)
+            self._try(self._after(joint, everyone, _off_the_device))
         if self._joint is None:
             self._joint = self._as_proposed(now)
-        everyone, steps = range(len(now)), list[tuple[Collection[int], Change]]()
+        steps = list[tuple[Collection[int], Change]]()
         for kinds in (everyone, *([(kind,) for kind in everyone] if len(now) > 1 else [])):
             steps += [(kinds, change) for change in _changes(self._joint)]
         while not self._over:
@@ -166,15 +168,20 @@ class JointSearch:
         return tuple(found)
 
     def _helps(self, kinds: Collection[int], change: Change) -> bool:
-        return not self._over and self._try(self._after(kinds, change))
-
-    def _after(self, kinds: Collection[int], change: Change) -> Joint:
-        """The best proposals with those of some kinds changed, and placed anew, where that can be."""
         assert self._joint is not None
-        found = list(self._joint)
+        return not self._over and self._try(self._after(self._joint, kinds, change))
+
+    def _after(self, joint: Joint, kinds: Collection[int], change: Change) -> Joint:
+        """Proposals with those of some kinds changed, and placed anew, where that can be."""
+        found = list(joint)
         for kind in kinds:
-            one, proposals = change(found[kind]), self._of_kinds[kind]
-            found[kind] = next(proposals.again(one.settings, one.request, (one.pattern,)), found[kind])
+            before, proposals = found[kind], self._of_kinds[kind]
+            one = change(before)
+            if change is not _off_the_device:
+                one = next(proposals.again(one.settings, one.request, (one.pattern,)), before)
+                one = _off_the_device(one) if _off_the_device(before) == before else one
+            if proposals.limits.exceeded(one.request, one.settings) is None:
+                found[kind] = proposals.proposal(one.settings, one.request, one.pattern)
         return tuple(found)
 
 
@@ -191,13 +198,24 @@ def _best(proposals: Proposals, mode: Mode) -> list[Proposal]:
 
 def _changes(joint: Joint) -> list[Change]:
     """Changes of proposals that are worth a try."""
-    found: list[Change] = [partial(_in_chunks, factor) for factor in (2.0, 0.5, 0.25)]
+    found: list[Change] = [_off_the_device, *(partial(_in_chunks, factor) for factor in (2.0, 0.5, 0.25))]
     found += [partial(_deeper, name, more) for name in _DEPTHS for more in (1, -1)]
     if joint[0].request.delay is None and joint[0].request.order == "vertical":
         found += [partial(_delayed, steps * DELAY_STEP) for steps in (2, -2, 1, -1)]
     waits: tuple[Waits, ...] = ("host", "disk")
     found += [partial(_on_tiers, tier, waiting) for tier, waiting in product(TIERS, waits)]
     return [*found, _in_the_other_pattern, _keeping]
+
+
+def _off_the_device(one: Proposal) -> Proposal:
+    """With weights in host memory that would be on the device, and whose steps are made in host memory: new ones need not
+    come up then before anything else does, which a rank's sum of phases does not show."""
+    place, budget = one.settings.place, one.request.budget
+    if budget.weights is not None:
+        return one
+    homes = zip(place.weights, place.state, strict=True)
+    weights: tuple[Tier, ...] = tuple("host" if w == "device" != s else w for w, s in homes)
+    return replace(one, settings=replace(one.settings, place=replace(place, weights=weights)))
 
 
 def _in_chunks(factor: float, one: Proposal) -> Proposal:
