@@ -213,7 +213,7 @@ def test_a_plan_that_follows_the_machine_says_when_and_why(
         seen.append(len(seen))
         return {"read": 8.0} if len(seen) == 2 else {}
 
-    def smaller_chunks(question: Question, plan: Plan, *_: object) -> Searched:
+    def smaller_chunks(question: Question, plan: Plan, *_: object, in_vain: bool) -> Searched:
         settings = replace(plan.settings, chunk=plan.settings.chunk // 2 // ALIGN * ALIGN)
         return Searched(settings=settings, seconds=0.0, now=2.0, then=1.0)
 

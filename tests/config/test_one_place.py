@@ -53,7 +53,15 @@ USED = {
         "planner/layouts.py": "the one of a layout, of which several are compared",
         "cli/simulate_arguments.py": "of a schedule that is simulated, without a plan",
         **dict.fromkeys(
-            ("engine/timing.py", "planner/following.py", "planner/sample.py", "runtime/", "shape/", "tape/"),
+            (
+                "engine/timing.py",
+                "planner/following.py",
+                "planner/phases.py",
+                "planner/sample.py",
+                "runtime/",
+                "shape/",
+                "tape/",
+            ),
             "a stage of a program",
         ),
     },
