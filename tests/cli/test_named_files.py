@@ -44,7 +44,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--data.sources", "{folder}/*.txt"), "*.txt' matches no file"),
         (("--data.sources", "chat.jsonl"), "'chat.jsonl' matches no file"),
         (("--data.sources", "[{{path: stdlib}}, {{path: {folder}/x.parquet}}]"), "x.parquet' matches no file"),
-        (("--data.sources", "{folder}/empty"), "matches no file"),
+        (("--data.sources", "{folder}/empty"), "empty' is a folder without a file"),
         (("--data.sources", "{folder}/mixed"), "holds JSON (a.jsonl) and Parquet (b.parquet)"),
         (("--data.validation", "{{sources: held-out.jsonl}}", "--evaluate.every", "2"), "'held-out.jsonl' matches"),
         (("--data.tokenizer", "{folder}/tokenizer"), "data.tokenizer="),
