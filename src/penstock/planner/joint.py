@@ -208,8 +208,8 @@ def _changes(joint: Joint) -> list[Change]:
 
 
 def _off_the_device(one: Proposal) -> Proposal:
-    """With weights in host memory that would be on the device, and whose steps are made in host memory: new ones need not
-    come up then before anything else does, which a rank's sum of phases does not show."""
+    """With weights in host memory that would be on the device, and whose steps are made in host memory: then new ones
+    need not come up before anything else does, which a rank's sum of phases does not show."""
     place, budget = one.settings.place, one.request.budget
     if budget.weights is not None:
         return one
