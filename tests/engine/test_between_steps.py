@@ -100,15 +100,3 @@ def test_what_is_read_between_steps_is_a_placeholder_wherever_weights_are(tmp_pa
         engine.step(MICRO_BATCHES)
         engine.evaluate(MICRO_BATCHES)
         assert all(bool(parameter.isnan().all()) for parameter in engine.model.parameters())
-
-
-def test_a_copy_of_a_placeholder_is_none_the_worse(tmp_path: Path) -> None:
-    """A library that moves a model to where it is already may make one: accelerate does, among processes on the CPU."""
-    losses = []
-    for copied in (False, True):
-        with wrapped({}, tmp_path / str(copied)) as engine:
-            for _ in range(2):
-                losses.append(engine.step(MICRO_BATCHES).loss)
-                for parameter in engine.model.parameters():
-                    parameter.data = parameter.data.clone() if copied else parameter.data
-    assert losses[:2] == losses[2:]

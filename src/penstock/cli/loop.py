@@ -129,9 +129,11 @@ def _check_labels(stats: StepStats) -> None:
 
 def _evaluate(stretch: Stretch, done: int) -> float | None:
     """The mean loss per held-out token, when this step is followed by an evaluation."""
-    evaluate = stretch.config.evaluate
-    if evaluate is None or stretch.validation is None or not _is_evaluated(stretch, done):
+    if not _is_evaluated(stretch, done):
         return None
+    evaluate = stretch.config.evaluate
+    assert evaluate is not None
+    assert stretch.validation is not None
     losses, labels = [], 0
     for step in islice(stretch.validation.once(), evaluate.batches):
         losses.append(stretch.engine.evaluate(step.micro_batches) * step.labels)

@@ -4,7 +4,6 @@ their public names.
 
 import atexit
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -12,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import distributed as dist
+from torch import nn
 from torch.utils.data import BatchSampler
 
 
@@ -24,12 +24,18 @@ def note_skipped(optimizer: Any, skipped: bool) -> None:
         optimizer._is_overflow = skipped
 
 
-def never_wrap(accelerator: Accelerator) -> None:
-    """Have models prepared as for evaluation. Without: several processes would each put theirs into torch's
-    DistributedDataParallel, which sends all weights around, and holds gradients of them all.
+def leave_model(accelerator: Accelerator) -> None:
+    """Have models prepared as for evaluation, and left where they are. Without: several processes would each put theirs
+    into torch's DistributedDataParallel, which sends all weights around, and holds gradients of them all; and where
+    they are on the CPU each would copy it whole, from ``cpu`` to ``cpu:1``.
     """
-    prepare = partial(accelerator.prepare_model, evaluation_mode=True)
-    accelerator.prepare_model = prepare
+    prepare = accelerator.prepare_model
+
+    def prepared(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+        found: nn.Module = prepare(model, device_placement=False, evaluation_mode=True)
+        return found
+
+    accelerator.prepare_model = prepared
 
 
 def before_gather(accelerator: Accelerator, check: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ import torch
 import transformers
 from torch import nn
 
-from penstock.compat.accelerate import before_gather, deal_neighbours, keep_processes, never_wrap, note_skipped
+from penstock.compat.accelerate import before_gather, deal_neighbours, keep_processes, leave_model, note_skipped
 from penstock.compat.transformers import TrainerSteps
 from penstock.config import fields_of
 from penstock.engine import start
@@ -121,10 +121,10 @@ class EngineMixin(TrainerSteps):
     # ---- the engine
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The library's own, which must neither wrap the model for several processes nor gather in a forward, and must
-        leave their group as it is at the end."""
+        """The library's own, which must neither wrap the model for several processes, nor move it, nor gather in a
+        forward, and must leave their group as it is at the end."""
         super().create_accelerator_and_postprocess()
-        never_wrap(self.accelerator)
+        leave_model(self.accelerator)
         keep_processes(self.accelerator)
         before_gather(self.accelerator, self._check_gather)
 

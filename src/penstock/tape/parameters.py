@@ -96,10 +96,10 @@ def refuse_written(groups: Sequence[ParamGroup], before: Sequence[int]) -> None:
 
 def refuse_given_values(groups: Sequence[ParamGroup], dtype: torch.dtype) -> None:
     """Raise ModelError if a parameter has other data between steps than the placeholder that the engine left there
-    (``ParamGroup.detach``), or a copy of that: ``.data`` counts no versions."""
+    (``ParamGroup.detach``): ``.data`` counts no versions."""
     for s in (s for group in groups for s in group.slices):
         data = s.parameter.data
-        if data.dtype is not dtype or (any(data.stride()) and not bool(data.isnan().all())):
+        if data.dtype is not dtype or any(data.stride()):
             raise ModelError(
                 f"parameter {s.name!r} was given other data between steps (.data, or the model's to(), double(), "
                 "half()), where the engine has its value: nothing would come of it. precision of penstock.wrap says "
