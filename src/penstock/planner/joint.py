@@ -18,13 +18,12 @@ from itertools import product, zip_longest
 from penstock.config import TIERS, Tier
 from penstock.planner.fit import with_keep
 from penstock.planner.placement_lp import Waits
-from penstock.planner.proposals import CHUNKS, EQUAL, PROMISING, Proposal, Proposals
+from penstock.planner.proposals import EQUAL, PROMISING, Proposal, Proposals
 from penstock.planner.question import Question
 from penstock.planner.request import Request
-from penstock.planner.search import BETTER, DEEPEST, GOOD_ENOUGH, ahead, different
+from penstock.planner.search import BETTER, GOOD_ENOUGH, STEPS, ahead, different
 from penstock.planner.update_mode import DELAY_STEP
 from penstock.schedule.place import Settings
-from penstock.schedule.program import ALIGN
 from penstock.shape.model import StageTimes
 
 _MODES = 2
@@ -32,9 +31,6 @@ _MODES = 2
 _HOPELESS = 1.3
 """Above so much of the best simulated time an estimate rules proposals out. It takes a rank's phases one after the
 other, and those of different ranks overlap."""
-_DEPTHS = ("weights", "state", "gradients", "stage_out", "stage_in")
-"""those likeliest to help first"""
-
 Mode = tuple[bool, float]
 """The update mode of all ranks: True if steps begin before the norm is known; and the delay."""
 Joint = tuple[Proposal, ...]
@@ -198,8 +194,7 @@ def _best(proposals: Proposals, mode: Mode) -> list[Proposal]:
 
 def _changes(joint: Joint) -> list[Change]:
     """Changes of proposals that are worth a try."""
-    found: list[Change] = [_off_the_device, *(partial(_in_chunks, factor) for factor in (2.0, 0.5, 0.25))]
-    found += [partial(_deeper, name, more) for name in _DEPTHS for more in (1, -1)]
+    found: list[Change] = [_off_the_device, *(partial(_stepped, step) for step in STEPS)]
     if joint[0].request.delay is None and joint[0].request.order == "vertical":
         found += [partial(_delayed, steps * DELAY_STEP) for steps in (2, -2, 1, -1)]
     waits: tuple[Waits, ...] = ("host", "disk")
@@ -218,15 +213,8 @@ def _off_the_device(one: Proposal) -> Proposal:
     return replace(one, settings=replace(one.settings, place=replace(place, weights=weights)))
 
 
-def _in_chunks(factor: float, one: Proposal) -> Proposal:
-    chunk = int(one.settings.chunk * factor) // ALIGN * ALIGN
-    return replace(one, settings=replace(one.settings, chunk=min(max(chunk, CHUNKS[0]), CHUNKS[-1])))
-
-
-def _deeper(name: str, more: int, one: Proposal) -> Proposal:
-    depths = one.settings.depths
-    depth = min(max(getattr(depths, name) + more, 1), DEEPEST)
-    return replace(one, settings=replace(one.settings, depths=replace(depths, **{name: depth})))
+def _stepped(step: Callable[[Settings], Settings], one: Proposal) -> Proposal:
+    return replace(one, settings=step(one.settings))
 
 
 def _delayed(more: float, one: Proposal) -> Proposal:

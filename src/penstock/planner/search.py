@@ -18,8 +18,9 @@ ops, not seconds, so that the same question has the same answer on any machine.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from penstock.config import Family, Tier
@@ -44,7 +45,7 @@ from penstock.sim.simulate import simulate
 
 SIMULATIONS = 36
 
-DEEPEST = 8
+_DEEPEST = 8
 BETTER = 0.998
 """A neighbour must take less than this share of the best time to be worth a change."""
 HOPELESS = 1.02
@@ -455,16 +456,30 @@ def different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
     return list({(p.request.family, p.settings): p for p in chosen}.values())
 
 
+def _in_chunks(factor: float, settings: Settings) -> Settings:
+    chunk = int(settings.chunk * factor) // ALIGN * ALIGN
+    return replace(settings, chunk=chunk) if CHUNKS[0] <= chunk <= CHUNKS[-1] else settings
+
+
+def _deeper(name: str, more: int, settings: Settings) -> Settings:
+    depth = getattr(settings.depths, name) + more
+    return replace(settings, depths=replace(settings.depths, **{name: depth})) if 1 <= depth <= _DEEPEST else settings
+
+
+_DEPTHS = ("weights", "state", "gradients", "stage_out", "stage_in", "activations")
+STEPS: tuple[Callable[[Settings], Settings], ...] = (
+    *(partial(_in_chunks, factor) for factor in (2.0, 0.5, 0.25)),
+    *(partial(_deeper, name, more) for name, more in product(_DEPTHS, (1, -1))),
+)
+"""From settings to those one step away, in chunks and depths, the likeliest to help first; to the same where there is
+no such step."""
+
+
 def _changes(request: Request, settings: Settings, delays: Iterable[float]) -> Iterator[Settings]:
     """Settings one step away, placement aside, or with one of some delays."""
-    for chunk in (settings.chunk * 2, *(settings.chunk // part // ALIGN * ALIGN for part in (2, 4))):
-        if CHUNKS[0] <= chunk <= CHUNKS[-1]:
-            yield replace(settings, chunk=chunk)
-    for name in ("weights", "state", "gradients", "stage_out", "stage_in", "activations"):  # likeliest to help first
-        depth = getattr(settings.depths, name)
-        for other in (depth + 1, depth - 1):
-            if 1 <= other <= DEEPEST:
-                yield replace(settings, depths=replace(settings.depths, **{name: other}))
+    for step in STEPS:
+        if (other := step(settings)) != settings:
+            yield other
     for delay in delays:  # after what costs nothing outside of steps
         yield replace(settings, delay=delay)
     if (other := with_keep(request, settings, keep=not settings.keep)) != settings:
