@@ -4,6 +4,8 @@ What lanes do is made up here (``planner/test_following`` is about what real one
 takes less than any search, so a change pays over longer than it usually has to.
 """
 
+import math
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from penstock.config.endurance import Endurance
 from penstock.engine import following, planning
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Between, Machine
-from penstock.planner.following import Seen, corrected
+from penstock.planner.following import WINDOW, Seen, corrected
 from penstock.schedule.ir.text import parse_schedule
 from tests.engine.test_prediction import machine
 from tests.models import MODELS
@@ -34,17 +36,21 @@ SLOW = 50.0
 
 @dataclass(kw_only=True)
 class Drive:
-    """A drive that takes ``pace`` times as long as at first, whatever the real one does; all else is as predicted."""
+    """A drive that takes ``pace`` times as long as at first, whatever the real one does; all else is as predicted.
+    ``noise``: of reads and of writes, in each step."""
 
     pace: float = 1.0
-    believed: float = field(default=1.0, init=False)
+    noise: float = 0.0
+    believed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("read", "write"), 1.0), init=False)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
+        rng = random.Random(1)
+
         def factors(seen: Seen, contention: object) -> dict[str, float]:
-            return dict.fromkeys(("read", "write"), self.pace / self.believed)
+            return {key: self.pace / self.believed[key] * math.exp(rng.gauss(0, self.noise)) for key in self.believed}
 
         def correct(known: Machine, by: dict[str, float]) -> Machine:
-            self.believed *= by["read"]
+            self.believed = {key: before * by[key] for key, before in self.believed.items()}
             return corrected(known, by)
 
         patch.setattr(Seen, "factors", factors)
@@ -90,6 +96,24 @@ def test_the_plan_follows_a_drive_that_becomes_slow_once_and_changes_no_bit(tmp_
 
 def test_one_slow_step_is_no_other_drive(tmp_path: Path) -> None:
     assert changes(run(tmp_path, slow=range(4, 5))) == []
+
+
+def test_noise_changes_no_plan_and_a_drive_that_is_fast_again_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive, known = Drive(noise=0.1), machine(tmp_path)
+    drive.install(monkeypatch)
+    with wrap(CASE, budget(tmp_path / "store", **TIGHT), plan=known, clip_grad_norm=None) as engine:
+
+        def changed(steps: int) -> list[int]:
+            found = [engine.step(STEPS[i % len(STEPS)]).plan_change for i in range(steps)]
+            return [i for i, change in enumerate(found) if change is not None]
+
+        for pace in (1.0, SLOW, 1.0):
+            drive.pace = pace
+            first = changed(WINDOW + 2)
+            assert (first == []) == (pace == 1.0 and engine.step_count == WINDOW + 2)
+            assert changed(20) == []
 
 
 @pytest.mark.parametrize("settings", [{"replan": False}, {"overlap": False}])

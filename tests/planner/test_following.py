@@ -1,19 +1,29 @@
 """What steps tell of the machine: simulated on one that is another than was predicted, they tell which lane and by how
 much, by rates that then predict them; noise tells nothing."""
 
+import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from penstock.engine.following import Lens
+from penstock.engine.following import Following, Lens, Searched
 from penstock.hardware.drives import together
 from penstock.hardware.machine import Device, Drive, Host, Machine
 from penstock.planner.costs import contention, machine_costs
-from penstock.planner.following import WINDOW, Deviations, Seen, corrected, corrected_times
+from penstock.planner.following import (
+    KEYS,
+    MATTERS,
+    PATIENCE,
+    WINDOW,
+    Deviations,
+    Seen,
+    corrected,
+    corrected_times,
+)
 from penstock.planner.plan import Plan
 from penstock.runtime.streams import Mark
 from penstock.schedule.ir.worlds import World
@@ -192,6 +202,82 @@ def test_noise_is_no_deviation_and_another_disk_is_one_within_as_many_steps_as_c
     told.add(*next(slow))
     assert {"read", "write"} <= told.off().keys()
     assert told.middle()["read"] == pytest.approx(4.0, rel=0.1 + 2 * noise)
+
+
+def learned(drive: Sequence[float], known: Machine) -> list[tuple[int, float]]:
+    """The steps after which a drive that takes ``drive`` times as long was found to be another one, and the times as
+    long that it takes by all that is known then."""
+    told, found, believed = Deviations(), list[tuple[int, float]](), known
+    for i, pace in enumerate(drive):
+        step = seen(ran(slower_drive(known, pace), times()), ran(believed, times()))
+        told.add(factors(step, believed), step.shares())
+        if told.off():
+            believed = corrected(believed, told.middle())
+            found.append((i, known.drives[0].read / believed.drives[0].read))
+            told.clear()
+    return found
+
+
+def test_the_step_in_which_a_drive_becomes_slow_does_not_count_as_how_slow_it_is() -> None:
+    """The middle of the last three steps is learned: with one from before among them, that was the half-slow one."""
+    assert learned([1, 1, 1, 1, 2.2, 4, 4, 4, 4, 4, 4], machine()) == [(6, pytest.approx(4.0, rel=0.08))]
+
+
+def test_rates_learned_while_a_slow_drive_still_let_bursts_through_are_corrected() -> None:
+    (first, half), (second, whole) = learned([1, 1, 1, 2, 2.5, 3, *[4.0] * 20], machine())
+    assert (first, half) == (5, pytest.approx(2.5, rel=0.08))
+    assert second <= first + 2 * WINDOW
+    assert whole == pytest.approx(4.0, rel=0.08)
+
+
+def test_a_drive_that_has_become_fast_is_found_though_it_is_hardly_busy_any_more() -> None:
+    """Compute bounds the step, and the drive is busy for less than 5% of it from then on."""
+    known, told = machine(), Deviations()
+    prediction = ran(known, times(10))
+    step = seen(ran(slower_drive(known, 1 / 20), times(10)), prediction)
+    read = 1 << KEYS.index("read")
+    assert sum(seconds for of, seconds in step.together.items() if of & read) < MATTERS * step.seconds
+    for _ in range(WINDOW):
+        told.add(factors(step, known), step.shares())
+    assert {"read", "write"} <= told.off().keys()
+    assert told.middle()["read"] == pytest.approx(1 / 20, rel=0.1)
+
+
+def test_noise_of_each_lane_by_itself_is_hardly_ever_a_deviation() -> None:
+    """And what is learned of it is no more than the noise."""
+    rng, told, found = random.Random(1), Deviations(), list[float]()
+    for _ in range(1000):
+        told.add({key: math.exp(rng.gauss(0, 0.1)) for key in KEYS}, dict.fromkeys(KEYS, 0.5))
+        found += told.off().values()
+    assert len(found) <= 5
+    assert all(abs(math.log(factor)) < 0.3 for factor in found)
+
+
+def test_a_lane_that_was_irregular_by_another_plan_is_looked_at_anew() -> None:
+    """Few reads of a drive that lets bursts through take anything from half to twice as long; many do not."""
+    following, one, rng = Following(), {"read": 0.5}, random.Random(1)
+    for _ in range(20):
+        assert following.learn([({"read": math.exp(rng.gauss(0, 0.5))}, one)]) is None
+    following.changed()
+    found = [following.learn([({"read": 1.26}, one)]) for _ in range(WINDOW)]
+    assert found == [None] * (WINDOW - 1) + [({"read": pytest.approx(1.26)}, {"read": pytest.approx(1.26)})]
+
+
+def test_plans_of_which_each_promises_more_than_the_other_change_ever_more_rarely() -> None:
+    following, settings = Following(), plan().settings
+    found = Searched(settings=settings, seconds=0.0, now=1.0, then=0.9)
+    changes = []
+    for step in range(200):
+        following.learn([({"read": 1.0}, {"read": 0.5})])
+        following.corrected()
+        if following.is_due(1.0):
+            following.searched(found)
+            following.changed()
+            changes.append(step)
+    assert changes[0] == 0
+    waits = [b - a for a, b in itertools.pairwise(changes)]
+    assert waits == [PATIENCE[0] * 2**i for i in range(len(waits))]
+    assert following.is_due(1.5)  # the machine is another one: at once
 
 
 def test_what_hardly_anything_depends_on_is_not_looked_at() -> None:

@@ -116,8 +116,8 @@ class Following:
         """True: the machine is another one than at the last search"""
         self.wears = False
         """True: a search for a plan that wears the drives less than the one in use was in vain"""
-        self._rested = 0
         self._patience = PATIENCE[0]
+        self._rested = 2 * self._patience  # steps since the last search
         self._known: float | None = None  # seconds of a step by the plan in use, when it was last searched
 
     def look(
@@ -158,16 +158,18 @@ class Following:
     def searched(self, found: Searched) -> bool:
         """A search is over. True if it is the first to find no plan that wears the drives less than the one in use,
         which does so too fast."""
+        least, most = PATIENCE
+        # Plans of which each promises more than the other change ever more rarely.
+        anew = found.settings is not None and self._rested >= 2 * self._patience
+        self._patience = least if anew else min(2 * self._patience, most)
         self.due, self._rested, self._known = False, 0, found.now
         self.search_seconds = found.seconds
         known, self.wears = self.wears, found.settings is None and found.worn is not None
-        least, most = PATIENCE
-        self._patience = least if found.settings is not None else min(2 * self._patience, most)
         return self.wears and not known
 
     def changed(self) -> None:
-        """Another plan is in use, or none is any more."""
-        self._deviations.clear()
+        """Another plan is in use, whose steps have noise of their own, or none is any more."""
+        self._deviations = Deviations()
         self._last = None
 
 

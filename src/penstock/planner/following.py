@@ -24,23 +24,26 @@ from penstock.shape.model import StageTimes
 from penstock.sim.costs import Pair
 
 WINDOW = 3
-"""The last steps of which the median counts: of these one may be anything."""
+"""The last steps, of which each must be off. So all of them are of the new pace, and none of the one before."""
 LEAST = math.log(1.1)
 """A lane whose factor (its logarithm) is less than this off is as predicted: a prediction is 10% off at worst."""
-OF_NOISE = 3.0
-"""Times its noise that a lane must be off."""
+OF_NOISE = 2.5
+"""Times its noise that a lane must be off in each of these steps."""
 MATTERS = 0.05
-"""The share of a step that a lane must be busy for to matter."""
+"""The share of a step that a lane must be busy for to matter, or be predicted to be: one that has become fast hardly is
+busy any more."""
 HORIZON = 50
 """Steps for which a machine is expected to stay as it was found. What a change costs must come back within them."""
 LEAST_GAIN = 0.03
 """The share of a step that a change must promise."""
 PATIENCE = 8, 512
-"""Steps after a search that found nothing better before the next one: at first, and, doubled each time, at most."""
+"""Steps after a search before the next one: at first, and, doubled each time that nothing better was found or that the
+plan changed again soon, at most."""
 AGAIN = 0.1
 """The share by which steps must take more or less than at the last search for another one before that."""
 
-_REMEMBERED = 16
+_REMEMBERED = 32
+"""The steps whose jumps tell the noise: with half as many it is so uncertain that it is taken for a deviation."""
 _OUTSIDE: frozenset[Lane] = frozenset(("read", "write", "net", "nic"))
 """Lanes whose pace is set by what is not the processor, so that one that goes slower takes less from the others."""
 _ROUNDS = 4
@@ -97,9 +100,9 @@ class Seen:
         return found
 
     def shares(self) -> dict[str, float]:
-        """By lane and by stage key: the share of the step that it was busy."""
+        """By lane and by stage key: the share of the step that it was busy, or was predicted to be, if that is more."""
         whole = max(self.seconds, 1e-9)
-        return {key: self._work(key, {}) / whole for key in KEYS if key != "compute"}
+        return {key: max(self._work(key, {}), self.expected.get(key, 0.0)) / whole for key in KEYS if key != "compute"}
 
     def _work(self, key: str, contention: Mapping[Pair, float]) -> float:
         """Seconds that a lane, or a stage key, was busy, each as much as it got ahead in it."""
@@ -173,8 +176,13 @@ class Deviations:
         return {
             key: factor
             for key, factor in self.middle().items()
-            if self._shares.get(key, 0.0) >= MATTERS and abs(math.log(factor)) > max(LEAST, OF_NOISE * self.noise(key))
+            if self._shares.get(key, 0.0) >= MATTERS and self._off_by(key) > max(LEAST, OF_NOISE * self.noise(key))
         }
+
+    def _off_by(self, key: str) -> float:
+        """By how much each of the last steps is off at least, all to the same side; less than 0: they are not."""
+        found = [step[key] for step in self._recent]
+        return max(min(found), -max(found))
 
 
 def corrected(machine: Machine, factors: Mapping[str, float]) -> Machine:
