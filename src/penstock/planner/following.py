@@ -43,7 +43,7 @@ AGAIN = 0.1
 """The share by which steps must take more or less than at the last search for another one before that."""
 
 _REMEMBERED = 32
-"""The steps whose jumps tell the noise: with half as many it is so uncertain that it is taken for a deviation."""
+"""The jumps that tell the noise. By half as many, noise of 10% would be a deviation three times as often."""
 _OUTSIDE: frozenset[Lane] = frozenset(("read", "write", "net", "nic"))
 """Lanes whose pace is set by what is not the processor, so that one that goes slower takes less from the others."""
 _ROUNDS = 4
@@ -180,7 +180,7 @@ class Deviations:
         }
 
     def _off_by(self, key: str) -> float:
-        """By how much each of the last steps is off at least, all to the same side; less than 0: they are not."""
+        """The least by which the last steps are off, all to the same side; less than 0: they are not."""
         found = [step[key] for step in self._recent]
         return max(min(found), -max(found))
 
