@@ -269,7 +269,7 @@ def test_plans_of_which_each_promises_more_than_the_other_change_ever_more_rarel
     changes = []
     for step in range(200):
         following.learn([({"read": 1.0}, {"read": 0.5})])
-        following.corrected()
+        following.corrected({})
         if following.is_due(1.0):
             following.searched(found)
             following.changed()
@@ -278,6 +278,19 @@ def test_plans_of_which_each_promises_more_than_the_other_change_ever_more_rarel
     waits = [b - a for a, b in itertools.pairwise(changes)]
     assert waits == [PATIENCE[0] * 2**i for i in range(len(waits))]
     assert following.is_due(1.5)  # the machine is another one: at once
+
+
+def test_a_lane_that_becomes_fast_is_searched_for_at_once_though_no_step_is_shorter() -> None:
+    """A plan for a slow drive hardly uses it, so a fast one shortens none of its steps, but another plan might."""
+    following = Following()
+    following.searched(Searched(settings=None, seconds=0.0, now=1.0, then=1.0))
+    following.corrected({"read": 0.8, "backward": 1.4})
+    assert not following.is_due(0.96)
+    following.corrected({"read": 0.5, "backward": 0.7})
+    assert following.is_due(0.96)
+    following.searched(Searched(settings=None, seconds=0.0, now=0.96, then=0.96))
+    following.corrected({"read": 1.1})
+    assert not following.is_due(0.97)
 
 
 def test_what_hardly_anything_depends_on_is_not_looked_at() -> None:

@@ -4,6 +4,7 @@
 numbers of all, and so come to the same in the same step; rank 0 searches.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from penstock.errors import BudgetError
 from penstock.planner.endurance import Worn, worn_by
 from penstock.planner.following import (
     AGAIN,
+    ANOTHER,
     HORIZON,
     KEYS,
     LEAST_GAIN,
@@ -119,6 +121,7 @@ class Following:
         self._patience = PATIENCE[0]
         self._rested = 2 * self._patience  # steps since the last search
         self._known: float | None = None  # seconds of a step by the plan in use, when it was last searched
+        self._since = dict[str, float]()  # logarithms of the factors of what was off since then
 
     def look(
         self, plan: Plan, prediction: Simulation, contention: Mapping[Pair, float], marks: Mapping[str, Mark]
@@ -144,15 +147,17 @@ class Following:
         off = self._deviations.off()
         return (off, self._deviations.middle()) if off else None
 
-    def corrected(self) -> None:
-        """Predictions take what was learned into account from here on: deviations count anew, and a search is due."""
+    def corrected(self, off: Mapping[str, float]) -> None:
+        """Predictions take what was ``off`` into account from here on: deviations count anew, and a search is due."""
         self.due = True
+        self._since |= {key: self._since.get(key, 0.0) + math.log(factor) for key, factor in off.items()}
         self._deviations.clear()
 
     def is_due(self, now: float) -> bool:
         """True if a search is worth its time, with a plan in use whose steps take ``now`` seconds by all that is known:
-        not at once after a search in vain, unless steps are other ones than then."""
+        not at once after a search in vain, unless steps, or the rate of a lane, are other ones than then."""
         other = self._known is None or abs(now / self._known - 1) > AGAIN
+        other |= max(map(abs, self._since.values()), default=0.0) > ANOTHER
         return self.due and (other or self._rested >= self._patience)
 
     def searched(self, found: Searched) -> bool:
@@ -163,6 +168,7 @@ class Following:
         anew = found.settings is not None and self._rested >= 2 * self._patience
         self._patience = least if anew else min(2 * self._patience, most)
         self.due, self._rested, self._known = False, 0, found.now
+        self._since.clear()
         self.search_seconds = found.seconds
         known, self.wears = self.wears, found.settings is None and found.worn is not None
         return self.wears and not known

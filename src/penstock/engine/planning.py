@@ -243,7 +243,7 @@ class Planning:
             times = corrected_times(times, factors, ready.plan.program.stages)
             ready = replace(ready, times=times, prediction=self._predict(ready.request, ready.plan, times))
             self._plans[True] = ready
-            following.corrected()
+            following.corrected(off)
         if not following.due:
             return ready
         prediction = ready.prediction
