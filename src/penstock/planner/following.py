@@ -42,8 +42,8 @@ plan changed again soon, at most."""
 AGAIN = 0.1
 """The share by which steps must take more or less than at the last search for another one before that."""
 ANOTHER = math.log(2)
-"""A lane that is so much faster or slower than at the last search (a logarithm) is reason enough, too: one that bounds no
-step is in none of their seconds."""
+"""A lane that is so much faster or slower than at the last search (a logarithm) is reason enough, too: one that bounds
+no step is in none of their seconds."""
 
 _REMEMBERED = 32
 """The jumps that tell the noise. By half as many, noise of 10% would be a deviation three times as often."""
