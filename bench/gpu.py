@@ -21,7 +21,7 @@ import torch
 from bench.harness import ROOT, BenchError, Side, Step, machine, results_file, run, write_section
 from bench.workload import Work
 
-WAYS = ("compute", "penstock", "fsdp2", "deepspeed", "superoffload")
+WAYS = ("compute", "penstock", "planned", "fsdp2", "deepspeed", "superoffload")
 WARM_UP = 2
 """Steps of each size that do not count."""
 TOLERANCE = 0.02
@@ -47,7 +47,7 @@ def measure(way: str, work: Work, batches: list[int], arguments: argparse.Namesp
     """
     flags = [word for batch in batches for word in ("--batch", str(batch))]
     command = (sys.executable, "-m", "bench.gpu_side", way, *flags)
-    if way == "penstock":
+    if way in ("penstock", "planned"):
         command += ("--device", arguments.device, "--host", arguments.host)
     logs = ROOT / ".bench" / "logs" / "gpu"
     side = Side(name=way, command=command)

@@ -55,20 +55,43 @@ def mean(losses: list[torch.Tensor]) -> float:
 
 
 @contextmanager
-def penstock_host(work: Work, device: str, host: str) -> Iterator[Step]:
-    """Weights and optimizer state in host memory."""
+def ours(work: Work, arguments: argparse.Namespace) -> Iterator[Step]:
+    """Weights and optimizer state in host memory; as ``planned``, where the plan puts them."""
     import penstock
+    from penstock.engine.trace import TraceWriter
 
+    host: Any = None if arguments.way == "planned" else "host"
+    budget = penstock.Budget(device=arguments.device, host=arguments.host, weights=host, state=host, durability="none")
+    told = Path(arguments.report).with_suffix(".plans")
+    told.unlink(missing_ok=True)
     with penstock.wrap(
         initial(work),
         optimizer=penstock.AdamW(lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
-        budget=penstock.Budget(device=device, host=host, weights="host", state="host", durability="none"),
+        budget=budget,
         precision="bf16",
         clip_grad_norm=None,
-        recompute=True,  # as the others do
+        recompute=None if arguments.way == "planned" else True,  # as the others do
         device="cuda",
     ) as engine:
-        yield lambda micro_batches: engine.step(micro_batches).loss
+
+        def step(micro_batches: list[dict[str, torch.Tensor]]) -> float:
+            stats, size = engine.step(micro_batches), len(micro_batches[0]["input_ids"])
+            predicted = "nothing" if engine.prediction is None else f"{engine.expected_seconds:.3f} s"
+            if engine.prediction is not None:
+                predicted += f", at least {engine.prediction.lower_bound:.3f} s"
+            busy = dict[str, list[float]]()
+            for event in engine.trace:
+                busy.setdefault(event.lane, []).append(event.end - event.start)
+            lanes = ", ".join(f"{lane} {len(each)} ops {sum(each):.3f} s" for lane, each in busy.items())
+            with told.open("a") as file:
+                print(f"{size} sequences, step {stats.step}: predicted {predicted}; {lanes}", file=file)
+                print(engine.plan.describe(), file=file)
+            trace = TraceWriter(told.with_name(f"{arguments.way}-{size}.trace.json"))
+            trace.step(engine.trace)
+            trace.close()
+            return stats.loss
+
+        yield step
 
 
 @contextmanager
@@ -169,7 +192,7 @@ def deepspeed(work: Work, superoffload: bool) -> Iterator[Step]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("way", choices=["penstock", "compute", "fsdp2", "deepspeed", "superoffload"])
+    parser.add_argument("way", choices=["penstock", "planned", "compute", "fsdp2", "deepspeed", "superoffload"])
     parser.add_argument("--work", required=True, help="the job, as JSON (bench.workload.Work)")
     parser.add_argument("--report", required=True, help="file that takes one line of JSON a step")
     parser.add_argument("--batch", type=int, action="append", required=True, help="sequences in a micro-batch; in turn")
@@ -186,8 +209,8 @@ def main() -> None:
     work = Work.from_json(arguments.work)
     report = Report(arguments.report)
     with ExitStack() as closing:
-        if arguments.way == "penstock":
-            way = penstock_host(work, arguments.device, arguments.host)
+        if arguments.way in ("penstock", "planned"):
+            way = ours(work, arguments)
         elif arguments.way in ("deepspeed", "superoffload"):
             way = deepspeed(work, arguments.way == "superoffload")
         else:

@@ -153,6 +153,19 @@ def test_best_is_the_search_with_the_requests_family_and_keeps_what_is_placed() 
     assert (again.settings.place.weights, again.settings.place.state) == (kept.weights, kept.state)
 
 
+@pytest.mark.parametrize("interpreter", [0.0, 1e-3, 5e-2])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_plan_that_keeps_what_is_placed_has_chunks_as_good_as_a_searchs(interpreter: float, tier: Tier) -> None:
+    machine = replace(MACHINE, interpreter=interpreter)
+    asked = question(transformer(6, block=4096), form=ADAM16, device=2048 * MIB, host=8192 * MIB, machine=machine)
+    budget = replace(asked.request.budget, weights=tier, state=tier)
+    asked = replace(asked, request=replace(asked.request, budget=budget))
+    found = searched(asked)
+    kept = best(asked.request, machine, asked.times, asked.optimizer, found.plan.settings.place)
+    again = simulate(asked.request.world(kept.schedule), asked.costs_of(asked.request))
+    assert again.time <= found.seconds * 1.01
+
+
 def test_more_memory_a_faster_disk_and_a_free_choice_of_family_never_make_it_slower() -> None:
     program = transformer(6, block=40)
     base = searched(question(program, form=ADAM16, device=5 * MIB, host=11 * MIB)).seconds

@@ -38,7 +38,7 @@ from penstock.planner.rounding import PATTERNS, Pattern
 from penstock.planner.update_mode import DELAY_STEP, REPEATS, steps_early
 from penstock.schedule.collection import no_collection
 from penstock.schedule.place import Placement, Settings
-from penstock.schedule.program import ALIGN
+from penstock.schedule.program import ALIGN, round_up
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
@@ -99,8 +99,8 @@ def best(
 ) -> Plan:
     """The plan that ``search`` chooses for a request in its family, cheap enough for the start of a run.
 
-    ``keep``: a placement of weights and state that is already in memory and is not to be changed: only what else there
-    is to choose is chosen, by the estimate alone. ``io_threads``: as ``penstock.wrap``. ``repeats``: as ``Question``.
+    ``keep``: a placement of weights and state that is already in memory and is not to be changed: the size of chunks
+    and what else there is to choose are chosen. ``io_threads``: as ``penstock.wrap``. ``repeats``: as ``Question``.
 
     Raises:
         BudgetError: nothing fits; says the smallest budget of each tier that works.
@@ -140,7 +140,20 @@ def _kept(question: Question, keep: Placement) -> Plan:
         raise refusal
     least = min(p.estimate for p in found)
     chosen = next(p for p in found if p.estimate <= least * EQUAL)
-    return chosen.request.plan(chosen.request.roomiest(chosen.settings))
+    simulated = _Search(question, math.inf)
+    for settings in (*_in_larger_chunks(chosen.settings, chosen.request), chosen.settings):
+        if proposals.limits.exceeded(chosen.request, settings) is None:
+            simulated.consider(proposals.proposal(settings, chosen.request, "last"))
+    if simulated.best is None:
+        return chosen.request.plan(chosen.request.roomiest(chosen.settings))
+    return simulated.best[2]
+
+
+def _in_larger_chunks(settings: Settings, request: Request) -> Iterator[Settings]:
+    """The same, in the largest chunks that tell at first."""
+    largest = max(max(g.trainable, g.frozen) for g in request.program.groups)
+    sizes = {min(size, round_up(largest, ALIGN)) for size in CHUNKS if size > settings.chunk}
+    return (replace(settings, chunk=size) for size in sorted(sizes, reverse=True) if size > settings.chunk)
 
 
 @no_collection()
@@ -263,7 +276,7 @@ class _Search:
         if not self._settled(possible):
             worth = self.q.requests if self.best is None else [request for request, _ in promising]
             for proposal in self.proposals.greedy(worth, needed=self.best is None):
-                self._try(proposal)
+                self.consider(proposal)
         if self.best is not None and not self._beaten():
             while not self._settled(possible) and self._improve():
                 pass
@@ -305,7 +318,7 @@ class _Search:
         proposals.sort(key=lambda p: (p.estimate > best * EQUAL, p.settings.delay > 0, *ahead(p.settings), p.work))
         for proposal in different(proposals, FIRST):
             if not self._settled(possible) or self._delays_beside(proposal):
-                self._try(proposal)
+                self.consider(proposal)
         return possible
 
     def _delays_beside(self, proposal: Proposal) -> bool:
@@ -325,7 +338,7 @@ class _Search:
 
     # ---- simulation
 
-    def _try(self, proposal: Proposal) -> bool:
+    def consider(self, proposal: Proposal) -> bool:
         """Simulate a proposal unless that is known or hopeless; whether it is the best now."""
         key = (proposal.request.family, proposal.settings)
         if key in self.seen or self._is_hopeless(proposal.estimate) or self._spent(self._size(proposal)):
@@ -375,7 +388,7 @@ class _Search:
         assert self.best is not None
         of, size = self.best[1], len(self.best[2].schedule.ops)
         # A neighbour has as many ops, or half of them with chunks twice as large.
-        return any(self._try(neighbour) for neighbour in self._affordable(of, size // 2))
+        return any(self.consider(neighbour) for neighbour in self._affordable(of, size // 2))
 
     def _affordable(self, of: Proposal, ops: int) -> Iterator[Proposal]:
         """Neighbours as long as there is something left to simulate them with: each costs an integer program."""
