@@ -3,9 +3,10 @@
     python -m bench.gpu
 
 A Llama of 3.37B parameters in bf16 with its optimizer state in host memory (54 GB), 4 micro-batches a step of one size
-and then of another, activations recomputed and clipping off on all sides. *compute* is the same forward and backward
-with all weights on the GPU and no optimizer: no side can be faster. Losses are compared. DeepSpeed has to be in the
-environment that this runs in; a side that cannot run is named and left out of the table.
+and then of another, activations recomputed and clipping off on all sides; but *planned* is Penstock with state, weights
+and recomputation as the plan has them. *compute* is the same forward and backward with all weights on the GPU and no
+optimizer: no side that recomputes can be faster. Losses are compared. DeepSpeed has to be in the environment that this
+runs in; a side that cannot run is named and left out of the table.
 """
 
 import argparse
@@ -76,7 +77,8 @@ def check_losses(found: dict[str, Done]) -> None:
 def describe(work: Work, batches: list[int], found: dict[str, Done], arguments: argparse.Namespace) -> str:
     """The section of the results file."""
     setting = (
-        f"{work.model}, bf16, recompute, no clipping, {work.micro_batches} micro-batches; Penstock: device "
+        f"{work.model}, bf16, recompute (planned: as the plan has it), no clipping, {work.micro_batches} micro-batches; "
+        "Penstock: device "
         f"{arguments.device}, host {arguments.host}; medians of {arguments.steps - WARM_UP} steps; {machine()}"
     )
     head = "| micro-batch | side | step | tokens/s | its time over Penstock's | peak of device memory, RSS |"

@@ -54,44 +54,54 @@ def mean(losses: list[torch.Tensor]) -> float:
     return torch.stack([loss.detach() for loss in losses]).mean().item()
 
 
+class Ours:
+    """Penstock's steps. It writes what was planned and done beside the report, when no step is timed."""
+
+    def __init__(self, engine: Any, way: str, report: str) -> None:
+        self._engine, self._way, self._told = engine, way, Path(report).with_suffix(".plans")
+        self._told.unlink(missing_ok=True)
+
+    def __call__(self, micro_batches: list[dict[str, torch.Tensor]]) -> float:
+        loss: float = self._engine.step(micro_batches).loss
+        return loss
+
+    def tell(self, batch: int) -> None:
+        """The last step's plan, prediction and lanes; and its trace, in place of that of the one before."""
+        from penstock.engine.trace import TraceWriter
+
+        engine, prediction, busy = self._engine, self._engine.prediction, dict[str, list[float]]()
+        for event in engine.trace:
+            busy.setdefault(event.lane, []).append(event.end - event.start)
+        lanes = ", ".join(f"{lane} {len(each)} ops {sum(each):.3f} s" for lane, each in busy.items())
+        predicted = (
+            "nothing" if prediction is None else f"{prediction.time:.3f}, at least {prediction.lower_bound:.3f} s"
+        )
+        with self._told.open("a") as file:
+            print(f"{batch} sequences: predicted {predicted}; {lanes}\n{engine.plan.describe()}", file=file)
+        trace = TraceWriter(self._told.with_name(f"{self._way}-{batch}.trace.json"))
+        trace.step(engine.trace)
+        trace.close()
+
+
 @contextmanager
 def ours(work: Work, arguments: argparse.Namespace) -> Iterator[Step]:
     """Weights and optimizer state in host memory; as ``planned``, where the plan puts them."""
     import penstock
-    from penstock.engine.trace import TraceWriter
 
-    host: Any = None if arguments.way == "planned" else "host"
-    budget = penstock.Budget(device=arguments.device, host=arguments.host, weights=host, state=host, durability="none")
-    told = Path(arguments.report).with_suffix(".plans")
-    told.unlink(missing_ok=True)
+    planned = arguments.way == "planned"
+    host: Any = None if planned else "host"
     with penstock.wrap(
         initial(work),
         optimizer=penstock.AdamW(lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
-        budget=budget,
+        budget=penstock.Budget(
+            device=arguments.device, host=arguments.host, weights=host, state=host, durability="none"
+        ),
         precision="bf16",
         clip_grad_norm=None,
-        recompute=None if arguments.way == "planned" else True,  # as the others do
+        recompute=None if planned else True,  # as the others do
         device="cuda",
     ) as engine:
-
-        def step(micro_batches: list[dict[str, torch.Tensor]]) -> float:
-            stats, size = engine.step(micro_batches), len(micro_batches[0]["input_ids"])
-            predicted = "nothing" if engine.prediction is None else f"{engine.expected_seconds:.3f} s"
-            if engine.prediction is not None:
-                predicted += f", at least {engine.prediction.lower_bound:.3f} s"
-            busy = dict[str, list[float]]()
-            for event in engine.trace:
-                busy.setdefault(event.lane, []).append(event.end - event.start)
-            lanes = ", ".join(f"{lane} {len(each)} ops {sum(each):.3f} s" for lane, each in busy.items())
-            with told.open("a") as file:
-                print(f"{size} sequences, step {stats.step}: predicted {predicted}; {lanes}", file=file)
-                print(engine.plan.describe(), file=file)
-            trace = TraceWriter(told.with_name(f"{arguments.way}-{size}.trace.json"))
-            trace.step(engine.trace)
-            trace.close()
-            return stats.loss
-
-        yield step
+        yield Ours(engine, arguments.way, arguments.report)
 
 
 @contextmanager
@@ -224,6 +234,8 @@ def main() -> None:
                 loss = train_step(tokens.step(step))
                 torch.cuda.synchronize()
                 report.step(seconds=time.perf_counter() - start, loss=loss)
+                if isinstance(train_step, Ours):
+                    train_step.tell(batch)
         memory = {"device_peak": torch.cuda.max_memory_allocated(), "device_reserved": torch.cuda.max_memory_reserved()}
         Path(arguments.report).with_suffix(".memory").write_text(json.dumps(memory))
 

@@ -263,21 +263,37 @@ def test_a_lane_that_was_irregular_by_another_plan_is_looked_at_anew() -> None:
     assert found == [None] * (WINDOW - 1) + [({"read": pytest.approx(1.26)}, {"read": pytest.approx(1.26)})]
 
 
-def test_plans_of_which_each_promises_more_than_the_other_change_ever_more_rarely() -> None:
+@pytest.mark.parametrize("seen", [{}, {"write": 2.2}])
+def test_plans_of_which_each_promises_more_than_the_other_change_ever_more_rarely(seen: dict[str, float]) -> None:
+    """Each shows another rate: a drive's writes are fast while they are few."""
     following, settings = Following(), plan().settings
-    found = Searched(settings=settings, seconds=0.0, now=1.0, then=0.9)
-    changes = []
-    for step in range(200):
+    found = Searched(settings=settings, seconds=0.0, now=1.0, then=0.8)
+    changes = list[int]()
+    for step in range(400):
         following.learn([({"read": 1.0}, {"read": 0.5})])
-        following.corrected({})
+        if step == (changes or [-1])[-1] + 1:
+            following.corrected(seen if len(changes) % 2 else {key: 1 / factor for key, factor in seen.items()})
         if following.is_due(1.0):
             following.searched(found)
             following.changed()
             changes.append(step)
-    assert changes[0] == 0
     waits = [b - a for a, b in itertools.pairwise(changes)]
-    assert waits == [PATIENCE[0] * 2**i for i in range(len(waits))]
-    assert following.is_due(1.5)  # the machine is another one: at once
+    assert changes[:2] == [0, 1]
+    assert waits[1:] == [2 * WINDOW * 2**i for i in range(len(waits) - 1)]
+    assert len(waits) > 4
+    for _ in range(PATIENCE[1]):
+        following.learn([({"read": 1.0}, {"read": 0.5})])
+    following.corrected({})
+    assert following.is_due(1.5)  # another machine, after it was the same for long: at once
+
+
+def test_a_plan_that_does_not_keep_its_promise_is_looked_at_again_soon() -> None:
+    following = Following()
+    for found in (None, None, plan().settings):  # after searches in vain, whose waits are no longer those that count
+        following.searched(Searched(settings=found, seconds=0.0, now=1.68, then=1.35))
+    following.learn([({"read": 1.0}, {"read": 0.5})])
+    following.corrected({"backward": 1.2})
+    assert following.is_due(1.6)
 
 
 def test_a_lane_that_becomes_fast_is_searched_for_at_once_though_no_step_is_shorter() -> None:

@@ -24,6 +24,7 @@ from penstock.planner.following import (
     KEYS,
     LEAST_GAIN,
     PATIENCE,
+    WINDOW,
     Deviations,
     Seen,
     moving_seconds,
@@ -118,9 +119,11 @@ class Following:
         """True: the machine is another one than at the last search"""
         self.wears = False
         """True: a search for a plan that wears the drives less than the one in use was in vain"""
-        self._patience = PATIENCE[0]
-        self._rested = 2 * self._patience  # steps since the last search
-        self._known: float | None = None  # seconds of a step by the plan in use, when it was last searched
+        self._patience, self._rested = PATIENCE[0], PATIENCE[1]
+        """steps after a search before the next one, if nothing else has changed; and steps since the last one"""
+        self._between, self._unchanged = 0, PATIENCE[1]
+        """steps after a search before the next one, whatever has changed; and steps by the plan in use"""
+        self._known: float | None = None  # seconds that a step was to take after the last search
         self._since = dict[str, float]()  # logarithms of the factors of what was off since then
 
     def look(
@@ -143,6 +146,7 @@ class Following:
         if len(known) < len(steps):
             return None
         self._rested += 1
+        self._unchanged += 1
         self._deviations.add(of_all_ranks([f for f, _ in known]), of_all_ranks([s for _, s in known]))
         off = self._deviations.off()
         return (off, self._deviations.middle()) if off else None
@@ -155,19 +159,23 @@ class Following:
 
     def is_due(self, now: float) -> bool:
         """True if a search is worth its time, with a plan in use whose steps take ``now`` seconds by all that is known:
-        not at once after a search in vain, unless steps, or the rate of a lane, are other ones than then."""
+        not at once after a search in vain, unless steps, or the rate of a lane, are other ones than then; and ever
+        more rarely while plans take turns, each of which promises more than the other."""
         other = self._known is None or abs(now / self._known - 1) > AGAIN
         other |= max(map(abs, self._since.values()), default=0.0) > ANOTHER
-        return self.due and (other or self._rested >= self._patience)
+        return self.due and self._rested >= (self._between if other else max(self._between, self._patience))
 
     def searched(self, found: Searched) -> bool:
         """A search is over. True if it is the first to find no plan that wears the drives less than the one in use,
         which does so too fast."""
         least, most = PATIENCE
-        # Plans of which each promises more than the other change ever more rarely.
-        anew = found.settings is not None and self._rested >= 2 * self._patience
-        self._patience = least if anew else min(2 * self._patience, most)
-        self.due, self._rested, self._known = False, 0, found.now
+        if found.settings is None:
+            self._patience, self._known = min(2 * self._patience, most), found.now
+        else:
+            soon = self._unchanged < 2 * max(self._between, least)
+            self._between = min(2 * max(self._between, WINDOW), most) if soon else 0
+            self._patience, self._unchanged, self._known = least, 0, found.then
+        self.due, self._rested = False, 0
         self._since.clear()
         self.search_seconds = found.seconds
         known, self.wears = self.wears, found.settings is None and found.worn is not None

@@ -24,7 +24,7 @@ from penstock.shape.model import StageTimes
 from penstock.sim.costs import Pair
 
 WINDOW = 3
-"""The last steps, of which each must be off. So all of them are of the new pace, and none of the one before."""
+"""The last steps, of which each must be off. Only the first can be of the pace before in part; their median is not."""
 LEAST = math.log(1.1)
 """A lane whose factor (its logarithm) is less than this off is as predicted: a prediction is 10% off at worst."""
 OF_NOISE = 2.5
@@ -37,8 +37,7 @@ HORIZON = 50
 LEAST_GAIN = 0.03
 """The share of a step that a change must promise."""
 PATIENCE = 8, 512
-"""Steps after a search before the next one: at first, and, doubled each time that nothing better was found or that the
-plan changed again soon, at most."""
+"""Steps after a search before the next one: at first, and, doubled each time that nothing better was found, at most."""
 AGAIN = 0.1
 """The share by which steps must take more or less than at the last search for another one before that."""
 ANOTHER = math.log(2)

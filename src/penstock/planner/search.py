@@ -123,9 +123,11 @@ def best(
     return search(question).plan if keep is None else _kept(question, keep)
 
 
+@no_collection()
 def _kept(question: Question, keep: Placement) -> Plan:
     """The best plan with a placement that stays: speculating or not, and with a delay only if that is faster."""
-    proposals, refusal = Proposals(question), None
+    trial, refusal = _Search(question, math.inf), None
+    proposals = trial.proposals
     found: list[Proposal] = []
     for request in question.requests:
         for delay in question.delays_of(request):
@@ -140,20 +142,19 @@ def _kept(question: Question, keep: Placement) -> Plan:
         raise refusal
     least = min(p.estimate for p in found)
     chosen = next(p for p in found if p.estimate <= least * EQUAL)
-    simulated = _Search(question, math.inf)
-    for settings in (*_in_larger_chunks(chosen.settings, chosen.request), chosen.settings):
-        if proposals.limits.exceeded(chosen.request, settings) is None:
-            simulated.consider(proposals.proposal(settings, chosen.request, "last"))
-    if simulated.best is None:
-        return chosen.request.plan(chosen.request.roomiest(chosen.settings))
-    return simulated.best[2]
+    sizes = [replace(chosen.settings, chunk=size) for size in _larger_chunks(chosen)]
+    fitting = [option for option in sizes if proposals.limits.exceeded(chosen.request, option) is None]
+    options = [*(proposals.proposal(option, chosen.request, "last") for option in fitting), chosen]
+    for proposal in sorted(options, key=lambda p: p.estimate):
+        trial.consider(proposal)
+    return chosen.request.plan(chosen.request.roomiest(chosen.settings)) if trial.best is None else trial.best[2]
 
 
-def _in_larger_chunks(settings: Settings, request: Request) -> Iterator[Settings]:
-    """The same, in the largest chunks that tell at first."""
-    largest = max(max(g.trainable, g.frozen) for g in request.program.groups)
-    sizes = {min(size, round_up(largest, ALIGN)) for size in CHUNKS if size > settings.chunk}
-    return (replace(settings, chunk=size) for size in sorted(sizes, reverse=True) if size > settings.chunk)
+def _larger_chunks(proposal: Proposal) -> list[int]:
+    """Sizes of chunks beyond a proposal's, the largest first; those beyond the largest group are one."""
+    groups = proposal.request.program.groups
+    largest = round_up(max(max(g.trainable, g.frozen) for g in groups), ALIGN)
+    return sorted({min(size, largest) for size in CHUNKS if min(size, largest) > proposal.settings.chunk}, reverse=True)
 
 
 @no_collection()
