@@ -77,8 +77,8 @@ def check_losses(found: dict[str, Done]) -> None:
 def describe(work: Work, batches: list[int], found: dict[str, Done], arguments: argparse.Namespace) -> str:
     """The section of the results file."""
     setting = (
-        f"{work.model}, bf16, recompute (planned: as the plan has it), no clipping, {work.micro_batches} micro-batches; "
-        "Penstock: device "
+        f"{work.model}, bf16, recompute (planned: as the plan has it), no clipping, {work.micro_batches} micro-batches;"
+        " Penstock: device "
         f"{arguments.device}, host {arguments.host}; medians of {arguments.steps - WARM_UP} steps; {machine()}"
     )
     head = "| micro-batch | side | step | tokens/s | its time over Penstock's | peak of device memory, RSS |"

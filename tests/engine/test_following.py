@@ -18,7 +18,7 @@ from penstock.config.endurance import Endurance
 from penstock.engine import following, planning
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Between, Machine
-from penstock.planner.following import WINDOW, Seen, corrected
+from penstock.planner.following import PATIENCE, WINDOW, Seen, corrected
 from penstock.schedule.ir.text import parse_schedule
 from tests.engine.test_prediction import machine
 from tests.models import MODELS
@@ -111,7 +111,7 @@ def test_noise_changes_no_plan_and_a_drive_that_is_fast_again_does(
 
         for pace, another in ((1.0, False), (SLOW, True), (1.0, True)):
             drive.pace = pace
-            assert bool(changed(WINDOW + 2)) == another
+            assert bool(changed(WINDOW + 2 + another * PATIENCE[0])) == another  # a busy machine may hide it at first
             assert changed(20) == []
 
 
