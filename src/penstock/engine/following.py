@@ -119,7 +119,7 @@ class Following:
         """True: the machine is another one than at the last search"""
         self.wears = False
         """True: a search for a plan that wears the drives less than the one in use was in vain"""
-        self._patience, self._rested = PATIENCE[0], PATIENCE[1]
+        self._patience, self._rested = PATIENCE
         """steps after a search before the next one, if nothing else has changed; and steps since the last one"""
         self._between, self._unchanged = 0, PATIENCE[1]
         """steps after a search before the next one, whatever has changed; and steps by the plan in use"""

@@ -154,7 +154,7 @@ class Proposals:
         found = (
             promised
             for request, delays in promising
-            for delay, chunk in product(delays, self._chunk_sizes(request))
+            for delay, chunk in product(delays, self.chunk_sizes(request))
             for promised in self._promised(request, chunk, delay)
         )
         return sorted(found, key=lambda promised: promised.seconds)
@@ -332,7 +332,7 @@ class Proposals:
 
     # ---- sizes of schedules
 
-    def _chunk_sizes(self, request: Request) -> Sequence[int]:
+    def chunk_sizes(self, request: Request) -> Sequence[int]:
         """Chunk sizes whose schedules can be simulated a few times, from small to large; or the largest, if it may."""
         base = settings_of(request, base_placement(request), CHUNKS[-1], Depths())
         sizes = sorted({min(chunk, base.chunk) for chunk in CHUNKS})

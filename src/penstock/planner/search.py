@@ -38,7 +38,7 @@ from penstock.planner.rounding import PATTERNS, Pattern
 from penstock.planner.update_mode import DELAY_STEP, REPEATS, steps_early
 from penstock.schedule.collection import no_collection
 from penstock.schedule.place import Placement, Settings
-from penstock.schedule.program import ALIGN, round_up
+from penstock.schedule.program import ALIGN
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
@@ -142,19 +142,12 @@ def _kept(question: Question, keep: Placement) -> Plan:
         raise refusal
     least = min(p.estimate for p in found)
     chosen = next(p for p in found if p.estimate <= least * EQUAL)
-    sizes = [replace(chosen.settings, chunk=size) for size in _larger_chunks(chosen)]
+    sizes = (replace(chosen.settings, chunk=size) for size in reversed(proposals.chunk_sizes(chosen.request)))
     fitting = [option for option in sizes if proposals.limits.exceeded(chosen.request, option) is None]
     options = [*(proposals.proposal(option, chosen.request, "last") for option in fitting), chosen]
-    for proposal in sorted(options, key=lambda p: p.estimate):
+    for proposal in sorted(options, key=lambda p: p.estimate):  # the largest first of those that are equal
         trial.consider(proposal)
     return chosen.request.plan(chosen.request.roomiest(chosen.settings)) if trial.best is None else trial.best[2]
-
-
-def _larger_chunks(proposal: Proposal) -> list[int]:
-    """Sizes of chunks beyond a proposal's, the largest first; those beyond the largest group are one."""
-    groups = proposal.request.program.groups
-    largest = round_up(max(max(g.trainable, g.frozen) for g in groups), ALIGN)
-    return sorted({min(size, largest) for size in CHUNKS if min(size, largest) > proposal.settings.chunk}, reverse=True)
 
 
 @no_collection()
