@@ -52,7 +52,6 @@ class Setting:
     nbytes: int
     depth: int
     seconds: int
-    io_threads: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +218,7 @@ def prepare(setting: Setting) -> Store:
     if store_exists([setting.path]):
         delete_store([setting.path])
     layout = Layout.build([(_EXTENT, setting.nbytes, 1)])
-    store = Store.create([setting.path], layout, model={}, io_threads=setting.io_threads, direct=True)
+    store = Store.create([setting.path], layout, model={}, direct=True)
     buffer = aligned_bytes(CHUNK)
     buffer[:] = _content()
     for offset in range(0, setting.nbytes, CHUNK):
@@ -237,7 +236,6 @@ def main() -> int:
     parser.add_argument("--depth", type=int, default=2, help="requests in flight per direction")
     parser.add_argument("--seconds", type=int, default=2, help="of each run")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--io-threads", type=int, default=4, help="of the store")
     parser.add_argument("--no-results", action="store_true", help="print only")
     options = parser.parse_args()
     if shutil.which("fio") is None:
@@ -247,7 +245,6 @@ def main() -> int:
         nbytes=options.mib << 20,
         depth=options.depth,
         seconds=options.seconds,
-        io_threads=options.io_threads,
     )
     store = prepare(setting)
     try:

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from bench import cluster
 from tests import sampling, small_examples
 from tests.accelerator.elsewhere import PREFIX, pytest_runtest_protocol, pytest_runtest_setup
+from tests.faults import calls_can_be_replaced
 from tests.runs import write_run
 
 gc.disable()  # until all tests are collected: what is imported stays, and to look through it takes a third of the time
@@ -31,6 +32,8 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # How long an example takes says nothing where other processes have the cores; what must be soon says how soon.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+calls_can_be_replaced()
 
 __all__ = ["pytest_runtest_protocol", "pytest_runtest_setup"]  # of tests that need an accelerator
 

@@ -1,5 +1,8 @@
 """Drives that fail, at the boundary of system calls.
 
+The store's transfers call ``os.preadv`` and ``os.pwritev`` where the kernel gives no asynchronous I/O. So it has none
+while one of the two is replaced (``calls_can_be_replaced``); ``tests/store/test_kernel.py`` has faults of its own.
+
 ``intercepted`` hands every system call that is made on files of one folder to a hook, which lets it through (``go()``),
 shortens it (``go(4096)``), waits, records it, or raises. What reaches the store is what a kernel would have given it.
 """
@@ -16,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from penstock.store import kernel
 
 Go = Callable[..., Any]
 """Makes the call; given a number, on so many bytes at most."""
@@ -199,6 +204,12 @@ def error(code: int) -> Hook:
         raise OSError(code, os.strerror(code), *named)
 
     return act
+
+
+def calls_can_be_replaced() -> None:
+    """From here on, who puts something else in the place of ``os.preadv`` or ``os.pwritev`` has it called."""
+    real, calls = kernel.library, (os.preadv, os.pwritev)
+    kernel.library = lambda: real() if (os.preadv, os.pwritev) == calls else None  # type: ignore[assignment]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from tests.machines import GIB, SMALL, mount
 
 
 def test_a_disk_is_measured_and_its_file_has_no_name_meanwhile(tmp_path: Path) -> None:
-    with Scratch(tmp_path, SMALL.nbytes, depth=2, io_threads=4) as made:
+    with Scratch(tmp_path, SMALL.nbytes, depth=2) as made:
         assert not list(tmp_path.iterdir())
         found = disk.measure(made, SMALL)
     assert not list(tmp_path.iterdir())
@@ -33,7 +33,7 @@ def test_a_disk_is_measured_and_its_file_has_no_name_meanwhile(tmp_path: Path) -
 
 
 def test_filling_ends_with_the_time_but_writes_enough_to_read(tmp_path: Path) -> None:
-    with Scratch(tmp_path, 256 << 20, depth=2, io_threads=4) as made:
+    with Scratch(tmp_path, 256 << 20, depth=2) as made:
         slow = made.files.write
 
         def write(address: int, view: memoryview) -> None:
@@ -51,7 +51,7 @@ def _working() -> set[threading.Thread]:
 
 
 def test_an_interrupt_while_filling_waits_for_what_is_being_written(tmp_path: Path) -> None:
-    with Scratch(tmp_path, 256 << 20, depth=2, io_threads=4) as made:
+    with Scratch(tmp_path, 256 << 20, depth=2) as made:
         before, write = _working(), made.files.write
 
         def slow(address: int, view: memoryview) -> None:
@@ -69,7 +69,7 @@ def test_an_interrupt_while_filling_waits_for_what_is_being_written(tmp_path: Pa
 
 
 def test_only_what_was_written_is_read(tmp_path: Path) -> None:
-    with Scratch(tmp_path, 256 << 20, depth=2, io_threads=4) as made:
+    with Scratch(tmp_path, 256 << 20, depth=2) as made:
         made.fill(0.0)
         seen = []
         made.files.read = lambda address, view: seen.append(address)  # type: ignore[method-assign]
@@ -146,7 +146,7 @@ def test_a_drive_whose_cache_fills_has_a_burst_and_a_sustained_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     effort, cache = replace(SMALL, settle=SETTLE), 512 << 20
-    with Scratch(tmp_path, disk.file_size(mount(), effort), depth=1, io_threads=1) as made:
+    with Scratch(tmp_path, disk.file_size(mount(), effort), depth=1) as made:
         _drive(made, cache, monkeypatch)
         found = disk.measure(made, effort)
     sustained = found.sustained
@@ -164,7 +164,7 @@ def test_a_drive_that_is_never_slower_sustains_what_was_measured(
 ) -> None:
     settle = replace(SETTLE, nbytes=512 << 20)
     effort = replace(SMALL, settle=settle)
-    with Scratch(tmp_path, disk.file_size(mount(), effort), depth=1, io_threads=1) as made:
+    with Scratch(tmp_path, disk.file_size(mount(), effort), depth=1) as made:
         _drive(made, settle.nbytes, monkeypatch)
         found = disk.measure(made, effort)
     assert found.sustained == Sustained(
@@ -176,7 +176,7 @@ def test_a_drive_that_is_never_slower_sustains_what_was_measured(
 
 def test_a_small_file_system_has_no_room_to_settle_in(tmp_path: Path) -> None:
     effort = replace(SMALL, fill=1.0, settle=SETTLE)
-    with Scratch(tmp_path, SMALL.nbytes, depth=1, io_threads=1) as made:
+    with Scratch(tmp_path, SMALL.nbytes, depth=1) as made:
         found = disk.measure(made, effort)
     assert found.sustained is not None
     assert found.sustained.after == SMALL.nbytes
@@ -207,7 +207,7 @@ def test_what_is_under_way_when_writing_ends_does_not_change_whether_it_settled(
     tmp_path: Path, rates: tuple[float, ...], settled: bool
 ) -> None:
     effort = replace(SMALL, settle=SETTLE)
-    with Scratch(tmp_path, effort.nbytes, depth=1, io_threads=1) as made:
+    with Scratch(tmp_path, effort.nbytes, depth=1) as made:
         filled = made.fill
 
         def fill(
@@ -241,7 +241,7 @@ def test_a_limit_on_the_size_of_files_is_said_and_leaves_nothing(tmp_path: Path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         with pytest.raises(ConfigError, match=r"cannot be measured: .*a limit on the size of files stands in the way"):
-            Scratch(tmp_path, SMALL.nbytes, depth=2, io_threads=4)
+            Scratch(tmp_path, SMALL.nbytes, depth=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
@@ -254,7 +254,7 @@ def test_a_disk_that_is_held_to_a_rate_is_measured_at_that_rate_in_time(tmp_path
     script = (
         "import sys, time; from pathlib import Path; from penstock.doctor import disk\n"
         "begun = time.perf_counter()\n"
-        "with disk.Scratch(Path(sys.argv[1]), disk.QUICK.nbytes, depth=2, io_threads=4) as scratch:\n"
+        "with disk.Scratch(Path(sys.argv[1]), disk.QUICK.nbytes, depth=2) as scratch:\n"
         "    found = disk.measure(scratch, disk.QUICK)\n"
         "print(found.read, found.write, found.read_both, found.write_both, time.perf_counter() - begun)"
     )
@@ -284,7 +284,7 @@ def test_a_disk_that_is_held_to_a_rate_is_measured_at_that_rate_in_time(tmp_path
 
 def test_a_file_system_in_memory_is_measured() -> None:
     mount = mounts.look(Path("/dev/shm"))
-    with Scratch(Path("/dev/shm"), SMALL.nbytes, depth=2, io_threads=4) as made:
+    with Scratch(Path("/dev/shm"), SMALL.nbytes, depth=2) as made:
         found = disk.measure(made, SMALL)
     assert found.read > 0
     assert mount.kind(found.read) == "tmpfs"

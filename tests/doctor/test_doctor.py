@@ -198,7 +198,7 @@ def test_a_directory_that_may_not_be_written(
 
 def test_a_read_only_file_system_is_an_error_not_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"/proc cannot be measured: .*"):
-        Scratch(Path("/proc"), SMALL.nbytes, depth=2, io_threads=4)
+        Scratch(Path("/proc"), SMALL.nbytes, depth=2)
 
 
 def test_a_profile_that_cannot_be_stored_is_still_printed(

@@ -240,14 +240,14 @@ def test_what_another_run_has_left_without_a_commit_stays_its_own(tmp_path: Path
     (tmp_path / "folder").mkdir()
     owner = Owner.new(tmp_path / "folder")
     layout = Layout.build([("a", 4096, 1)])
-    Store.create([tmp_path / "run"], layout, model={}, io_threads=1, owner=owner).close()
+    Store.create([tmp_path / "run"], layout, model={}, owner=owner).close()
     with pytest.raises(StoreError, match="holds the state of another run"):
         wrap(CASE, budget(tmp_path / "run"), **COMMON)
 
 
 def test_a_store_without_a_commit_is_not_made_anew_where_a_drive_may_not_be_mounted(tmp_path: Path) -> None:
     places = tmp_path / "a", tmp_path / "b"
-    Store.create(places, Layout.build([("a", 1 << 23, 1)]), model={}, io_threads=1).close()
+    Store.create(places, Layout.build([("a", 1 << 23, 1)]), model={}).close()
     shutil.rmtree(places[1])
     places[1].mkdir()
     with pytest.raises(StoreError, match=f"{places[1]} holds no store"):

@@ -183,6 +183,7 @@ _CHILD = """
 import os, sys, time, torch
 from pathlib import Path
 from tests.engine.test_faults import CASE, STEPS
+from tests.faults import calls_can_be_replaced
 from tests.training import AT_ONCE, budget, wrap
 torch.set_num_threads(1)
 def say(word):
@@ -190,6 +191,7 @@ def say(word):
 """
 
 _KILLED_IN_UPDATE = """
+calls_can_be_replaced()
 real = os.pwritev
 def slow(*args):
     if armed:

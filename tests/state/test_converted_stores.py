@@ -176,7 +176,6 @@ def commits_of(ranks: Ranks, folder: Path, form: Moments, kind: Kind = ONE) -> C
         torch.device("cpu"),
         Buffers(laid.model),
         model=laid.description,
-        io_threads=1,
         ranks=ranks,
         share=laid.share,
     )
@@ -420,7 +419,6 @@ def test_stores_of_a_pipeline_that_is_dealt_otherwise_are_refused(tmp_path: Path
             torch.device("cpu"),
             Buffers(laid.model),
             model=laid.description | {HOLDERS: list(holders)},
-            io_threads=1,
             ranks=ranks,
             share=share,
         )

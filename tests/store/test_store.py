@@ -111,8 +111,7 @@ def test_stripes_lie_in_the_files_as_documented(store: Store) -> None:
         assert np.array_equal(stripe, data[number * STRIPE : (number + 1) * STRIPE])
 
 
-@pytest.mark.parametrize("io_threads", [1, 4])
-def test_many_threads_at_once(paths: list[Path], io_threads: int) -> None:
+def test_many_threads_at_once(paths: list[Path]) -> None:
     data = random_bytes(LAYOUT["weights"].stride)
     share = 30 * ALIGN
 
@@ -123,7 +122,7 @@ def test_many_threads_at_once(paths: list[Path], io_threads: int) -> None:
             assert np.array_equal(read(drives, "weights", mine.start, share), data[mine])
 
     with (
-        Store.create(paths, LAYOUT, model=MODEL, stripe=STRIPE, io_threads=io_threads) as drives,
+        Store.create(paths, LAYOUT, model=MODEL, stripe=STRIPE) as drives,
         ThreadPoolExecutor(8) as pool,
     ):
         for run in [pool.submit(work, drives, worker) for worker in range(8)]:

@@ -129,7 +129,7 @@ class Scratch:
         StoreError: the disk failed.
     """
 
-    def __init__(self, folder: Path, nbytes: int, *, depth: int, io_threads: int) -> None:
+    def __init__(self, folder: Path, nbytes: int, *, depth: int) -> None:
         self.depth = depth
         self.direct = True
         path = folder / f".penstock-doctor-{secrets.token_hex(4)}"
@@ -143,7 +143,7 @@ class Scratch:
                 warnings.simplefilter("ignore")
                 file = PackedFile(path)
         self.direct = file.direct
-        self.files = StripedFiles([file], stripe=REQUEST, io_threads=io_threads)
+        self.files = StripedFiles([file], stripe=REQUEST)
         self._chunks = nbytes // REQUEST
         self.used = 0
         """chunks of the file that have been written"""
@@ -201,7 +201,7 @@ class Scratch:
         """The write lane's work, as a load of bytes."""
         return self._load("write", self.files.write, 1)
 
-    def _load(self, name: str, move: Callable[[int, memoryview], None], first: int) -> Load:
+    def _load(self, name: str, move: Callable[[int, memoryview], object], first: int) -> Load:
         def worker(index: int) -> Callable[[], None]:
             buffer, turn = byte_view(self._buffers[2 * index + first]), index
 

@@ -202,7 +202,7 @@ def _disk(path: Path, count: int, effort: Effort, working: Working, closing: Exi
     nbytes = _file_size(path, mount, effort)
     less = replace(effort.disk, rounds=max(1, min(effort.disk.rounds, 6 // count)))
     with working(f"Disk {path}: reading, writing, and both at once"):
-        scratch = closing.enter_context(Scratch(path, nbytes, depth=IO_THREADS // 2, io_threads=IO_THREADS))
+        scratch = closing.enter_context(Scratch(path, nbytes, depth=IO_THREADS // 2))
         return _Disk(path=path, mount=mount, rates=disk.measure(scratch, less), scratch=scratch)
 
 

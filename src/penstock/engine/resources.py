@@ -182,7 +182,6 @@ def open_resources(
         device,
         buffers,
         model=description,
-        io_threads=settings.io_threads,
         owner=owner,
         ranks=ranks,
         share=share,

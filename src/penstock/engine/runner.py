@@ -305,7 +305,6 @@ def _scratch(bound: Bound, shared: EngineResources) -> Store | None:
         paths,
         layout,
         model={"scratch": True},
-        io_threads=shared.io_threads,
         passing=True,
         weights=() if store is None else store.weights,
     )

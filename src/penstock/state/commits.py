@@ -66,7 +66,6 @@ class Commits:
         buffers: Buffers,
         *,
         model: dict[str, Any],
-        io_threads: int,
         owner: Owner | None = None,
         ranks: Ranks = ALONE,
         share: Share = WHOLE,
@@ -96,7 +95,7 @@ class Commits:
         store, resumed = None, None
         parts = [part for group in groups for part in parts_of(group, form, dtype)]
         if budget.disk_paths:
-            store, resumed = self._open(layout_of(model, budget.slots), model, io_threads)
+            store, resumed = self._open(layout_of(model, budget.slots), model)
         elif (need := sum(p.nbytes for p in parts)) > (have := budget.host_bytes + budget.device_bytes):
             raise BudgetError(
                 f"weights and optimizer state take {format_size(need)}, and the budget gives {format_size(have)} of "
@@ -114,7 +113,7 @@ class Commits:
                 store.close()
             raise
 
-    def _open(self, layout: Layout, model: dict[str, Any], io_threads: int) -> tuple[Store, Progress | None]:
+    def _open(self, layout: Layout, model: dict[str, Any]) -> tuple[Store, Progress | None]:
         with self.ranks.together():
             paths, stores = self._budget.disk_paths, self._settled()
             facts = facts_of(paths) if store_exists(paths) else None
@@ -122,14 +121,14 @@ class Commits:
                 raise StoreError(facts.unfit)
             givers = self._givers(facts)
             if givers:
-                self._take_over(givers, facts, model, io_threads)
-                return self._found(model, io_threads, stores)
+                self._take_over(givers, facts, model)
+                return self._found(model, stores)
             found = self.ranks.gather_objects("store", (_kind(facts), facts is None or facts.untouched))
             kinds, untouched = {kind for kind, _ in found}, all(untouched for _, untouched in found)
             # What has no commit holds nothing: a start came to nothing, perhaps of another model.
             anew = untouched and ("none" in kinds or ("empty" in kinds and "in part" not in kinds))
             if not anew and "none" not in kinds:
-                return self._found(model, io_threads, stores)
+                return self._found(model, stores)
             if facts is None and not anew:
                 raise StoreError(f"{paths[0]} holds no store, and other ranks have theirs: give each its own again")
             self.ranks.agree("way to begin", anew)
@@ -141,7 +140,7 @@ class Commits:
                 model["world"] = self.ranks.gather_objects("world", uuid.uuid4().hex)[0]
                 for path in paths:  # what the budget names, in which each rank has a folder
                     make_directory(path.parent)
-            return self._made(layout, model, io_threads), None
+            return self._made(layout, model), None
 
     def _require_same_hosts(self) -> None:
         """Before ranks of several hosts begin: no host has the state of ranks that are another one's now.
@@ -169,9 +168,7 @@ class Commits:
         not. ``facts``: of this rank's store."""
         return givers(self.ranks.gather_objects("newest commit", Found.of(facts)), self._parts)
 
-    def _take_over(
-        self, givers: Mapping[int, int], facts: StoreFacts | None, model: dict[str, Any], io_threads: int
-    ) -> None:
+    def _take_over(self, givers: Mapping[int, int], facts: StoreFacts | None, model: dict[str, Any]) -> None:
         """Give ranks that have lost their state that of others. ``facts``: of this rank's store."""
         paths, lost = self._budget.disk_paths, self.ranks.rank in givers
 
@@ -182,9 +179,9 @@ class Commits:
             for path in paths:
                 make_directory(path.parent)
             same = {key: giver[key] for key in ("world", "strands") if key in giver}
-            return self._made(layout_of(model, self._budget.slots), model | same, io_threads)
+            return self._made(layout_of(model, self._budget.slots), model | same)
 
-        own = None if lost else Store.open(paths, io_threads=io_threads)
+        own = None if lost else Store.open(paths)
         try:
             self._require_fits(own, model, givers)
             told = self.ranks.gather_objects("commit to take over", None if own is None else own.commits.sequence)
@@ -272,10 +269,10 @@ class Commits:
                 "that, or load a snapshot into a new directory"
             )
 
-    def _made(self, layout: Layout, model: dict[str, Any], io_threads: int) -> Store:
+    def _made(self, layout: Layout, model: dict[str, Any]) -> Store:
         paths = self._budget.disk_paths
         weights = self._weights(paths)
-        return Store.create(paths, layout, model=model, io_threads=io_threads, owner=self._owner, weights=weights)
+        return Store.create(paths, layout, model=model, owner=self._owner, weights=weights)
 
     def _settled(self) -> Stores:
         """The directories of each rank's store, once stores that count are in the place of those that they replace.
@@ -296,10 +293,10 @@ class Commits:
         """The number of parts that a copy of the state is cut into, of which ranks have one each."""
         return self.ranks.size if self.ranks.are_pipeline else self._share.size  # there, nobody has another's blocks
 
-    def _found(self, model: dict[str, Any], io_threads: int, stores: Stores) -> tuple[Store, Progress | None]:
+    def _found(self, model: dict[str, Any], stores: Stores) -> tuple[Store, Progress | None]:
         """The store that is there, and what it goes on from: the last commit that all ranks have."""
         paths = self._budget.disk_paths
-        store = Store.open(paths, io_threads=io_threads)
+        store = Store.open(paths)
         try:
             store.require_owner(self._owner)
             self._require_part(store)
@@ -335,7 +332,7 @@ class Commits:
             if record is not None:  # else a start that came to nothing may have made some of them anew
                 self.ranks.agree("form of moments in their stores", store.model.get("moments", "fp32"))
             if converts and record is not None:
-                convert_stores(store, stores, model, record, io_threads=io_threads, ranks=self.ranks)
+                convert_stores(store, stores, model, record, ranks=self.ranks)
         except BaseException:
             store.close()
             raise
@@ -344,8 +341,8 @@ class Commits:
         store.close()
         if record is None:  # nothing but the making of it has been done
             delete_store(paths, only=lambda facts: facts.untouched)
-            return self._made(layout_of(model, self._budget.slots), model, io_threads), None
-        return self._found(model, io_threads, self._settled())
+            return self._made(layout_of(model, self._budget.slots), model), None
+        return self._found(model, self._settled())
 
     @property
     def written(self) -> int:

@@ -49,7 +49,6 @@ def convert_stores(
     model: dict[str, Any],
     record: Mapping[str, Any],
     *,
-    io_threads: int,
     ranks: Ranks = ALONE,
 ) -> None:
     """Make the stores that take the place of those of all ranks, and let them count: ``settled`` puts them there when
@@ -80,9 +79,9 @@ def convert_stores(
         with ExitStack() as stack:
             reach = partial(_require_reachable, store, stores, found, model, ranks.rank)
             ranks.jointly("reach of the state", partial(_unchanged, reach))
-            read = partial(_opened, store, stores, found, ranks.rank, io_threads, stack)
+            read = partial(_opened, store, stores, found, ranks.rank, stack)
             old = ranks.jointly("state to convert", partial(_unchanged, read))
-            make = partial(_made, store, model, io_threads, stack)
+            make = partial(_made, store, model, stack)
             made = ranks.jointly("room for what is converted", partial(_unchanged, make))
             ranks.jointly("converted state", partial(_unchanged, fill))
         decide = partial(successor.decide, store.paths[0]) if ranks.rank == 0 else lambda: None
@@ -160,7 +159,7 @@ def _require_reachable(
                 )
 
 
-def _opened(store: Store, stores: Stores, found: Sequence[_Lent], own: int, io_threads: int, stack: ExitStack) -> Parts:
+def _opened(store: Store, stores: Stores, found: Sequence[_Lent], own: int, stack: ExitStack) -> Parts:
     """All arrays of the groups of which this rank, ``own``, has some, out of its ``store`` and those of the ranks that
     share them.
 
@@ -173,7 +172,7 @@ def _opened(store: Store, stores: Stores, found: Sequence[_Lent], own: int, io_t
             opened.append(store)
             continue
         paths = stores[rank]
-        opened.append(stack.enter_context(Store.open(paths, io_threads=io_threads, writable=False, lent=True)))
+        opened.append(stack.enter_context(Store.open(paths, writable=False, lent=True)))
         if (seen := opened[-1].commits.sequence) != found[rank].sequence:  # what cannot be read of it is passed over
             raise StoreError(
                 f"rank {own} finds commit {seen} in {paths[0]}, and rank {rank}, whose it is, {found[rank].sequence}: "
@@ -182,13 +181,12 @@ def _opened(store: Store, stores: Stores, found: Sequence[_Lent], own: int, io_t
     return Parts(opened)
 
 
-def _made(store: Store, model: dict[str, Any], io_threads: int, stack: ExitStack) -> Store:
+def _made(store: Store, model: dict[str, Any], stack: ExitStack) -> Store:
     """The store that is to take this one's place, with the space that it needs, and nothing in it."""
     made = Store.create(
         successor.staged(store.paths),
         layout_of(model, max(extent.slots for extent in store.layout.extents)),
         model=model,
-        io_threads=io_threads,
         owner=store.owner,
         names=store.paths,
         weights=store.weights,

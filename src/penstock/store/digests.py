@@ -4,31 +4,16 @@ A block that was never written, or whose writing has failed, has none: its numbe
 read. What is to be read as zeros without being written is declared so (``Digests.zero``).
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from penstock.store.checksums import Numbers, checksum
 from penstock.store.layout import Extent, Layout, round_up
 from penstock.store.transfer import aligned_bytes
 
 NAME = "digests"
-
-Numbers = npt.NDArray[np.uint64]
-
-UNWRITTEN = 0
-
-
-def checksum(view: memoryview) -> int:
-    """The checksum of a block; never ``UNWRITTEN``."""
-    return settled(xxhash.xxh3_64_intdigest(view))
-
-
-def settled(digest: int) -> int:
-    """A digest as the table has it: one block in 2**64 has the digest that stands for no block."""
-    return 1 if digest == UNWRITTEN else digest
 
 
 def area(layout: Layout, slots: int) -> Extent:
@@ -36,12 +21,6 @@ def area(layout: Layout, slots: int) -> Extent:
     nbytes = max(8 * sum(e.slots * e.blocks for e in layout.extents), 1)
     (alone,) = Layout.build([(NAME, nbytes, slots)]).extents
     return Extent(name=NAME, offset=layout.nbytes, nbytes=nbytes, slots=slots, grid=alone.grid)
-
-
-def checksums(view: memoryview, blocks: Sequence[range]) -> list[int]:
-    """The checksum of each of ``blocks`` of an extent, which ``view`` has one after another."""
-    first = blocks[0].start
-    return [checksum(view[block.start - first : block.stop - first]) for block in blocks]
 
 
 def blocks_of(extent: Extent, offset: int, nbytes: int) -> tuple[int, list[range]]:

@@ -32,7 +32,7 @@ def pace(folder: Path) -> float:
             file = PackedFile(path)
     finally:
         path.unlink(missing_ok=True)
-    files = StripedFiles([file], stripe=REQUEST, io_threads=2)
+    files = StripedFiles([file], stripe=REQUEST)
     try:
         buffer = byte_view(aligned_bytes(_AT_ONCE))
         written = _seconds(files.write, buffer)  # first writes cost more than later ones, and so do reads of no block
@@ -42,7 +42,7 @@ def pace(folder: Path) -> float:
         files.close()
 
 
-def _seconds(move: Callable[[int, memoryview], None], buffer: memoryview) -> float:
+def _seconds(move: Callable[[int, memoryview], object], buffer: memoryview) -> float:
     """Seconds per byte."""
     begun, done = time.perf_counter(), 0
     while done < _NBYTES and (done == 0 or time.perf_counter() - begun < _SECONDS):

@@ -143,7 +143,15 @@ class PackedFile:
             advice = ADVICE.get(e.errno or 0, "check its owner and mode")
             raise store_error(f"{path} cannot be opened: {e.strerror}: {advice}", e) from e
         self.nbytes = os.fstat(self._fd).st_size
-        self._grain = ALIGN if self.direct else 1  # where a transfer that stopped short may go on
+
+    @property
+    def descriptor(self) -> int:
+        return self._fd
+
+    @property
+    def grain(self) -> int:
+        """Bytes, in multiples of which a transfer that has stopped short may go on."""
+        return ALIGN if self.direct else 1
 
     def _open(self, direct: bool | None) -> tuple[int, bool]:
         if direct is not False:
@@ -191,16 +199,23 @@ class PackedFile:
             try:
                 moved = call(self._fd, [view[done:]], offset + done)
             except OSError as e:
-                advice = ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
-                raise store_error(self._failure(verb, offset, asked, done, f"{e.strerror}: {advice}"), e) from e
-            ahead = (done + moved) // self._grain * self._grain  # direct I/O must go on from a block's start
+                raise self.failed(verb, offset, asked, done, e) from e
+            ahead = (done + moved) // self.grain * self.grain  # direct I/O must go on from a block's start
             if ahead == done:
-                reason = "the file ended" if verb == "read" else "no more bytes were taken"
-                advice = "was it changed by something else? restore it from a snapshot"
-                raise StoreError(self._failure(verb, offset, asked, done + moved, f"{reason}: {advice}"))
+                raise self.failed(verb, offset, asked, done + moved)
             done = ahead
         if not self.direct:  # what was moved will not be needed before the next step: do not fill memory with it
             os.posix_fadvise(self._fd, offset, asked, os.POSIX_FADV_DONTNEED)
+
+    def failed(self, verb: str, offset: int, asked: int, done: int, cause: OSError | None = None) -> StoreError:
+        """The error of a transfer that ended after ``done`` of the bytes that were ``asked`` for; ``cause``: the
+        system's; None: it moved no more."""
+        if cause is not None:
+            advice = ADVICE.get(cause.errno or 0, "see the kernel's log (dmesg)")
+            return store_error(self._failure(verb, offset, asked, done, f"{cause.strerror}: {advice}"), cause)
+        reason = "the file ended" if verb == "read" else "no more bytes were taken"
+        advice = "was it changed by something else? restore it from a snapshot"
+        return StoreError(self._failure(verb, offset, asked, done, f"{reason}: {advice}"))
 
     def _failure(self, verb: str, offset: int, asked: int, done: int, reason: str) -> str:
         return f"{self.path}: {verb} of {asked} bytes at offset {offset} stopped after {done} bytes: {reason}"

@@ -15,7 +15,8 @@ import xxhash
 
 from penstock.errors import StoreError
 from penstock.store import digests, packed
-from penstock.store.digests import Digests, Numbers
+from penstock.store.checksums import Numbers, checksum, settled
+from penstock.store.digests import Digests
 from penstock.store.layout import ALIGN, Extent, Grid, Layout
 from penstock.store.packed import PackedFile
 from penstock.store.records import read_as, write_document
@@ -26,7 +27,6 @@ from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_vi
 DATA = "penstock.snapshot"
 
 _VERIFIED = 8 << 20
-_IO_THREADS = 4
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class _Progress:
         for number, span in extent.spans(first, len(view)):
             self.block.update(view[max(span.start - first, 0) : span.stop - first])
             if span.stop <= self.done:
-                numbers[number] = digests.settled(self.block.intdigest())
+                numbers[number] = settled(self.block.intdigest())
                 self.block.reset()
 
 
@@ -78,7 +78,7 @@ class PartWriter:
         self._digests = Digests(layout)
         self._progress = {e.name: _Progress() for e in layout.extents}
         packed.allocate(folder / DATA, self._area.end)
-        self._files = StripedFiles([PackedFile(folder / DATA)], stripe=ALIGN, io_threads=_IO_THREADS)
+        self._files = StripedFiles([PackedFile(folder / DATA)], stripe=ALIGN)
         self._sharing = True  # until the file system has refused
 
     def write(self, name: str, offset: int, buffer: Buffer) -> None:
@@ -228,7 +228,7 @@ class SnapshotReader:
             raise StoreError(f"{self._path / MANIFEST}: {e}") from e
         area = digests.area(self.layout, slots=1)
         file = PackedFile(self._path / DATA, writable=False)
-        self._files = StripedFiles([file], stripe=ALIGN, io_threads=_IO_THREADS)
+        self._files = StripedFiles([file], stripe=ALIGN)
         try:
             if file.nbytes < area.end:
                 raise StoreError(f"{path} is damaged: {DATA} has {file.nbytes} bytes, its manifest says {area.end}")
@@ -263,7 +263,7 @@ class SnapshotReader:
                 self._files.read(extent.address(span.start, len(span), 0), rest)
                 block[:] = rest[part.start - span.start : part.stop - span.start]
                 block = rest
-            if digests.checksum(block) != numbers[number]:
+            if checksum(block) != numbers[number]:
                 raise StoreError(
                     f"{self._path}: {name} is damaged in bytes {span.start} to {span.stop}: its checksum "
                     "does not match: check the drive, and use another snapshot"

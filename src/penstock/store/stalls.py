@@ -4,10 +4,16 @@ import itertools
 import logging
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.config import format_size
+
+Progress = npt.NDArray[np.int64]
 
 LATE = 5.0
 """Seconds after which a request counts as late: at 8 MiB each even a slow drive has had them done long before."""
@@ -16,13 +22,19 @@ log = logging.getLogger("penstock")
 
 
 class Request:
-    """A request under way, as a context. It costs an entry in a dict and a look at the clock."""
+    """Requests on a file that are made together and under way, as a context. They cost an entry in a dict and a look at
+    the clock."""
 
-    __slots__ = ("_key", "_stalls", "began", "ended", "nbytes", "path", "verb")
+    __slots__ = ("_key", "_progress", "_stalls", "began", "ended", "nbytes", "path", "verb")
 
-    def __init__(self, stalls: "Stalls", path: Path, verb: str, nbytes: int) -> None:
-        self._stalls = stalls
+    def __init__(self, stalls: "Stalls", path: Path, verb: str, nbytes: int, progress: Progress | None) -> None:
+        self._stalls, self._progress = stalls, progress
         self.path, self.verb, self.nbytes = path, verb, nbytes
+
+    @property
+    def since(self) -> float:
+        """Seconds of the monotonic clock, since when none has come back."""
+        return self.began if self._progress is None else max(self.began, float(self._progress[0]) / 1e9)
 
     def __enter__(self) -> None:
         self.began = self.ended = time.monotonic()
@@ -31,6 +43,19 @@ class Request:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.ended = time.monotonic()
         self._stalls.remove(self._key)
+
+
+@dataclass(frozen=True)
+class _Stall:
+    """``since``: seconds of the monotonic clock. ``requests``: that were late in it, at least one."""
+
+    since: float
+    requests: list[Request]
+
+    @property
+    def length(self) -> float:
+        """Seconds until the last of them went on."""
+        return max(max(request.ended, request.since) for request in self.requests) - self.since
 
 
 class Stalls:
@@ -46,15 +71,16 @@ class Stalls:
         self.under_way: dict[int, Request] = {}
         """requests that have not come back"""
         self._numbers = itertools.count()
-        self._stalled: dict[Path, list[Request]] = {}  # the late requests of each stall
+        self._stalled: dict[Path, _Stall] = {}
         self._closing = threading.Event()
         self._start = threading.Lock()
         self.watcher: threading.Thread | None = None
         """the thread; None: no request has been made"""
 
-    def request(self, path: Path, verb: str, nbytes: int) -> Request:
-        """The context of one request: ``verb`` of ``nbytes`` on the file ``path``."""
-        return Request(self, path, verb, nbytes)
+    def request(self, path: Path, verb: str, nbytes: int, progress: Progress | None = None) -> Request:
+        """The context of one request: ``verb`` of ``nbytes`` on the file ``path``. Of several: ``progress`` is one
+        number, of nanoseconds of the monotonic clock, that says when one of them has come back last."""
+        return Request(self, path, verb, nbytes, progress)
 
     def add(self, request: Request) -> int:
         """Begin to watch a request; returns what ``remove`` takes."""
@@ -89,22 +115,21 @@ class Stalls:
     def _look(self, now: float) -> None:
         late: dict[Path, list[Request]] = {}
         for request in self.under_way.copy().values():  # oldest first
-            if now - request.began >= self._late:
+            if now - request.since >= self._late:
                 late.setdefault(request.path, []).append(request)
         for path, requests in late.items():
             if path not in self._stalled:
                 log.warning(_begun(requests[0], now))
-            known = self._stalled.setdefault(path, [])
+                self._stalled[path] = _Stall(since=requests[0].since, requests=[])
+            known = self._stalled[path].requests
             known += [request for request in requests if request not in known]
         for path in [path for path in self._stalled if path not in late]:
-            over = self._stalled.pop(path)
-            length = max(request.ended for request in over) - over[0].began
-            log.warning("%s: goes on after a stall of %.0f s", path, length)
+            log.warning("%s: goes on after a stall of %.0f s", path, self._stalled.pop(path).length)
 
 
 def _begun(request: Request, now: float) -> str:
     what = f"{request.verb} of {format_size(request.nbytes)}" if request.nbytes else request.verb
     return (
-        f"{request.path}: a {what} has been under way for {now - request.began:.0f} s: the drive stalls or is very "
+        f"{request.path}: a {what} has been under way for {now - request.since:.0f} s: the drive stalls or is very "
         "slow. Waiting for it; the kernel's log (dmesg) may say why"
     )

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from penstock.errors import StoreError
 from penstock.store import digests, directory
-from penstock.store.checked import CheckedFiles
-from penstock.store.digests import Digests, Numbers
+from penstock.store.checksums import UNWRITTEN, Numbers
+from penstock.store.digests import Digests
 from penstock.store.directory import DirectoryLock
 from penstock.store.layout import Extent, Grid, Layout
 from penstock.store.making import claim, file_sizes, fill, require_settled, striped
@@ -101,7 +102,6 @@ class Store:
         )
         self.files = files
         """The store's address space, on drives."""
-        self._checked = CheckedFiles(files)
         self.commits = commits
         self.before_record: Callable[[], None] = lambda: None
         """Called in a commit once all that it names is durable."""
@@ -124,7 +124,6 @@ class Store:
         layout: Layout,
         *,
         model: dict[str, Any],
-        io_threads: int = 4,
         stripe: int = STRIPE,
         direct: bool | None = None,
         passing: bool = False,
@@ -137,7 +136,6 @@ class Store:
         Args:
             paths: one directory per drive. The last component of a path is created if it is missing.
             model: what the store is made for, as JSON has it: parameter names, shapes, groups, offsets.
-            io_threads: threads per directory that help the thread that asks.
             stripe: bytes that lie together in one directory, if there are several.
             direct: True insists on O_DIRECT, False does without, None prefers it and warns.
             passing: what is stored is needed for one step only; says what to do where it is damaged.
@@ -154,7 +152,7 @@ class Store:
             locks = [claim(path, undo) for path in paths]
             striping = striped(paths, layout, stripe, weights)
             fill(paths, layout, striping, model, passing=passing, owner=owner, names=names or paths)
-            store = _attach(paths, locks, io_threads=io_threads, direct=direct, made=True)
+            store = _attach(paths, locks, direct=direct, made=True)
             undo.pop_all()
         return store
 
@@ -162,7 +160,6 @@ class Store:
     def open(
         paths: Sequence[Path],
         *,
-        io_threads: int = 4,
         direct: bool | None = None,
         writable: bool = True,
         lent: bool = False,
@@ -184,7 +181,7 @@ class Store:
                 require_settled(path)
             read_manifests(paths)  # before a lock file is put into a directory that is perhaps not a store at all
             locks = [] if lent else directory.locked(paths, undo, writes=writable)
-            store = _attach(paths, locks, io_threads=io_threads, direct=direct, made=False, writable=writable)
+            store = _attach(paths, locks, direct=direct, made=False, writable=writable)
             undo.pop_all()
         return store
 
@@ -224,14 +221,14 @@ class Store:
         first, blocks = digests.blocks_of(extent, offset, len(view))
         if not blocks:
             return []
-        found = self._checked.read(extent, blocks, view, slot)
+        found = self.files.read(extent.address(offset, len(view), slot), view, blocks)
         wanted, runs = self._digests.of(extent, slot)[first : first + len(blocks)], list[tuple[range, bool]]()
-        for span, digest, right in zip(blocks, found, wanted, strict=True):
-            if digest != right:
-                start, written = span.start, right != digests.UNWRITTEN
-                if runs and runs[-1] == (range(runs[-1][0].start, start), written):
-                    start = runs.pop()[0].start
-                runs.append((range(start, span.stop), written))
+        for number in np.flatnonzero(found != wanted):
+            span, written = blocks[number], bool(wanted[number] != UNWRITTEN)
+            start = span.start
+            if runs and runs[-1] == (range(runs[-1][0].start, start), written):
+                start = runs.pop()[0].start
+            runs.append((range(start, span.stop), written))
         return [self._damaged(extent, run, slot, written=written) for run, written in runs]
 
     def _damaged(self, extent: Extent, run: range, slot: int, *, written: bool) -> str:
@@ -250,17 +247,17 @@ class Store:
         assert self.commits.writable, "opened to be read alone"
         self._check_process()
         view, extent = byte_view(buffer), self.layout[name]
-        extent.address(offset, len(view), slot)  # which checks the range
+        address = extent.address(offset, len(view), slot)
         if self.commits.doubtful:
             self.commits.settle()
         first, blocks = digests.blocks_of(extent, offset, len(view))
         if not blocks:
             return
         numbers = self._digests.of(extent, slot)[first : first + len(blocks)]
-        numbers[:] = digests.UNWRITTEN  # until all of it is there
+        numbers[:] = UNWRITTEN  # until all of it is there
         self._written = True
         try:
-            numbers[:] = self._checked.write(extent, blocks, view, slot)
+            numbers[:] = self.files.write(address, view, blocks)
         finally:
             self._changed = True
 
@@ -280,7 +277,7 @@ class Store:
 
     def is_written(self, name: str, slot: int) -> bool:
         """True if all of a slot can be read: it was written, or made zeros."""
-        return bool((self._digests.of(self.layout[name], slot) != digests.UNWRITTEN).all())
+        return bool((self._digests.of(self.layout[name], slot) != UNWRITTEN).all())
 
     def verify(self, slots: Mapping[str, int]) -> Iterator["Verified"]:
         """Read all of the given slot of each extent, 8 MiB at a time, and check it against its checksums.
@@ -411,7 +408,6 @@ class Store:
         threads and locks are the parent's."""
         if not self._closed and self._process == os.getpid():
             self._closed = True
-            self._checked.close()
             self.files.close()
             for lock in self._locks:
                 lock.release()
@@ -436,7 +432,6 @@ def _attach(
     paths: Sequence[Path],
     locks: Sequence[DirectoryLock],
     *,
-    io_threads: int,
     direct: bool | None,
     made: bool,
     writable: bool = True,
@@ -457,7 +452,7 @@ def _attach(
             if files[-1].nbytes != size:
                 raise StoreError(f"{path / DATA} is damaged: it has {files[-1].nbytes} bytes, its manifest says {size}")
         closing.pop_all()
-    striped = StripedFiles(files, stripe=manifest.stripe, io_threads=io_threads, weights=manifest.weights)
+    striped = StripedFiles(files, stripe=manifest.stripe, weights=manifest.weights)
     try:
         return Store(paths, manifest, striped, commits, locks, made=made)
     except BaseException:

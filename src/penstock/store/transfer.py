@@ -1,29 +1,31 @@
-"""Requests spread over the files of an address space by a small thread pool.
-
-The thread that asks works too: it and the pool's threads take pieces off one list until it is empty. So a request
-never waits for a thread, however busy the pool is, and a request of one piece does not touch the pool at all.
-"""
+"""Requests spread over the files of an address space: all of a transfer at once where the kernel does it, else one
+after another."""
 
 import mmap
+import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.store import kernel
+from penstock.store.checksums import Blocks, Numbers, checksums
 from penstock.store.layout import ALIGN
 from penstock.store.packed import PackedFile
 from penstock.store.stalls import Stalls
 from penstock.store.striping import Piece, Striping
 
-REQUEST = 8 << 20  # bytes of one system call at most; smaller ones were slower with two requests in flight
+REQUEST = 8 << 20
+"""Bytes that an error speaks of at most, and of one call where requests are made one after another."""
 _HUGE = 2 << 20
 
 Buffer = memoryview | npt.NDArray[np.uint8]
-Move = Callable[[PackedFile, int, memoryview], None]
+Verb = Literal["read", "write"]
 
 
 def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -52,22 +54,14 @@ class StripedFiles:
     """One address space over the files of one or several directories. Thread-safe."""
 
     def __init__(
-        self,
-        files: Sequence[PackedFile],
-        *,
-        stripe: int,
-        io_threads: int,
-        request: int = REQUEST,
-        weights: tuple[int, ...] = (),
+        self, files: Sequence[PackedFile], *, stripe: int, request: int = REQUEST, weights: tuple[int, ...] = ()
     ) -> None:
         """``weights``: as in ``Striping``."""
-        assert io_threads > 0
         assert request % ALIGN == 0
         self.files = tuple(files)
         self._striping = Striping(files=len(files), stripe=stripe, weights=weights)
         self._request = request
-        self._threads = io_threads * len(files)
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="penstock-io")
+        self._direct = all(file.direct for file in files)
         self._lock = threading.Lock()
         self.stalls = Stalls()
         self.bytes_read = 0
@@ -75,43 +69,72 @@ class StripedFiles:
         self.written_each = [0] * len(files)
         """bytes written to each file: of requests that failed, too, what of them was written"""
 
-    def read(self, address: int, view: memoryview) -> None:
-        """Fill ``view`` from ``address``; blocks until done, or raises the first error when nothing is in flight."""
+    def read(self, address: int, view: memoryview, blocks: Blocks = ()) -> Numbers:
+        """Fill ``view`` from ``address``; the checksum of each of ``blocks``, which it then has one after another.
+
+        Blocks until done, or raises the first error when nothing is in flight: nobody looks at ``view`` any more.
+
+        Raises:
+            StoreError: a drive failed.
+        """
         assert not view.readonly, "reading into a read-only buffer"
-        self._run(PackedFile.read, address, view)
+        found = self._move("read", address, view, blocks)
         with self._lock:
             self.bytes_read += len(view)
+        return found
 
-    def write(self, address: int, view: memoryview) -> None:
-        """Write ``view`` at ``address``; blocks until done, or raises the first error when nothing is in flight."""
-        self._run(PackedFile.write, address, view)
+    def write(self, address: int, view: memoryview, blocks: Blocks = ()) -> Numbers:
+        """Write ``view`` at ``address``; the rest as ``read``."""
+        found = self._move("write", address, view, blocks)
         with self._lock:
             self.bytes_written += len(view)
+        return found
 
-    def _run(self, move: Move, address: int, view: memoryview) -> None:
-        pieces = deque(self._striping.pieces(address, len(view), self._request))
+    def _move(self, verb: Verb, address: int, view: memoryview, blocks: Blocks) -> Numbers:
+        pieces = [*self._striping.pieces(address, len(view), self._request)]
+        progress, each = np.zeros(len(self.files), dtype=np.int64), Counter[int]()
+        for piece in pieces:
+            file = self.files[piece.file]
+            assert piece.offset + piece.nbytes <= file.nbytes, f"{file.path}: {piece} of {file.nbytes}"
+            each[piece.file] += piece.nbytes
+        with ExitStack() as watched:
+            for index, nbytes in each.items():
+                path, last = self.files[index].path, progress[index : index + 1]
+                watched.enter_context(self.stalls.request(path, verb, nbytes, last))
+            done, writes = None, verb == "write"
+            if self._direct and (library := kernel.library()) is not None:  # in the page cache nothing is waited for
+                done = library.transfer(self.files, pieces, view, blocks, progress, write=writes)
+            if done is None:
+                return self._one_by_one(verb, pieces, view, blocks, progress)
+        return self._result(verb, pieces, done)
 
-        def work() -> None:
-            try:
-                while piece := _next(pieces):
-                    file = self.files[piece.file]
-                    with self.stalls.request(file.path, move.__name__, piece.nbytes):
-                        move(file, piece.offset, view[piece.start : piece.start + piece.nbytes])
-                    if move is PackedFile.write:
-                        with self._lock:
-                            self.written_each[piece.file] += piece.nbytes
-            except BaseException:
-                pieces.clear()  # the others finish what they are at, and take no more
-                raise
+    def _result(self, verb: Verb, pieces: Sequence[Piece], done: kernel.Done) -> Numbers:
+        if verb == "write":
+            for piece, nbytes in zip(pieces, done.moved, strict=True):
+                self._written(piece, nbytes)
+        failure = done.failure
+        if failure is not None:
+            piece, file = failure.piece, self.files[failure.piece.file]
+            cause = OSError(failure.error, os.strerror(failure.error)) if failure.error else None
+            raise file.failed(verb, piece.offset, piece.nbytes, failure.done, cause) from cause
+        return done.checksums
 
-        extra = [self._pool.submit(work) for _ in range(min(self._threads, len(pieces) - 1))]
-        try:
-            work()
-        finally:  # nobody may touch the buffer after we return, whether with an error or without
-            started = [future for future in extra if not future.cancel()]
-            wait(started)
-        for future in started:
-            future.result()
+    def _one_by_one(
+        self, verb: Verb, pieces: Sequence[Piece], view: memoryview, blocks: Blocks, progress: npt.NDArray[np.int64]
+    ) -> Numbers:
+        for piece in pieces:
+            file, part = self.files[piece.file], view[piece.start : piece.start + piece.nbytes]
+            if verb == "read":
+                file.read(piece.offset, part)
+            else:
+                file.write(piece.offset, part)
+                self._written(piece, piece.nbytes)
+            progress[piece.file] = time.monotonic_ns()
+        return np.array(checksums(view, blocks), dtype=np.uint64)
+
+    def _written(self, piece: Piece, nbytes: int) -> None:
+        with self._lock:
+            self.written_each[piece.file] += nbytes
 
     def stretches(self, address: int, nbytes: int) -> Iterator[tuple[PackedFile, int, int]]:
         """(file, offset, bytes) of each stretch that a range lies in, in order."""
@@ -132,14 +155,6 @@ class StripedFiles:
                 file.flush()
 
     def close(self) -> None:
-        self._pool.shutdown()
         self.stalls.close()
         for file in self.files:
             file.close()
-
-
-def _next(pieces: deque[Piece]) -> Piece | None:
-    try:
-        return pieces.popleft()
-    except IndexError:
-        return None

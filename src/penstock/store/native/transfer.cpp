@@ -1,0 +1,233 @@
+// One transfer between memory and files, of which all requests are with the kernel at once (its asynchronous I/O), and
+// the checksum of each block while others are still under way. For ctypes; store/kernel.py checks the arguments.
+//
+// A block that is read is hashed as soon as all of it has come, one that is written at any time before the end. Nothing
+// is in flight when a transfer returns, with an error or without.
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+#include <linux/aio_abi.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+#include "xxh3.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+#ifndef PENSTOCK_SYSCALL  // tests have a kernel of their own
+#define PENSTOCK_SYSCALL syscall
+#endif
+extern "C" long PENSTOCK_SYSCALL(long number, ...) noexcept;
+
+namespace {
+
+constexpr int WINDOW = 16;  // requests of a transfer under way at once
+
+// A stretch of a file, and where it is in memory.
+struct Piece {
+    int64_t fd, file;  // file: which of the caller's progress
+    int64_t offset, start, nbytes;
+    int64_t grain;  // bytes: where a request that has stopped short may go on
+    int64_t moved;  // out: bytes of it that were read or written
+};
+
+// Why a transfer has failed.
+struct Failure {
+    int64_t piece, done;  // done: bytes of it before the one where it failed
+    int64_t error;        // errno; 0: no byte was moved
+};
+
+struct Transfer {
+    char* memory;
+    Piece* pieces;
+    int64_t count;
+    int64_t request;         // bytes of a request at most
+    const int64_t* borders;  // blocks + 1 of them, in memory
+    int64_t blocks;
+    uint64_t* checksums;  // out: of each block
+    int64_t* progress;  // out: of each file, nanoseconds of the monotonic clock at which a request of it came back last
+    int64_t write;
+    Failure failure;  // out
+};
+
+struct Request {
+    int64_t piece, done, nbytes;  // done: where it begins in the piece
+};
+
+uint64_t (*const xxh3)(const void*, size_t) =
+#ifdef PENSTOCK_AVX2
+    __builtin_cpu_supports("avx2") ? penstock::xxh3_avx2 :
+#endif
+                                   penstock::xxh3_baseline;
+
+int64_t now() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000ll + time.tv_nsec;
+}
+
+class Run {
+  public:
+    Run(Transfer& transfer, aio_context_t queue) : t_(transfer), queue_(queue), missing_(transfer.blocks) {
+        for (int64_t i = 0; i < t_.blocks; ++i) missing_[i] = t_.borders[i + 1] - t_.borders[i];
+        for (int i = WINDOW; i-- > 0;) free_.push_back(i);
+    }
+
+    bool run() {
+        for (;;) {
+            submit();
+            if (!flying_ && (failed_ || done())) break;
+            const bool hashes = t_.write ? hashed_ < t_.blocks && !failed_ : !ready_.empty();
+            if (hashes) hash(t_.write ? hashed_++ : next_ready());
+            if (flying_) reap(hashes ? 0 : 1);
+        }
+        return !failed_;
+    }
+
+  private:
+    bool done() const {
+        return next_ == t_.count && again_.empty() && (t_.write ? hashed_ == t_.blocks : ready_.empty());
+    }
+
+    int64_t next_ready() {
+        const int64_t block = ready_.back();
+        ready_.pop_back();
+        return block;
+    }
+
+    void hash(int64_t block) {
+        const int64_t start = t_.borders[block];
+        t_.checksums[block] = xxh3(t_.memory + start, t_.borders[block + 1] - start);
+    }
+
+    // The next request to make: what has stopped short goes on first.
+    bool next(Request& request) {
+        if (!again_.empty()) {
+            request = again_.back();
+            again_.pop_back();
+            return true;
+        }
+        if (next_ == t_.count) return false;
+        const Piece& piece = t_.pieces[next_];
+        request = {next_, at_, std::min(t_.request, piece.nbytes - at_)};
+        at_ += request.nbytes;
+        if (at_ == piece.nbytes) ++next_, at_ = 0;
+        return true;
+    }
+
+    // Make requests until the window is full, or there is none left.
+    void submit() {
+        iocb* batch[WINDOW];
+        int count = 0;
+        Request request;
+        while (!failed_ && !free_.empty() && next(request)) {
+            const int slot = free_.back();
+            free_.pop_back();
+            const Piece& piece = t_.pieces[request.piece];
+            iocb& block = blocks_[slot];
+            memset(&block, 0, sizeof block);
+            block.aio_data = slot;
+            block.aio_lio_opcode = t_.write ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD;
+            block.aio_fildes = piece.fd;
+            block.aio_buf = reinterpret_cast<uint64_t>(t_.memory + piece.start + request.done);
+            block.aio_nbytes = request.nbytes;
+            block.aio_offset = piece.offset + request.done;
+            requests_[slot] = request;
+            batch[count++] = &block;
+        }
+        int given = 0;
+        while (given < count && !failed_) {
+            const long taken = PENSTOCK_SYSCALL(SYS_io_submit, queue_, long(count - given), batch + given);
+            if (taken > 0) {
+                given += taken, flying_ += taken;
+            } else if (errno == EAGAIN && flying_) {  // it has no room for more at present
+                break;
+            } else if (errno != EINTR) {  // it is the first one's error
+                finished(batch[given++]->aio_data, -errno);
+            }
+        }
+        for (; given < count; ++given) {
+            const int slot = batch[given]->aio_data;
+            again_.push_back(requests_[slot]);
+            free_.push_back(slot);
+        }
+    }
+
+    // Take in what has come back; ``least``: wait until so many have.
+    void reap(long least) {
+        io_event events[WINDOW];
+        const long count = PENSTOCK_SYSCALL(SYS_io_getevents, queue_, least, long(WINDOW), events, nullptr);
+        for (long i = 0; i < count; ++i) {
+            --flying_;
+            finished(events[i].data, events[i].res);
+        }
+    }
+
+    // A request has come back with the bytes moved, or minus an errno.
+    void finished(int slot, int64_t result) {
+        const Request request = requests_[slot];
+        Piece& piece = t_.pieces[request.piece];
+        free_.push_back(slot);
+        if (result == -EINTR) {
+            again_.push_back(request);
+            return;
+        }
+        const int64_t moved = std::max<int64_t>(result, 0);
+        const int64_t whole = moved == request.nbytes ? moved : moved / piece.grain * piece.grain;
+        __atomic_store_n(&t_.progress[piece.file], now(), __ATOMIC_RELAXED);  // somebody looks at it meanwhile
+        piece.moved += whole;
+        if (!t_.write) came(piece.start + request.done, whole);
+        if (whole == request.nbytes) return;
+        if (whole > 0) {
+            again_.push_back({request.piece, request.done + whole, request.nbytes - whole});
+        } else {
+            fail({request.piece, request.done + moved, result < 0 ? -result : 0});
+        }
+    }
+
+    // Of several failures the first in the order of bytes is told.
+    void fail(const Failure& failure) {
+        const Failure& known = t_.failure;
+        if (!failed_ || std::pair(failure.piece, failure.done) < std::pair(known.piece, known.done)) t_.failure = failure;
+        failed_ = true;
+    }
+
+    // Bytes of the memory have been read: blocks that are whole now are ready.
+    void came(int64_t start, int64_t nbytes) {
+        const int64_t *first = t_.borders, *end = first + t_.blocks + 1, stop = start + nbytes;
+        for (int64_t i = std::upper_bound(first, end, start) - first - 1; i < t_.blocks && first[i] < stop; ++i) {
+            missing_[i] -= std::min(stop, first[i + 1]) - std::max(start, first[i]);
+            if (missing_[i] == 0) ready_.push_back(i);
+        }
+    }
+
+    Transfer& t_;
+    const aio_context_t queue_;
+    iocb blocks_[WINDOW];
+    Request requests_[WINDOW];
+    std::vector<int> free_;       // slots of the two above
+    std::vector<Request> again_;  // rests of requests that have stopped short
+    std::vector<int64_t> missing_, ready_;
+    int64_t next_ = 0, at_ = 0;  // the first piece, and byte of it, of which no request was made yet
+    int64_t hashed_ = 0;         // blocks that are written and hashed
+    int flying_ = 0;
+    bool failed_ = false;
+};
+
+}  // namespace
+
+EXPORT int penstock_transfer_abi() { return 1; }
+
+// A queue of the kernel's into ``queue``, for one transfer at a time of this process; 0, or an errno.
+EXPORT int penstock_queue(uint64_t* queue) {
+    aio_context_t made = 0;
+    if (PENSTOCK_SYSCALL(SYS_io_setup, long(WINDOW), &made)) return errno;
+    *queue = made;
+    return 0;
+}
+
+// 1: done; 0: it has failed (``failure``).
+EXPORT int penstock_transfer(uint64_t queue, Transfer* transfer) { return Run(*transfer, queue).run(); }
