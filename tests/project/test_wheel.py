@@ -14,13 +14,15 @@ import pytest
 import yaml
 
 from penstock.optim import library
+from penstock.store import kernel
 from tests import two_steps
 from tests.documented import ROOT
 from tests.runs import write_run
 
 LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 OF_THE_SYSTEM = LOADERS | {"libc.so.6", "libm.so.6", "libpthread.so.0", "libgcc_s.so.1", "libstdc++.so.6"}
-"""Libraries that manylinux lets a wheel ask for, and that the native library may."""
+"""Libraries that manylinux lets a wheel ask for, and that the native libraries may."""
+NATIVE = (Path(library.__file__).with_name("_kernels.so"), kernel.PATH)
 
 
 def test_what_a_wheel_is_tried_with_trains(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,9 +30,9 @@ def test_what_a_wheel_is_tried_with_trains(capsys: pytest.CaptureFixture[str]) -
     assert library.levels()[-1] in capsys.readouterr().out
 
 
-def test_the_native_library_asks_for_no_library_of_python_or_torch() -> None:
+@pytest.mark.parametrize("path", NATIVE, ids=lambda path: path.name)
+def test_the_native_libraries_ask_for_no_library_of_python_or_torch(path: Path) -> None:
     """That is why one wheel serves every Python and every torch."""
-    path = Path(library.__file__).with_name("_kernels.so")
     said = subprocess.run(["readelf", "--dynamic", path], capture_output=True, text=True, check=True).stdout
     asked = set(re.findall(r"\(NEEDED\).*\[(.+)\]", said))
     assert "libc.so.6" in asked
@@ -59,9 +61,10 @@ def test_a_wheel_is_for_every_python_and_has_the_package_whole(wheel: Path) -> N
     assert re.fullmatch(r"penstock-[0-9.]+-py3-none-(many)?linux\w+\.whl", wheel.name)
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("penstock/")}
     listed = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    native = "penstock/optim/native/"
+    native = ("penstock/optim/native/", "penstock/store/native/")
     sources = {name.removeprefix("src/") for name in listed.splitlines()}
-    assert inside == {name for name in sources if not name.startswith(native)} | {"penstock/optim/_kernels.so"}
+    built = {"penstock/optim/_kernels.so", "penstock/store/_transfer.so"}
+    assert inside == {name for name in sources if not name.startswith(native)} | built
 
 
 @pytest.mark.campaign

@@ -43,8 +43,8 @@ class LoopArguments(EngineConfig):
     can be measured: state is placed by an order of preference, and nothing is predicted. Of several ranks, rank 0's
     counts; those of a pipeline place state by that order in any case. Changes no result |
     | ``blocks`` | the submodules to run one by one; None: found |
-    | ``io_threads`` | threads that wait for the disk, half of them for reads and half for writes, each for a chunk: 1 to
-    32. Changes no result |
+    | ``io_threads`` | threads that wait for the disk, half for reads and half for writes, each for a chunk: 1 to 32.
+    Changes no result |
     | ``weights`` | where the values of a model on the meta device come from, such as
     ``penstock.hf.load(folder).weights``, which streams the shards of a folder. Not read where a store is continued.
     None: the model's own values, or on the meta device its own initialisation |

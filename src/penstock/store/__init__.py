@@ -1,10 +1,12 @@
 """The disk tier: packed, preallocated, striped files with direct I/O, a manifest, a lock and commit records.
 
 layout.py     which bytes live where in one logical address space, and under which checksum (pure arithmetic)
+checksums.py  the checksum of a block
 digests.py    the checksums of all blocks
 striping.py   the logical address space cut over one file per directory (pure arithmetic)
 packed.py     one preallocated file, read and written directly; every way a transfer can fail
-transfer.py   requests spread over the files by a small thread pool
+kernel.py     the kernel's asynchronous I/O, by the native library (``native/``)
+transfer.py   requests spread over the files
 directory.py  checks of the directories that the user gives, and their lock
 manifest.py   what a store is made for, and which of its directories is which
 records.py    small checksummed JSON documents: manifest and commit records

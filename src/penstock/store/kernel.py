@@ -1,7 +1,7 @@
 """The kernel's asynchronous I/O: all requests of a transfer at once, each block hashed while others are under way.
 
 ``_transfer.so`` beside this file does it (``native/``, built by CMake), without Python's lock. Where there is none, or
-the kernel gives no queue, requests are made one after another, with the same bytes and checksums.
+the kernel gives no queue, those of each drive are made one after another, with the same bytes and checksums.
 """
 
 import ctypes
@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ PATH = Path(__file__).with_name("_transfer.so")
 REQUEST = 2 << 20
 """Bytes of a request at most: of 8 MiB three quarters are hashed while the rest is on its way."""
 
-_SLOWER = "drives are read and written one request after another, which is slower"
+_SLOWER = "each drive is read and written one request after another, which is slower"
 
 
 class _Transfer(ctypes.Structure):
@@ -57,7 +58,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What came of a transfer. ``checksums``: of each block; ``moved``: bytes of each piece."""
+    """A transfer that is over. ``checksums``: of each block; ``moved``: bytes of each piece."""
 
     checksums: Numbers
     moved: list[int]
@@ -74,7 +75,8 @@ class Library:
         if not path.exists():
             raise OSError(f"the native library {path} is not built")
         self._calls = ctypes.CDLL(str(path))  # calls through it release the GIL
-        if (abi := self._calls.penstock_transfer_abi()) != ABI:
+        abi = self._calls.penstock_transfer_abi() if hasattr(self._calls, "penstock_transfer_abi") else 0
+        if abi != ABI:
             raise OSError(f"{path} was built from another version (interface {abi}, not {ABI})")
         self._calls.penstock_queue.argtypes = (ctypes.POINTER(ctypes.c_uint64),)
         self._calls.penstock_transfer.argtypes = (ctypes.c_uint64, ctypes.POINTER(_Transfer))
@@ -94,15 +96,19 @@ class Library:
         """Move ``pieces`` of ``files`` from or to ``view``. Nothing is in flight afterwards. None: the kernel gives no
         queue, and nothing was moved; which is warned of, once for each reason.
 
-        ``blocks``: what ``view`` consists of, where it is to be hashed. ``progress``: for each file, the nanoseconds of
-        the monotonic clock at which a request of it came back last; it is written meanwhile.
+        ``blocks``: what ``view`` consists of, where it is to be hashed. ``progress``: of each file, as
+        ``Stalls.request`` has it; it is written meanwhile.
+
+        Raises:
+            ValueError: a piece is not within its file or ``view``, or ``blocks`` are not what that consists of.
         """
+        _check(files, pieces, view, blocks, write=write)
         if (queue := self._queue()) is None:
             return None
         rows = [
             (files[p.file].descriptor, p.file, p.offset, p.start, p.nbytes, files[p.file].grain, 0) for p in pieces
         ]  # ``struct Piece``, whose last one is what was moved
-        table, first = np.array(rows, dtype=np.int64), blocks[0].start if blocks else 0
+        table, first = np.array(rows, dtype=np.int64).reshape(-1, 7), blocks[0].start if blocks else 0
         borders = np.array([0, *(block.stop - first for block in blocks)], dtype=np.int64)
         checksums = np.zeros(len(blocks), dtype=np.uint64)
         asked = _Transfer(
@@ -116,10 +122,17 @@ class Library:
             progress=progress.ctypes.data,
             write=write,
         )
-        done = self._calls.penstock_transfer(queue, ctypes.byref(asked))
-        self._queues.append(queue)
+        try:
+            done = self._calls.penstock_transfer(queue, ctypes.byref(asked))
+        finally:
+            self._queues.append(queue)
         failure = None if done else Failure(piece=pieces[asked.piece], done=asked.done, error=asked.error)
         return Done(checksums=np.maximum(checksums, 1), moved=table[:, -1].tolist(), failure=failure)
+
+    def try_out(self) -> None:
+        """Warn now, and not within a transfer, if the kernel gives no queue."""
+        if (queue := self._queue()) is not None:
+            self._queues.append(queue)
 
     def _queue(self) -> int | None:
         """A queue for one transfer; None: the kernel gives none."""
@@ -131,6 +144,20 @@ class Library:
                 _refused(error)
                 return None
             return made.value
+
+
+def _check(
+    files: Sequence[PackedFile], pieces: Sequence[Piece], view: memoryview, blocks: Blocks, *, write: bool
+) -> None:
+    """What the library writes or hashes is the memory that it was given, whatever Python runs without its asserts."""
+    for p in pieces:
+        if not 0 <= p.start <= p.start + p.nbytes <= len(view) or not 0 <= p.offset <= files[p.file].nbytes - p.nbytes:
+            raise ValueError(f"{files[p.file].path}: {p} of {files[p.file].nbytes} bytes, and of {len(view)} in memory")
+    joined = all(a.start < a.stop == b.start for a, b in pairwise(blocks))
+    if blocks and not (joined and blocks[-1].stop - blocks[0].start == len(view)):
+        raise ValueError(f"blocks from {blocks[0]} to {blocks[-1]} are not what {len(view)} bytes consist of")
+    if view.readonly and not write:
+        raise ValueError("reading into memory that is read-only")
 
 
 @functools.cache

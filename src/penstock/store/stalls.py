@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -33,8 +34,15 @@ class Request:
 
     @property
     def since(self) -> float:
-        """Seconds of the monotonic clock, since when none has come back."""
-        return self.began if self._progress is None else max(self.began, float(self._progress[0]) / 1e9)
+        """Seconds of the monotonic clock, since when none has come back; infinite: none is under way."""
+        if self._progress is None:
+            return self.began
+        return float(self._progress[0]) / 1e9 or math.inf
+
+    @property
+    def last(self) -> float:
+        """Seconds of the monotonic clock at which one came back last."""
+        return self.ended if self._progress is None else float(self._progress[1]) / 1e9
 
     def __enter__(self) -> None:
         self.began = self.ended = time.monotonic()
@@ -55,7 +63,7 @@ class _Stall:
     @property
     def length(self) -> float:
         """Seconds until the last of them went on."""
-        return max(max(request.ended, request.since) for request in self.requests) - self.since
+        return max(request.last for request in self.requests) - self.since
 
 
 class Stalls:
@@ -78,8 +86,9 @@ class Stalls:
         """the thread; None: no request has been made"""
 
     def request(self, path: Path, verb: str, nbytes: int, progress: Progress | None = None) -> Request:
-        """The context of one request: ``verb`` of ``nbytes`` on the file ``path``. Of several: ``progress`` is one
-        number, of nanoseconds of the monotonic clock, that says when one of them has come back last."""
+        """The context of one request: ``verb`` of ``nbytes`` on the file ``path``. Of several: ``progress`` is two
+        numbers, of nanoseconds of the monotonic clock: since when some are under way and none has come back (0: none is
+        under way), and when one came back last."""
         return Request(self, path, verb, nbytes, progress)
 
     def add(self, request: Request) -> int:
@@ -113,23 +122,23 @@ class Stalls:
         self._look(time.monotonic())
 
     def _look(self, now: float) -> None:
-        late: dict[Path, list[Request]] = {}
+        late: dict[Path, _Stall] = {}
         for request in self.under_way.copy().values():  # oldest first
-            if now - request.since >= self._late:
-                late.setdefault(request.path, []).append(request)
-        for path, requests in late.items():
+            since = request.since
+            if now - since >= self._late:
+                late.setdefault(request.path, _Stall(since=since, requests=[])).requests.append(request)
+        for path, stall in late.items():
             if path not in self._stalled:
-                log.warning(_begun(requests[0], now))
-                self._stalled[path] = _Stall(since=requests[0].since, requests=[])
-            known = self._stalled[path].requests
-            known += [request for request in requests if request not in known]
+                log.warning(_begun(stall.requests[0], now - stall.since))
+            known = self._stalled.setdefault(path, stall).requests
+            known += [request for request in stall.requests if request not in known]
         for path in [path for path in self._stalled if path not in late]:
             log.warning("%s: goes on after a stall of %.0f s", path, self._stalled.pop(path).length)
 
 
-def _begun(request: Request, now: float) -> str:
+def _begun(request: Request, seconds: float) -> str:
     what = f"{request.verb} of {format_size(request.nbytes)}" if request.nbytes else request.verb
     return (
-        f"{request.path}: a {what} has been under way for {now - request.since:.0f} s: the drive stalls or is very "
+        f"{request.path}: a {what} has been under way for {seconds:.0f} s: the drive stalls or is very "
         "slow. Waiting for it; the kernel's log (dmesg) may say why"
     )

@@ -1,5 +1,5 @@
-"""Requests spread over the files of an address space: all of a transfer at once where the kernel does it, else one
-after another."""
+"""Requests spread over the files of an address space: all of a transfer at once where the kernel does it, else those of
+each file one after another."""
 
 import mmap
 import os
@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from typing import Literal
 
@@ -63,11 +64,14 @@ class StripedFiles:
         self._request = request
         self._direct = all(file.direct for file in files)
         self._lock = threading.Lock()
+        self._drives = ThreadPoolExecutor(len(files), thread_name_prefix="penstock-drive")  # no thread until it is used
         self.stalls = Stalls()
         self.bytes_read = 0
         self.bytes_written = 0
         self.written_each = [0] * len(files)
-        """bytes written to each file: of requests that failed, too, what of them was written"""
+        """bytes written to each file: of transfers that failed, too, what of them is known to be written"""
+        if self._direct and (library := kernel.library()) is not None:
+            library.try_out()
 
     def read(self, address: int, view: memoryview, blocks: Blocks = ()) -> Numbers:
         """Fill ``view`` from ``address``; the checksum of each of ``blocks``, which it then has one after another.
@@ -92,20 +96,23 @@ class StripedFiles:
 
     def _move(self, verb: Verb, address: int, view: memoryview, blocks: Blocks) -> Numbers:
         pieces = [*self._striping.pieces(address, len(view), self._request)]
-        progress, each = np.zeros(len(self.files), dtype=np.int64), Counter[int]()
+        progress, each = np.zeros((len(self.files), 2), dtype=np.int64), Counter[int]()
         for piece in pieces:
             file = self.files[piece.file]
             assert piece.offset + piece.nbytes <= file.nbytes, f"{file.path}: {piece} of {file.nbytes}"
             each[piece.file] += piece.nbytes
         with ExitStack() as watched:
             for index, nbytes in each.items():
-                path, last = self.files[index].path, progress[index : index + 1]
-                watched.enter_context(self.stalls.request(path, verb, nbytes, last))
-            done, writes = None, verb == "write"
-            if self._direct and (library := kernel.library()) is not None:  # in the page cache nothing is waited for
-                done = library.transfer(self.files, pieces, view, blocks, progress, write=writes)
+                watched.enter_context(self.stalls.request(self.files[index].path, verb, nbytes, progress[index]))
+            library = kernel.library() if self._direct else None  # the page cache takes one request at a time
+            done = (
+                None
+                if library is None
+                else library.transfer(self.files, pieces, view, blocks, progress, write=verb == "write")
+            )
             if done is None:
-                return self._one_by_one(verb, pieces, view, blocks, progress)
+                self._by_calls(verb, pieces, view, progress)
+                return np.array(checksums(view, blocks), dtype=np.uint64)
         return self._result(verb, pieces, done)
 
     def _result(self, verb: Verb, pieces: Sequence[Piece], done: kernel.Done) -> Numbers:
@@ -119,18 +126,29 @@ class StripedFiles:
             raise file.failed(verb, piece.offset, piece.nbytes, failure.done, cause) from cause
         return done.checksums
 
-    def _one_by_one(
-        self, verb: Verb, pieces: Sequence[Piece], view: memoryview, blocks: Blocks, progress: npt.NDArray[np.int64]
-    ) -> Numbers:
-        for piece in pieces:
-            file, part = self.files[piece.file], view[piece.start : piece.start + piece.nbytes]
-            if verb == "read":
-                file.read(piece.offset, part)
-            else:
-                file.write(piece.offset, part)
-                self._written(piece, piece.nbytes)
-            progress[piece.file] = time.monotonic_ns()
-        return np.array(checksums(view, blocks), dtype=np.uint64)
+    def _by_calls(self, verb: Verb, pieces: Sequence[Piece], view: memoryview, progress: npt.NDArray[np.int64]) -> None:
+        """Each file's requests one after another, beside those of other files."""
+
+        def work(index: int) -> None:
+            for piece in pieces:
+                if piece.file == index:
+                    progress[index, 0] = time.monotonic_ns()
+                    try:
+                        move(self.files[index], piece.offset, view[piece.start : piece.start + piece.nbytes])
+                    finally:
+                        progress[index] = 0, time.monotonic_ns()
+                    if verb == "write":
+                        self._written(piece, piece.nbytes)
+
+        move = PackedFile.read if verb == "read" else PackedFile.write
+        first, *others = dict.fromkeys(piece.file for piece in pieces)
+        jobs = [self._drives.submit(work, index) for index in others]
+        try:
+            work(first)
+        finally:  # nobody may touch the buffer after we return, whether with an error or without
+            wait(jobs)
+        for job in jobs:
+            job.result()
 
     def _written(self, piece: Piece, nbytes: int) -> None:
         with self._lock:
@@ -155,6 +173,7 @@ class StripedFiles:
                 file.flush()
 
     def close(self) -> None:
+        self._drives.shutdown()
         self.stalls.close()
         for file in self.files:
             file.close()

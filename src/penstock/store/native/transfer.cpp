@@ -1,10 +1,14 @@
 // One transfer between memory and files, of which all requests are with the kernel at once (its asynchronous I/O), and
 // the checksum of each block while others are still under way. For ctypes; store/kernel.py checks the arguments.
 //
+// Linux alone, whose interface this is. No exception leaves it: what it needs is reserved before the first request.
+//
 // A block that is read is hashed as soon as all of it has come, one that is written at any time before the end. Nothing
 // is in flight when a transfer returns, with an error or without.
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <linux/aio_abi.h>
@@ -28,7 +32,7 @@ constexpr int WINDOW = 16;  // requests of a transfer under way at once
 
 // A stretch of a file, and where it is in memory.
 struct Piece {
-    int64_t fd, file;  // file: which of the caller's progress
+    int64_t fd, file;  // file: its row of the caller's progress
     int64_t offset, start, nbytes;
     int64_t grain;  // bytes: where a request that has stopped short may go on
     int64_t moved;  // out: bytes of it that were read or written
@@ -36,8 +40,14 @@ struct Piece {
 
 // Why a transfer has failed.
 struct Failure {
-    int64_t piece, done;  // done: bytes of it before the one where it failed
+    int64_t piece, done;  // done: bytes of it before the one where it failed, which were all moved
     int64_t error;        // errno; 0: no byte was moved
+};
+
+// Nanoseconds of the monotonic clock. Somebody looks at them meanwhile.
+struct Progress {
+    int64_t since;  // since when requests are under way, and none has come back; 0: none is under way
+    int64_t last;   // when one came back last; 0: none has
 };
 
 struct Transfer {
@@ -48,7 +58,7 @@ struct Transfer {
     const int64_t* borders;  // blocks + 1 of them, in memory
     int64_t blocks;
     uint64_t* checksums;  // out: of each block
-    int64_t* progress;  // out: of each file, nanoseconds of the monotonic clock at which a request of it came back last
+    Progress* progress;   // out: of each file
     int64_t write;
     Failure failure;  // out
 };
@@ -72,6 +82,12 @@ int64_t now() {
 class Run {
   public:
     Run(Transfer& transfer, aio_context_t queue) : t_(transfer), queue_(queue), missing_(transfer.blocks) {
+        int64_t requests = WINDOW, files = 0;
+        for (int64_t i = 0; i < t_.count; ++i) {
+            requests += (t_.pieces[i].nbytes + t_.request - 1) / t_.request;
+            files = std::max(files, t_.pieces[i].file + 1);
+        }
+        again_.reserve(requests), ready_.reserve(t_.blocks), free_.reserve(WINDOW), at_file_.resize(files);
         for (int64_t i = 0; i < t_.blocks; ++i) missing_[i] = t_.borders[i + 1] - t_.borders[i];
         for (int i = WINDOW; i-- > 0;) free_.push_back(i);
     }
@@ -103,14 +119,14 @@ class Run {
         t_.checksums[block] = xxh3(t_.memory + start, t_.borders[block + 1] - start);
     }
 
-    // The next request to make: what has stopped short goes on first.
+    // The next request to make: what has stopped short goes on first. After a failure only what comes before it.
     bool next(Request& request) {
-        if (!again_.empty()) {
+        while (!again_.empty()) {
             request = again_.back();
             again_.pop_back();
-            return true;
+            if (!failed_ || before(request.piece, request.done, t_.failure)) return true;
         }
-        if (next_ == t_.count) return false;
+        if (failed_ || next_ == t_.count) return false;
         const Piece& piece = t_.pieces[next_];
         request = {next_, at_, std::min(t_.request, piece.nbytes - at_)};
         at_ += request.nbytes;
@@ -123,7 +139,7 @@ class Run {
         iocb* batch[WINDOW];
         int count = 0;
         Request request;
-        while (!failed_ && !free_.empty() && next(request)) {
+        while (!free_.empty() && next(request)) {
             const int slot = free_.back();
             free_.pop_back();
             const Piece& piece = t_.pieces[request.piece];
@@ -139,14 +155,19 @@ class Run {
             batch[count++] = &block;
         }
         int given = 0;
-        while (given < count && !failed_) {
+        while (given < count) {
+            for (int i = given; i < count; ++i) begun(batch[i]->aio_data);
             const long taken = PENSTOCK_SYSCALL(SYS_io_submit, queue_, long(count - given), batch + given);
+            const int error = errno;
+            for (int i = given + std::max(taken, 0l); i < count; ++i) ended(batch[i]->aio_data, false);
+            errno = error;
             if (taken > 0) {
                 given += taken, flying_ += taken;
             } else if (errno == EAGAIN && flying_) {  // it has no room for more at present
                 break;
             } else if (errno != EINTR) {  // it is the first one's error
                 finished(batch[given++]->aio_data, -errno);
+                if (failed_) break;
             }
         }
         for (; given < count; ++given) {
@@ -160,10 +181,28 @@ class Run {
     void reap(long least) {
         io_event events[WINDOW];
         const long count = PENSTOCK_SYSCALL(SYS_io_getevents, queue_, least, long(WINDOW), events, nullptr);
+        if (count < 0 && errno != EINTR) {  // the drive still writes to the memory, and nobody will ever know until when
+            std::fprintf(stderr, "penstock: io_getevents failed while requests were under way: %s\n", strerror(errno));
+            std::abort();
+        }
         for (long i = 0; i < count; ++i) {
             --flying_;
+            ended(events[i].data, true);
             finished(events[i].data, events[i].res);
         }
+    }
+
+    Progress& progress(int slot) { return t_.progress[t_.pieces[requests_[slot].piece].file]; }
+    int& at_file(int slot) { return at_file_[t_.pieces[requests_[slot].piece].file]; }
+
+    void begun(int slot) {
+        if (at_file(slot)++ == 0) __atomic_store_n(&progress(slot).since, now(), __ATOMIC_RELAXED);
+    }
+
+    void ended(int slot, bool came_back) {
+        const bool none = --at_file(slot) == 0;
+        if (came_back) __atomic_store_n(&progress(slot).last, now(), __ATOMIC_RELAXED);
+        if (came_back || none) __atomic_store_n(&progress(slot).since, none ? 0 : now(), __ATOMIC_RELAXED);
     }
 
     // A request has come back with the bytes moved, or minus an errno.
@@ -177,7 +216,6 @@ class Run {
         }
         const int64_t moved = std::max<int64_t>(result, 0);
         const int64_t whole = moved == request.nbytes ? moved : moved / piece.grain * piece.grain;
-        __atomic_store_n(&t_.progress[piece.file], now(), __ATOMIC_RELAXED);  // somebody looks at it meanwhile
         piece.moved += whole;
         if (!t_.write) came(piece.start + request.done, whole);
         if (whole == request.nbytes) return;
@@ -188,10 +226,13 @@ class Run {
         }
     }
 
+    static bool before(int64_t piece, int64_t done, const Failure& failure) {
+        return std::pair(piece, done) < std::pair(failure.piece, failure.done);
+    }
+
     // Of several failures the first in the order of bytes is told.
     void fail(const Failure& failure) {
-        const Failure& known = t_.failure;
-        if (!failed_ || std::pair(failure.piece, failure.done) < std::pair(known.piece, known.done)) t_.failure = failure;
+        if (!failed_ || before(failure.piece, failure.done, t_.failure)) t_.failure = failure;
         failed_ = true;
     }
 
@@ -210,7 +251,8 @@ class Run {
     Request requests_[WINDOW];
     std::vector<int> free_;       // slots of the two above
     std::vector<Request> again_;  // rests of requests that have stopped short
-    std::vector<int64_t> missing_, ready_;
+    std::vector<int64_t> missing_, ready_;  // bytes of each block that have not come; blocks that are to be hashed
+    std::vector<int> at_file_;              // requests of each file that are under way
     int64_t next_ = 0, at_ = 0;  // the first piece, and byte of it, of which no request was made yet
     int64_t hashed_ = 0;         // blocks that are written and hashed
     int flying_ = 0;
@@ -219,15 +261,21 @@ class Run {
 
 }  // namespace
 
-EXPORT int penstock_transfer_abi() { return 1; }
+EXPORT int penstock_transfer_abi() noexcept { return 1; }
 
 // A queue of the kernel's into ``queue``, for one transfer at a time of this process; 0, or an errno.
-EXPORT int penstock_queue(uint64_t* queue) {
+EXPORT int penstock_queue(uint64_t* queue) noexcept {
     aio_context_t made = 0;
     if (PENSTOCK_SYSCALL(SYS_io_setup, long(WINDOW), &made)) return errno;
+    io_event none;
+    if (PENSTOCK_SYSCALL(SYS_io_getevents, made, 0l, 1l, &none, nullptr) < 0 && errno != EINTR) {  // it is forbidden
+        const int error = errno;
+        PENSTOCK_SYSCALL(SYS_io_destroy, made);
+        return error;
+    }
     *queue = made;
     return 0;
 }
 
 // 1: done; 0: it has failed (``failure``).
-EXPORT int penstock_transfer(uint64_t queue, Transfer* transfer) { return Run(*transfer, queue).run(); }
+EXPORT int penstock_transfer(uint64_t queue, Transfer* transfer) noexcept { return Run(*transfer, queue).run(); }
