@@ -11,6 +11,7 @@ from torch import nn
 
 import penstock
 from penstock.optim import library
+from penstock.store import kernel
 
 
 class Model(nn.Module):
@@ -60,7 +61,8 @@ def plain(steps: list[list[dict[str, torch.Tensor]]]) -> list[float]:
 
 def main() -> None:
     levels = library.levels()
-    assert levels, "the native library is missing, or cannot be loaded"
+    assert levels, "the optimizers' native library is missing, or cannot be loaded"
+    assert kernel.library() is not None, "the store's native library is missing, or cannot be loaded"
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(2, 2, 4, 9, generator=generator)
     steps = [[{"x": rows[:, :8], "y": rows[:, 8:]} for rows in step] for step in drawn]

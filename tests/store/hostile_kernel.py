@@ -16,13 +16,24 @@ class Hostile(kernel.Library):
         super().__init__(path)
         self._kernel = ctypes.CDLL(str(path))  # the same again
         self._kernel.hostile_begin.argtypes = (ctypes.c_uint64, *[ctypes.c_long] * 3)
-        self._kernel.hostile_moves.restype = self._kernel.hostile_flying.restype = ctypes.c_long
+        for name in ("flying", "moves", "bytes", "failed_fd", "failed_offset"):
+            getattr(self._kernel, f"hostile_{name}").restype = ctypes.c_long
         self._kernel.hostile_refuse.argtypes = (ctypes.c_long,)
 
     def begin(self, seed: int, *, fail_at: int = -1, error: int = 0, grain: int = 1) -> None:
-        """From now on, what happens follows from ``seed``, and the request numbered ``fail_at`` fails. Requests stop
-        short at multiples of ``grain`` bytes."""
+        """From now on, what happens follows from ``seed``, and the request numbered ``fail_at`` fails; ``error`` 0: it
+        moves nothing, as at the end of a file. Others stop short, after ``grain`` bytes at least."""
         self._kernel.hostile_begin(seed, fail_at, error, grain)
+
+    @property
+    def failed(self) -> tuple[int, int]:
+        """The descriptor and the offset of the request that failed."""
+        return int(self._kernel.hostile_failed_fd()), int(self._kernel.hostile_failed_offset())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes moved since ``begin``, in whole grains of each request."""
+        return int(self._kernel.hostile_bytes())
 
     def refuse(self, error: int) -> None:
         """No new queue is given any more."""

@@ -1,14 +1,20 @@
 """Transfers of which all requests are with the kernel at once, on a kernel that does all that a real one may."""
 
+import ctypes
 import errno
 import os
+import platform
+import re
 import resource
+import subprocess
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +22,7 @@ from penstock.errors import StoreError
 from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, kernel
 from penstock.store.checksums import checksums
 from penstock.store.packed import PackedFile, allocate
+from penstock.store.striping import Piece
 from penstock.store.transfer import StripedFiles, byte_view
 from tests.accelerator import build
 from tests.store.hostile_kernel import Hostile, built
@@ -42,7 +49,11 @@ def drives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[PackedFile
     for name in "abc":
         path = tmp_path_factory.mktemp("drive") / name
         allocate(path, NBYTES)
-        files.append(PackedFile(path, direct=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            files.append(PackedFile(path))
+    if not all(file.direct for file in files):
+        pytest.skip("the temporary directory does no direct I/O")
     yield files
     for file in files:
         file.close()
@@ -87,6 +98,7 @@ def test_bytes_and_checksums_are_right_whatever_the_kernel_does(
     assert hostile.flying == 0
     assert hostile.moves >= 2 * nbytes // (request * ALIGN)
     assert files.bytes_read == files.bytes_written == sum(files.written_each) == nbytes
+    assert files.read(address, byte_view(content[:0])).tolist() == []
     again[:] = 0
     with on(None):
         assert files.read(address, byte_view(again), found).tolist() == wanted
@@ -96,8 +108,8 @@ def test_bytes_and_checksums_are_right_whatever_the_kernel_does(
 
 @needs_compiler
 @pytest.mark.parametrize("verb", ["read", "write"])
-@given(blocks(), st.integers(1, 7), st.integers(0, 2**63), st.integers(0, 40))
-def test_an_error_comes_when_nothing_is_in_flight_and_names_the_place(
+@given(blocks(), st.integers(1, 7), st.integers(0, 2**63), st.integers(0, 40), st.sampled_from([errno.EIO, 0]))
+def test_an_error_names_the_first_byte_that_was_not_moved_when_nothing_is_in_flight(
     hostile: Hostile,
     drives: list[PackedFile],
     verb: str,
@@ -105,23 +117,34 @@ def test_an_error_comes_when_nothing_is_in_flight_and_names_the_place(
     request: int,
     seed: int,
     at: int,
+    error: int,
 ) -> None:
+    """A request that fails once: all before it is moved, in the order of bytes, and what was moved is counted."""
     files, nbytes = striped(drives), found[-1].stop - found[0].start
-    content = noise(nbytes)
-    hostile.begin(seed, fail_at=at, error=errno.EIO, grain=ALIGN)
-    failure = None
+    content, failure = noise(nbytes, 2), None
+    with on(None):
+        files.write(found[0].start, byte_view(noise(nbytes, 1)))
+    before = sum(files.written_each)
+    hostile.begin(seed, fail_at=at, error=error, grain=ALIGN)
     with on(hostile, request=request * ALIGN):
         try:
             getattr(files, verb)(found[0].start, byte_view(content), found)
-        except StoreError as error:
-            failure = error
-    assert (failure is not None) == (hostile.moves > at)
-    if failure is not None:
-        assert failure.errno == errno.EIO
-        assert any(f"{file.path}: {verb} of " in str(failure) for file in drives)
-        assert sum(files.written_each) < nbytes
+        except StoreError as raised:
+            failure = raised
     assert hostile.flying == 0
     assert not files.stalls.under_way
+    assert (failure is not None) == (hostile.moves > at)
+    if verb == "write":
+        assert sum(files.written_each) - before == hostile.bytes
+    if failure is not None:
+        assert failure.errno == (error or None)
+        descriptor, offset = hostile.failed
+        path = next(file.path for file in drives if file.descriptor == descriptor)
+        said = re.search(rf"{path}: {verb} of (\d+) bytes at offset (\d+) stopped after (\d+) bytes", str(failure))
+        assert said is not None, failure
+        asked, start, done = map(int, said.groups())
+        assert start + done == offset
+        assert done < asked
     files.stalls.close()
 
 
@@ -130,7 +153,7 @@ def test_a_kernel_without_queues_is_said_and_done_without(tmp_path: Path, drives
     library, files = built(tmp_path), striped(drives)
     content, found = noise(8 * ALIGN), [range(8 * ALIGN)]
     library.begin(0, grain=ALIGN)
-    library.refuse(errno.EAGAIN)
+    library.refuse(errno.EUSERS)  # which no other test is refused with: it is said once for each reason
     with on(library):
         with pytest.warns(RuntimeWarning, match=r"one request after another, which is slower.*fs\.aio-max-nr"):
             assert files.write(0, byte_view(content), found).tolist() == checksums(content.data, found)
@@ -148,12 +171,59 @@ def test_a_missing_library_is_said_and_done_without(tmp_path: Path, drives: list
     files.stalls.close()
 
 
+@needs_compiler
+@pytest.mark.parametrize("flags", [["-mavx2"], [], ["-U__SSE2__"]], ids=["avx2", "sse2", "plain"])
+def test_the_checksum_of_each_instruction_set_is_that_of_xxhash(flags: list[str], tmp_path: Path) -> None:
+    if flags and platform.machine() != "x86_64":
+        pytest.skip("there is one, for this kind of processor")
+    if flags == ["-mavx2"] and " avx2 " not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has none of AVX2")
+    compiler, source = build.compiler(), kernel.PATH.parent / "native" / "xxh3.cpp"
+    assert compiler is not None
+    made = tmp_path / "xxh3.so"
+    options = ["-std=c++17", "-O2", "-fPIC", "-shared", "-DPENSTOCK_XXH3=xxh3_baseline"]
+    subprocess.run([compiler, *options, *flags, source, "-o", made], check=True)
+    xxh3 = ctypes.CDLL(str(made))["_ZN8penstock13xxh3_baselineEPKvm"]
+    xxh3.restype, xxh3.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
+    for nbytes in (*range(241, 2300), ALIGN, 3 * ALIGN, 1 << 20):
+        content = np.random.default_rng(nbytes).bytes(nbytes)
+        assert xxh3(content, nbytes) == xxhash.xxh3_64_intdigest(content), nbytes
+
+
+@pytest.mark.parametrize(
+    ("piece", "found", "writes"),
+    [
+        (Piece(file=0, offset=NBYTES - ALIGN, start=0, nbytes=2 * ALIGN), [], True),
+        (Piece(file=0, offset=-ALIGN, start=0, nbytes=2 * ALIGN), [], True),
+        (Piece(file=0, offset=0, start=ALIGN, nbytes=2 * ALIGN), [], True),
+        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), [range(ALIGN)], True),
+        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), [range(3 * ALIGN)], True),
+        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), [range(ALIGN), range(2 * ALIGN, 3 * ALIGN)], True),
+        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), [], False),
+    ],
+    ids=["file ends", "before", "memory ends", "too few", "too many", "gap", "read-only"],
+)
+def test_nothing_outside_of_the_file_and_the_memory_is_touched(
+    drives: list[PackedFile], piece: Piece, found: list[range], writes: bool
+) -> None:
+    library, view = kernel.Library(kernel.PATH), byte_view(noise(2 * ALIGN))
+    with pytest.raises(ValueError, match=r"in memory|consist of|read-only"):
+        library.transfer(
+            drives, [piece], view.toreadonly(), found, np.zeros((len(drives), 2), dtype=np.int64), write=writes
+        )
+
+
 LAYOUT = Layout.build([("a", 64 * ALIGN, 1)], {"a": (Region(nbytes=64 * ALIGN, block=3 * ALIGN),)})
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.create([tmp_path / "d"], LAYOUT, model={}, direct=True) as made:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = Store.create([tmp_path / "d"], LAYOUT, model={})
+    with made:
+        if not made.direct:
+            pytest.skip("the temporary directory does no direct I/O")
         yield made
 
 
@@ -168,6 +238,7 @@ def test_a_limit_on_the_size_of_files(store: Store) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert failure.value.errno == errno.EFBIG
     assert store.files.written_each == [20 * ALIGN]
+    assert failure.value.__cause__ is not None
     with pytest.raises(StoreError, match="never written"):
         store.read("a", 0, aligned_bytes(64 * ALIGN))
 

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.store import transfer
+from penstock.store import kernel, transfer
 from penstock.store.layout import ALIGN, Layout, Region
 from penstock.store.stalls import Stalls
 from penstock.store.store import Store
@@ -83,15 +84,18 @@ def test_a_stall_is_said_while_it_lasts_and_when_it_is_over(
 def test_requests_of_which_some_come_back_are_not_late(caplog: pytest.LogCaptureFixture) -> None:
     """Many that are made together may take long. When none comes back any more, the stall is as long as that lasted."""
     caplog.set_level(logging.WARNING, "penstock")
-    stalls, last = Stalls(late=LATE), np.zeros(1, dtype=np.int64)
-    with stalls.request(Path("drive"), "read", 1 << 30, last):
+    stalls, progress = Stalls(late=LATE), np.zeros(2, dtype=np.int64)
+    with stalls.request(Path("drive"), "read", 1 << 30, progress):
         until = time.monotonic() + 3 * LATE
         while time.monotonic() < until:
-            last[0] = time.monotonic_ns()
+            progress[:] = time.monotonic_ns()
             time.sleep(LATE / 50)
         said = [*caplog.messages]
         stopped = time.monotonic()
         while len(caplog.messages) == len(said):
+            time.sleep(0.01)
+        progress[:] = 0, time.monotonic_ns()
+        while "goes on" not in caplog.messages[-1]:
             time.sleep(0.01)
     passed = time.monotonic() - stopped
     stalls.close()
@@ -99,6 +103,52 @@ def test_requests_of_which_some_come_back_are_not_late(caplog: pytest.LogCapture
     length = re.fullmatch(r"drive: goes on after a stall of (\d+) s", caplog.messages[-1])
     assert length is not None
     assert int(length[1]) <= round(passed + LATE)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_drive_that_stalls_is_the_only_one_that_is_said_to(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All files of a transfer wait for the slowest; the others have nothing under way meanwhile."""
+    caplog.set_level(logging.WARNING, "penstock")
+    monkeypatch.setattr(transfer, "Stalls", partial(Stalls, late=LATE))
+    paths = [tmp_path / name for name in "abc"]
+    with Store.create(paths, LAYOUT, model={}, stripe=4 * ALIGN) as store:
+        store.write("a", 0, aligned_bytes(SIZE))
+        if at_once:
+            if not store.direct:
+                pytest.skip("the temporary directory does no direct I/O")
+            monkeypatch.setattr(kernel, "library", lambda: Late(lambda: len(caplog.messages) > 0))
+        else:
+            real = os.preadv
+
+            def slow(fd: int, views: list[memoryview], offset: int) -> int:
+                while "/b/" in os.readlink(f"/proc/self/fd/{fd}") and not caplog.messages:
+                    time.sleep(0.01)
+                return real(fd, views, offset)
+
+            monkeypatch.setattr(os, "preadv", slow)
+        store.read("a", 0, aligned_bytes(SIZE))
+    assert [str(paths[1]) in message for message in caplog.messages] == [True, True]
+
+
+class Late(kernel.Library):
+    """The library, whose transfers hand over all that they have moved but say of the second file that it stalls."""
+
+    def __init__(self, go_on: Callable[[], bool]) -> None:
+        super().__init__(kernel.PATH)
+        self._go_on = go_on
+
+    def transfer(self, *words: Any, **more: Any) -> kernel.Done | None:
+        progress = words[-1]
+        done = super().transfer(*words, **more)
+        assert (progress[:, 0] == 0).all(), "requests are under way after a transfer"
+        assert (progress[:, 1] > 0).all()
+        progress[1, 0] = time.monotonic_ns()
+        while not self._go_on():
+            time.sleep(0.01)
+        progress[1] = 0, time.monotonic_ns()
+        return done
 
 
 def test_two_stalls_are_said_twice(

@@ -18,19 +18,30 @@ std::mutex lock;
 std::mt19937_64 rng;
 std::vector<iocb> flying;
 long moves, fail_at, fail_with, refusal;
+long failed_fd, failed_offset;  // of the request that failed
+long bytes;                     // moved in all, as the store may count them: in multiples of the grain
 long grain;  // bytes: a short request moves a multiple of it, at least one
 
 bool chance(int in) { return rng() % in == 0; }
 
+// What the request that is to fail comes to: minus an errno, or 0, the end of a file.
+long failure(const iocb& request) {
+    failed_fd = request.aio_fildes, failed_offset = request.aio_offset;
+    return -fail_with;
+}
+
 long moved(const iocb& request) {
-    if (moves++ == fail_at) return -fail_with;
+    if (moves++ == fail_at) return failure(request);
     size_t n = request.aio_nbytes;
     if (chance(4)) n = std::min<size_t>(n, (1 + rng() % (n / grain + 1)) * grain);
     void* memory = reinterpret_cast<void*>(request.aio_buf);
     const ssize_t done = request.aio_lio_opcode == IOCB_CMD_PWRITE
                              ? pwrite(request.aio_fildes, memory, n, request.aio_offset)
                              : pread(request.aio_fildes, memory, n, request.aio_offset);
-    return done < 0 ? -errno : done;
+    if (done < 0) return -errno;
+    const long odd = done > grain && chance(6) ? rng() % grain : 0;  // it stopped within a block
+    bytes += (done - odd) / grain * grain;
+    return done - odd;
 }
 
 long failed(int error) {
@@ -44,11 +55,14 @@ extern "C" {
 
 __attribute__((visibility("default"))) void hostile_begin(uint64_t seed, long at, long with, long of) {
     rng.seed(seed);
-    moves = 0, fail_at = at, fail_with = with, grain = of, refusal = 0;
+    moves = 0, fail_at = at, fail_with = with, grain = of, refusal = 0, bytes = 0, failed_fd = -1;
 }
 __attribute__((visibility("default"))) void hostile_refuse(long error) { refusal = error; }
 __attribute__((visibility("default"))) long hostile_flying() { return flying.size(); }
 __attribute__((visibility("default"))) long hostile_moves() { return moves; }
+__attribute__((visibility("default"))) long hostile_bytes() { return bytes; }
+__attribute__((visibility("default"))) long hostile_failed_fd() { return failed_fd; }
+__attribute__((visibility("default"))) long hostile_failed_offset() { return failed_offset; }
 
 long hostile_syscall(long number, ...) noexcept {
     std::lock_guard<std::mutex> guard(lock);
@@ -67,8 +81,9 @@ long hostile_syscall(long number, ...) noexcept {
             result = failed(EINTR);
         } else if (chance(6) && !flying.empty()) {
             result = failed(EAGAIN);
-        } else if (moves == fail_at && chance(2)) {
+        } else if (moves == fail_at && fail_with && chance(2)) {
             ++moves;
+            failure(*requests[0]);
             result = failed(fail_with);
         } else {
             result = 1 + rng() % count;
