@@ -54,6 +54,10 @@ def budget(disk: Path | Sequence[Path] | None, **places: Any) -> penstock.Budget
 AT_ONCE: Mapping[str, Any] = {"delay": 0}
 """Nothing is left to the next step, so that a step is committed when it returns. A plan may choose otherwise."""
 
+WITHIN = 100.0
+"""A limit of the norm that steps of the small models keep to. They are over that of the settings, 1.0: each step that
+speculates then runs twice, which is the subject of tests that say a limit of their own."""
+
 ADAMW = penstock.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
@@ -62,8 +66,8 @@ def wrap(case: Case, where: penstock.Budget, *, model: nn.Module | None = None, 
     on what their mesh is of."""
     mesh = settings.get("mesh")
     device = "cpu" if mesh is None else mesh.device_type
-    common = {"optimizer": ADAMW, "seed": SEED, "loss_fn": case.loss_fn, "precision": "fp32", "device": device}
-    settings = common | settings
+    common = {"optimizer": ADAMW, "clip_grad_norm": WITHIN, "seed": SEED, "loss_fn": case.loss_fn, "device": device}
+    settings = common | {"precision": "fp32"} | settings
     return penstock.wrap(case.model() if model is None else model, budget=where, **settings)
 
 

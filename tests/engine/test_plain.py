@@ -108,7 +108,7 @@ def test_learning_rate_schedulers_of_torch_work(tmp_path: Path) -> None:
         return (1.0, 0.5, 3.0, 0.1)[step]
 
     plain_model = case.model()
-    with wrap(case, budget(tmp_path / "store")) as engine:
+    with wrap(case, budget(tmp_path / "store"), clip_grad_norm=1.0) as engine:
         scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, factor)
         rates = []
         for micro_batches in steps:
@@ -140,7 +140,7 @@ def test_frozen_parameters_have_no_state_and_no_gradient_traffic(tmp_path: Path)
     case, steps = MODELS["llama"], steps_of(MODELS["llama"], 3)
     plain_model = freeze(case.model())
     before = copy.deepcopy(plain_model.state_dict())
-    with wrap(case, budget(tmp_path / "store"), model=freeze(case.model())) as engine:
+    with wrap(case, budget(tmp_path / "store"), model=freeze(case.model()), clip_grad_norm=1.0) as engine:
         found = run_steps(engine, steps)
 
         def trained_only(model: nn.Module) -> torch.optim.Optimizer:
@@ -211,7 +211,7 @@ def test_number_and_shapes_of_micro_batches_may_change(tmp_path: Path) -> None:
     for number, lengths in enumerate([(8,), (8, 12), (12, 12, 5), (4, 6, 5), (20,), (8,)], start=1):
         steps += steps_of(case, 1, first=number, lengths=lengths)
     plain_model = case.model()
-    with wrap(case, budget(tmp_path / "store")) as engine:
+    with wrap(case, budget(tmp_path / "store"), clip_grad_norm=1.0) as engine:
         found = run_steps(engine, steps)
         plain = plain_loop(case, plain_model, engine, steps, torch_adamw, 1.0)
         assert found.losses == pytest.approx(plain.losses, rel=1e-6)
