@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from torch import distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.ranks import watch
 from penstock.ranks.calls import Calls
 from penstock.ranks.watch import Place, Watch
+from tests.patience import PATIENCE
 from tests.ranks import test_failures
 from tests.ranks.worlds import RankFailedError, World, together
 from tests.training import AT_ONCE
@@ -56,6 +58,20 @@ def test_another_host_of_the_same_name_is_known_by_its_beats_alone(what: str, mo
 def test_an_error_names_the_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Place(name="second", boot="another", processes="pid:[1]", process=1)
     assert failure_beside(other, monkeypatch).startswith("rank 1 on host second has not answered")
+
+
+def test_ranks_that_end_wait_for_each_other_and_for_no_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "EVERY", 2 * PATIENCE)
+    store, places = dist.HashStore(), [Place.here()] * 2
+    first, second = (Watch(store, rank, places, Calls(store, rank, [0, 1])) for rank in (0, 1))
+    ends = Thread(target=first.close)
+    ends.start()
+    ends.join(0.2)
+    assert ends.is_alive(), "the other one has not ended"
+    second.close()
+    ends.join(PATIENCE)
+    assert not ends.is_alive()
+    assert first.failure is second.failure is None
 
 
 def on_hosts(mesh: DeviceMesh, drives: tuple[Path, Path]) -> tuple[int, list[float]]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 EVERY = 0.25
 """seconds from one beat, and one look at the others, to the next"""
+_AT_THE_END = 0.02
+"""seconds from one look to the next while this rank waits for the others to end"""
 SILENT = 8.0
 """seconds without a beat after which a rank counts as hung"""
 _DEAF = 8.0
@@ -112,6 +114,9 @@ class Watch:
         self._waits: dict[int, float] = {}
         """thread -> when it began to wait for what all ranks do together"""
         self._over = threading.Event()
+        self._ends = False
+        self._next = threading.Event()
+        """set: it looks at once"""
         self._looked = threading.Condition()
         self._beat()
         self._thread = threading.Thread(target=self._work, name="penstock-watch", daemon=True)
@@ -160,11 +165,14 @@ class Watch:
             return
         try:
             told = not self._cut_off and self._in_time(lambda: self._store.set(f"ended/{self._rank}", ""))
+            self._ends = True
+            self._next.set()
             with self._looked:
                 while told and self.failure is None and not self._all_ended:
                     self._looked.wait(EVERY)
         finally:
             self._over.set()
+            self._next.set()
             self._thread.join(0 if self._cut_off else _UNNAMED)
 
     def _set(self, failure: RankError, *, tell: bool) -> None:
@@ -193,7 +201,11 @@ class Watch:
         self._store.set(f"beat/{self._rank}", str(self._count))
 
     def _work(self) -> None:
-        while not self._over.wait(EVERY):
+        while True:
+            self._next.wait(_AT_THE_END if self._ends else EVERY)
+            if self._over.is_set():
+                return
+            self._next.clear()
             try:
                 self._beat()
                 self._calls.exchange()
