@@ -91,6 +91,7 @@ def meet(world: World) -> None:
         assert places != before, f"all wait: {[str(op(rank) and op(rank).id) for rank in range(len(places))]}"
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "ranks", "layers"), list(product(FAMILY, (2, 3, 4), (4, 5, 9))))
 def test_every_rank_is_proved_and_all_are_safe_together(name: str, ranks: int, layers: int) -> None:
     for micro_batches in (1, 2, 3, 5, 8):
