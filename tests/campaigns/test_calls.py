@@ -154,7 +154,7 @@ STARTS = {
 """What is there before, and the words of the start that is hit."""
 
 
-@pytest.mark.sampled(5, values=False)
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", STARTS)
 def test_one_command_does_whatever_a_start_was_hit_by(name: str, place: Place, campaign: Campaign) -> None:
     """A start ends by an error in words, and removes nothing that is committed; ``train --resume`` then has the bits

@@ -23,7 +23,7 @@ def _victims() -> Iterator[None]:
         yield
 
 
-@pytest.mark.sampled(3, values=False)
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_killed_at_any_instant_goes_on_bit_for_bit(name: str, tmp_path: Path, campaign: Campaign) -> None:
     """Kills come at random times, and at random system calls of a commit; every third time the run that goes on is

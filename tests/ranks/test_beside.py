@@ -75,7 +75,7 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
 }
 
 
-@pytest.mark.sampled(3, values=False)
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("way", WAYS)
 def test_two_pipelines_of_two_ranks_have_the_bits_of_one_process(way: str, tmp_path: Path) -> None:
     numbers, run = WAYS[way]

@@ -34,7 +34,7 @@ WAYS: dict[str, tuple[Any, int, Numbers, Run]] = {
 }
 
 
-@pytest.mark.sampled(2, values=False)
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_have_the_bits_of_one(way: str, tmp_path: Path) -> None:
     train, ranks, numbers, run = WAYS[way]

@@ -107,7 +107,7 @@ def began(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, wanted
 
 
-@pytest.mark.sampled(2, values=False)
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_go_on_with_moments_in_another_form_as_one_process_does(
     name: str, began: tuple[Path, dict[str, Any]], tmp_path: Path

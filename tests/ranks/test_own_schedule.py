@@ -94,7 +94,7 @@ def trained(mesh: DeviceMesh, way: str, disk: Path, *, copies: bool = False, hos
         return found
 
 
-@pytest.mark.sampled(3, values=False)
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_share_the_state_have_the_bits_of_one_rank(way: str, tmp_path: Path) -> None:
     for found in together(2, trained, way, tmp_path):
