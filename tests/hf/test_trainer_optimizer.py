@@ -9,7 +9,6 @@ from torch import nn
 
 import penstock
 from penstock.hf import Trainer
-from penstock.hf.trainer import _PIECE
 from tests import models
 from tests.library_runs import CLOSE, arguments, examples, in_memory
 
@@ -52,8 +51,8 @@ def replayed(steps: list[Any], optimizer: Any) -> list[float]:
     with penstock.wrap(llama(), optimizer=optimizer, budget=budget, plan=None, clip_grad_norm=None) as engine:
         losses = []
         for pieces, rates in steps:
-            # without what a Trainer adds for a loss of its own: it holds the Trainer, which would be searched for tensors
-            micro_batches = [{name: value for name, value in piece.items() if name != _PIECE} for piece in pieces]
+            # Without what a Trainer adds for its own loss: that leads to the Trainer, which is searched for tensors.
+            micro_batches = [{n: v for n, v in piece.items() if isinstance(v, torch.Tensor)} for piece in pieces]
             for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
             losses.append(engine.step(micro_batches).loss)
