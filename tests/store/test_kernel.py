@@ -22,7 +22,7 @@ from penstock.errors import StoreError
 from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, kernel
 from penstock.store.checksums import checksums
 from penstock.store.packed import PackedFile, allocate
-from penstock.store.striping import Piece
+from penstock.store.striping import Piece, Striping
 from penstock.store.transfer import StripedFiles, byte_view
 from tests.accelerator import build
 from tests.store.hostile_kernel import Hostile, built
@@ -124,7 +124,7 @@ def test_an_error_names_the_first_byte_that_was_not_moved_when_nothing_is_in_fli
     content, failure = noise(nbytes, 2), None
     with on(None):
         files.write(found[0].start, byte_view(noise(nbytes, 1)))
-    before = sum(files.written_each)
+    count = sum(files.written_each)
     hostile.begin(seed, fail_at=at, error=error, grain=ALIGN)
     with on(hostile, request=request * ALIGN):
         try:
@@ -135,7 +135,7 @@ def test_an_error_names_the_first_byte_that_was_not_moved_when_nothing_is_in_fli
     assert not files.stalls.under_way
     assert (failure is not None) == (hostile.moves > at)
     if verb == "write":
-        assert sum(files.written_each) - before == hostile.bytes
+        assert sum(files.written_each) - count == hostile.bytes
     if failure is not None:
         assert failure.errno == (error or None)
         descriptor, offset = hostile.failed
@@ -145,6 +145,14 @@ def test_an_error_names_the_first_byte_that_was_not_moved_when_nothing_is_in_fli
         asked, start, done = map(int, said.groups())
         assert start + done == offset
         assert done < asked
+        cut = Striping(files=3, stripe=STRIPE, weights=WEIGHTS).pieces(found[0].start, nbytes, 10 * ALIGN)
+        before = next(p.start for p in cut if (drives[p.file].path, p.offset) == (path, start)) + done
+        there = content
+        if verb == "write":
+            there = aligned_bytes(nbytes)
+            with on(None):
+                files.read(found[0].start, byte_view(there))
+        assert np.array_equal(there[:before], noise(nbytes, 2 if verb == "write" else 1)[:before])
     files.stalls.close()
 
 

@@ -94,7 +94,9 @@ class Run {
 
     bool run() {
         for (;;) {
-            submit();
+            do {
+                submit();
+            } while (failed_ && !flying_ && !again_.empty());  // what comes before the failure is still moved
             if (!flying_ && (failed_ || done())) break;
             const bool hashes = t_.write ? hashed_ < t_.blocks && !failed_ : !ready_.empty();
             if (hashes) hash(t_.write ? hashed_++ : next_ready());
