@@ -149,7 +149,7 @@ class Library:
 def _check(
     files: Sequence[PackedFile], pieces: Sequence[Piece], view: memoryview, blocks: Blocks, *, write: bool
 ) -> None:
-    """What the library writes or hashes is the memory that it was given, whatever Python runs without its asserts."""
+    """Raises if the library would touch other memory than it was given, also where Python runs without asserts."""
     for p in pieces:
         if not 0 <= p.start <= p.start + p.nbytes <= len(view) or not 0 <= p.offset <= files[p.file].nbytes - p.nbytes:
             raise ValueError(f"{files[p.file].path}: {p} of {files[p.file].nbytes} bytes, and of {len(view)} in memory")
