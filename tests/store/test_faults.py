@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -282,6 +284,29 @@ def test_a_failed_flush_fails_the_commit(store: Store, monkeypatch: pytest.Monke
             with pytest.raises(StoreError, match="flush failed"):
                 store.commit({"step": 2})
     assert store.last_commit() == {"step": 1}
+
+
+def test_after_an_error_no_thread_touches_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / f"d{i}" for i in range(4)]
+    started, busy = threading.Barrier(2), 0
+
+    def fault(real: Call, fd: int, views: list[memoryview], offset: int) -> int:
+        nonlocal busy
+        if "d0" in os.readlink(f"/proc/self/fd/{fd}"):
+            started.wait()  # another piece is under way by now
+            raise OSError(errno.EIO, "injected")
+        busy += 1
+        if busy == 1:
+            started.wait()
+        time.sleep(0.05)
+        busy -= 1
+        return real(fd, views, offset)
+
+    with Store.create(paths, LAYOUT, model={}, stripe=16 * ALIGN) as store:
+        inject(monkeypatch, "preadv", fault)
+        with pytest.raises(StoreError, match="injected"):
+            store.read("a", 0, aligned_bytes(64 * ALIGN))
+        assert busy == 0
 
 
 # ---- file systems without direct I/O

@@ -98,8 +98,6 @@ class StripedFiles:
         pieces = [*self._striping.pieces(address, len(view), self._request)]
         progress, each = np.zeros((len(self.files), 2), dtype=np.int64), Counter[int]()
         for piece in pieces:
-            file = self.files[piece.file]
-            assert piece.offset + piece.nbytes <= file.nbytes, f"{file.path}: {piece} of {file.nbytes}"
             each[piece.file] += piece.nbytes
         with ExitStack() as watched:
             for index, nbytes in each.items():

@@ -2,7 +2,7 @@
 #include "xxh3.h"
 
 #include <cstring>
-#if defined(__SSE2__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -50,17 +50,6 @@ inline void take_in(uint64_t* lanes, const uint8_t* stripe, const uint8_t* secre
         const __m256i sum = _mm256_add_epi64(product, _mm256_shuffle_epi32(part, 0x4E));
         __m256i* const lane = reinterpret_cast<__m256i*>(lanes) + i;
         _mm256_store_si256(lane, _mm256_add_epi64(_mm256_load_si256(lane), sum));
-    }
-}
-#elif defined(__SSE2__)
-inline void take_in(uint64_t* lanes, const uint8_t* stripe, const uint8_t* secret) {
-    for (int i = 0; i < LANES / 2; ++i) {
-        const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(stripe) + i);
-        const __m128i key = _mm_xor_si128(part, _mm_loadu_si128(reinterpret_cast<const __m128i*>(secret) + i));
-        const __m128i product = _mm_mul_epu32(key, _mm_shuffle_epi32(key, 0x31));
-        const __m128i sum = _mm_add_epi64(product, _mm_shuffle_epi32(part, 0x4E));
-        __m128i* const lane = reinterpret_cast<__m128i*>(lanes) + i;
-        _mm_store_si128(lane, _mm_add_epi64(_mm_load_si128(lane), sum));
     }
 }
 #else
