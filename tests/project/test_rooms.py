@@ -19,6 +19,7 @@ _LOOPS = _ENGINE - {"accelerator", "doctor", "planner", "ranks", "runtime", "sha
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
+    "native": set(),
     "documents": set(),
     "compat": set(),
     "accelerator": set(),
@@ -32,8 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shape": {"config", "documents", "errors", "hardware", "loss", "schedule", "tape"},
     "planner": {"config", "errors", "hardware", "schedule", "shape", "sim"},
     "report": {"config", "documents", "errors", "files", "schedule", "sim"},
-    "store": {"config", "documents", "errors", "files"},
-    "optim": {"compat", "config", "errors", "schedule"},
+    "store": {"config", "documents", "errors", "files", "native"},
+    "optim": {"compat", "config", "errors", "native", "schedule"},
     "data": {"compat", "config", "documents", "errors", "files", "tape"},
     "state": _STATE,
     "runtime": {"accelerator", "compat", "config", "errors", "optim", "ranks", "schedule", "state", "store", "tape"},

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, cast
 import torch
 
 from penstock.errors import ConfigError, is_out_of_memory
+from penstock.native import HOW_TO_BUILD, load
 from penstock.optim.codes import Codes, Moment
 from penstock.optim.formula import Hyper, Kind, scalars
 from penstock.optim.formula import Scalars as ScalarValues
@@ -34,8 +35,6 @@ KINDS: dict[Kind, int] = {  # enum Kind
     "nesterov-muon": 7,
     "orthogonal": 8,
 }
-
-_HOW_TO_BUILD = "pip install -e . builds it (needs a C++17 compiler), and says what fails with --verbose"
 
 
 class TorchKernels(Protocol):
@@ -130,10 +129,10 @@ def native() -> ctypes.CDLL | None:
         return _load(Path(__file__).with_name("_kernels.so"))
     except OSError as error:
         if wanted == "native":
-            raise ConfigError(f"PENSTOCK_KERNELS=native, but {error}: {_HOW_TO_BUILD}") from error
+            raise ConfigError(f"PENSTOCK_KERNELS=native, but {error}: {HOW_TO_BUILD}") from error
         warnings.warn(
             f"optimizer steps run in plain torch, with the same results but several times slower: {error}. "
-            f"{_HOW_TO_BUILD}",
+            f"{HOW_TO_BUILD}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -189,12 +188,7 @@ def _wanted() -> str:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    if not path.exists():
-        raise OSError(f"the native library {path} is not built")
-    library = ctypes.CDLL(str(path))
-    library.penstock_abi.restype = _INT
-    if library.penstock_abi() != ABI:
-        raise OSError(f"{path} was built from another version (interface {library.penstock_abi()}, not {ABI})")
+    library = load(path, ABI)
     library.penstock_best_level.restype = _INT
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)

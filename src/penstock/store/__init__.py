@@ -21,7 +21,7 @@ snapshot_place.py  the folder of a snapshot, until it is whole
 snapshot_parts.py  what a snapshot is made of: one process's, or a part of each rank
 
 Imports only config and errors from the rest of the package, and never torch: buffers are numpy arrays or memoryviews.
-May import: ``errors``, ``files``, ``documents``, ``config``.
+May import: ``errors``, ``files``, ``native``, ``documents``, ``config``.
 """
 
 from penstock.store.layout import ALIGN, Extent, Grid, Layout, Region

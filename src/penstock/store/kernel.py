@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from penstock.native import HOW_TO_BUILD, load
 from penstock.store.checksums import Blocks, Numbers
 from penstock.store.packed import PackedFile
 from penstock.store.striping import Piece
 
-ABI = 1  # penstock_transfer_abi() in native/transfer.cpp
+ABI = 1  # penstock_abi() in native/transfer.cpp
 PATH = Path(__file__).with_name("_transfer.so")
 REQUEST = 2 << 20
 """Bytes of a request at most: of 8 MiB three quarters are hashed while the rest is on its way."""
@@ -72,12 +73,7 @@ class Library:
         """Raises:
         OSError: there is none, or another version's.
         """
-        if not path.exists():
-            raise OSError(f"the native library {path} is not built")
-        self._calls = ctypes.CDLL(str(path))  # calls through it release the GIL
-        abi = self._calls.penstock_transfer_abi() if hasattr(self._calls, "penstock_transfer_abi") else 0
-        if abi != ABI:
-            raise OSError(f"{path} was built from another version (interface {abi}, not {ABI})")
+        self._calls = load(path, ABI)
         self._calls.penstock_queue.argtypes = (ctypes.POINTER(ctypes.c_uint64),)
         self._calls.penstock_transfer.argtypes = (ctypes.c_uint64, ctypes.POINTER(_Transfer))
         self._queues = list[int]()
@@ -171,12 +167,7 @@ def loaded(path: Path) -> Library | None:
     try:
         return Library(path)
     except OSError as error:
-        warnings.warn(
-            f"{_SLOWER}: {error}. pip install -e . builds it (needs a C++17 compiler), and says what fails with "
-            "--verbose",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warnings.warn(f"{_SLOWER}: {error}. {HOW_TO_BUILD}", RuntimeWarning, stacklevel=2)
         return None
 
 

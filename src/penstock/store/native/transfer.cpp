@@ -68,7 +68,7 @@ struct Request {
 };
 
 uint64_t (*const xxh3)(const void*, size_t) =
-#ifdef PENSTOCK_AVX2
+#ifdef PENSTOCK_X86_LEVELS
     __builtin_cpu_supports("avx2") ? penstock::xxh3_avx2 :
 #endif
                                    penstock::xxh3_baseline;
@@ -263,7 +263,7 @@ class Run {
 
 }  // namespace
 
-EXPORT int penstock_transfer_abi() noexcept { return 1; }
+EXPORT int penstock_abi() noexcept { return 1; }
 
 // A queue of the kernel's into ``queue``, for one transfer at a time of this process; 0, or an errno.
 EXPORT int penstock_queue(uint64_t* queue) noexcept {
