@@ -1,7 +1,10 @@
-"""Loads the package's native libraries, which CMake builds beside the modules that call them."""
+"""The package's native libraries, which CMake builds beside the modules that call them."""
 
 import ctypes
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 HOW_TO_BUILD = "pip install -e . builds it (needs a C++17 compiler), and says what fails with --verbose"
 
@@ -19,3 +22,13 @@ def load(path: Path, abi: int) -> ctypes.CDLL:
     if found != abi:
         raise OSError(f"{path} was built from another version (interface {found}, not {abi})")
     return library
+
+
+def address(buffer: memoryview | npt.NDArray[np.generic]) -> int:
+    """The first byte of a contiguous buffer, which the caller keeps alive; 0 if it is empty."""
+    if not buffer.nbytes:
+        return 0
+    view = buffer if isinstance(buffer, memoryview) else buffer.data
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).ctypes.data)  # ctypes takes none that is, and is ten times as fast
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -10,6 +10,7 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import StoreError
 from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, kernel
-from penstock.store.checksums import checksums
+from penstock.store.checksums import Borders, checksums
 from penstock.store.packed import PackedFile, allocate
 from penstock.store.striping import Piece, Striping
 from penstock.store.transfer import StripedFiles, byte_view
@@ -72,28 +73,30 @@ def striped(files: list[PackedFile]) -> StripedFiles:
     return StripedFiles(files, stripe=STRIPE, request=10 * ALIGN, weights=WEIGHTS)
 
 
+def borders_at(*places: int) -> Borders:
+    """Borders of blocks, in pages."""
+    return np.array(places, dtype=np.int64) * ALIGN
+
+
 @st.composite
-def blocks(draw: st.DrawFn) -> list[range]:
+def blocks(draw: st.DrawFn) -> Borders:
     """Some blocks of an extent, one after another, from anywhere in it."""
-    start, found = draw(st.integers(0, 20)) * ALIGN, list[range]()
-    for size in draw(st.lists(st.integers(1, 9), min_size=1, max_size=16)):
-        found.append(range(start, start + size * ALIGN))
-        start = found[-1].stop
-    return found
+    sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=16))
+    return borders_at(*accumulate([draw(st.integers(0, 20)), *sizes]))
 
 
 @needs_compiler
 @given(blocks(), st.integers(1, 7), st.integers(0, 2**63))
 def test_bytes_and_checksums_are_right_whatever_the_kernel_does(
-    hostile: Hostile, drives: list[PackedFile], found: list[range], request: int, seed: int
+    hostile: Hostile, drives: list[PackedFile], borders: Borders, request: int, seed: int
 ) -> None:
-    files, address, nbytes = striped(drives), found[0].start, found[-1].stop - found[0].start
+    files, address, nbytes = striped(drives), int(borders[0]), int(borders[-1] - borders[0])
     content, again = noise(nbytes, seed % 1000), noise(nbytes, 1)
-    wanted = checksums(content.data, found)
+    wanted = checksums(content.data, borders).tolist()
     with on(hostile, request=request * ALIGN):
         hostile.begin(seed, grain=ALIGN)
-        assert files.write(address, byte_view(content), found).tolist() == wanted
-        assert files.read(address, byte_view(again), found).tolist() == wanted
+        assert files.write(address, byte_view(content), borders).tolist() == wanted
+        assert files.read(address, byte_view(again), borders).tolist() == wanted
     assert np.array_equal(content, again)
     assert hostile.flying == 0
     assert hostile.moves >= 2 * nbytes // (request * ALIGN)
@@ -101,7 +104,7 @@ def test_bytes_and_checksums_are_right_whatever_the_kernel_does(
     assert files.read(address, byte_view(content[:0])).tolist() == []
     again[:] = 0
     with on(None):
-        assert files.read(address, byte_view(again), found).tolist() == wanted
+        assert files.read(address, byte_view(again), borders).tolist() == wanted
     assert np.array_equal(content, again)
     files.stalls.close()
 
@@ -113,22 +116,22 @@ def test_an_error_names_the_first_byte_that_was_not_moved_when_nothing_is_in_fli
     hostile: Hostile,
     drives: list[PackedFile],
     verb: str,
-    found: list[range],
+    borders: Borders,
     request: int,
     seed: int,
     at: int,
     error: int,
 ) -> None:
     """A request that fails once: all before it is moved, in the order of bytes, and what was moved is counted."""
-    files, nbytes = striped(drives), found[-1].stop - found[0].start
+    files, address, nbytes = striped(drives), int(borders[0]), int(borders[-1] - borders[0])
     content, failure = noise(nbytes, 2), None
     with on(None):
-        files.write(found[0].start, byte_view(noise(nbytes, 1)))
+        files.write(address, byte_view(noise(nbytes, 1)))
     count = sum(files.written_each)
     hostile.begin(seed, fail_at=at, error=error, grain=ALIGN)
     with on(hostile, request=request * ALIGN):
         try:
-            getattr(files, verb)(found[0].start, byte_view(content), found)
+            getattr(files, verb)(address, byte_view(content), borders)
         except StoreError as raised:
             failure = raised
     assert hostile.flying == 0
@@ -145,13 +148,13 @@ def test_an_error_names_the_first_byte_that_was_not_moved_when_nothing_is_in_fli
         asked, start, done = map(int, said.groups())
         assert start + done == offset
         assert done < asked
-        cut = Striping(files=3, stripe=STRIPE, weights=WEIGHTS).pieces(found[0].start, nbytes, 10 * ALIGN)
+        cut = Striping(files=3, stripe=STRIPE, weights=WEIGHTS).pieces(address, nbytes, 10 * ALIGN)
         before = next(p.start for p in cut if (drives[p.file].path, p.offset) == (path, start)) + done
         there = content
         if verb == "write":
             there = aligned_bytes(nbytes)
             with on(None):
-                files.read(found[0].start, byte_view(there))
+                files.read(address, byte_view(there))
         assert np.array_equal(there[:before], noise(nbytes, 2 if verb == "write" else 1)[:before])
     files.stalls.close()
 
@@ -159,13 +162,13 @@ def test_an_error_names_the_first_byte_that_was_not_moved_when_nothing_is_in_fli
 @needs_compiler
 def test_a_kernel_without_queues_is_said_and_done_without(tmp_path: Path, drives: list[PackedFile]) -> None:
     library, files = built(tmp_path), striped(drives)
-    content, found = noise(8 * ALIGN), [range(8 * ALIGN)]
+    content, borders = noise(8 * ALIGN), borders_at(0, 8)
     library.begin(0, grain=ALIGN)
     library.refuse(errno.EUSERS)  # which no other test is refused with: it is said once for each reason
     with on(library):
         with pytest.warns(RuntimeWarning, match=r"one request after another, which is slower.*fs\.aio-max-nr"):
-            assert files.write(0, byte_view(content), found).tolist() == checksums(content.data, found)
-        files.read(0, byte_view(aligned_bytes(8 * ALIGN)), found)  # it is said once
+            assert files.write(0, byte_view(content), borders).tolist() == checksums(content.data, borders).tolist()
+        files.read(0, byte_view(aligned_bytes(8 * ALIGN)), borders)  # it is said once
     assert library.moves == 0
     files.stalls.close()
 
@@ -173,9 +176,9 @@ def test_a_kernel_without_queues_is_said_and_done_without(tmp_path: Path, drives
 def test_a_missing_library_is_said_and_done_without(tmp_path: Path, drives: list[PackedFile]) -> None:
     with pytest.warns(RuntimeWarning, match=r"slower: the native library .*none\.so is not built.*pip install"):
         library = kernel.loaded(tmp_path / "none.so")
-    files, found, content = striped(drives), [range(8 * ALIGN)], noise(8 * ALIGN)
+    files, borders, content = striped(drives), borders_at(0, 8), noise(8 * ALIGN)
     with on(library):
-        assert files.write(0, byte_view(content), found).tolist() == checksums(content.data, found)
+        assert files.write(0, byte_view(content), borders).tolist() == checksums(content.data, borders).tolist()
     files.stalls.close()
 
 
@@ -199,25 +202,25 @@ def test_the_checksum_of_each_instruction_set_is_that_of_xxhash(flags: list[str]
 
 
 @pytest.mark.parametrize(
-    ("piece", "found", "writes"),
+    ("piece", "borders", "writes"),
     [
-        (Piece(file=0, offset=NBYTES - ALIGN, start=0, nbytes=2 * ALIGN), [], True),
-        (Piece(file=0, offset=-ALIGN, start=0, nbytes=2 * ALIGN), [], True),
-        (Piece(file=0, offset=0, start=ALIGN, nbytes=2 * ALIGN), [], True),
-        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), [range(ALIGN)], True),
-        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), [range(3 * ALIGN)], True),
-        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), [range(ALIGN), range(2 * ALIGN, 3 * ALIGN)], True),
-        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), [], False),
+        (Piece(file=0, offset=NBYTES - ALIGN, start=0, nbytes=2 * ALIGN), borders_at(0), True),
+        (Piece(file=0, offset=-ALIGN, start=0, nbytes=2 * ALIGN), borders_at(0), True),
+        (Piece(file=0, offset=0, start=ALIGN, nbytes=2 * ALIGN), borders_at(0), True),
+        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), borders_at(0, 1), True),
+        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), borders_at(0, 3), True),
+        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), borders_at(0, 3, 2), True),
+        (Piece(file=0, offset=0, start=0, nbytes=2 * ALIGN), borders_at(0), False),
     ],
-    ids=["file ends", "before", "memory ends", "too few", "too many", "gap", "read-only"],
+    ids=["file ends", "before", "memory ends", "too few", "too many", "back and forth", "read-only"],
 )
 def test_nothing_outside_of_the_file_and_the_memory_is_touched(
-    drives: list[PackedFile], piece: Piece, found: list[range], writes: bool
+    drives: list[PackedFile], piece: Piece, borders: Borders, writes: bool
 ) -> None:
     library, view = kernel.Library(kernel.PATH), byte_view(noise(2 * ALIGN))
-    with pytest.raises(ValueError, match=r"in memory|consist of|read-only"):
+    with pytest.raises(ValueError, match=r"are not 8192 bytes of each|read-only"):
         library.transfer(
-            drives, [piece], view.toreadonly(), found, np.zeros((len(drives), 2), dtype=np.int64), write=writes
+            drives, [piece], view.toreadonly(), borders, np.zeros((len(drives), 2), dtype=np.int64), write=writes
         )
 
 
@@ -239,9 +242,8 @@ def test_damage_in_any_request_of_a_transfer_is_found_and_named(store: Store, mo
     monkeypatch.setattr(kernel, "REQUEST", 8 * ALIGN)  # of some blocks each, whose borders are others
     content, found = noise(64 * ALIGN), aligned_bytes(64 * ALIGN)
     store.write("a", 0, content)
-    spans = [span for _, span in LAYOUT["a"].spans()]
-    assert store.lend("a", 0).digests.tolist() == checksums(content.data, spans)
-    for block in spans:
+    assert np.array_equal(store.lend("a", 0).digests, checksums(content.data, LAYOUT["a"].borders))
+    for _, block in LAYOUT["a"].spans():
         flip(store.paths[0] / "penstock.store", block.stop - 1)
         with pytest.raises(StoreError, match=f"a is damaged in bytes {block.start} to {block.stop} of slot 0"):
             store.read("a", 0, found)

@@ -85,18 +85,19 @@ def test_requests_of_which_some_come_back_are_not_late(caplog: pytest.LogCapture
     """Many that are made together may take long. When none comes back any more, the stall is as long as that lasted."""
     caplog.set_level(logging.WARNING, "penstock")
     stalls, progress = Stalls(late=LATE), np.zeros(2, dtype=np.int64)
-    with stalls.request(Path("drive"), "read", 1 << 30, progress):
-        until = time.monotonic() + 3 * LATE
-        while time.monotonic() < until:
-            progress[:] = time.monotonic_ns()
-            time.sleep(LATE / 50)
-        said = [*caplog.messages]
-        stopped = time.monotonic()
-        while len(caplog.messages) == len(said):
-            time.sleep(0.01)
-        progress[:] = 0, time.monotonic_ns()
-        while "goes on" not in caplog.messages[-1]:
-            time.sleep(0.01)
+    request = stalls.begin(Path("drive"), "read", 1 << 30, progress)
+    until = time.monotonic() + 3 * LATE
+    while time.monotonic() < until:
+        progress[:] = time.monotonic_ns()
+        time.sleep(LATE / 50)
+    said = [*caplog.messages]
+    stopped = time.monotonic()
+    while len(caplog.messages) == len(said):
+        time.sleep(0.01)
+    progress[:] = 0, time.monotonic_ns()
+    while "goes on" not in caplog.messages[-1]:
+        time.sleep(0.01)
+    request.end()
     passed = time.monotonic() - stopped
     stalls.close()
     assert not said or passed > LATE * 4  # a busy machine may really have kept the clock of the first loop waiting

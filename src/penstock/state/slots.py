@@ -248,8 +248,8 @@ class Slots:
         return {name: int(digit) for name, digit in zip(sorted(self._extents), text, strict=True)}
 
     def _blocks(self, name: str, offset: int, nbytes: int) -> slice:
-        numbers = [number for number, _ in self._extents[name].spans(offset, nbytes)]
-        return slice(numbers[0], numbers[-1] + 1) if numbers else slice(0, 0)
+        first, borders = self._extents[name].touched(offset, nbytes)
+        return slice(first, first + len(borders) - 1)
 
     def _flags(self, name: str, ranges: Sequence[range]) -> Flags:
         flags = np.zeros(self._extents[name].blocks, np.bool_)

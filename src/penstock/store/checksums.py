@@ -1,6 +1,6 @@
 """The checksum of a block: xxh3 (64 bits)."""
 
-from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +11,8 @@ UNWRITTEN = 0
 
 Numbers = npt.NDArray[np.uint64]
 
-Blocks = Sequence[range]
-"""Bytes of an extent that have a checksum each, one after another."""
+Borders = npt.NDArray[np.int64]
+"""The bytes of an extent at which blocks with a checksum each begin, one after another, and where the last one ends."""
 
 
 def checksum(view: memoryview) -> int:
@@ -25,7 +25,7 @@ def settled(digest: int) -> int:
     return 1 if digest == UNWRITTEN else digest
 
 
-def checksums(view: memoryview, blocks: Blocks) -> list[int]:
-    """The checksum of each of ``blocks`` of an extent, which ``view`` has one after another."""
-    first = blocks[0].start if blocks else 0
-    return [checksum(view[block.start - first : block.stop - first]) for block in blocks]
+def checksums(view: memoryview, borders: Borders) -> Numbers:
+    """The checksum of each of the blocks of an extent, which ``view`` has one after another."""
+    own = (borders - borders[:1]).tolist()
+    return np.array([checksum(view[start:stop]) for start, stop in pairwise(own)], dtype=np.uint64)

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from penstock.store.checksums import Numbers, checksum
+from penstock.store.checksums import Borders, Numbers, checksum
 from penstock.store.layout import Extent, Layout, round_up
 from penstock.store.transfer import aligned_bytes
 
@@ -23,17 +23,21 @@ def area(layout: Layout, slots: int) -> Extent:
     return Extent(name=NAME, offset=layout.nbytes, nbytes=nbytes, slots=slots, grid=alone.grid)
 
 
-def blocks_of(extent: Extent, offset: int, nbytes: int) -> tuple[int, list[range]]:
-    """(number of the first, bytes of the extent of each) of the blocks that a range consists of. There may be none.
+def blocks_of(extent: Extent, offset: int, nbytes: int) -> tuple[int, Borders]:
+    """(number of the first, their borders) of the blocks that a range consists of. There may be none.
 
     The range must begin and end at borders of blocks.
     """
-    found, stop = list(extent.spans(offset, nbytes)), offset + nbytes
-    for _, span in found:
-        assert offset <= span.start < span.stop <= stop, (
-            f"{extent.name}: [{offset}, {stop}) cuts the block [{span.start}, {span.stop}), which has one checksum"
-        )
-    return (found[0][0] if found else 0), [span for _, span in found]
+    first, borders = extent.touched(offset, nbytes)
+    assert not nbytes or (int(borders[0]), int(borders[-1])) == (offset, offset + nbytes), _cut(
+        extent, offset, offset + nbytes, borders
+    )
+    return first, borders
+
+
+def _cut(extent: Extent, start: int, stop: int, borders: Borders) -> str:
+    block = borders[:2] if borders[0] < start else borders[-2:]
+    return f"{extent.name}: [{start}, {stop}) cuts the block [{block[0]}, {block[1]}), which has one checksum"
 
 
 class Digests:

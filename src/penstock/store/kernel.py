@@ -10,18 +10,17 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.native import HOW_TO_BUILD, load
-from penstock.store.checksums import Blocks, Numbers
+from penstock.native import HOW_TO_BUILD, address, load
+from penstock.store.checksums import Borders, Numbers
 from penstock.store.packed import PackedFile
 from penstock.store.striping import Piece
 
-ABI = 1  # penstock_abi() in native/transfer.cpp
+ABI = 2  # penstock_abi() in native/transfer.cpp
 PATH = Path(__file__).with_name("_transfer.so")
 REQUEST = 2 << 20
 """Bytes of a request at most: of 8 MiB three quarters are hashed while the rest is on its way."""
@@ -34,6 +33,7 @@ class _Transfer(ctypes.Structure):
 
     _fields_ = [
         ("memory", ctypes.c_void_p),
+        ("nbytes", ctypes.c_int64),
         ("pieces", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("request", ctypes.c_int64),
@@ -62,7 +62,7 @@ class Done:
     """A transfer that is over. ``checksums``: of each block; ``moved``: bytes of each piece."""
 
     checksums: Numbers
-    moved: list[int]
+    moved: npt.NDArray[np.int64]
     failure: Failure | None
 
 
@@ -84,7 +84,7 @@ class Library:
         files: Sequence[PackedFile],
         pieces: Sequence[Piece],
         view: memoryview,
-        blocks: Blocks,
+        borders: Borders,
         progress: npt.NDArray[np.int64],
         *,
         write: bool,
@@ -92,38 +92,38 @@ class Library:
         """Move ``pieces`` of ``files`` from or to ``view``. Nothing is in flight afterwards. None: the kernel gives no
         queue, and nothing was moved; which is warned of, once for each reason.
 
-        ``blocks``: what ``view`` consists of, where it is to be hashed. ``progress``: of each file, as
-        ``Stalls.request`` has it; it is written meanwhile.
+        ``borders``: of the blocks that ``view`` consists of, where it is to be hashed. ``progress``: of each file, as
+        ``Stalls.begin`` has it; it is written meanwhile.
 
         Raises:
-            ValueError: a piece is not within its file or ``view``, or ``blocks`` are not what that consists of.
+            ValueError: a piece is not within its file or ``view``, or ``borders`` are not what that consists of.
         """
-        _check(files, pieces, view, blocks, write=write)
+        if view.readonly and not write:
+            raise ValueError("reading into memory that is read-only")
         if (queue := self._queue()) is None:
             return None
-        rows = [
-            (files[p.file].descriptor, p.file, p.offset, p.start, p.nbytes, files[p.file].grain, 0) for p in pieces
-        ]  # ``struct Piece``, whose last one is what was moved
-        table, first = np.array(rows, dtype=np.int64).reshape(-1, 7), blocks[0].start if blocks else 0
-        borders = np.array([0, *(block.stop - first for block in blocks)], dtype=np.int64)
-        checksums = np.zeros(len(blocks), dtype=np.uint64)
+        rows = [_row(files[piece.file], piece) for piece in pieces]
+        table, checksums = np.array(rows, dtype=np.int64).reshape(-1, 8), np.zeros(len(borders) - 1, dtype=np.uint64)
         asked = _Transfer(
-            memory=np.frombuffer(view, np.uint8).ctypes.data,
-            pieces=table.ctypes.data,
-            count=len(pieces),
-            request=REQUEST,
-            borders=borders.ctypes.data,
-            blocks=len(blocks),
-            checksums=checksums.ctypes.data,
-            progress=progress.ctypes.data,
-            write=write,
+            address(view),
+            len(view),
+            address(table),
+            len(pieces),
+            REQUEST,
+            address(borders),
+            len(checksums),
+            address(checksums),
+            address(progress),
+            write,
         )
         try:
             done = self._calls.penstock_transfer(queue, ctypes.byref(asked))
         finally:
             self._queues.append(queue)
+        if done < 0:
+            raise ValueError(f"{pieces} of {files}, in blocks at {borders}, are not {len(view)} bytes of each")
         failure = None if done else Failure(piece=pieces[asked.piece], done=asked.done, error=asked.error)
-        return Done(checksums=np.maximum(checksums, 1), moved=table[:, -1].tolist(), failure=failure)
+        return Done(checksums=checksums, moved=table[:, -1], failure=failure)
 
     def try_out(self) -> None:
         """Warn now, and not within a transfer, if the kernel gives no queue."""
@@ -142,18 +142,9 @@ class Library:
             return made.value
 
 
-def _check(
-    files: Sequence[PackedFile], pieces: Sequence[Piece], view: memoryview, blocks: Blocks, *, write: bool
-) -> None:
-    """Raises if the library would touch other memory than it was given, also where Python runs without asserts."""
-    for p in pieces:
-        if not 0 <= p.start <= p.start + p.nbytes <= len(view) or not 0 <= p.offset <= files[p.file].nbytes - p.nbytes:
-            raise ValueError(f"{files[p.file].path}: {p} of {files[p.file].nbytes} bytes, and of {len(view)} in memory")
-    joined = all(a.start < a.stop == b.start for a, b in pairwise(blocks))
-    if blocks and not (joined and blocks[-1].stop - blocks[0].start == len(view)):
-        raise ValueError(f"blocks from {blocks[0]} to {blocks[-1]} are not what {len(view)} bytes consist of")
-    if view.readonly and not write:
-        raise ValueError("reading into memory that is read-only")
+def _row(file: PackedFile, piece: Piece) -> tuple[int, ...]:
+    """``struct Piece``."""
+    return file.descriptor, piece.file, file.nbytes, piece.offset, piece.start, piece.nbytes, file.grain, 0
 
 
 @functools.cache

@@ -3,10 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from penstock.documents.text import MalformedError
 from penstock.documents.typed import decode, shown
 from penstock.errors import StoreError
+from penstock.store.checksums import Borders
 
 ALIGN = 4096  # bytes; direct I/O needs address, offset and length in multiples of the drive's block size
 BLOCK = 1 << 20  # bytes under one checksum, of an extent that nothing else is said about
@@ -57,7 +61,7 @@ class Extent:
     def end(self) -> int:
         return self.offset + self.slots * self.stride
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Number of blocks, each with a checksum, in one slot."""
         return sum(region.blocks for region in self.grid)
@@ -69,16 +73,27 @@ class Extent:
         assert offset % ALIGN == nbytes % ALIGN == 0, f"{self.name}: [{offset}, +{nbytes}) is not aligned"
         return self.offset + slot * self.stride + offset
 
+    @cached_property
+    def borders(self) -> Borders:
+        """Of the blocks of a slot."""
+        ends = pairwise([0, *accumulate(region.nbytes for region in self.grid)])
+        starts = [
+            np.arange(start, stop, region.block, dtype=np.int64)
+            for region, (start, stop) in zip(self.grid, ends, strict=True)
+        ]
+        return np.append(np.concatenate(starts), self.stride)
+
+    def touched(self, offset: int, nbytes: int) -> tuple[int, Borders]:
+        """(number of the first, their borders) of the blocks that a range has bytes of. There may be none."""
+        first = int(self.borders.searchsorted(offset, "right")) - 1
+        last = int(self.borders.searchsorted(offset + nbytes)) if nbytes else first
+        return first, self.borders[first : last + 1]
+
     def spans(self, offset: int = 0, nbytes: int | None = None) -> Iterator[tuple[int, range]]:
         """(number, bytes of the extent) of each block that the range touches: whole blocks, also where it is not."""
-        stop, number, first = self.stride if nbytes is None else offset + nbytes, 0, 0
-        for region in self.grid:
-            last = first + region.nbytes
-            if offset < last and first < stop:
-                skipped = max(offset - first, 0) // region.block
-                for start in range(first + skipped * region.block, min(stop, last), region.block):
-                    yield number + (start - first) // region.block, range(start, min(start + region.block, last))
-            first, number = last, number + region.blocks
+        first, borders = self.touched(offset, self.stride if nbytes is None else nbytes)
+        for number, (start, stop) in enumerate(pairwise(borders.tolist()), first):
+            yield number, range(start, stop)
 
     def ranges(self, most: int) -> Iterator[range]:
         """The whole extent in ranges of whole blocks, of at most ``most`` bytes or one block each."""

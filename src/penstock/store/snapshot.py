@@ -11,11 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from penstock.errors import StoreError
 from penstock.store import digests, packed
-from penstock.store.checksums import Numbers, checksum, settled
+from penstock.store.checksums import Numbers, settled
 from penstock.store.digests import Digests
 from penstock.store.layout import ALIGN, Extent, Grid, Layout
 from penstock.store.packed import PackedFile
@@ -253,21 +254,20 @@ class SnapshotReader:
         """
         view = byte_view(buffer)
         extent = self.layout[name]
-        self._files.read(extent.address(offset, len(view), 0), view)
-        numbers, stop = self._digests.of(extent, 0), offset + len(view)
-        for number, span in extent.spans(offset, len(view)):
-            part = range(max(span.start, offset), min(span.stop, stop))
-            block = view[part.start - offset : part.stop - offset]
-            if part != span:  # the checksum is of the whole block: read that, and take our part from what was checked
-                rest = byte_view(aligned_bytes(len(span)))
-                self._files.read(extent.address(span.start, len(span), 0), rest)
-                block[:] = rest[part.start - span.start : part.stop - span.start]
-                block = rest
-            if checksum(block) != numbers[number]:
-                raise StoreError(
-                    f"{self._path}: {name} is damaged in bytes {span.start} to {span.stop}: its checksum "
-                    "does not match: check the drive, and use another snapshot"
-                )
+        first, borders = extent.touched(offset, len(view))
+        start, nbytes = int(borders[0]), int(borders[-1] - borders[0])
+        # A checksum is of a whole block: where the range cuts one, its part is taken from what was checked.
+        blocks = view if (start, nbytes) == (offset, len(view)) else byte_view(aligned_bytes(nbytes))
+        found = self._files.read(extent.address(start, nbytes, 0), blocks, borders)
+        wrong = np.flatnonzero(found != self._digests.of(extent, 0)[first : first + len(found)])
+        if len(wrong):
+            block = borders[wrong[0] : wrong[0] + 2]
+            raise StoreError(
+                f"{self._path}: {name} is damaged in bytes {block[0]} to {block[1]}: its checksum "
+                "does not match: check the drive, and use another snapshot"
+            )
+        if blocks is not view:
+            view[:] = blocks[offset - start : offset - start + len(view)]
 
     def verify(self) -> None:
         """Read everything and check it.

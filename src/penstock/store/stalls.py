@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +22,21 @@ log = logging.getLogger("penstock")
 
 
 class Request:
-    """Requests on a file that are made together and under way, as a context. They cost an entry in a dict and a look at
-    the clock."""
+    """Requests on a file that are made together, and under way until ``end``. They cost an entry in a dict and a look
+    at the clock."""
 
     __slots__ = ("_key", "_progress", "_stalls", "began", "ended", "nbytes", "path", "verb")
 
     def __init__(self, stalls: "Stalls", path: Path, verb: str, nbytes: int, progress: Progress | None) -> None:
         self._stalls, self._progress = stalls, progress
         self.path, self.verb, self.nbytes = path, verb, nbytes
+        self.began = self.ended = time.monotonic()
+        self._key = stalls.add(self)
+
+    def end(self) -> None:
+        """All of them have come back."""
+        self.ended = time.monotonic()
+        self._stalls.remove(self._key)
 
     @property
     def since(self) -> float:
@@ -43,14 +49,6 @@ class Request:
     def last(self) -> float:
         """Seconds of the monotonic clock at which one came back last."""
         return self.ended if self._progress is None else float(self._progress[1]) / 1e9
-
-    def __enter__(self) -> None:
-        self.began = self.ended = time.monotonic()
-        self._key = self._stalls.add(self)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.ended = time.monotonic()
-        self._stalls.remove(self._key)
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class _Stall:
 
 
 class Stalls:
-    """Watches the requests of one store. ``request`` is thread-safe.
+    """Watches the requests of one store. ``begin`` is thread-safe.
 
     A thread looks at what is under way a few times in ``late`` seconds. It starts with the first request and ends at
     ``close``; a process does not wait for it. A file stalls from its first late request until none of its requests is
@@ -85,8 +83,8 @@ class Stalls:
         self.watcher: threading.Thread | None = None
         """the thread; None: no request has been made"""
 
-    def request(self, path: Path, verb: str, nbytes: int, progress: Progress | None = None) -> Request:
-        """The context of one request: ``verb`` of ``nbytes`` on the file ``path``. Of several: ``progress`` is two
+    def begin(self, path: Path, verb: str, nbytes: int, progress: Progress | None = None) -> Request:
+        """One request is under way: ``verb`` of ``nbytes`` on the file ``path``. Of several: ``progress`` is two
         numbers, of nanoseconds of the monotonic clock: since when some are under way and none has come back (0: none is
         under way), and when one came back last."""
         return Request(self, path, verb, nbytes, progress)

@@ -218,17 +218,17 @@ class Store:
 
     def _read_damage(self, extent: Extent, offset: int, view: memoryview, slot: int) -> list[str]:
         """Read, and name each run of blocks that was not written, or is not what was."""
-        first, blocks = digests.blocks_of(extent, offset, len(view))
-        if not blocks:
+        address = extent.address(offset, len(view), slot)
+        first, borders = digests.blocks_of(extent, offset, len(view))
+        found = self.files.read(address, view, borders)
+        wanted, runs = self._digests.of(extent, slot)[first : first + len(found)], list[tuple[range, bool]]()
+        if found.tobytes() == wanted.tobytes():
             return []
-        found = self.files.read(extent.address(offset, len(view), slot), view, blocks)
-        wanted, runs = self._digests.of(extent, slot)[first : first + len(blocks)], list[tuple[range, bool]]()
         for number in np.flatnonzero(found != wanted):
-            span, written = blocks[number], bool(wanted[number] != UNWRITTEN)
-            start = span.start
+            (start, stop), written = borders[number : number + 2].tolist(), bool(wanted[number] != UNWRITTEN)
             if runs and runs[-1] == (range(runs[-1][0].start, start), written):
                 start = runs.pop()[0].start
-            runs.append((range(start, span.stop), written))
+            runs.append((range(start, stop), written))
         return [self._damaged(extent, run, slot, written=written) for run, written in runs]
 
     def _damaged(self, extent: Extent, run: range, slot: int, *, written: bool) -> str:
@@ -250,14 +250,12 @@ class Store:
         address = extent.address(offset, len(view), slot)
         if self.commits.doubtful:
             self.commits.settle()
-        first, blocks = digests.blocks_of(extent, offset, len(view))
-        if not blocks:
-            return
-        numbers = self._digests.of(extent, slot)[first : first + len(blocks)]
+        first, borders = digests.blocks_of(extent, offset, len(view))
+        numbers = self._digests.of(extent, slot)[first : first + len(borders) - 1]
         numbers[:] = UNWRITTEN  # until all of it is there
         self._written = True
         try:
-            numbers[:] = self.files.write(address, view, blocks)
+            numbers[:] = self.files.write(address, view, borders)
         finally:
             self._changed = True
 

@@ -1,5 +1,5 @@
 // One transfer between memory and files, of which all requests are with the kernel at once (its asynchronous I/O), and
-// the checksum of each block while others are still under way. For ctypes; store/kernel.py checks the arguments.
+// the checksum of each block while others are still under way. For ctypes.
 //
 // Linux alone, whose interface this is. No exception leaves it: what it needs is reserved before the first request.
 //
@@ -32,7 +32,8 @@ constexpr int WINDOW = 16;  // requests of a transfer under way at once
 
 // A stretch of a file, and where it is in memory.
 struct Piece {
-    int64_t fd, file;  // file: its row of the caller's progress
+    int64_t fd, file;   // file: its row of the caller's progress
+    int64_t file_size;  // bytes
     int64_t offset, start, nbytes;
     int64_t grain;  // bytes: where a request that has stopped short may go on
     int64_t moved;  // out: bytes of it that were read or written
@@ -52,12 +53,13 @@ struct Progress {
 
 struct Transfer {
     char* memory;
+    int64_t nbytes;  // of memory
     Piece* pieces;
     int64_t count;
     int64_t request;         // bytes of a request at most
-    const int64_t* borders;  // blocks + 1 of them, in memory
+    const int64_t* borders;  // blocks + 1 of them: the blocks lie one after another in memory, from its first byte
     int64_t blocks;
-    uint64_t* checksums;  // out: of each block
+    uint64_t* checksums;  // out: of each block; never 0, which stands for no block
     Progress* progress;   // out: of each file
     int64_t write;
     Failure failure;  // out
@@ -72,6 +74,18 @@ uint64_t (*const xxh3)(const void*, size_t) =
     __builtin_cpu_supports("avx2") ? penstock::xxh3_avx2 :
 #endif
                                    penstock::xxh3_baseline;
+
+// Nothing outside of the files and the memory is asked for, and the blocks are all of the memory.
+bool sound(const Transfer& t) {
+    for (const Piece* p = t.pieces; p < t.pieces + t.count; ++p) {
+        const bool in_memory = 0 <= p->start && 0 < p->nbytes && p->nbytes <= t.nbytes - p->start;
+        if (!in_memory || p->offset < 0 || p->offset > p->file_size - p->nbytes || p->file < 0) return false;
+    }
+    for (int64_t i = 0; i < t.blocks; ++i) {
+        if (t.borders[i] >= t.borders[i + 1]) return false;
+    }
+    return !t.blocks || t.borders[t.blocks] - t.borders[0] == t.nbytes;
+}
 
 int64_t now() {
     timespec time;
@@ -118,7 +132,8 @@ class Run {
 
     void hash(int64_t block) {
         const int64_t start = t_.borders[block];
-        t_.checksums[block] = xxh3(t_.memory + start, t_.borders[block + 1] - start);
+        const uint64_t digest = xxh3(t_.memory + start - t_.borders[0], t_.borders[block + 1] - start);
+        t_.checksums[block] = digest ? digest : 1;
     }
 
     // The next request to make: what has stopped short goes on first. After a failure only what comes before it.
@@ -240,7 +255,9 @@ class Run {
 
     // Bytes of the memory have been read: blocks that are whole now are ready.
     void came(int64_t start, int64_t nbytes) {
-        const int64_t *first = t_.borders, *end = first + t_.blocks + 1, stop = start + nbytes;
+        const int64_t *first = t_.borders, *end = first + t_.blocks + 1;
+        start += first[0];
+        const int64_t stop = start + nbytes;
         for (int64_t i = std::upper_bound(first, end, start) - first - 1; i < t_.blocks && first[i] < stop; ++i) {
             missing_[i] -= std::min(stop, first[i + 1]) - std::max(start, first[i]);
             if (missing_[i] == 0) ready_.push_back(i);
@@ -263,7 +280,7 @@ class Run {
 
 }  // namespace
 
-EXPORT int penstock_abi() noexcept { return 1; }
+EXPORT int penstock_abi() noexcept { return 2; }
 
 // A queue of the kernel's into ``queue``, for one transfer at a time of this process; 0, or an errno.
 EXPORT int penstock_queue(uint64_t* queue) noexcept {
@@ -279,5 +296,7 @@ EXPORT int penstock_queue(uint64_t* queue) noexcept {
     return 0;
 }
 
-// 1: done; 0: it has failed (``failure``).
-EXPORT int penstock_transfer(uint64_t queue, Transfer* transfer) noexcept { return Run(*transfer, queue).run(); }
+// 1: done; 0: it has failed (``failure``); -1: the arguments are wrong, and nothing was touched.
+EXPORT int penstock_transfer(uint64_t queue, Transfer* transfer) noexcept {
+    return sound(*transfer) ? Run(*transfer, queue).run() : -1;
+}
