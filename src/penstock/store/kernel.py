@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,8 +58,7 @@ class Failure:
     error: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Done:
+class Done(NamedTuple):
     """A transfer that is over. ``checksums``: of each block; ``moved``: bytes of each piece."""
 
     checksums: Numbers

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 from penstock.store.layout import ALIGN, round_up
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """One request: ``nbytes`` at ``offset`` of file ``file``, from or to byte ``start`` of the caller's buffer."""
 
     file: int
