@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from penstock.config import (
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.report.sentence import share_of_life
+from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.state.stats import StepStats
 from penstock.store.layout import Layout
 from penstock.store.store import Store
@@ -270,6 +272,20 @@ def test_the_live_view_keeps_its_lines_and_its_width(width: int) -> None:
         assert len(drawn) == len(first)
         assert max(map(len, drawn)) <= width
         assert drawn[0].startswith(f"step {step}/10")
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_the_live_view_has_words_for_whatever_lane_held_a_step_up(lane: Lane) -> None:
+    meter = _meter()
+    meter.add(_stats(bytes_moved={lane: 10**9}, lane_seconds={lane: 1.0}), None, {lane: 2.0})
+    console = Console(file=io.StringIO(), width=120, color_system=None, force_terminal=True)
+    with console.capture() as captured:
+        console.print(screen(meter, 120, waited=1.0))
+    lines = captured.get().splitlines()
+    words = re.search(r"held up by +█+ +([a-z ]+) 100%", "\n".join(lines))
+    assert words is not None
+    (row,) = (line for line in lines if line.startswith(f"{words[1]} "))
+    assert " 50% " in row
 
 
 def test_the_drives_life_is_as_told_as_profiled_or_assumed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.cli.showing.yardstick import Yardstick
 from penstock.config import Tier, format_size
 from penstock.planner.plan import Plan
-from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
+from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.state.stats import StepStats
 
 _RECENT = 10  # steps that rates and the time left are taken from
@@ -232,7 +232,7 @@ class Meter:
     def lanes(self) -> dict[Lane, LaneUse]:
         """Use of each lane that did anything in the last steps."""
         uses: dict[Lane, LaneUse] = {}
-        for lane in LOCAL_LANES:
+        for lane in LANES:
             moved = sum(s.bytes_moved.get(lane, 0) for s in self.recent)
             busy = sum(s.lane_seconds.get(lane, 0.0) for s in self.recent)
             if moved or busy:

@@ -28,6 +28,10 @@ _LANES: Mapping[Lane, tuple[str, str]] = {
     "read": ("disk read", "magenta"),
     "write": ("disk write", "red"),
     "cpu": ("optimizer", "yellow"),
+    "net": ("collectives", "bright_blue"),
+    "nic": ("across hosts", "bright_magenta"),
+    "send": ("sending", "bright_cyan"),
+    "recv": ("receiving", "bright_green"),
 }
 """Names of the lanes on the screen, and their colours."""
 
