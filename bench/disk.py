@@ -7,7 +7,8 @@ Which memory a buffer is in matters more than who reads: the drive takes a reque
 scattered 4 KiB pages it needs many more. The store's buffers are in huge pages. fio is measured with its own default
 memory, and with huge pages too where this process may reserve them (root; given back at the end).
 
-The store checks what it reads; fio does not look at it.
+The store checks what it reads; fio does not look at it. So reads have a side more: fio that compares each byte with what
+the file consists of.
 """
 
 import argparse
@@ -39,6 +40,7 @@ REQUIRED = 0.95
 _EXTENT = "bench"
 _PATTERN = np.random.default_rng(0).bytes(512)
 """What all of the file consists of, whoever has written it last: the store checks what it reads."""
+_COMPARING = "fio, huge pages, comparing"
 _HUGE_PAGES = 40  # of 2 MiB: fio keeps depth x 8 MiB per direction and rounds up
 
 Move = Callable[[str, int, npt.NDArray[np.uint8]], None]
@@ -139,7 +141,7 @@ def fio_rates(work: Work, setting: Setting, memory: Sequence[str]) -> Rates:
 
 @contextmanager
 def fio_sides() -> Iterator[dict[str, list[str]]]:
-    """fio's memory options per name of a side; huge pages are reserved meanwhile if this process may."""
+    """fio's options per name of a side; huge pages are reserved meanwhile if this process may."""
     reserve = Path("/proc/sys/vm/nr_hugepages")
     before = reserve.read_text()
     sides: dict[str, list[str]] = {"fio": []}
@@ -147,6 +149,11 @@ def fio_sides() -> Iterator[dict[str, list[str]]]:
         reserve.write_text(str(int(before) + _HUGE_PAGES))
         if int(reserve.read_text()) == int(before) + _HUGE_PAGES:
             sides["fio, huge pages"] = ["--iomem=mmaphuge", "--hugepage-size=2m"]
+            sides[_COMPARING] = [
+                *sides["fio, huge pages"],
+                "--verify=pattern",
+                f"--verify_pattern=0x{_PATTERN.hex()}",
+            ]
         else:
             reserve.write_text(before)
             print("fio runs with its default memory only: memory is too fragmented to reserve huge pages")
@@ -171,7 +178,7 @@ def measure(store: Store, setting: Setting, rounds: int) -> Samples:
     with fio_sides() as fio:
         for turn in range(rounds):
             for work in WORKS:
-                order = deque(["store", *fio])
+                order = deque(["store", *(side for side in fio if side != _COMPARING or not work.write)])
                 order.rotate(turn)
                 for side in order:
                     rates = (
@@ -180,7 +187,7 @@ def measure(store: Store, setting: Setting, rounds: int) -> Samples:
                         else store_rates(store, work, setting, buffers)
                     )
                     found.setdefault((work.name, side), []).append(rates)
-                    print(f"  round {turn + 1}/{rounds}  {work.name:<5}  {side:<15}  {_show(rates)} GB/s", flush=True)
+                    print(f"  round {turn + 1}/{rounds}  {work.name:<5}  {side:<26}  {_show(rates)} GB/s", flush=True)
     return found
 
 

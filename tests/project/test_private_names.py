@@ -101,12 +101,27 @@ def private_uses(text: str, everywhere: frozenset[str] = frozenset()) -> Iterato
                 name = str(value.value) if isinstance(value, ast.Constant) else ""
                 if _PRIVATE.fullmatch(name) and name not in own | set(ALLOWED):
                     yield node.lineno, f"{node.func.id}(..., {name!r})"
+        elif not _is_documented(looked_up := _looked_up(node)):
+            yield node.lineno, looked_up
         elif isinstance(node, ast.Import):
             yield from ((node.lineno, a.name) for a in node.names if not _is_documented(a.name))
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 if not _is_documented(node.module) or (_of_library(node.module) and _PRIVATE.fullmatch(alias.name)):
                     yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def _looked_up(node: ast.AST) -> str:
+    """The module that is looked up among those that are loaded, or imported by its name's text."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=modules, attr="get"), args=[ast.Constant(value=str(name)), *_]) | (
+            ast.Subscript(value=modules, slice=ast.Constant(value=str(name)))
+        ) if ast.unparse(modules) == "sys.modules":
+            return name
+        case ast.Call(func=called, args=[ast.Constant(value=str(name)), *_]) if "import_module" in ast.unparse(called):
+            return name
+        case _:
+            return ""
 
 
 def _of_library(module: str) -> bool:
@@ -141,6 +156,9 @@ def test_private_names_of_libraries_are_in_compat_alone() -> None:
         "from torch import _C",
         "import torch; torch.nn.functional.relu = other",
         "getattr(parameter, '_post_accumulate_grad_hooks', None)",
+        "sys.modules.get('transformers.cache_utils')",
+        "sys.modules['torch._dynamo']",
+        "importlib.import_module('torch._dynamo')",
     ],
 )
 def test_a_private_name_is_found(line: str) -> None:

@@ -13,13 +13,11 @@ PLACES = re.findall(r"`([\w/]+\.py)`(?: `(\w+)`)?", TOUR.read_text())
 
 
 def names_of(path: Path) -> set[str]:
-    """What a file defines at its top and in its classes, what it imports, and the lanes of its assignments."""
+    """What a file defines at its top and in its classes, and the names that it assigns; not what it imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
-        elif isinstance(node, ast.ImportFrom):
-            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
     return found

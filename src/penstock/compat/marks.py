@@ -21,6 +21,15 @@ def initialiser_of(module: nn.Module) -> Callable[[nn.Module], None] | None:
     return found
 
 
+def class_of_caches() -> type | None:
+    """``transformers.Cache``, of which key-value caches are made; None: nobody has made one.
+
+    Without: a cache handed to a block would be missed, or be looked for in an import of seconds.
+    """
+    library = sys.modules.get("transformers.cache_utils")
+    return None if library is None else library.Cache
+
+
 def set_initialised(parameter: nn.Parameter, value: bool) -> None:
     """The mark by which transformers' initialisers leave alone what has its values.
 

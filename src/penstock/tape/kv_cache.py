@@ -10,12 +10,12 @@ what the first one has left in a cache).
 import copy
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from penstock.compat import marks
 from penstock.errors import ModelError
 from penstock.tape import trees
 
@@ -96,18 +96,18 @@ def without_caches(
     Raises:
         ModelError: it was handed a cache that holds something, or that it cannot do without.
     """
-    library = sys.modules.get("transformers.cache_utils")
-    if library is None or not any(_has_cache(value, library.Cache) for value in (*args, *kwargs.values())):
+    cache = marks.class_of_caches()
+    if cache is None or not any(_has_cache(value, cache) for value in (*args, *kwargs.values())):
         return args, kwargs
     optional = _optional(forward)
     positional = list(optional)
 
     def left_out(value: Any, parameter: str | None) -> Any:
-        if not _has_cache(value, library.Cache):
+        if not _has_cache(value, cache):
             return value
         if isinstance(value, _LeftOut):
             return None
-        if not isinstance(value, library.Cache) or not _is_empty(value):
+        if not isinstance(value, cache) or not _is_empty(value):
             raise ModelError(
                 f"block {name!r} was handed a key-value cache that holds values (as peft's prefix tuning makes for "
                 "its prompts): the block would write to it, and again when it is recomputed. Pass no cache with "
