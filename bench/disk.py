@@ -7,8 +7,8 @@ Which memory a buffer is in matters more than who reads: the drive takes a reque
 scattered 4 KiB pages it needs many more. The store's buffers are in huge pages. fio is measured with its own default
 memory, and with huge pages too where this process may reserve them (root; given back at the end).
 
-The store checks what it reads; fio does not look at it. So reads have a side more: fio that compares each byte with what
-the file consists of.
+The store checks what it reads; fio does not look at it. So reads have a side more: fio that compares each byte with
+what the file consists of.
 """
 
 import argparse
