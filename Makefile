@@ -30,9 +30,9 @@ test: $(READY)
 faults: $(READY)
 	$(BIN)/python -m pytest --campaign tests/campaigns
 
-# Schedules and plans of many thousands of programs of every kind, other ones in each run.
+# Schedules and plans of many thousands of programs of every kind, other ones in each run; delays that plans choose.
 proofs: $(READY)
-	$(BIN)/python -m pytest --campaign tests/schedule/test_any_program.py
+	$(BIN)/python -m pytest --campaign tests/schedule/test_any_program.py tests/planner/test_delay_choice.py
 
 # Every case of the products of settings of which `make test` runs a sample; those of faults `make faults` runs.
 products: $(READY)
