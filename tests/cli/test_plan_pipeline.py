@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.cli import main
-from penstock.cli.pipeline import fastest
+from penstock.cli.pipeline import expected, fastest
 from penstock.cli.settings import load
+from penstock.cli.task import shape_of
 from penstock.hardware.machine import Network
 from penstock.hardware.profiles import save_profile
 from penstock.schedule.check.worlds import check_world
@@ -122,6 +123,33 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     assert main(["plan", str(config), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_gradients_wait_on_disk_only_where_there_is_room_for_them(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With room for the stores and no more the plan is at least the one by preference."""
+    rates = {name: 10 * getattr(DRIVE, name) for name in ("read", "write", "read_both", "write_both")}
+    machine = replace(MACHINE, drives=(replace(DRIVE, **rates),), network=NETWORK)
+    path = config.parent / "drives.json"
+    path.write_text(machine.to_json())
+    settings = load(config, (("budget.host", "8MiB"), ("clip_grad_norm", "1")))
+    preferred = expected(settings, shape_of(settings, "cpu"), machine, *settings.split, ranks=2)
+
+    def plan_within(free: int) -> int:
+        words = ("--machine", path, "--budget.host", "8MiB", "--clip_grad_norm", 1, "--disk_free", free)
+        found = planned(capsys, config, *words)
+        taken: int = sum(rank["memory"]["disk"] for rank in found["ranks"])
+        assert taken <= free
+        assert found["step"]["expected_seconds"] <= preferred.step.seconds
+        return taken
+
+    stores = sum(preferred.disk_bytes)
+    most = plan_within(1 << 40)
+    assert most > stores, "gradients wait on disk, and the step is shorter"
+    assert plan_within(most) == most
+    assert plan_within(most - 1) < most
+    assert plan_within(stores) == stores
 
 
 def test_each_rank_s_store_has_room_on_its_own_drive(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,12 @@ from penstock.config import Budget, Family, Tier
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.dealt import Asked as Wanted
-from penstock.planner.dealt import improved, plans_of
+from penstock.planner.dealt import Pipeline, improved, plans_of
 from penstock.planner.fit import fit
 from penstock.planner.joint import JointSearch, Pipelined
 from penstock.planner.layouts import Asked
 from penstock.planner.phase_costs import PhaseCosts, by_lane
-from penstock.planner.pipelines import Simulated, simulated
+from penstock.planner.pipelines import simulated
 from penstock.planner.plan import Plan
 from penstock.planner.question import Question
 from penstock.schedule.ir.lanes import STREAM_LANES
@@ -44,11 +44,11 @@ def random_pipeline(seed: int) -> Asked:
     return replace(what, task=replace(what.task, budget=budget, clip_grad_norm=rng.choice((None, 1.0))))
 
 
-def by_preference(what: Asked) -> Simulated:
+def by_preference(what: Asked) -> Pipeline:
     return simulated(*as_pipelines(what), 2)
 
 
-def grid(found: Simulated) -> Iterator[float]:
+def grid(found: Pipeline) -> Iterator[float]:
     """Seconds of a step with each of some forced placements, the same on all ranks."""
     first = found.requests[0].budget
     tiers: tuple[Tier | None, ...] = (None, "host", "disk")

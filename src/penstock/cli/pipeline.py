@@ -5,7 +5,6 @@ What rank 0 sends besides activations (masks, position embeddings) is known only
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.cli.task import shape_of
@@ -14,42 +13,12 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.sharing import link_of_messages, of_pipeline
 from penstock.planner.batches import cuts
-from penstock.planner.dealt import Asked, Foreseen, Pace, improved, preferred, programs_of
+from penstock.planner.dealt import Pace, Pipeline, programs_of
 from penstock.planner.request import Request
 from penstock.planner.task import MOST_OPS, TOKEN_BYTES, moments_of, rate_name_of
 from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.place import Format
-from penstock.shape.model import ModelProfile, ModelShape, stage_times
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """A step of a pipeline, its batch cut into ``count`` micro-batches of ``size`` sequences; or of so many pipelines
-    ``beside`` each other, with as many each. ``requests``, and plans, are those of one."""
-
-    size: int
-    count: int
-    beside: int
-    profile: ModelProfile
-    requests: tuple[Request, ...]
-    pace: Pace
-    step: Foreseen
-
-    @property
-    def improved(self) -> "Expected":
-        """With the plans that are searched for from these on."""
-        return replace(self, step=improved([Asked(request=request) for request in self.requests], self.pace, self.step))
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.beside * self.count * self.profile.tokens
-
-    @property
-    def disk_bytes(self) -> tuple[int, ...]:
-        """Bytes that each rank's store and scratch space take."""
-        both = zip(self.requests, self.step.plans, strict=True)
-        return tuple(request.space_bytes(plan.settings) for request, plan in both)
+from penstock.shape.model import ModelShape, stage_times
 
 
 def requests_of(
@@ -87,7 +56,7 @@ def form_of(config: TrainConfig, kind: DeviceKind) -> Format:
 
 def expected(
     config: TrainConfig, shape: ModelShape, machine: Machine, size: int, count: int, ranks: int, hosts: int = 1
-) -> Expected:
+) -> Pipeline:
     """A step of so many micro-batches of so many sequences for each pipeline of all ``ranks``, on a machine, or on
     ``hosts`` that are such machines, by the order of preference.
 
@@ -110,12 +79,10 @@ def expected(
         link=None if link is None else lambda *_: link,
         repeats=expected_repeats(config),
     )
-    requests = tuple(requests_of(config, shape, kind, size, count, ranks, hosts))
-    step = preferred([Asked(request=request) for request in requests], pace)
-    return Expected(size=size, count=count, beside=beside, profile=profile, requests=requests, pace=pace, step=step)
+    return Pipeline.by_preference(size, profile, requests_of(config, shape, kind, size, count, ranks, hosts), pace)
 
 
-def _all_expected(config: TrainConfig, machine: Machine, sequences: int, ranks: int, hosts: int) -> Iterator[Expected]:
+def _all_expected(config: TrainConfig, machine: Machine, sequences: int, ranks: int, hosts: int) -> Iterator[Pipeline]:
     """Each cut of a pipeline's sequences that fits, the largest micro-batches first.
 
     Raises:
@@ -123,7 +90,7 @@ def _all_expected(config: TrainConfig, machine: Machine, sequences: int, ranks: 
     """
     shape = shape_of(config, machine.device.kind)
     refusal: BudgetError | None = None
-    found: Expected | None = None
+    found: Pipeline | None = None
     for size, count in reversed(cuts(sequences)):
         try:
             found = expected(config, shape, machine, size, count, ranks, hosts)
@@ -137,7 +104,7 @@ def _all_expected(config: TrainConfig, machine: Machine, sequences: int, ranks: 
         raise refusal
 
 
-def fastest(config: TrainConfig, machine: Machine, sequences: int, ranks: int, hosts: int = 1) -> list[Expected]:
+def fastest(config: TrainConfig, machine: Machine, sequences: int, ranks: int, hosts: int = 1) -> list[Pipeline]:
     """The cuts of a batch, of which each pipeline of all ``ranks`` has an equal part, that fit, by the order of
     preference: the one with the shortest predicted step first.
 
@@ -155,7 +122,7 @@ def fastest(config: TrainConfig, machine: Machine, sequences: int, ranks: int, h
     return found
 
 
-def in_comparison(found: Sequence[Expected]) -> str:
+def in_comparison(found: Sequence[Pipeline]) -> str:
     """The reason for the first of some cuts, in words."""
     best, *others = found
     compared = [f"{e.count} of {e.size}: {e.step.seconds / best.step.seconds:.2f}x" for e in others[:3]]

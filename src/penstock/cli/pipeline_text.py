@@ -3,19 +3,19 @@
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.cli.pipeline import Expected
 from penstock.config import TrainConfig, format_size
 from penstock.hardware.machine import Machine
+from penstock.planner.dealt import Pipeline
 from penstock.planner.update_mode import steps_early
 from penstock.report.sentence import bottleneck, format_time
 
 
-def describe(found: Expected, config: TrainConfig, machine: Machine, steps: int | None) -> str:
+def describe(found: Pipeline, config: TrainConfig, machine: Machine, steps: int | None) -> str:
     """Several lines. ``steps``: of the whole run; None: that depends on how much data there are."""
     return "\n".join(_lines(found, config, machine, steps)) + "\n"
 
 
-def _lines(found: Expected, config: TrainConfig, machine: Machine, steps: int | None) -> Iterator[str]:
+def _lines(found: Pipeline, config: TrainConfig, machine: Machine, steps: int | None) -> Iterator[str]:
     step, plans, simulation = found.step, found.step.plans, found.step.simulation
     precision = config.precision_on(machine.device.kind)
     yield f"{config.model.name}, {found.profile.parameters / 1e6:,.1f}M parameters, {precision}"
@@ -49,7 +49,7 @@ def _lines(found: Expected, config: TrainConfig, machine: Machine, steps: int | 
         busy = simulation.busy(rank).get("compute", 0.0)
         sizes = (plan.state_bytes, plan.device_bytes, plan.host_bytes, found.disk_bytes[rank], _sent(found, rank))
         cells = "".join(f"{format_size(size):>12}" for size in sizes)
-        yield f"{_ranks(found, rank):<8}{_blocks(found, rank):>6}{cells}{busy / simulation.time:>10.0%}"
+        yield f"{_ranks(found, rank):<8}{found.blocks[rank]:>6}{cells}{busy / simulation.time:>10.0%}"
     worst = max(range(len(plans)), key=lambda rank: max(simulation.work(rank).values()))
     words = bottleneck(simulation.time, simulation.work(worst), simulation.busy(worst))
     if found.beside == 1:
@@ -60,7 +60,7 @@ def _lines(found: Expected, config: TrainConfig, machine: Machine, steps: int | 
     yield "masks and position embeddings, which rank 0 sends once for each micro-batch, are not counted"
 
 
-def as_json(found: Expected, config: TrainConfig, machine: Machine, steps: int | None) -> dict[str, Any]:
+def as_json(found: Pipeline, config: TrainConfig, machine: Machine, steps: int | None) -> dict[str, Any]:
     """Seconds, bytes, tokens, sequences."""
     step, simulation = found.step, found.step.simulation
     return {
@@ -82,7 +82,7 @@ def as_json(found: Expected, config: TrainConfig, machine: Machine, steps: int |
         "steps": steps,
         "ranks": [
             {
-                "blocks": _blocks(found, rank),
+                "blocks": found.blocks[rank],
                 "state": plan.state_bytes,
                 "memory": {"device": plan.device_bytes, "host": plan.host_bytes, "disk": found.disk_bytes[rank]},
                 "bytes": dict(plan.schedule.bytes_per_lane()),
@@ -94,16 +94,11 @@ def as_json(found: Expected, config: TrainConfig, machine: Machine, steps: int |
     }
 
 
-def _ranks(found: Expected, place: int) -> str:
+def _ranks(found: Pipeline, place: int) -> str:
     """The numbers of the ranks that have one place."""
     first = place * found.beside
     return str(first) if found.beside == 1 else f"{first}-{first + found.beside - 1}"
 
 
-def _blocks(found: Expected, rank: int) -> int:
-    program = found.step.plans[rank].program
-    return sum(stage.kind == "call" and program.has(stage.index) for stage in program.stages)
-
-
-def _sent(found: Expected, rank: int) -> int:
+def _sent(found: Pipeline, rank: int) -> int:
     return found.step.plans[rank].schedule.bytes_per_lane().get("send", 0)

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, get_args
 
@@ -25,6 +26,7 @@ from penstock.hardware.profiles import check_device, machine_named, on_directori
 from penstock.hardware.sharing import too_full
 from penstock.planner.arguments import PlanSettings, check_drives
 from penstock.planner.ask import PlanReport, measured, plan, rated, report
+from penstock.planner.dealt import Pipeline
 from penstock.planner.task import own_budget
 
 
@@ -210,7 +212,7 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
         if given:
             raise ConfigError(f"--{name} is not there yet for a pipeline ({config.pipeline} ranks): leave it out")
     check_drives(arguments.disk_free, None, config.budget)
-    machine = _machine(config, arguments.machine)
+    machine = _machine(arguments, config)
     if arguments.batch is None and config.micro_batch_size is not None:
         size, count = config.split
         each = dealt(count, "micro-batches", beside, other_batch(beside, size))
@@ -219,11 +221,9 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
         sequences = arguments.batch or config.sequences_per_step
         dealt(sequences, "sequences", beside, other_batch(beside, 1))
         found = fastest(config, machine, sequences, ranks)[0]
-    found = found.improved
-    needs = [found.disk_bytes[rank // beside] for rank in range(ranks)]
-    if any(needs) and (full := too_full(_with_room(arguments, config, machine).drives, needs)) is not None:
-        need, free = map(format_size, full)
-        raise BudgetError(f"budget.disk: on one drive the stores take {need}, and {free} are free there")
+    check = partial(_check_room, machine)
+    found = found.improved(check)
+    check(found)
     steps = config.steps
     if arguments.epoch_tokens is not None or steps is None:
         steps = _steps(config, arguments.epoch_tokens, found.tokens)
@@ -235,11 +235,14 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
     )
 
 
-def _with_room(arguments: FileArguments, config: TrainConfig, machine: Machine) -> Machine:
-    """The machine with the bytes on disk that may be used."""
-    if arguments.disk_free is not None:
-        return replace(machine, drives=with_room(machine.drives, parse_size(arguments.disk_free)))
-    return as_free_here(machine, config.budget.disk_paths) if arguments.machine is None else machine
+def _check_room(machine: Machine, found: Pipeline) -> None:
+    """Raises:
+    BudgetError: a drive has no room for all that a pipeline's ranks would have on it.
+    """
+    needs = [nbytes for nbytes in found.disk_bytes for _ in range(found.beside)]
+    if any(needs) and (full := too_full(machine.drives, needs)) is not None:
+        need, free = map(format_size, full)
+        raise BudgetError(f"budget.disk: on one drive the stores take {need}, and {free} are free there")
 
 
 def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
@@ -250,7 +253,7 @@ def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
         )
     tbw = arguments.tbw
     check_drives(arguments.disk_free, tbw, config.budget)
-    machine = _with_room(arguments, config, _machine(config, arguments.machine))
+    machine = _machine(arguments, config)
     if tbw is None:
         tbw = config.drive_tbw
     if tbw is not None:
@@ -291,13 +294,17 @@ def _steps(config: TrainConfig, epoch_tokens: str | float | None, tokens: int) -
     return math.ceil(round(config.epochs * parse_count("epoch_tokens", epoch_tokens)) / tokens)
 
 
-def _machine(config: TrainConfig, asked: str | None) -> Machine:
-    """The machine that is named, or this one with the device that the settings name, with the budget's directories."""
-    device, paths = config.device, config.budget.disk_paths
+def _machine(arguments: FileArguments, config: TrainConfig) -> Machine:
+    """The machine that is named, or this one with the device that the settings name, with the budget's directories and
+    the bytes that may be used there."""
+    device, paths, asked = config.device, config.budget.disk_paths, arguments.machine
     if asked is None:
         kind = next((kind for kind in get_args(DeviceKind) if device is not None and device.startswith(kind)), None)
-        return measured(paths, kind=kind)
-    machine = on_directories(machine_named(asked), paths)
-    if device is not None:
-        check_device(machine, device)
-    return machine
+        machine = measured(paths, kind=kind)
+    else:
+        machine = on_directories(machine_named(asked), paths)
+        if device is not None:
+            check_device(machine, device)
+    if arguments.disk_free is not None:
+        return replace(machine, drives=with_room(machine.drives, parse_size(arguments.disk_free)))
+    return as_free_here(machine, paths) if asked is None else machine

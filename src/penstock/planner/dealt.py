@@ -32,7 +32,7 @@ from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import shards_at
 from penstock.schedule.place import Placement, Settings, Side
 from penstock.schedule.program import Program
-from penstock.shape.model import StageTimes
+from penstock.shape.model import ModelProfile, StageTimes
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
@@ -113,6 +113,56 @@ class Pace:
         return Foreseen(plans=tuple(plans), simulation=simulation, repeats=self.repeats * early)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A step of a pipeline in micro-batches of ``size`` sequences, each with such a ``profile``; or of several beside
+    each other, of which ``requests`` and plans are those of one."""
+
+    size: int
+    profile: ModelProfile
+    requests: tuple[Request, ...]
+    pace: Pace
+    step: Foreseen
+
+    @staticmethod
+    def by_preference(size: int, profile: ModelProfile, requests: Sequence[Request], pace: Pace) -> "Pipeline":
+        """With the ``preferred`` plans; raises as that."""
+        step = preferred([Asked(request=request) for request in requests], pace)
+        return Pipeline(size=size, profile=profile, requests=tuple(requests), pace=pace, step=step)
+
+    def improved(self, check: Callable[["Pipeline"], None]) -> "Pipeline":
+        """With the plans that are searched for from these on. ``check`` raises BudgetError where ranks lack room."""
+        asked = [Asked(request=request) for request in self.requests]
+        return replace(self, step=improved(asked, self.pace, self.step, lambda step: check(replace(self, step=step))))
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of each pipeline."""
+        return self.requests[0].micro_batches
+
+    @property
+    def beside(self) -> int:
+        """The number of pipelines."""
+        return self.requests[0].ranks
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Blocks of each rank."""
+        programs = (request.program for request in self.requests)
+        return tuple(sum(s.kind == "call" and program.has(s.index) for s in program.stages) for program in programs)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.beside * self.count * self.profile.tokens
+
+    @property
+    def disk_bytes(self) -> tuple[int, ...]:
+        """Bytes that each rank's store and scratch space take."""
+        both = zip(self.requests, self.step.plans, strict=True)
+        return tuple(request.space_bytes(plan.settings) for request, plan in both)
+
+
 def world_of(schedules: Sequence[Schedule]) -> World:
     """The world of all ranks of a pipeline, by rank. Of several beside each other it stands for all: ranks that have
     one place do the same, and so meet when one of them arrives."""
@@ -183,9 +233,12 @@ def preferred(asked: Sequence[Asked], pace: Pace) -> Foreseen:
     return replace(best, ops=ops)
 
 
-def improved(asked: Sequence[Asked], pace: Pace, best: Foreseen) -> Foreseen:
+def improved(
+    asked: Sequence[Asked], pace: Pace, best: Foreseen, check: Callable[[Foreseen], None] = lambda _: None
+) -> Foreseen:
     """The plans of all ranks that are found from the ``preferred`` ones on, by linear programs and about half as many
-    ops of simulations (``joint``). What is in memory already stays there, and evaluations have no choice."""
+    ops of simulations (``joint``). What is in memory already stays there, and evaluations have no choice. ``check``
+    raises BudgetError for plans that lack room where ranks share it."""
     if not asked[0].request.train or any(one.keep is not None for one in asked):
         return best
     like = _likes(asked, pace)
@@ -199,6 +252,10 @@ def improved(asked: Sequence[Asked], pace: Pace, best: Foreseen) -> Foreseen:
         plans = _as_proposed(asked, like, dict(zip(kinds, joint, strict=True)))
         left -= sum(len(plan.schedule.ops) for plan in plans)
         if _differ(asked, plans) is not None or _worn(asked, found := pace.step(plans), pace) is not None:
+            return math.inf
+        try:
+            check(found)
+        except BudgetError:
             return math.inf
         best = min(best, replace(found, ops=best.ops), key=lambda step: step.seconds)
         return found.seconds

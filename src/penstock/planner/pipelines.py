@@ -11,7 +11,7 @@ rank. The faster deal of the two is the outcome.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from penstock.config import format_size
@@ -20,11 +20,9 @@ from penstock.hardware.hosts import Hosts
 from penstock.hardware.machine import Machine, Network
 from penstock.hardware.sharing import within_host
 from penstock.planner.batches import cuts
-from penstock.planner.dealt import Asked as Wanted
-from penstock.planner.dealt import Foreseen, Pace, improved, preferred, programs_of
+from penstock.planner.dealt import Pace, Pipeline, programs_of
 from penstock.planner.layouts import Asked, Layout, OfHost, Outcome, check_memory, slowest
 from penstock.planner.plan import Plan
-from penstock.planner.request import Request
 from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.lower.dealt import stages_dealt
@@ -36,29 +34,6 @@ _TRIED = 2
 """Ways to cut the batch that are simulated."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Simulated:
-    """A simulated pipeline, in micro-batches of ``size`` sequences; or several beside each other (``layout``), of which
-    ``requests`` and plans are those of one. ``counts``: blocks of each rank."""
-
-    layout: Layout
-    requests: Sequence[Request]
-    pace: Pace
-    step: Foreseen
-    counts: tuple[int, ...]
-    size: int
-
-    def improved(self, hosts: Hosts) -> "Simulated":
-        """With the plans that are searched for from these on, as far as the hosts have the memory."""
-        step = improved([Wanted(request=request) for request in self.requests], self.pace, self.step)
-        found = replace(self, step=step)
-        try:
-            _check_memory(hosts, found)
-        except BudgetError:
-            return self
-        return found
-
-
 def pipeline(asked: Asked, layout: Layout) -> Outcome:
     """The outcome of a pipeline, or of several beside each other, with the faster deal of its blocks.
 
@@ -66,25 +41,25 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
         BudgetError: it does not fit.
         ConfigError: it has too few blocks or micro-batches, or something else that is asked for cannot be.
     """
-    views, wanted = views_of(asked, layout), asked.task.deal
+    views, wanted, check = views_of(asked, layout), asked.task.deal, partial(_check_memory, asked.hosts)
     found = _first(asked, layout, views)
     by_compute = found
     if wanted is None:
         counts = _deal(asked.hosts, found)
-        if counts != found.counts:
+        if counts != found.blocks:
             with suppress(BudgetError):  # more blocks on some rank, which its memory or drives may not hold
                 other = simulated(asked, layout, views, found.size, counts)
                 found = min(found, other, key=lambda one: one.step.seconds)
     changed = found is not by_compute
-    found, by_compute = found.improved(asked.hosts), by_compute.improved(asked.hosts) if changed else by_compute
+    found, by_compute = found.improved(check), by_compute.improved(check) if changed else by_compute
     return Outcome(
         layout=layout,
         seconds=found.step.seconds,
-        tokens=asked.batch * asked.task.sequence_length,
-        micro_batches=found.requests[0].micro_batches,
+        tokens=found.tokens,
+        micro_batches=found.count,
         micro_batch_size=found.size,
         hosts=tuple(_of_kind(asked.hosts, found, kind) for kind in range(len(views))),
-        deal=found.counts if changed or wanted is not None else (),
+        deal=found.blocks if changed or wanted is not None else (),
         by_compute=by_compute.step.seconds if changed else None,
     )
 
@@ -101,10 +76,10 @@ def views_of(asked: Asked, layout: Layout) -> list[Machine]:
     ]
 
 
-def _first(asked: Asked, layout: Layout, views: Sequence[Machine]) -> Simulated:
+def _first(asked: Asked, layout: Layout, views: Sequence[Machine]) -> Pipeline:
     """The pipeline as a run deals it, by the faster of the ways to cut the batch that are worth a look."""
     refusal: BudgetError | None = None
-    found: list[Simulated] = []
+    found: list[Pipeline] = []
     for size in _sizes(asked, layout):
         try:
             found.append(simulated(asked, layout, views, size, asked.task.deal))
@@ -141,7 +116,7 @@ def _sizes(asked: Asked, layout: Layout) -> Iterator[int]:
 
 def simulated(
     asked: Asked, layout: Layout, views: Sequence[Machine], size: int, counts: Sequence[int] | None = None
-) -> Simulated:
+) -> Pipeline:
     """A pipeline in micro-batches of ``size`` sequences, by the order of preference. ``counts``: of each rank; None: by
     compute.
 
@@ -151,6 +126,7 @@ def simulated(
     """
     ranks, beside, hosts = layout.stages, layout.beside, asked.hosts
     task = asked.of_rank(views[0], families=("vertical",), stage=None)
+    profile = task.profile(size)
     request = task.question(size, asked.batch // beside // size).request
     of_stages = stages_dealt(request.program, ranks, counts)
     calls = [of_stages[stage.index] for stage in request.program.stages if stage.kind == "call"]
@@ -162,7 +138,7 @@ def simulated(
     programs = programs_of(request.program, ranks, counts, beside=beside)
     strands = None if request.strands is None else max(1, request.strands // beside)
     requests = [replace(request, program=program, ranks=beside, strands=strands) for program in programs]
-    times = [stage_times(task.profile(size), view, str(task.precision)) for view in views]
+    times = [stage_times(profile, view, str(task.precision)) for view in views]
 
     def kind_of(rank: int) -> int:
         return hosts.kind_of(rank * beside)
@@ -175,20 +151,18 @@ def simulated(
         disk_free=task.disk_free,
         repeats=expected_repeats(task),
     )
-    step = preferred([Wanted(request=own) for own in requests], pace)
-    for rank, (own, plan) in enumerate(zip(requests, step.plans, strict=True)):
-        if (space := own.space_bytes(plan.settings)) > task.disk_free:
+    found = Pipeline.by_preference(size, profile, requests, pace)
+    for rank, space in enumerate(found.disk_bytes):
+        if space > task.disk_free:
             raise BudgetError(
                 f"rank {rank}: its state and what waits on disk take {format_size(space)}, and its part of what is "
                 f"free is {format_size(task.disk_free)}: give more drives or host memory"
             )
-    counts = tuple(calls.count(rank) for rank in range(ranks))
-    found = Simulated(layout=layout, requests=requests, pace=pace, step=step, counts=counts, size=size)
     _check_memory(hosts, found)
     return found
 
 
-def _check_memory(hosts: Hosts, found: Simulated) -> None:
+def _check_memory(hosts: Hosts, found: Pipeline) -> None:
     check_memory(hosts, [_of_kind(hosts, found, kind) for kind in range(len(hosts.kinds))])
 
 
@@ -207,23 +181,23 @@ def _link(hosts: Hosts, beside: int, place: int, to: int) -> Network:
     return replace(found, bandwidth=found.bandwidth / beside)
 
 
-def _deal(hosts: Hosts, now: Simulated) -> tuple[int, ...]:
+def _deal(hosts: Hosts, now: Pipeline) -> tuple[int, ...]:
     """Blocks of each rank by what they take of its lanes."""
-    blocks, simulation, places = sum(now.counts), now.step.simulation, now.layout.stages
+    had, simulation, places = now.blocks, now.step.simulation, len(now.requests)
 
     def kind_of(place: int) -> int:
-        return hosts.kind_of(place * now.layout.beside)
+        return hosts.kind_of(place * now.beside)
 
     each: dict[int, dict[Lane, float]] = {}
     for rank in reversed(range(places)):
         if rank:  # which have blocks and nothing else
             work = simulation.work(rank)
-            each[kind_of(rank)] = {lane: seconds / now.counts[rank] for lane, seconds in work.items()}
+            each[kind_of(rank)] = {lane: seconds / had[rank] for lane, seconds in work.items()}
     alone = next(iter(each.values()))  # rank 0, which is the only one of its kind: as others
     per_block = [each.get(kind_of(rank), alone) for rank in range(places)]
     ends: dict[Lane, float] = defaultdict(float)
     for lane, seconds in simulation.work(0).items():
-        ends[lane] = max(seconds - now.counts[0] * per_block[0].get(lane, 0.0), 0.0)
+        ends[lane] = max(seconds - had[0] * per_block[0].get(lane, 0.0), 0.0)
     counts = [0] + [1] * (places - 1)
 
     def then(rank: int) -> float:
@@ -231,14 +205,14 @@ def _deal(hosts: Hosts, now: Simulated) -> tuple[int, ...]:
         own = per_block[rank]
         return max((counts[rank] + 1) * own[lane] + (ends[lane] if rank == 0 else 0.0) for lane in own)
 
-    while sum(counts) < blocks:
+    while sum(counts) < sum(had):
         counts[min(range(places), key=then)] += 1
     return tuple(counts)
 
 
-def _of_kind(hosts: Hosts, found: Simulated, kind: int) -> OfHost:
+def _of_kind(hosts: Hosts, found: Pipeline, kind: int) -> OfHost:
     """The most that any host of a kind has and moves."""
-    each, simulation, beside = hosts.each, found.step.simulation, found.layout.beside
+    each, simulation, beside = hosts.each, found.step.simulation, found.beside
     of_kind = [host for host in range(hosts.count) if hosts.kind_of(host * each) == kind]
     ranks_of = [[rank // beside for rank in range(host * each, (host + 1) * each)] for host in of_kind]
     """by host, the place of each of its ranks"""
@@ -247,7 +221,7 @@ def _of_kind(hosts: Hosts, found: Simulated, kind: int) -> OfHost:
         (item for ranks in ranks_of for rank in ranks for item in simulation.work(rank).items()),
         key=lambda item: item[1],
     )
-    space = [r.space_bytes(p.settings) for r, p in zip(found.requests, found.step.plans, strict=True)]
+    space, blocks = found.disk_bytes, found.blocks
     return OfHost(
         machine=hosts.kinds[kind].name,
         hosts=hosts.kinds[kind].count,
@@ -259,7 +233,7 @@ def _of_kind(hosts: Hosts, found: Simulated, kind: int) -> OfHost:
         sent=max(sum(_leaves(found.step.plans[place], place, beside, each) for place in ranks) for ranks in ranks_of),
         lane=lane,
         work=work,
-        blocks=max(sum(found.counts[place] for place in set(ranks)) for ranks in ranks_of),
+        blocks=max(sum(blocks[place] for place in set(ranks)) for ranks in ranks_of),
     )
 
 
