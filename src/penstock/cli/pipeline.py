@@ -1,57 +1,20 @@
-"""A run of a pipeline before it runs: what each rank will ask for, by the settings and the model's shape, the cut of
-its batch, and what to expect of a step.
+"""A run of a pipeline before it runs: the cut of its batch, and what to expect of a step.
 
 What rank 0 sends besides activations (masks, position embeddings) is known only once the model is there.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from penstock.cli.task import shape_of
-from penstock.config import TrainConfig, fields_of
+from penstock.cli.task import form_of, requests_of, shape_of
+from penstock.config import TrainConfig
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.machine import DeviceKind, Machine
+from penstock.hardware.machine import Machine
 from penstock.hardware.sharing import link_of_messages, of_pipeline
 from penstock.planner.batches import cuts
-from penstock.planner.dealt import Pace, Pipeline, programs_of
-from penstock.planner.request import Request
-from penstock.planner.task import MOST_OPS, TOKEN_BYTES, moments_of, rate_name_of
+from penstock.planner.dealt import Pace, Pipeline
+from penstock.planner.task import MOST_OPS, moments_of, rate_name_of
 from penstock.planner.update_mode import expected_repeats
-from penstock.schedule.place import Format
 from penstock.shape.model import ModelShape, stage_times
-
-
-def requests_of(
-    config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int, ranks: int, hosts: int = 1
-) -> list[Request]:
-    """The requests of the ranks of a run's pipeline, or of the first of several, by their places. ``ranks``: all."""
-    assert not isinstance(config.schedule, Path)
-    form, beside = form_of(config, kind), ranks // config.pipeline
-    profile = shape.profile(size, config.data.sequence_length, form)
-    budget = config.budget.by_default().with_pins()
-    return [
-        Request(
-            program=program,
-            budget=budget.of_rank(place * beside, ranks, hosts),
-            form=form,
-            micro_batches=count,
-            wait=config.needs_norm,
-            **fields_of(config) | {"strands": (config.strands or beside) // beside},
-            ranks=beside,
-            family=config.schedule,
-            inputs=count * profile.tokens * TOKEN_BYTES,
-            accelerated=kind != "cpu",
-        )
-        for place, program in enumerate(
-            programs_of(profile.program, config.pipeline, config.deal, config.schedule, beside)
-        )
-    ]
-
-
-def form_of(config: TrainConfig, kind: DeviceKind) -> Format:
-    """The format of a run's state."""
-    moments = moments_of(config.optimizer.name, config.optimizer.momentum)
-    return Format.of(config.precision_on(kind), moments, config.optimizer.moments, config.optimizer.whole)
 
 
 def expected(

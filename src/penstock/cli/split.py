@@ -7,12 +7,11 @@ run is: it is written into the run's settings, and a resumed run takes it from t
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from penstock.cli.launch import how_to_start, in_words
-from penstock.cli.pipeline import fastest, form_of, in_comparison, requests_of
-from penstock.cli.task import as_free_here, shape_of, task_of
-from penstock.config import TrainConfig, fields_of
+from penstock.cli.pipeline import fastest, in_comparison
+from penstock.cli.task import as_free_here, requests_of, shape_of, task_of
+from penstock.config import TrainConfig
 from penstock.config.step import check_pipeline, check_strands, sharing
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
@@ -22,11 +21,8 @@ from penstock.planner.dealt import Asked, plans_of
 from penstock.planner.durability import settled, undecided
 from penstock.planner.endurance import EnduranceError
 from penstock.planner.fit import fit
-from penstock.planner.request import Request
-from penstock.planner.task import TOKEN_BYTES, Task
+from penstock.planner.task import Task
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.lower.mesh import Mesh
-from penstock.shape.model import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +200,11 @@ def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> t
     refusal: BudgetError | None = None
     for size, count in sizes:
         try:
+            requests = requests_of(config, shape, kind, size, count, ranks, hosts)
             if config.pipeline > 1:
-                plans_of([Asked(request=r) for r in requests_of(config, shape, kind, size, count, ranks, hosts)])
+                plans_of([Asked(request=request) for request in requests])
             else:
-                fit(_request(config, shape, kind, size, count, ranks, hosts))
+                fit(requests[0])
         except BudgetError as error:
             refusal = error
         else:
@@ -215,25 +212,3 @@ def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> t
             return size, f"the largest that fit{said}"
     assert refusal is not None
     raise refusal
-
-
-def _request(
-    config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int, ranks: int, hosts: int = 1
-) -> Request:
-    """The request for a plan that each rank's engine will make with ``count`` micro-batches of ``size`` sequences."""
-    assert not isinstance(config.schedule, Path)
-    form, each = form_of(config, kind), ranks // config.copies
-    profile = shape.profile(size, config.data.sequence_length, form)
-    return Request(
-        program=Mesh(data=config.parts(each)).everyone().part(profile.program),
-        budget=config.budget.by_default().with_pins().of_rank(0, ranks, hosts),
-        form=form,
-        micro_batches=count,
-        wait=config.needs_norm,
-        **fields_of(config) | {"strands": (config.strands or ranks) // ranks},
-        ranks=each,
-        copies=config.copies,
-        family=config.schedule,
-        inputs=count * profile.tokens * TOKEN_BYTES,
-        accelerated=kind != "cpu",
-    )

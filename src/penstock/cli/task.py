@@ -1,4 +1,4 @@
-"""The planner's task by a run's settings: for ``penstock plan``, and for the split of a run's batch."""
+"""The planner's task, and requests, by a run's settings: for ``penstock plan``, and for the split of a run's batch."""
 
 import os
 import shutil
@@ -14,7 +14,11 @@ from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import file_system, on_one_drive
 from penstock.hardware.sharing import of_each_rank, room_of_each
-from penstock.planner.task import Task, moments_of
+from penstock.planner.dealt import programs_of
+from penstock.planner.request import Request
+from penstock.planner.task import TOKEN_BYTES, Task, moments_of
+from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.place import Format
 from penstock.shape.huggingface import model_shape
 from penstock.shape.meta import Change
 from penstock.shape.model import ModelShape
@@ -63,6 +67,44 @@ def task_of(config: TrainConfig, machine: Machine, *, ranks: int = 1, hosts: int
         | {"precision": config.precision_on(machine.device.kind)}
         | ({"recompute": True} if config.compile else {}),  # of which no graph is kept
     )
+
+
+def requests_of(
+    config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int, ranks: int, hosts: int = 1
+) -> list[Request]:
+    """The requests for plans that a run's engines will make with ``count`` micro-batches of ``size`` sequences: the one
+    that all ``ranks`` have, or those of a pipeline's ranks, of several pipelines the first one's."""
+    assert not isinstance(config.schedule, Path)
+    form, beside = form_of(config, kind), ranks // config.pipeline
+    each = beside // config.copies
+    profile = shape.profile(size, config.data.sequence_length, form)
+    if config.pipeline > 1:
+        programs = programs_of(profile.program, config.pipeline, config.deal, config.schedule, beside)
+    else:
+        programs = [Mesh(data=config.parts(each)).everyone().part(profile.program)]
+    budget = config.budget.by_default().with_pins()
+    return [
+        Request(
+            program=program,
+            budget=budget.of_rank(place * beside, ranks, hosts),
+            form=form,
+            micro_batches=count,
+            wait=config.needs_norm,
+            **fields_of(config) | {"strands": (config.strands or beside) // beside},
+            ranks=each,
+            copies=config.copies,
+            family=config.schedule,
+            inputs=count * profile.tokens * TOKEN_BYTES,
+            accelerated=kind != "cpu",
+        )
+        for place, program in enumerate(programs)
+    ]
+
+
+def form_of(config: TrainConfig, kind: DeviceKind) -> Format:
+    """The format of a run's state."""
+    moments = moments_of(config.optimizer.name, config.optimizer.momentum)
+    return Format.of(config.precision_on(kind), moments, config.optimizer.moments, config.optimizer.whole)
 
 
 def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
