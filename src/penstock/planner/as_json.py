@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import TIERS, Tier
 from penstock.hardware.machine import Machine
-from penstock.planner.alternatives import Alternatives, ModeCosts
 from penstock.planner.durability import kill_seconds
 from penstock.planner.forecast import Forecast
 from penstock.planner.update_mode import steps_early
@@ -41,7 +40,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "phases": {phase: {"lane": lane, "seconds": s} for phase, (lane, s) in f.phases.items()},
         },
         "plan": _plan(f),
-        "update_modes": _update_modes(report.alternatives),
+        "update_modes": asdict(report.alternatives) | {"others": [asdict(one) for one in report.alternatives.others]},
         "lanes": {
             lane: {"bytes": x.nbytes, "work_seconds": x.work, "busy_seconds": x.busy} for lane, x in f.lanes.items()
         },
@@ -76,17 +75,8 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             {"sequences": p.batch, "tokens": p.tokens, "tokens_per_second": dict(p.tokens_per_second)}
             for p in report.curve
         ],
-        "roofline": None
-        if task.ranks > 1
-        else {
-            "compute_tokens_per_second": report.roofline.compute_tokens_per_second,
-            "disk_seconds": report.roofline.disk_seconds,
-            "host_seconds": report.roofline.host_seconds,
-            "link_seconds": report.roofline.link_seconds,
-            "balance_tokens": report.roofline.balance_tokens,
-            "disk_tokens": report.roofline.disk_tokens,
-        },
-        "advice": [{"change": a.change, "gain": a.gain, "simulated": a.simulated} for a in report.advice],
+        "roofline": None if task.ranks > 1 else asdict(report.roofline),
+        "advice": [asdict(one) for one in report.advice],
         "notes": list(report.notes),
         "search": {
             "estimate_seconds": f.choice.estimate,
@@ -140,7 +130,7 @@ def _profile(machine: Machine) -> dict[str, Any]:
     return {
         "file": machine.file or None,
         "source": machine.source or None,
-        "measured": None if measured is None else {"at": measured.at, "load": measured.load},
+        "measured": None if measured is None else asdict(measured),
         "cores": machine.host.cores,
         "device": machine.device.name,
     }
@@ -151,9 +141,7 @@ def _durability(report: "PlanReport") -> dict[str, Any]:
     return {
         "kept": task.budget.durability,
         "kill_seconds": kill_seconds(task, report.forecast.choice),
-        "step_seconds": None
-        if weighed is None
-        else {"step": weighed.step, "interval": weighed.interval, "none": weighed.none},
+        "step_seconds": None if weighed is None else asdict(weighed),
     }
 
 
@@ -175,7 +163,7 @@ def _plan(f: Forecast) -> dict[str, Any]:
         "speculates": steps_early(f.choice.plan.program, settings),
         "keeps_weights": settings.keep,
         "chunk": settings.chunk,
-        "depths": {name: getattr(settings.depths, name) for name in settings.depths.__dataclass_fields__},
+        "depths": asdict(settings.depths),
         "weights": shares(f, place.weights, frozen=True),
         "state": shares(f, place.state, frozen=False),
         "activations": place.activations,
@@ -183,19 +171,6 @@ def _plan(f: Forecast) -> dict[str, Any]:
         "gradients": place.gradients if f.gradients_wait else None,
         "ops": len(f.choice.plan.schedule.ops),
     }
-
-
-def _update_modes(found: Alternatives) -> dict[str, Any]:
-    return {
-        "chosen": _mode_costs(found.chosen),
-        "others": [_mode_costs(costs) for costs in found.others],
-        "undelayed": None if found.undelayed is None else _mode_costs(found.undelayed),
-        "gain_of_delay": found.gain_of_delay,
-    }
-
-
-def _mode_costs(costs: ModeCosts) -> dict[str, Any]:
-    return {name: getattr(costs, name) for name in ModeCosts.__dataclass_fields__}
 
 
 def shares(f: Forecast, tiers: tuple[Tier, ...], *, frozen: bool) -> dict[Tier, float]:
