@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from penstock.hardware.drives import together
 from penstock.hardware.machine import Machine
 from penstock.schedule.ir.lanes import LANES, Lane
+from penstock.schedule.ir.references import COMPUTES
 from penstock.schedule.place import Format, Placement
 from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
@@ -61,7 +62,7 @@ def stage_key(kind: str, stage: Stage) -> str | None:
     """The one of ``STAGE_KEYS`` that an op of compute counts to; None: it is none of theirs."""
     if kind == "NS":
         return "orthogonal"
-    if kind not in ("F", "E", "B", "I", "W"):
+    if kind not in COMPUTES:
         return None
     if stage.kind == "segment":
         return "ends"

@@ -22,14 +22,11 @@ phases up to the epilogue. Both have rows of their own (``AHEAD``, ``HOME``).
 from collections.abc import Iterator, Mapping
 
 from penstock.schedule.ir.ops import Op, Schedule, chunk_of
-from penstock.schedule.ir.references import VisitId
+from penstock.schedule.ir.references import COMPUTES, OF_UPDATES, VisitId
 from penstock.schedule.lower.route import Route
 
 AHEAD, HOME = -2, -1
 """The rows after those of the phases."""
-_OF_STEPS = frozenset(("RS", "RG", "OP", "UN", "WS", "WW", "RM", "MU", "WM", "UU", "GU", "HU", "NS", "DU"))
-"""Kinds of ops that steps are made of, of chunks or, of matrices, of a group"""
-COMPUTES = ("F", "E", "B", "I", "W")
 BEFORE_GRADIENTS = 3
 """Number of phases before the backward."""
 
@@ -104,7 +101,7 @@ class Phases:
                 yield op, self.compute_row(now)
             elif kind == "CM":
                 yield op, self._index["forward"]
-            elif kind in _OF_STEPS and chunk_of(op) in late:
+            elif kind in OF_UPDATES and chunk_of(op) in late:
                 yield op, self._late_row(op)
             else:
                 normed = normed or kind == "NORM"

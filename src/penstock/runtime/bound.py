@@ -12,14 +12,12 @@ from penstock.schedule.check.late import late_chunks
 from penstock.schedule.check.order import run_order
 from penstock.schedule.check.rules import check_buffers
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule
-from penstock.schedule.ir.references import Buffer, OpId
+from penstock.schedule.ir.references import OF_UPDATES, Buffer, OpId
 from penstock.schedule.meaning import narrow_groups_of
 from penstock.schedule.place import BF16, FP32, Chunk, chunks, grain
 from penstock.schedule.program import Program
 from penstock.state.arrays import Late
 from penstock.store.layout import Grid, Region
-
-_REST = frozenset({"RG", "RS", "OP", "WS", "WW", "UN", "CM", "RM", "MU", "WM", "UU", "GU", "HU", "NS", "DU"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +137,7 @@ class Bound:
         """
         order = list(run_order(self.schedule))
         own = (op for op in order if op.id not in self.reads_ahead)
-        ops = [op for op in own if op.id == "CM" or (op.id.kind in _REST and self.is_late(op))]
+        ops = [op for op in own if op.id == "CM" or (op.id.kind in OF_UPDATES and self.is_late(op))]
         before = _surely_before(ops, Clocks(order))
         carried = {start for start, _, _ in self.schedule.carried}
         pools = {name: pool for op in self.schedule.ops for name, pool in op.takes}

@@ -22,8 +22,10 @@ from typing import Final, Literal, Self
 
 from penstock.schedule.ir.lanes import Lane
 
+COMPUTES = ("F", "B", "E", "I", "W")
+"""Kinds of ops that run a stage."""
 LANE_OF: dict[str, Lane] = {
-    **dict.fromkeys(("F", "B", "E", "I", "W", "AD", "ND", "OD", "NS"), "compute"),
+    **dict.fromkeys((*COMPUTES, "AD", "ND", "OD", "NS"), "compute"),
     **dict.fromkeys(("RW", "RG", "RS", "RM", "RC"), "read"),
     **dict.fromkeys(("WG", "WS", "WM", "WW", "WC", "CM"), "write"),
     **dict.fromkeys(("UW", "UN", "UC", "UG", "UU"), "h2d"),
@@ -35,7 +37,9 @@ LANE_OF: dict[str, Lane] = {
     **dict.fromkeys(("RA", "RD", "RX"), "recv"),
 }
 """Kinds of ops: what each does is in ``ops``."""
-OF_STAGES = frozenset(("F", "B", "E", "I", "W", "DC", "WC", "RC", "UC", "GC", "SA", "RA", "SD", "RD", "SX", "RX"))
+OF_STAGES = frozenset((*COMPUTES, "DC", "WC", "RC", "UC", "GC", "SA", "RA", "SD", "RD", "SX", "RX"))
+OF_UPDATES = frozenset(("RG", "RS", "OP", "UN", "WS", "WW", "RM", "MU", "WM", "UU", "GU", "HU", "NS", "DU"))
+"""Kinds of ops that step a chunk or, of matrices, a group, and bring home what is new."""
 ALONE = frozenset(("NORM", "AN", "CM"))
 """Kinds of ops that there is one of."""
 

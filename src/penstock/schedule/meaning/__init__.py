@@ -15,6 +15,7 @@ from collections.abc import Callable
 from penstock.errors import ScheduleError
 from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.references import COMPUTES
 from penstock.schedule.meaning.between import BetweenRules
 from penstock.schedule.meaning.compute import ComputeRules
 from penstock.schedule.meaning.crossing import CrossingRules
@@ -53,7 +54,7 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules, CrossingRules
     def __init__(self, schedule: Schedule, needs: Needs, order: list[Op]) -> None:
         super().__init__(schedule, needs, order)
         self._kinds: dict[str, Callable[[Op], None]] = {
-            **dict.fromkeys(("F", "E", "B", "I", "W"), self._compute),
+            **dict.fromkeys(COMPUTES, self._compute),
             "AD": self._add_strand,
             "RW": self._read_weights,
             "UW": self._load,

@@ -8,12 +8,11 @@ views of it from the first stage that reads it to the one that gives it back.
 from collections.abc import Collection
 
 from penstock.schedule.ir.ops import Op
-from penstock.schedule.ir.references import ALONE, OF_STAGES, Buffer
+from penstock.schedule.ir.references import ALONE, COMPUTES, OF_STAGES, Buffer
 from penstock.schedule.meaning.values import refused
 from penstock.schedule.program import Program
 
-_COMPUTES = frozenset(("F", "E", "B", "I", "W"))
-_MOVES_NOTHING = _COMPUTES | {"AD", "ND", "OD", "NS", "NORM", "CM"}
+_MOVES_NOTHING = frozenset((*COMPUTES, "AD", "ND", "OD", "NS", "NORM", "CM"))
 _OF_GROUPS = frozenset(("ND", "OD", "GW", "HW", "GU", "HU", "NS"))
 _FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "UG", "GW", "HW", "SG", "HG", "AR", "HR"))
 """All other ops of groups are of chunks, and done once in a step."""
@@ -56,7 +55,7 @@ def _check_weights(op: Op, brings: Collection[str]) -> None:
         return tuple(name for name in names if name.kind == "W")
 
     first, *then = brings
-    loads, computes = op.id.kind in brings, op.id.kind in _COMPUTES
+    loads, computes = op.id.kind in brings, op.id.kind in COMPUTES
     for verb, names, may in (
         ("takes", weights(tuple(name for name, _ in op.takes)), op.id.kind == first),
         ("writes", weights(op.writes), loads),
