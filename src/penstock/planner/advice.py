@@ -8,7 +8,7 @@ it fit is found by bisection.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -17,7 +17,7 @@ from penstock.config import TIERS, Family, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.crossing import with_faster_link
 from penstock.hardware.drives import count_of
-from penstock.hardware.machine import Drive, Machine
+from penstock.hardware.machine import Drive
 from penstock.planner.batches import MOST_MICRO_BATCHES
 from penstock.planner.endurance import EnduranceError
 from penstock.planner.question import Question
@@ -97,65 +97,60 @@ def _simulated(variant: _Variant, now: _Variant, choice: Choice) -> Advice | Non
 
 
 def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Variant]:
-    def variant(change: str, changed: Task | None, size: int = size, count: int = count) -> Iterator[_Variant]:
-        if changed is not None:
-            yield _Variant(change=change, task=changed, micro_batch_size=size, micro_batches=count)
+    def variant(
+        change: str, size: int = size, count: int = count, family: Family | None = None, **settings: Any
+    ) -> Iterator[_Variant]:
+        if (changed := _changed(task, **settings)) is not None:
+            yield _Variant(change=change, task=changed, micro_batch_size=size, micro_batches=count, family=family)
 
     budget, machine = task.budget, task.machine
     more = _more(budget.host_bytes, _MORE_HOST)
-    yield from variant(
-        f"{format_size(more)} more host memory", _changed(task, budget=replace(budget, host=budget.host_bytes + more))
-    )
+    yield from variant(f"{format_size(more)} more host memory", budget=replace(budget, host=budget.host_bytes + more))
     more = _more(budget.device_bytes, _MORE_DEVICE)
     bigger = replace(budget, device=budget.device_bytes + more)
-    yield from variant(f"{format_size(more)} more device memory", _changed(task, budget=bigger))
+    yield from variant(f"{format_size(more)} more device memory", budget=bigger)
     if budget.disk_paths:
         n = count_of(machine.drives)
         drives = replace(machine, drives=machine.drives * 2)
         words = "a second drive like the first" if n == 1 else f"{2 * n} such drives instead of {n}"
-        yield from variant(words, _changed(task, machine=drives, disk_free=2 * task.disk_free))
+        yield from variant(words, machine=drives, disk_free=2 * task.disk_free)
     if machine.device.kind == "cuda":
-        yield from variant(
-            "a link between host and device twice as fast", _changed(task, machine=with_faster_link(machine, 2.0))
-        )
-    yield from variant("a device that computes twice as fast", _changed(task, machine=_faster_device(machine)))
-    rates = {name: 2 * rate for name, rate in machine.host.optimizer.items()}
-    faster = replace(machine, host=replace(machine.host, optimizer=rates))
-    yield from variant(
-        "an optimizer on the host twice as fast (more cores, faster memory)", _changed(task, machine=faster)
-    )
+        yield from variant("a link between host and device twice as fast", machine=with_faster_link(machine, 2.0))
+    device = replace(machine.device, flops=_twice(machine.device.flops))
+    yield from variant("a device that computes twice as fast", machine=replace(machine, device=device))
+    host = replace(machine.host, optimizer=_twice(machine.host.optimizer))
+    words = "an optimizer on the host twice as fast (more cores, faster memory)"
+    yield from variant(words, machine=replace(machine, host=host))
     more_m = min(max(count + 1, count * 3 // 2), MOST_MICRO_BATCHES)
     if more_m > count:
-        yield from variant(f"M = {more_m} micro-batches instead of {count}", task, count=more_m)
+        yield from variant(f"M = {more_m} micro-batches instead of {count}", count=more_m)
     if count % 2 == 0:
         words = f"{count // 2} micro-batches of {2 * size} sequences instead of {count} of {size}"
-        yield from variant(words, task, size=2 * size, count=count // 2)
+        yield from variant(words, size=2 * size, count=count // 2)
     if size % 2 == 0 and 2 * count <= MOST_MICRO_BATCHES:
         words = f"{2 * count} micro-batches of {size // 2} sequences instead of {count} of {size}"
-        yield from variant(words, task, size=size // 2, count=2 * count)
+        yield from variant(words, size=size // 2, count=2 * count)
     if task.needs_norm and task.precision != "fp16":
         # Without a norm only a delay lets gradients wait anywhere.
         unpinned = budget if task.delay else replace(budget, gradients=None)
         words = "no gradient clipping" + (" and no budget.gradients" if unpinned != budget else "")
-        free = _changed(task, clip_grad_norm=None, speculate=None, budget=unpinned)
-        yield from variant(f"{words}, so that the optimizer need not wait", free)
+        words += ", so that the optimizer need not wait"
+        yield from variant(words, clip_grad_norm=None, speculate=None, budget=unpinned)
     kinds = ("weights", "gradients", "activations") if budget.durability == "step" else _KINDS
     pins = [kind for kind in kinds if getattr(budget, kind) is not None]
     if pins:
         unpinned = replace(budget, weights=None, state=None, gradients=None, activations=None).with_pins()
         words = ", ".join(f"budget.{kind}" for kind in pins)
-        yield from variant(f"tiers chosen by the planner instead of {words}", _changed(task, budget=unpinned))
+        yield from variant(f"tiers chosen by the planner instead of {words}", budget=unpinned)
     if task.grad_dtype == "fp32":
         words = "grad_dtype bf16: gradients are rounded before norm and optimizer, which changes the numbers"
-        yield from variant(words, _changed(task, grad_dtype="bf16"))
+        yield from variant(words, grad_dtype="bf16")
     if task.speculate is False and task.may_speculate:
-        yield from variant("speculate: steps before the norm is known", _changed(task, speculate=None))
+        yield from variant("speculate: steps before the norm is known", speculate=None)
     if task.delay is not None and chosen == "vertical":
-        yield from variant("a delay that the planner chooses", _changed(task, delay=None))
+        yield from variant("a delay that the planner chooses", delay=None)
     if chosen == "horizontal":
-        yield from (
-            replace(found, family="vertical") for found in variant("schedule: vertical instead of horizontal", task)
-        )
+        yield from variant("schedule: vertical instead of horizontal", family="vertical")
 
 
 def _changed(task: Task, **settings: Any) -> Task | None:
@@ -171,9 +166,8 @@ def _more(now: int, step: int) -> int:
     return step if now >= step else now
 
 
-def _faster_device(machine: Machine) -> Machine:
-    flops = {precision: 2 * rate for precision, rate in machine.device.flops.items()}
-    return replace(machine, device=replace(machine.device, flops=flops))
+def _twice(rates: Mapping[str, float]) -> dict[str, float]:
+    return {name: 2 * rate for name, rate in rates.items()}
 
 
 # ---- what does not fit
