@@ -69,7 +69,7 @@ class Pair:
             sequence_length=self.sequence_length,
             precision="bf16",
             optimizer="adamw",
-            moments=2,
+            moment_count=2,
             clip_grad_norm=1.0 if self.waits else None,
             families=("vertical", "horizontal"),
             disk_free=room_of_each(found.drives, 1),

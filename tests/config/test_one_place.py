@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.config import Budget, RunConfig, StepConfig, StreamConfig, TrainConfig
+from penstock.config import Budget, OptimizerConfig, RunConfig, StepConfig, StreamConfig, TrainConfig
 from penstock.config.meanings import by_need
 from penstock.engine.arguments import LoopArguments, WrapArguments
 from penstock.fabric.strategy import StrategyArguments
 from penstock.hf.engine_arguments import EngineArguments
+from penstock.optim.spec import OptimizerSpec
 from penstock.planner.arguments import PlanArguments, PlanSettings
 from penstock.planner.request import Request
 from penstock.planner.task import Task
 
 SOURCE = Path(penstock.__file__).parent
+_OPTIMIZERS = {"optim/": "the optimizers themselves, whose defaults are torch's"}
 USED = {
     "grad_dtype": {
         "schedule/": "what a built schedule was given",
@@ -78,9 +80,34 @@ USED = {
             "what makes a step durable, an object of that name",
         ),
     },
+    "lr": {
+        **_OPTIMIZERS,
+        **dict.fromkeys(("report/metrics_file.py", "state/stats.py"), "the one of a step that was taken"),
+    },
+    **dict.fromkeys(("betas", "eps", "weight_decay", "decay_norms_and_biases", "nesterov"), _OPTIMIZERS),
+    **dict.fromkeys(("ns_steps", "adjust_lr_fn", "adamw"), _OPTIMIZERS),
+    "momentum": {**_OPTIMIZERS, "planner/arguments.py": "whether there is any: a plan does not ask how much"},
+    "elementwise": {**_OPTIMIZERS, "tape/groups.py": "groups that step element by element"},
+    "splits": {
+        **_OPTIMIZERS,
+        **dict.fromkeys(("shape/", "tape/"), "the sides of a backward that is run in two parts, another thing"),
+    },
+    "overrides": {**_OPTIMIZERS, "hf/trainer_optimizer.py": "what a Trainer does not decay"},
+    "moments": {
+        **dict.fromkeys(("optim/", "runtime/stepping.py"), "the moments themselves"),
+        "schedule/place.py": "their number",
+        "doctor/work.py": "measures each form",
+        "hf/trainer_optimizer.py": "the one of a Trainer's engine, given to its optimizer",
+        "hardware/crossing.py": "the pace of a form",
+    },
 }
 """The files or rooms in which each setting is used, and for what."""
-HOMES = {"config/budget.py": Budget, "config/step.py": StepConfig, "config/engine.py": RunConfig}
+HOMES = {
+    "config/budget.py": Budget,
+    "config/step.py": StepConfig,
+    "config/engine.py": RunConfig,
+    "config/optimizer.py": OptimizerConfig,
+}
 OTHERWISE = {
     TrainConfig: {"schedule", "plan", "device"},
     LoopArguments: {"schedule", "plan"},
@@ -91,6 +118,8 @@ OTHERWISE = {
     PlanArguments: set(),
     Task: {"precision"},
     Request: set(),
+    OptimizerConfig: set(),
+    OptimizerSpec: set(),
 }
 """Settings that who adds to them has in a narrower type, or with another default."""
 
@@ -124,8 +153,9 @@ def test_who_adds_to_settings_declares_none_of_them_again(kind: type) -> None:
     assert set(kind.__annotations__) & inherited == OTHERWISE[kind]
 
 
-def test_every_setting_of_a_steps_streams_is_looked_at() -> None:
-    assert {field.name for field in fields(StreamConfig)} <= set(USED)
+def test_every_setting_of_a_steps_streams_and_of_the_optimizer_is_looked_at() -> None:
+    settings = {field.name for kind in (StreamConfig, OptimizerConfig) for field in fields(kind)}
+    assert settings - {"name"} <= set(USED), "much else has a name"
 
 
 def test_settings_are_shown_by_need_wherever_python_keeps_annotations() -> None:

@@ -52,7 +52,7 @@ def asked(*kinds: tuple[Machine, int], each: int = 2, layers: int = 6, batch: in
         sequence_length=64,
         precision="fp32",
         optimizer="adamw",
-        moments=2,
+        moment_count=2,
         families=("vertical",),
         disk_free=room_of_each(kinds[0][0].drives, 1),
         clip_grad_norm=None,

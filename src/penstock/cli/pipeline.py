@@ -12,7 +12,7 @@ from penstock.hardware.machine import Machine
 from penstock.hardware.sharing import link_of_messages, of_pipeline
 from penstock.planner.batches import cuts
 from penstock.planner.dealt import Pace, Pipeline
-from penstock.planner.task import MOST_OPS, moments_of, rate_name_of
+from penstock.planner.task import MOST_OPS, rate_name_of
 from penstock.planner.update_mode import expected_repeats
 from penstock.shape.model import ModelShape, stage_times
 
@@ -30,11 +30,10 @@ def expected(
     kind = machine.device.kind
     precision = config.precision_on(kind)
     profile = shape.profile(size, config.data.sequence_length, form_of(config, kind))
-    moments = moments_of(config.optimizer.name, config.optimizer.momentum)
     beside = ranks // config.pipeline
     of_rank, times = of_pipeline(machine, ranks, hosts=hosts, beside=beside), stage_times(profile, machine, precision)
     link = link_of_messages(machine, ranks, hosts, beside)
-    optimizer = rate_name_of(config.optimizer.name, moments, precision)
+    optimizer = rate_name_of(config.optimizer.name, config.optimizer.moment_count, precision)
     pace = Pace(
         machine=lambda _: of_rank,
         times=lambda _: times,

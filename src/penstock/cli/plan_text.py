@@ -78,7 +78,7 @@ def describe_longest(found: Longest | None) -> str:
 
 def _head(f: Forecast) -> Iterator[str]:
     task, settings = f.task, f.choice.plan.settings
-    moments = f" with moments in {task.form_of_moments}" if task.form.is_compact else ""
+    moments = f" with moments in {task.moments}" if task.is_compact else ""
     yield f"{task.shape.name}, {_count(f.parameters)} parameters, {task.precision}, {task.optimizer}{moments}"
     yield f"on {task.machine.name}" + (f", {_ranks(task, settings)}" if task.size > 1 else "")
     yield f"profile     {_profile(task.machine)}"

@@ -16,7 +16,7 @@ from penstock.hardware.profiles import file_system, on_one_drive
 from penstock.hardware.sharing import of_each_rank, room_of_each
 from penstock.planner.dealt import programs_of
 from penstock.planner.request import Request
-from penstock.planner.task import TOKEN_BYTES, Task, moments_of
+from penstock.planner.task import TOKEN_BYTES, Task
 from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.place import Format
 from penstock.shape.huggingface import model_shape
@@ -58,8 +58,8 @@ def task_of(config: TrainConfig, machine: Machine, *, ranks: int = 1, hosts: int
         hosts=hosts,
         sequence_length=config.data.sequence_length,
         optimizer=config.optimizer.name,
-        moments=moments_of(config.optimizer.name, config.optimizer.momentum),
-        form_of_moments=config.optimizer.moments,
+        moment_count=config.optimizer.moment_count,
+        moments=config.optimizer.moments,
         whole=config.optimizer.whole,
         families=(config.schedule,),
         disk_free=disk_free,
@@ -103,8 +103,8 @@ def requests_of(
 
 def form_of(config: TrainConfig, kind: DeviceKind) -> Format:
     """The format of a run's state."""
-    moments = moments_of(config.optimizer.name, config.optimizer.momentum)
-    return Format.of(config.precision_on(kind), moments, config.optimizer.moments, config.optimizer.whole)
+    given = config.optimizer
+    return Format.of(config.precision_on(kind), given.moment_count, given.moments, given.whole)
 
 
 def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:

@@ -14,8 +14,15 @@ NS_STEPS, MOST_STEPS = 5, 100
 OptimizerName = Literal["adamw", "adam", "sgd", "lion", "muon"]
 Moments = Literal["fp32", "bf16", "int8"]
 """The form that an optimizer's moments are kept in."""
+_MOMENTS: Mapping[OptimizerName, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0, "muon": 2}
+"""Moments beside the master copy; SGD with momentum has one. Muon's are of what goes element by element."""
 AdjustLr = Literal["original", "match_rms_adamw"]
 """Rules by which Muon's learning rate follows a matrix's shape."""
+
+
+def moment_count(optimizer: OptimizerName, momentum: float | bool | None) -> int:
+    """The number of an optimizer's moments."""
+    return _MOMENTS[optimizer] + (optimizer == "sgd" and bool(momentum))
 
 
 def check_rates(prefix: str, given: Mapping[str, Any]) -> None:
@@ -149,7 +156,35 @@ class AdamWConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class MomentsConfig:
+    """The form of an optimizer's moments, whoever is asked for it.
+
+    | field | meaning |
+    |---|---|
+    | ``moments`` | the form that moments are kept in: ``fp32``; ``bf16``; or ``int8``, codes of 8 bits with a scale for
+    32 of them. Parameters of fewer than 4,096 elements keep theirs in fp32. Changes the numbers. A run that goes on
+    with another form is converted once |
+    """
+
+    moments: Moments = "fp32"
+
+    @property
+    def is_compact(self) -> bool:
+        """True if moments take less than fp32."""
+        return self.moments != "fp32"
+
+    def check_moments(self, kept: int, prefix: str = "") -> None:
+        """Check the form against the number of moments that are ``kept``. ``prefix``: of settings' names.
+
+        Raises:
+            ConfigError: there are none to have it.
+        """
+        if self.is_compact and not kept:
+            raise ConfigError(f"{prefix}moments has no effect without {prefix}momentum: give it, or drop moments")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(MomentsConfig):
     """The optimizer, with torch's defaults.
 
     | field | meaning |
@@ -173,9 +208,6 @@ class OptimizerConfig:
     as convolutions or routers; norms always are |
     | ``splits`` | mappings of ``match``, ``parts``, ``dim``: parameters that are several matrices side by side (muon),
     such as fused projections or heads: the number of equal parts, or their sizes; ``dim`` 0 cuts rows, 1 columns |
-    | ``moments`` | the form that moments are kept in: ``fp32``; ``bf16``; or ``int8``, codes of 8 bits with a scale for
-    32 of them. Parameters of fewer than 4,096 elements keep theirs in fp32. Changes the numbers. A run that goes on
-    with another form is converted once |
     | ``overrides`` | mappings of ``match``, ``lr``, ``weight_decay``: others for parameters whose name the regular
     expression ``match`` finds |
     """
@@ -193,7 +225,6 @@ class OptimizerConfig:
     elementwise: str | None = None
     splits: tuple[Split, ...] = ()
     decay_norms_and_biases: bool | None = None
-    moments: Moments = "fp32"
     overrides: tuple[OverrideConfig, ...] = ()
 
     def given(self) -> dict[str, Any]:
@@ -205,9 +236,9 @@ class OptimizerConfig:
         return {key: value for key, value in values.items() if value is not None}
 
     @property
-    def is_compact(self) -> bool:
-        """True if moments take less than fp32."""
-        return self.moments != "fp32"
+    def moment_count(self) -> int:
+        """The number of moments of each parameter that goes element by element."""
+        return moment_count(self.name, self.momentum)
 
     @property
     def whole(self) -> Orthogonal | None:
@@ -232,12 +263,9 @@ class OptimizerConfig:
                     f"{', '.join(sorted(takes))}: drop it or choose another optimizer"
                 )
         check_rates("optimizer.", self.given())
-        if self.name == "sgd" and not self.momentum:
-            for key, given in (("nesterov", self.nesterov), ("moments", self.is_compact)):
-                if given:
-                    raise ConfigError(
-                        f"optimizer.{key} has no effect without optimizer.momentum: give it, or drop {key}"
-                    )
+        if self.name == "sgd" and not self.momentum and self.nesterov:
+            raise ConfigError("optimizer.nesterov has no effect without optimizer.momentum: give it, or drop nesterov")
+        self.check_moments(self.moment_count, "optimizer.")
         if self.name == "muon":
             check_muon("optimizer.", self.momentum, self.ns_steps, self.elementwise)
         if (self.adamw is not None) != (self.name == "muon"):

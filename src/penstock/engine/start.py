@@ -230,7 +230,7 @@ def describe_model(
     }
     if optimizer.whole is not None:
         made[SPLITS] = _splits(groups, optimizer.whole)
-    if optimizer.moments != "fp32":
+    if optimizer.is_compact:
         made["moments"] = optimizer.moments
     if strands > 1:
         made["strands"] = strands

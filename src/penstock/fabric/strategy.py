@@ -20,7 +20,7 @@ from penstock.compat.torch import note_step
 from penstock.config import Precision, fields_of
 from penstock.config.engine import check_seed
 from penstock.config.meanings import takes
-from penstock.config.optimizer import Moments
+from penstock.config.optimizer import MomentsConfig
 from penstock.config.step import check_clip
 from penstock.engine.arguments import LoopArguments, WrapArguments
 from penstock.engine.device import resolve_device
@@ -56,19 +56,16 @@ _TOGETHER = "fabric.setup(model, optimizer): the engine needs the model and its 
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyArguments(LoopArguments):
+class StrategyArguments(LoopArguments, MomentsConfig):
     """The keyword arguments of ``PenstockStrategy``.
 
     | field | meaning |
     |---|---|
     | ``clip_grad_norm`` | what the loop's ``fabric.clip_gradients(max_norm=...)`` asks for at each step; None: never |
-    | ``moments`` | the form that the optimizer's moments are kept in, ``"fp32"``, ``"bf16"`` or ``"int8"``. Changes the
-    numbers |
     | ``seed`` | of dropout and initialisation |
     """
 
     clip_grad_norm: float | None = None
-    moments: Moments = "fp32"
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -2,27 +2,24 @@
 
 from dataclasses import dataclass
 
-from penstock.config.optimizer import Moments
+from penstock.config.optimizer import MomentsConfig
 from penstock.engine.arguments import LoopArguments
 from penstock.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineArguments(LoopArguments):
+class EngineArguments(LoopArguments, MomentsConfig):
     """The engine's side of a training run by a library's own loop. Everything else follows from the loop's arguments.
 
     | field | meaning |
     |---|---|
     | ``overwrite`` | whether another run's store in the budget's directories is deleted; without it, finding one is an
     error |
-    | ``moments`` | the form that the optimizer's moments are kept in, ``"fp32"``, ``"bf16"`` or ``"int8"``. Changes the
-    numbers |
     | ``loss_tile`` | tokens whose logits are there at a time, in training and where evaluation wants the loss alone;
     None: all of a micro-batch. Not for ``SFTTrainer``, whose own head does without logits |
     """
 
     overwrite: bool = False
-    moments: Moments = "fp32"
     loss_tile: int | None = None
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from penstock.config.checked import check_fields
 from penstock.config.optimizer import (
     NS_STEPS,
     AdjustLr,
-    Moments,
+    MomentsConfig,
     Orthogonal,
     Split,
     check_muon,
@@ -43,11 +43,9 @@ class Override:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSpec:
+class OptimizerSpec(MomentsConfig):
     """The settings of all optimizers. Not used itself.
 
-    ``moments``: the form that moments are kept in, of parameters of at least ``COMPACT_FROM`` elements
-    (docs/numerics.md); those of the others stay in fp32. A store or snapshot that has another is converted.
     ``decay_norms_and_biases``: False takes ``weight_decay`` from parameters of fewer than two dimensions and from those
     called a bias. It does not touch the ``weight_decay`` of an override.
 
@@ -59,12 +57,10 @@ class OptimizerSpec:
     weight_decay: float
     overrides: tuple[Override, ...] = ()
     decay_norms_and_biases: bool = True
-    moments: Moments = "fp32"
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.moments != "fp32" and not self.moment_names:
-            raise ConfigError(f"moments={self.moments!r} has no effect: this optimizer keeps none")
+        self.check_moments(self.moment_count)
         check_rates("", {f.name: getattr(self, f.name) for f in fields(self)})
 
     @property
@@ -190,7 +186,7 @@ class Muon(OptimizerSpec):
         object.__setattr__(self, "splits", tuple(self.splits))  # a list cannot be hashed
         check_muon("", self.momentum, self.ns_steps, self.elementwise)
         for key, value, where in (
-            ("adamw.moments", self.adamw.moments != "fp32", "moments"),
+            ("adamw.moments", self.adamw.is_compact, "moments"),
             ("adamw.overrides", bool(self.adamw.overrides), "overrides"),
             ("decay_norms_and_biases", not self.decay_norms_and_biases, "adamw.decay_norms_and_biases"),
         ):

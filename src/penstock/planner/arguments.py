@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.config import Budget, Family, OptimizerName, StepConfig
 from penstock.config.checked import check_fields
 from penstock.config.counts import parse_count
-from penstock.config.optimizer import Moments
+from penstock.config.optimizer import MomentsConfig, moment_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
 from penstock.config.step import check_in_turn
 from penstock.errors import ConfigError
@@ -15,7 +15,7 @@ from penstock.hardware.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(StepConfig):
+class PlanSettings(StepConfig, MomentsConfig):
     """The settings of a plan for a model that is no settings file, from Python and on the command line.
 
     | field | meaning |
@@ -26,7 +26,6 @@ class PlanSettings(StepConfig):
     | ``sequence_length`` | tokens in a sequence |
     | ``optimizer`` | its name |
     | ``momentum`` | whether ``sgd`` has it |
-    | ``moments`` | the form that moments are kept in: ``fp32``, ``bf16`` or ``int8`` |
     | ``schedule`` | a family; None: the better one |
     | ``disk_free`` | bytes on disk that may be used; None: what the profile says is free |
     | ``tbw`` | terabytes that each drive is rated for; None: as in the profile |
@@ -41,7 +40,6 @@ class PlanSettings(StepConfig):
     sequence_length: int = 2048
     optimizer: OptimizerName = "adamw"
     momentum: bool = False
-    moments: Moments = "fp32"
     schedule: Family | None = None
     disk_free: str | int | float | None = None
     tbw: float | None = None
@@ -60,8 +58,7 @@ class PlanSettings(StepConfig):
             raise ConfigError("batch is cut into micro-batches by the planner: give it without micro_batches")
         if self.momentum and self.optimizer != "sgd":
             raise ConfigError(f"momentum has no effect with optimizer={self.optimizer!r}: leave it out")
-        if self.moments != "fp32" and self.optimizer == "sgd" and not self.momentum:
-            raise ConfigError(f"moments={self.moments!r} has no effect with sgd that has no momentum: leave it out")
+        self.check_moments(moment_count(self.optimizer, self.momentum))
         check_drives(self.disk_free, self.tbw)
         if self.tokens is not None:
             parse_count("tokens", self.tokens)

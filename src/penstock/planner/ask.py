@@ -9,7 +9,7 @@ from typing import Any
 from penstock.config import Budget, StepConfig, Tier, fields_of, format_size, parse_size
 from penstock.config.counts import parse_count
 from penstock.config.meanings import model_and
-from penstock.config.optimizer import NS_STEPS, Orthogonal
+from penstock.config.optimizer import NS_STEPS, Orthogonal, moment_count
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories, why_none
@@ -26,7 +26,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.question import FAMILIES
 from penstock.planner.roofline import Roofline, roofline
 from penstock.planner.search import Choice, search
-from penstock.planner.task import Task, moments_of, own_budget
+from penstock.planner.task import Task, own_budget
 from penstock.planner.whole_run import WholeRun, steps_for, whole_run
 from penstock.shape.huggingface import model_shape
 from penstock.shape.model import ModelShape
@@ -147,8 +147,8 @@ def task_for(
         budget=budget,
         sequence_length=asked.sequence_length,
         optimizer=asked.optimizer,
-        moments=moments_of(asked.optimizer, asked.momentum),
-        form_of_moments=asked.moments,
+        moment_count=moment_count(asked.optimizer, asked.momentum),
+        moments=asked.moments,
         whole=Orthogonal(steps=NS_STEPS) if asked.optimizer == "muon" else None,
         families=FAMILIES if asked.schedule is None else (asked.schedule,),
         disk_free=room_of_each(machine.drives, 1) if asked.disk_free is None else parse_size(asked.disk_free),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.config import Budget, Family, OptimizerName, Precision, StepConfig, Tier, fields_of, format_size
-from penstock.config.optimizer import Moments, Orthogonal
+from penstock.config.optimizer import MomentsConfig, Orthogonal
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.question import Question
@@ -14,19 +14,11 @@ from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.place import BOUNCE, Format
 from penstock.shape.model import ModelProfile, ModelShape, stage_times
 
-_MOMENTS: Mapping[OptimizerName, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0, "muon": 2}
-"""Moments beside the master copy; SGD with momentum has one. Muon's are of what goes element by element."""
 
-
-def moments_of(optimizer: OptimizerName, momentum: float | bool | None) -> int:
-    """The number of an optimizer's moments."""
-    return _MOMENTS[optimizer] + (optimizer == "sgd" and bool(momentum))
-
-
-def rate_name_of(optimizer: OptimizerName, moments: int, precision: Precision) -> str:
+def rate_name_of(optimizer: OptimizerName, moment_count: int, precision: Precision) -> str:
     """Key of a machine's optimizer rates; Nesterov's momentum takes as long as the other, and what Muon does on the
     host as long for each byte as AdamW."""
-    kind = "momentum" if optimizer == "sgd" and moments else optimizer
+    kind = "momentum" if optimizer == "sgd" and moment_count else optimizer
     return f"{'adamw' if kind == 'muon' else kind}.{precision}"
 
 
@@ -42,7 +34,7 @@ whose profile tells what is free on it, it takes that."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(StepConfig):
+class Task(StepConfig, MomentsConfig):
     """A model, a machine, a budget, and what is asked of a step.
 
     ``precision``: the one that counts. ``families``: schedules that may be chosen. ``disk_free``: bytes on disk that
@@ -56,9 +48,8 @@ class Task(StepConfig):
     sequence_length: int
     precision: Precision
     optimizer: OptimizerName
-    moments: int
+    moment_count: int
     """number of moments that the optimizer has"""
-    form_of_moments: Moments = "fp32"
     whole: Orthogonal | None = None
     """the way in which updates of matrices are made orthogonal (muon)"""
     families: tuple[Family, ...]
@@ -89,7 +80,7 @@ class Task(StepConfig):
 
     @property
     def form(self) -> Format:
-        return Format.of(self.precision, self.moments, self.form_of_moments, self.whole)
+        return Format.of(self.precision, self.moment_count, self.moments, self.whole)
 
     @property
     def may_speculate(self) -> bool:
@@ -99,12 +90,12 @@ class Task(StepConfig):
     @property
     def rate_name(self) -> str:
         """As ``rate_name_of``."""
-        return rate_name_of(self.optimizer, self.moments, self.precision)
+        return rate_name_of(self.optimizer, self.moment_count, self.precision)
 
     @property
     def name_of_bits(self) -> str:
         """The name of the optimizer in the machine's profile, where that says whose bits differ."""
-        return f"{self.rate_name}.{self.form_of_moments}" if self.form.is_compact else self.rate_name
+        return f"{self.rate_name}.{self.moments}" if self.is_compact else self.rate_name
 
     def profile(self, micro_batch_size: int) -> ModelProfile:
         """The model's profile for micro-batches of so many sequences."""
