@@ -362,7 +362,7 @@ WRONG_WORDS: dict[str, tuple[list[str], str]] = {
     "option of offload": (["fsdp", "--delay", "0.5"], "--delay does nothing for fsdp"),
     "option of pipelines": (["vertical", "--virtual-stages", "2"], "--virtual-stages does nothing for vertical"),
     "option of another preset": (["zero-offload", "--delay", "0.5"], "--delay does nothing for zero-offload"),
-    "a share beyond 1": (["vertical", "--delay", "1.5"], "--delay=1.5: must be a share from 0 to 1"),
+    "a share beyond 1": (["vertical", "--delay", "1.5"], "--delay=1.5: must be from 0 to 1"),
     "no share": (["vertical", "--delay", "nan"], "--delay must be a number, not 'nan'"),
     "no tier": (
         ["vertical", "--state", "tape"],

@@ -35,7 +35,6 @@ USED = {
     "delay": {
         "schedule/": "what a built schedule was given",
         **dict.fromkeys(("planner/proposals.py", "planner/search.py", "planner/alternatives.py"), "ratios to try"),
-        "cli/simulate_arguments.py": "of a schedule that is simulated, without a plan",
     },
     "speculate": {
         "schedule/": "what a built schedule was given",
@@ -53,7 +52,6 @@ USED = {
         "schedule/": "what a built schedule was given; and the stages of a program, which are called so, too",
         "planner/bounds.py": "which buffers hold its lanes up",
         "planner/layouts.py": "the one of a layout, of which several are compared",
-        "cli/simulate_arguments.py": "of a schedule that is simulated, without a plan",
         **dict.fromkeys(
             (
                 "engine/timing.py",

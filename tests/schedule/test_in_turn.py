@@ -95,7 +95,7 @@ def meet(world: World) -> None:
 @pytest.mark.parametrize(("name", "ranks", "layers"), list(product(FAMILY, (2, 3, 4), (4, 5, 9))))
 def test_every_rank_is_proved_and_all_are_safe_together(name: str, ranks: int, layers: int) -> None:
     for micro_batches in (1, 2, 3, 5, 8):
-        wait, tier = bool(micro_batches % 2) or None, ("device", "host", "disk")[micro_batches % 3]
+        wait, tier = bool(micro_batches % 2), ("device", "host", "disk")[micro_batches % 3]
         asked = request(name, layers, ranks, micro_batches, wait=wait, activations=tier)
         world = build(asked)
         check_world(world)

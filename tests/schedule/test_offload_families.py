@@ -251,8 +251,8 @@ def test_gradients_may_wait_on_disk_where_they_wait() -> None:
     [
         ("vertikal", {}, "there is no schedule 'vertikal'. Known: .*horizontal, vertical, .*zero-offload"),
         ("vertical", {"micro_batches": 0}, "micro_batches=0 must be at least 1"),
-        ("vertical", {"delay": 1.5}, "delay=1.5 must be from 0"),
-        ("vertical", {"delay": float("nan")}, "delay=nan must be from 0"),
+        ("vertical", {"delay": 1.5}, "delay=1.5: must be from 0"),
+        ("vertical", {"delay": float("nan")}, "delay=nan: must be from 0"),
         ("vertical", {"ranks": 0}, "ranks=0 must be at least 1"),
         ("vertical", {"chunks": 0}, "chunks=0 must be from 1 to 64"),
         ("vertical", {"chunks": 65}, "chunks=65 must be from 1 to 64"),

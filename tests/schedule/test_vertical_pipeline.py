@@ -64,7 +64,7 @@ def test_only_activations_and_their_gradients_cross_and_as_many_as_the_formula_s
 def test_every_rank_is_proved_and_all_are_safe_together(
     ranks: int, micro_batches: int, wait: bool, delay: float, activations: str
 ) -> None:
-    asked = request(ranks, micro_batches, wait=wait or None, delay=delay, activations=activations)
+    asked = request(ranks, micro_batches, wait=wait, delay=delay, activations=activations)
     world = build(asked)
     check_world(world)
     assert parse_world(str(world)) == world

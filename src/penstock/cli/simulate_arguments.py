@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from penstock.cli.words import Words
-from penstock.config import Precision, Tier, ZeroStage, parse_size
+from penstock.config import Precision, parse_size
 from penstock.config.sizes import check_size
 from penstock.errors import ConfigError
-from penstock.schedule.lower.request import GatherGroup
+from penstock.schedule.lower.request import LayerOptions, StreamOptions
 
 _LEAST = {"lookahead": 0, "device_blocks": 0, "stage": 0, "partition_activations": 2}
 _LARGEST = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(Words):
+class Arguments(StreamOptions, LayerOptions, Words):
     """penstock simulate: how long a schedule takes, and how much memory it holds when
 
       penstock simulate NAME [options]    a schedule that penstock knows (below)
@@ -28,26 +28,6 @@ class Arguments(Words):
     | ``layers`` | layers of the model (with --costs unit, a pipeline's stage is one op, whatever it holds) |
     | ``ranks`` | ranks |
     | ``micro_batches`` | micro-batches of the step, over all ranks |
-
-    What it is made of; asked of a schedule that has no such thing, an option is an error
-
-    | option | meaning |
-    |---|---|
-    | ``virtual_stages`` | stages that a rank of a pipeline holds |
-    | ``gather_group`` | who takes part in a gather of weights: the ranks of a stage, or all (world, which is what
-    pipeline-fsdp does if not told) |
-    | ``fused`` | the optimizer steps a layer as soon as its backward is done |
-    | ``partition_activations`` | ZeRO-R: N ranks of a model-parallel group keep one copy of each layer's input |
-    | ``buffer_size`` | ZeRO-R: gradients cross the network in pieces of this size, through one buffer |
-    | ``lookahead`` | the network runs ahead of the compute: gathers come N visits before their turn, and pools between
-    the two have N buffers more than the order needs |
-    | ``delay`` | share of the optimizer's work that is done during the next step's forward, 0 to 1 |
-    | ``wait`` | the optimizer waits for the norm of all gradients |
-    | ``weights`` TIER, ``state`` TIER, ``activations`` TIER, ``gradients`` TIER | where they live: device, host or disk
-    (gradients that wait: host or disk) |
-    | ``device_blocks`` | blocks whose optimizer state lives on the device |
-    | ``stage`` | of ZeRO: what several ranks have parts of, 0 (nothing) to 3 (all) |
-    | ``chunks`` | pieces that a block is moved and stepped in |
 
     What it costs
 
@@ -73,6 +53,14 @@ class Arguments(Words):
     | ``html`` | a page with every rank's timeline and memory |
     | ``trace`` | a Chrome trace, for https://ui.perfetto.dev |
 
+    What it is made of; asked of a schedule that has no such thing, an option is an error
+
+    | option | meaning |
+    |---|---|
+    | ``buffer_size`` | ZeRO-R: gradients cross the network in pieces of this size, through one buffer |
+    | ``lookahead`` | the network runs ahead of the compute: gathers come N visits before their turn, and pools between
+    the two have N buffers more than the order needs |
+
     Schedules
     {families}
     """
@@ -86,21 +74,8 @@ class Arguments(Words):
     layers: int | None = None
     ranks: int | None = None
     micro_batches: int | None = None
-    virtual_stages: int | None = None
-    gather_group: GatherGroup | None = None
-    fused: bool = False
-    partition_activations: int | None = None
     buffer_size: str | int | float | None = None
     lookahead: int | None = None
-    delay: float | None = None
-    wait: bool = False
-    weights: Tier | None = None
-    state: Tier | None = None
-    activations: Tier | None = None
-    gradients: Literal["host", "disk"] | None = None
-    device_blocks: int | None = None
-    stage: ZeroStage | None = None
-    chunks: int | None = None
     costs: str | None = None
     model: str | None = None
     precision: Precision | None = None
@@ -116,8 +91,7 @@ class Arguments(Words):
             least = _LEAST.get(key, 1)
             if type(value) is int and not least <= value <= _LARGEST:
                 raise ConfigError(f"{key}={value}: must be a whole number from {least} to {_LARGEST:,}")
-        if self.delay is not None and not 0 <= self.delay <= 1:
-            raise ConfigError(f"delay={self.delay:g}: must be a share from 0 to 1, as 0.25")
+        super().__post_init__()
         if self.buffer_size is not None:
             check_size("buffer_size", self.buffer_size)
             if not self.buffer_bytes:

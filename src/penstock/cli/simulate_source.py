@@ -19,6 +19,7 @@ from penstock.cli.simulate_case import (
     machine_case,
     training_of,
 )
+from penstock.config import fields_of
 from penstock.errors import ConfigError, ScheduleError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import machine_named
@@ -26,7 +27,7 @@ from penstock.planner.layer_costs import check_layers, layer_sizes
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, LAYER_OPTIONS, STREAM_OPTIONS, build
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import LayerOptions, Request, StreamOptions
 from penstock.sim.costs import Costs
 from penstock.sim.models import CostModel, puzzle, unit
 
@@ -119,10 +120,7 @@ def _request(arguments: Arguments, layers: int, ranks: int, model: CostModel) ->
         micro_batches=arguments.micro_batches or _micro_batches(arguments.name, ranks, filled=not model.costs.serial),
         sizes=model.sizes,
         stage_ops=model.stage_ops,
-        virtual_stages=arguments.virtual_stages,
-        gather_group=arguments.gather_group,
-        fused=arguments.fused,
-        partition_activations=arguments.partition_activations,
+        **fields_of(arguments, LayerOptions),
         buffer_size=arguments.buffer_bytes,
         lookahead=arguments.lookahead or 0,
     )
@@ -194,15 +192,7 @@ def _offload(arguments: Arguments) -> Case:
             ranks=ranks,
             micro_batches=micro_batches * sharing,
             form=training.form,
-            chunks=arguments.chunks,
-            delay=arguments.delay,
-            wait=arguments.wait or None,
-            weights=arguments.weights,
-            state=arguments.state,
-            activations=arguments.activations,
-            gradients=arguments.gradients,
-            device_blocks=arguments.device_blocks,
-            stage=arguments.stage,
+            **fields_of(arguments, StreamOptions),
         )
     )
     share = f"{counted(ranks, 'rank')}, " if ranks > 1 else ""

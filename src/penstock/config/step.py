@@ -87,8 +87,7 @@ class StreamConfig:
         check_fields(self, of=StreamConfig)
         if self.deal is not None:
             object.__setattr__(self, "deal", tuple(self.deal))  # from Python it may be a list
-        if self.delay is not None and not 0 <= self.delay <= 1:
-            raise ConfigError(f"delay={self.delay:g}: must be from 0 to 1, or left out: the plan chooses")
+        check_delay(self.delay)
         if self.strands is not None and (self.strands < 1 or self.strands > STRANDS):
             raise ConfigError(f"strands={self.strands}: must be from 1 to {STRANDS}")
 
@@ -124,17 +123,19 @@ def check_clip(limit: float | None) -> None:
         raise ConfigError(f"clip_grad_norm={limit}: must be positive, or null (None) for no clipping")
 
 
-def check_delay(delay: float | None, *, delays: bool) -> None:
+def check_delay(delay: float | None, *, delays: bool = True) -> None:
     """``delays``: the schedule may be one that can delay steps.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot, or the delay is no share.
     """
+    if delay is not None and not 0 <= delay <= 1:
+        raise ConfigError(f"delay={delay:g}: must be from 0 to 1, or left out")
     if delay and not delays:
         raise ConfigError(f"delay={delay:g} needs schedule='vertical': others go to every block several times")
 
 
-def fields_of(config: StreamConfig, kind: type[StreamConfig] = StreamConfig) -> dict[str, Any]:
+def fields_of(config: object, kind: type = StreamConfig) -> dict[str, Any]:
     """The fields of ``kind`` that a class which adds to it has, as keyword arguments of another one that does."""
     return {field.name: getattr(config, field.name) for field in fields(kind)}
 

@@ -15,23 +15,12 @@ from penstock.schedule.lower.offload import Streaming, lower_program
 from penstock.schedule.lower.orders import Order
 from penstock.schedule.lower.puzzles import NONE, Habits
 from penstock.schedule.lower.ranks import grid, pipeline, replicated
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import LayerOptions, Request, StreamOptions
 from penstock.schedule.lower.seat import FULLY, Sharding
 from penstock.schedule.lower.stages import spread
 
-LAYER_OPTIONS = ("virtual_stages", "gather_group", "fused", "partition_activations", "buffer_size")
-STREAM_OPTIONS = (
-    "chunks",
-    "depths",
-    "delay",
-    "wait",
-    "weights",
-    "state",
-    "activations",
-    "gradients",
-    "device_blocks",
-    "stage",
-)
+LAYER_OPTIONS = (*(option.name for option in fields(LayerOptions)), "buffer_size")
+STREAM_OPTIONS = (*(option.name for option in fields(StreamOptions)), "depths")
 """Fields of a request that only some families know: of those that compute whole layers, and of those that offload."""
 
 

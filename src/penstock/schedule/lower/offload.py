@@ -101,9 +101,7 @@ def _lower_dealt(request: Request, s: Settings, order: Family) -> World:
 def settings(request: Request, streaming: Streaming) -> Settings:
     """The settings that ``lower_program`` builds from; raises as it does."""
     delay = streaming.delay if request.delay is None else request.delay
-    wait = streaming.wait if request.wait is None else request.wait
-    if not 0 <= delay <= 1:
-        raise ConfigError(f"delay={delay} must be from 0 (every step in its own backward) to 1")
+    wait = streaming.wait or request.wait
     if request.gradients is not None and not (wait or delay):
         raise ConfigError(f"gradients={request.gradients!r} does nothing: no gradient waits without wait or a delay")
     if request.stage is not None and request.ranks == 1:
