@@ -22,9 +22,9 @@ from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule, chunk_of
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import horizontal, vertical
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import FP32, PAGE, Depths, Format, Placement, Settings, chunks, delayed_share
 from penstock.schedule.program import ALIGN, Program
 from penstock.sim.costs import Costs

@@ -27,8 +27,8 @@ from penstock.planner.following import (
 from penstock.planner.plan import Plan
 from penstock.runtime.streams import Mark
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.visits import vertical
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, Whole
 from penstock.shape.model import StageTimes

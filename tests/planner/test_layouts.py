@@ -20,8 +20,8 @@ from penstock.planner.pipelines import pipeline, simulated, views_of
 from penstock.planner.task import Task
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import shards_at
+from penstock.schedule.mesh import Mesh
 from penstock.shape.huggingface import model_shape
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate

@@ -27,9 +27,9 @@ from penstock.planner.task import Task, own_budget
 from penstock.schedule.check import check
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.visits import vertical
 from penstock.schedule.meaning import Needs, prove
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import BOUNCE, Format, Settings
 from penstock.schedule.program import ALIGN, Whole
 from penstock.shape.decoders import from_config

@@ -19,8 +19,8 @@ from penstock.runtime import staging
 from penstock.runtime.actions import crossing
 from penstock.runtime.actions.crossing import Crossing
 from penstock.runtime.staging import Staging
+from penstock.schedule import dealt
 from penstock.schedule.ir.ops import Op
-from penstock.schedule.lower import dealt
 from tests.accelerator import DEVICE, build, simulated
 from tests.accelerator.mutation import Mutation
 from tests.engine.test_accelerator import Wide

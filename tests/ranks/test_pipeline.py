@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.schedule.lower.dealt import sent_bytes
+from penstock.schedule.dealt import sent_bytes
 from tests.conftest import Campaign
 from tests.models import MODELS
 from tests.ranks.test_bits import equal, results

@@ -24,10 +24,10 @@ from penstock.schedule.check.order import run_order
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.meaning import Needs, prove
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
 from penstock.sim.costs import Costs

@@ -9,10 +9,10 @@ import pytest
 from penstock.errors import ScheduleError
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Op, Schedule
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import vertical
 from penstock.schedule.meaning import Needs, prove
+from penstock.schedule.mesh import Mesh
 from tests.programs import all_on_disk, transformer
 
 PART = Mesh(data=2).everyone().part(transformer(1, block=2))

@@ -12,9 +12,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.check.order import run_orders
 from penstock.schedule.check.worlds import check_world
+from penstock.schedule.dealt import program_of_rank, stages_dealt
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_schedule
-from penstock.schedule.lower.dealt import program_of_rank, stages_dealt
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.offload import settings
 from penstock.schedule.lower.request import Request

@@ -16,10 +16,10 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.dealt import world_of
 from penstock.schedule.check.order import run_orders
 from penstock.schedule.check.worlds import check_world
+from penstock.schedule.dealt import dealt_as, dealt_out, program_of_rank, sent_bytes, stages_dealt
 from penstock.schedule.ir.references import answer_to
 from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.dealt import dealt_as, dealt_out, program_of_rank, sent_bytes, stages_dealt
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.in_turn import Part, in_turn_route, order_of_all, runs_of
 from penstock.schedule.lower.offload import settings

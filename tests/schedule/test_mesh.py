@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from penstock.schedule.lower.mesh import ALONE, Mesh, ProcessGroup
+from penstock.schedule.mesh import ALONE, Mesh, ProcessGroup
 from penstock.schedule.program import ALIGN
 from tests.uniform import uniform_program
 

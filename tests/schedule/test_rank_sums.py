@@ -14,10 +14,10 @@ from penstock.schedule.check import check
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import FULLY, Seat, streaming_seat
 from penstock.schedule.lower.visits import horizontal, vertical
 from penstock.schedule.meaning import Needs, prove
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Depths, Settings, most_sums, strand_sums
 from penstock.schedule.program import Program
 from tests.programs import all_on_disk, transformer

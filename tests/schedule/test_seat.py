@@ -9,11 +9,11 @@ from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Emitter
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.rank import lower_rank
 from penstock.schedule.lower.seat import FULLY, Seat, Sharding, streaming_seat
 from penstock.schedule.lower.visits import vertical_route
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Placement
 from tests.programs import all_on_disk, transformer
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.check.order import run_orders
 from penstock.schedule.check.worlds import check_world, violations
+from penstock.schedule.dealt import dealt_out, program_of_rank, sent_bytes, stages_dealt
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.dealt import dealt_out, program_of_rank, sent_bytes, stages_dealt
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.offload import settings
 from penstock.schedule.lower.request import Request

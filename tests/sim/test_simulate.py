@@ -11,7 +11,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_schedule, parse_world
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.mesh import Mesh
 from penstock.sim.cause import Cause
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation

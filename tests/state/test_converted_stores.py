@@ -27,7 +27,7 @@ from penstock.errors import RankError, StoreError
 from penstock.optim.precision import DTYPES
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import WHOLE, Share
-from penstock.schedule.lower.dealt import holders_of, names_of_blocks
+from penstock.schedule.dealt import holders_of, names_of_blocks
 from penstock.schedule.place import Format
 from penstock.state import snapshots
 from penstock.state.buffers import Buffers

@@ -17,7 +17,7 @@ from penstock.hardware.sharing import of_each_rank, room_of_each
 from penstock.planner.dealt import programs_of
 from penstock.planner.request import Request
 from penstock.planner.task import TOKEN_BYTES, Task
-from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Format
 from penstock.shape.huggingface import model_shape
 from penstock.shape.meta import Change

@@ -13,9 +13,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.request import Request
 from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
-from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.dealt import (
+from penstock.schedule.dealt import (
     blocks_of,
     dealt_as,
     holders_of,
@@ -24,7 +22,9 @@ from penstock.schedule.lower.dealt import (
     names_of_blocks,
     program_of_rank,
 )
-from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.worlds import World
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Dealt, GroupSpec, Program
 from penstock.shape.model import StageTimes

@@ -41,8 +41,8 @@ from penstock.planner.search import best
 from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
 from penstock.schedule.check.worlds import check_world
+from penstock.schedule.dealt import check_split
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.lower.dealt import check_split
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program, Stage

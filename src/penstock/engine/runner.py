@@ -27,9 +27,9 @@ from penstock.runtime.staging import Staging
 from penstock.runtime.stepping import Stepping
 from penstock.runtime.streams import Mark
 from penstock.schedule.check.order import run_orders
+from penstock.schedule.dealt import message_piece
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
-from penstock.schedule.lower.dealt import message_piece
 from penstock.schedule.program import ALIGN
 from penstock.state.arrays import Late
 from penstock.state.numa import binding_for

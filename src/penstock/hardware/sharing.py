@@ -34,7 +34,7 @@ from penstock.errors import ConfigError
 from penstock.hardware.drives import part_of, spread, stripe_weights, striped_room, together
 from penstock.hardware.machine import Between, Collectives, Device, Drive, Host, Machine, Network
 from penstock.hardware.profiles import file_system
-from penstock.schedule.lower.mesh import is_branch
+from penstock.schedule.mesh import is_branch
 
 _LINK = ("grad_bf16", "grad_fp32", "weights_bf16", "weights_fp32")
 _STEPS = ("step", "step_grad_bf16", "step_grad_rounded", "step_no_copy")

@@ -8,9 +8,9 @@ from penstock.hardware.crossing import compact_pace, crossing_of, step_rate
 from penstock.hardware.drives import Together, together
 from penstock.hardware.machine import Collectives, Machine, Network
 from penstock.planner.plan import Plan
+from penstock.schedule.dealt import message_piece
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op, has_graph
-from penstock.schedule.lower.dealt import message_piece
 from penstock.schedule.place import BF16, FP32, Format
 from penstock.schedule.program import Program
 from penstock.shape.model import EFFICIENCY, StageTimes

@@ -25,11 +25,11 @@ from penstock.planner.question import SIMULATED_OPS, Question
 from penstock.planner.request import Request
 from penstock.planner.update_mode import REPEATS, steps_early
 from penstock.schedule.check.late import late_chunks
+from penstock.schedule.dealt import programs_of_ranks, stages_dealt
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.dealt import programs_of_ranks, stages_dealt
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import shards_at
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Placement, Settings, Side
 from penstock.schedule.program import Program
 from penstock.shape.model import ModelProfile, StageTimes

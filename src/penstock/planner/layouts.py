@@ -24,8 +24,8 @@ from penstock.planner.task import Task
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import is_branch
 from penstock.schedule.lower.seat import Seat, streaming_seat
+from penstock.schedule.mesh import is_branch
 from penstock.shape.model import stage_times
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation

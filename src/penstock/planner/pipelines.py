@@ -24,8 +24,8 @@ from penstock.planner.dealt import Pace, Pipeline, programs_of
 from penstock.planner.layouts import Asked, Layout, OfHost, Outcome, check_memory, slowest
 from penstock.planner.plan import Plan
 from penstock.planner.update_mode import expected_repeats
+from penstock.schedule.dealt import stages_dealt
 from penstock.schedule.ir.lanes import Lane
-from penstock.schedule.lower.dealt import stages_dealt
 from penstock.shape.model import stage_times
 
 MOST_OPS = 500_000

@@ -27,10 +27,10 @@ from penstock.planner.phases import Phases
 from penstock.planner.request import BUILDS, Request
 from penstock.planner.sample import Sample, without_activations, without_weights
 from penstock.schedule.ir.ops import Op
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.seat import Seat
 from penstock.schedule.lower.update import partials_of
 from penstock.schedule.lower.visits import route_of
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Depths, Placement, Settings
 from penstock.schedule.program import GroupSpec, Program
 

@@ -14,9 +14,9 @@ from penstock.config.step import SPLIT
 from penstock.planner.phase_memory import arrays
 from penstock.planner.plan import Plan
 from penstock.planner.update_mode import check_update_mode, no_speculation
+from penstock.schedule.dealt import message_bytes
 from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.dealt import message_bytes
 from penstock.schedule.lower.fixed import Fixed, fixed_bytes
 from penstock.schedule.lower.graphs import all_graphs
 from penstock.schedule.lower.pools import STAGED, in_depth

@@ -10,7 +10,7 @@ from penstock.hardware.machine import Machine
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.update_mode import check_update_mode, expected_repeats, no_speculation
-from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import BOUNCE, Format
 from penstock.shape.model import ModelProfile, ModelShape, stage_times
 

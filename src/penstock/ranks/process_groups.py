@@ -22,7 +22,7 @@ from penstock.ranks.calls import Calls
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.waiting import LOOK, Beside, beside
 from penstock.ranks.watch import Place, Watch, host_count
-from penstock.schedule.lower.mesh import is_branch
+from penstock.schedule.mesh import is_branch
 
 T = TypeVar("T")
 _PIECE = 1 << 20

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.schedule.lower.dealt import emptied
-from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.dealt import emptied
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.program import GroupSpec
 
 

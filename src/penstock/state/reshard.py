@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Family
-from penstock.schedule.lower.dealt import holders_of, names_of_blocks
-from penstock.schedule.lower.mesh import Mesh
+from penstock.schedule.dealt import holders_of, names_of_blocks
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.program import VIEW_ALIGN, round_up
 from penstock.state.memory import BOUNCE, HostSlab, numpy_bytes
 from penstock.state.parts import Parts, buffers_of, found_in, groups_of, layout_of

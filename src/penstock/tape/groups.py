@@ -14,8 +14,8 @@ from torch import nn
 
 from penstock.compat.torch import gradient_hooks
 from penstock.errors import ModelError
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.matrices import is_matrix, whole_of
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Format
 from penstock.schedule.program import (
     COMPACT_FROM,

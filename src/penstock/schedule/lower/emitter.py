@@ -12,7 +12,7 @@ from penstock.config import Tier
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Carried, Op, Pool, Schedule, Take
 from penstock.schedule.ir.references import Buffer, OpId
-from penstock.schedule.lower.mesh import ProcessGroup
+from penstock.schedule.mesh import ProcessGroup
 
 
 @dataclass(kw_only=True, slots=True)

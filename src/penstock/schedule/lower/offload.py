@@ -31,13 +31,13 @@ from math import ceil
 from penstock.config import Family, Tier
 from penstock.config.step import SPLIT, parts_of
 from penstock.errors import ConfigError
+from penstock.schedule.dealt import program_of_rank, stages_dealt
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.dealt import program_of_rank, stages_dealt
 from penstock.schedule.lower.fixed import fixed_bytes
-from penstock.schedule.lower.mesh import Mesh
 from penstock.schedule.lower.request import Request
 from penstock.schedule.lower.seat import Seat, Sharding, streaming_seat
 from penstock.schedule.lower.visits import horizontal, in_turn, route_of, vertical
+from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import FP32, Depths, Placement, Settings
 from penstock.schedule.program import ALIGN, Program, round_up
 

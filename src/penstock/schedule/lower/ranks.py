@@ -14,7 +14,6 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.layers import LayerProvision, layer_program, layer_settings
-from penstock.schedule.lower.mesh import Mesh, ProcessGroup
 from penstock.schedule.lower.orders import Order, one_f_one_b
 from penstock.schedule.lower.puzzles import NONE, Habits, HoldingEmitter
 from penstock.schedule.lower.rank import lower_rank
@@ -22,6 +21,7 @@ from penstock.schedule.lower.request import Request
 from penstock.schedule.lower.route import Message, Route, Visit
 from penstock.schedule.lower.seat import Seat, Sharding
 from penstock.schedule.lower.stages import Stages
+from penstock.schedule.mesh import Mesh, ProcessGroup
 
 
 def replicated(request: Request, sharding: Sharding, habits: Habits = NONE, *, one_by_one: bool = False) -> World:

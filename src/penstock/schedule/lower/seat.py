@@ -31,7 +31,7 @@ from typing import Literal
 from penstock.config import ZeroStage
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.mesh import ALONE, Mesh, ProcessGroup, is_branch
+from penstock.schedule.mesh import ALONE, Mesh, ProcessGroup, is_branch
 from penstock.schedule.place import Placement
 
 

@@ -34,7 +34,6 @@ from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.chunk_steps import ChunkSteps
 from penstock.schedule.lower.device_steps import DeviceSteps
 from penstock.schedule.lower.emitter import Touched
-from penstock.schedule.lower.mesh import ProcessGroup
 from penstock.schedule.lower.pools import (
     BETWEEN_COPIES,
     EXCHANGE,
@@ -44,6 +43,7 @@ from penstock.schedule.lower.pools import (
 )
 from penstock.schedule.lower.route import Route, Visit
 from penstock.schedule.lower.updates_of_matrices import MatrixUpdates
+from penstock.schedule.mesh import ProcessGroup
 from penstock.schedule.place import FP32, NORM_BYTES, Chunk, strand_firsts, strand_sums
 from penstock.schedule.program import ALIGN
 

@@ -9,7 +9,7 @@ from penstock.config.step import parts_of
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.ir.ops import Op, Schedule
-from penstock.schedule.lower.mesh import is_branch
+from penstock.schedule.mesh import is_branch
 from penstock.schedule.place import Format, Placement, Settings
 from penstock.schedule.program import Program
 
