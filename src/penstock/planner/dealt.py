@@ -148,8 +148,10 @@ class Pipeline:
     @property
     def blocks(self) -> tuple[int, ...]:
         """Blocks of each rank."""
-        programs = (request.program for request in self.requests)
-        return tuple(sum(s.kind == "call" and program.has(s.index) for s in program.stages) for program in programs)
+        program = self.requests[0].program
+        assert program.dealt is not None
+        calls = [program.dealt.of_stages[stage.index] for stage in program.stages if stage.kind == "call"]
+        return tuple(calls.count(rank) for rank in range(len(self.requests)))
 
     @property
     def tokens(self) -> int:
@@ -253,11 +255,12 @@ def improved(
         left -= sum(len(plan.schedule.ops) for plan in plans)
         if _differ(asked, plans) is not None or _worn(asked, found := pace.step(plans), pace) is not None:
             return math.inf
-        try:
-            check(found)
-        except BudgetError:
-            return math.inf
-        best = min(best, replace(found, ops=best.ops), key=lambda step: step.seconds)
+        if found.seconds < best.seconds:
+            try:
+                check(found)
+            except BudgetError:
+                return math.inf
+            best = replace(found, ops=best.ops)
         return found.seconds
 
     compute = Pipelined.of([one.request for one in asked], pace.times)
