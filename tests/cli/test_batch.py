@@ -33,9 +33,11 @@ def config(path: Path) -> TrainConfig:
     return settings.load(path)
 
 
-def _cut(config: TrainConfig, machine: Machine | None, sequences: int, **budget: Any) -> Cut:
+def _cut(
+    config: TrainConfig, machine: Machine | None, sequences: int, ranks: int = 1, hosts: int = 1, **budget: Any
+) -> Cut:
     config = replace(config, batch=BatchConfig(sequences=sequences), budget=replace(config.budget, **budget))
-    return split.cut_batch(config, "vertical", machine, "cpu")
+    return split.cut_batch(config, "vertical", machine, "cpu", ranks, hosts)
 
 
 def test_without_a_profile_the_largest_that_fit_are_taken(config: TrainConfig) -> None:
@@ -45,6 +47,11 @@ def test_without_a_profile_the_largest_that_fit_are_taken(config: TrainConfig) -
     assert 1 < found < 8
     with pytest.raises(BudgetError):
         _cut(config, None, 8, device="32KiB")
+
+
+def test_on_several_hosts_there_is_room_for_what_crosses_within_and_between_them(config: TrainConfig) -> None:
+    sizes = [_cut(config, None, 32, 4, hosts, device="2000KiB", host="256MiB").size for hosts in (1, 2)]
+    assert sizes == [4, 2], "collectives of two levels take a buffer more"
 
 
 def test_with_a_profile_it_is_what_the_plan_command_chooses(

@@ -431,7 +431,7 @@ class Planning:
             form=self._shared.arrays.form,
             micro_batches=count,
             wait=asked.needs_norm,
-            **fields_of(asked) | {"speculate": speculate, "strands": self._shared.strands // ranks.size},
+            **fields_of(asked) | {"speculate": speculate, "strands": self._shared.strands},
             train=train,
             family=family,
             inputs=max(inputs),

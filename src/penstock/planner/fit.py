@@ -120,7 +120,7 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths, 
         delay=(request.delay or 0.0) if request.train else 0.0,
         grad_dtype=request.grad_dtype,
         cast="device" if request.casts_on_device else "host",
-        strands=(request.strands or 1) if request.train else 1,
+        strands=request.own_strands if request.train else 1,
         keep=keep,
         stage=3 if request.stage is None or request.ranks == 1 or once else request.stage,
     )

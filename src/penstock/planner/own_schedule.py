@@ -46,7 +46,7 @@ def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None
         delay=len(late) / steps if late else 0.0,
         grad_dtype=request.grad_dtype,
         cast="device" if narrow_groups_of(schedule) else "host",
-        strands=request.strands or 1,
+        strands=request.own_strands,
         stage=0 if _is_whole(schedule) else 3,
     )
     seat = request.seat(settings)

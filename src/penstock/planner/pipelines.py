@@ -136,8 +136,7 @@ def simulated(
             "simulated at most: use larger micro-batches or a smaller batch"
         )
     programs = programs_of(request.program, ranks, counts, beside=beside)
-    strands = None if request.strands is None else max(1, request.strands // beside)
-    requests = [replace(request, program=program, ranks=beside, strands=strands) for program in programs]
+    requests = [replace(request, program=program, ranks=beside) for program in programs]
     times = [stage_times(profile, view, str(task.precision)) for view in views]
 
     def kind_of(rank: int) -> int:

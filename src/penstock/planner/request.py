@@ -48,7 +48,7 @@ class Request(StreamConfig):
     is delayed, and the ``cast`` is done on the device: fewer bytes cross and wait. ``wait``: as in ``Settings``.
     ``inputs``: bytes of all micro-batches on the device, which is an accelerator if ``accelerated``. ``ranks``: that
     share every group, for each of so many ``copies`` of the state, and are on so many ``hosts``, as many on each;
-    ``program``, ``budget`` and ``micro_batches`` are those of one of them.
+    ``program``, ``budget`` and ``micro_batches`` are those of one of them, ``strands`` those of all.
     """
 
     program: Program
@@ -78,6 +78,11 @@ class Request(StreamConfig):
     def is_of_several(self) -> bool:
         """True if it is one of several ranks', whose budget has its share of host memory."""
         return self.ranks * self.copies > 1 or self.program.dealt is not None
+
+    @property
+    def own_strands(self) -> int:
+        """The number of strands that each rank sums."""
+        return max(1, (self.strands or 1) // (self.ranks * self.copies))
 
     def provision(self, settings: Settings) -> Provision:
         """The pools of a step with these settings, and what it takes of them."""

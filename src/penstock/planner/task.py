@@ -117,7 +117,7 @@ class Task(StepConfig, MomentsConfig):
             form=self.form,
             micro_batches=micro_batches,
             wait=self.needs_norm,
-            **fields_of(self) | {"strands": None if self.strands is None else max(1, self.strands // self.size)},
+            **fields_of(self),
             family=self.families[0],
             ranks=self.ranks,
             copies=self.copies,
