@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.first_look import DataFacts, DiskFacts, MachineFacts, ModelFacts
-from penstock.config import SourceConfig, format_size
+from penstock.config import SourceConfig, StepConfig, format_size
 from penstock.config.data import STREAM_FROM
 from penstock.schedule.place import Format
 
@@ -176,7 +176,7 @@ def _room(model: ModelFacts, disk: DiskFacts, machine: MachineFacts) -> tuple[st
     """A line for a model whose weights and state do not fit the drives or budgets; nothing where they do."""
     if model.parameters is None:
         return ()
-    form = Format.of("bf16" if machine.kind == "cuda" else "fp32", 2)
+    form = Format.of(StepConfig().precision_on(machine.kind), 2)
     state = int(model.parameters * (form.weight_bytes + form.per_element))
     need = f"look     weights and state are {format_size(state)}"
     if disk.paths and disk.free is not None and 2 * state > disk.free:

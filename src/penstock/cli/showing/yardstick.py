@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.config import TrainConfig
 from penstock.hardware.drives import TB, rated_bytes, spread, stripe_weights, together
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import file_system, on_one_drive
 from penstock.schedule.ir.lanes import Lane
 
@@ -33,7 +33,7 @@ class Yardstick:
     allowed: float | None = None
 
 
-def yardstick(config: TrainConfig, machine: Machine | None, *, kind: str) -> Yardstick:
+def yardstick(config: TrainConfig, machine: Machine | None, *, kind: DeviceKind) -> Yardstick:
     """The yardstick of a run on a device of a ``kind``."""
     rated, assumed = _rated(config, machine)
     endurance, count = config.budget.endurance, len(config.budget.disk_paths)
@@ -47,7 +47,7 @@ def yardstick(config: TrainConfig, machine: Machine | None, *, kind: str) -> Yar
     links: dict[Lane, float] = {"h2d": device.h2d, "d2h": device.d2h}
     if drives:
         links |= {"read": together(drives).read, "write": together(drives).write}
-    precision = config.precision or ("bf16" if kind == "cuda" else "fp32")
+    precision = config.precision_on(kind)
     return Yardstick(
         flops=device.flops.get(precision),
         peak=device.peak.get(precision),
