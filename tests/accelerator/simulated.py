@@ -118,7 +118,7 @@ class Simulated:
         return int(self._library.sim_close_gate())
 
     def open_gate(self, gate: int) -> None:
-        """... and then it does, once; a gate may be opened again."""
+        """The stream that waits for the gate goes on, once; a gate may be opened again."""
         self._library.sim_open_gate(gate)
 
     def meet_autograd(self) -> None:

@@ -97,7 +97,7 @@ def written_by_who_changes(path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Missed(Mutation):
-    """... by whoever is ``doing`` something."""
+    """A line whose lack is found while something is done (``doing``)."""
 
     doing: Doing = from_disk
 

@@ -29,8 +29,8 @@ class Clock:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.floats(1, 1000), st.floats(0.1, 60), st.floats(0, 100))
 def test_by_the_clock_a_kill_costs_no_more_than_was_asked_for(asked: float, step: float, writing: float) -> None:
-    """... or a step and writing the state twice, where these take longer. Of the first commit it is not known yet how
-    long its writing takes."""
+    """A step and writing the state twice may take longer, and are the limit then. Of the first commit it is not known
+    yet how long its writing takes."""
     clock = Clock()
     due = Due(steps=None, seconds=asked, clock=clock)
     last, begun, written, commits = (
@@ -71,7 +71,7 @@ def test_by_steps_commits_come_every_so_many() -> None:
     "due", [{"steps": 3, "seconds": None}, {"steps": None, "seconds": 30.0}], ids=["steps", "clock"]
 )
 def test_a_commit_that_could_not_be_written_is_due_after_the_next_step(due: dict[str, Any]) -> None:
-    """... and no later, however long the interval is: a kill costs more with every step."""
+    """It is due no later, however long the interval is: a kill costs more with every step."""
     clock = Clock()
     when = Due(**due, clock=clock)
     for number in range(1, 40):

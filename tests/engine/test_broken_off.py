@@ -270,7 +270,7 @@ MADE: dict[str, tuple[Any, str, int]] = {
 def test_a_plan_that_cannot_be_made_executable_leaves_no_thread_no_memory_and_no_file(
     which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """... and can be tried again."""
+    """Afterwards it can be tried again."""
     open_slabs: set[int] = set()
     make, close = HostSlab.__init__, HostSlab.close
 

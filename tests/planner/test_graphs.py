@@ -49,7 +49,7 @@ def program_of(q: Question) -> PlacementLP:
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 @pytest.mark.parametrize("device", [2 * MIB, 3 * MIB, 6 * MIB, 12 * MIB])
 def test_a_plan_that_may_keep_graphs_is_never_slower(device: int, family: Family) -> None:
-    """... than the best that computes all again, and within the same budget."""
+    """The best plan is compared with the best that computes all again; it keeps to the same budget."""
     for compute in (1e-3, 1e-2, 1e-1):
         without = search(asked(device, compute=compute, family=family, recompute=True))
         free = search(asked(device, compute=compute, family=family))

@@ -10,7 +10,7 @@ ENGINE = {"planner", "schedule", "runtime", "state", "engine", "shape", "sim", "
 """Rooms that save activations, and that know no library's checkpoints, which are saved models."""
 _ASKS = "whether|what|that|which|who|where|how|why|when"
 _GOES_ON = rf"of|(In|Into|By|From|At|On|Of) (?:{_ASKS})|Those|Its|Their|The same,?(?: (?:of|in|for|from|with))"
-_ELLIPSIS = re.compile(rf'"""((?i:{_ASKS})|{_GOES_ON}) .*')
+_ELLIPSIS = re.compile(rf'"""(?:((?i:{_ASKS})|{_GOES_ON}) |\.\.\.).*')
 
 
 def test_a_saved_activation_is_not_called_a_checkpoint() -> None:
@@ -24,3 +24,8 @@ def test_docstrings_say_what_the_thing_is() -> None:
     for path, text in SOURCES.items():
         found = _ELLIPSIS.search(text)
         assert not found, f"{path.name}: {found[0]}: say what it is, or True if"
+
+
+def test_docstrings_of_tests_do_not_go_on_from_a_name() -> None:
+    for path in Path(__file__).parent.parent.rglob("*.py"):
+        assert not re.search(r'"""\.\.\.', path.read_text(encoding="utf-8")), path.name

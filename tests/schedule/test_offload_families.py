@@ -30,7 +30,7 @@ ACTIVATION = 10 * PAGE
 LOADED = 2 * BLOCKS + ENDS - BLOCK
 """Elements that go to the device in a vertical step: a block's twice, the last one's and the ends' once."""
 LOADED_ONE_BY_ONE = M * LOADED - (M - 1) * BLOCK
-"""... in a horizontal one: the first block's also stay from one micro-batch's backward to the next one's forward."""
+"""The same in a horizontal step: the first block's also stay from one micro-batch's backward to the next's forward."""
 
 PROGRAM = uniform_program(
     LAYERS, block=BLOCK, embedding=EMBEDDING, head=HEAD, activation=ACTIVATION, working=2 * ACTIVATION

@@ -51,10 +51,10 @@ class Due:
         self._under_way, self._failed = True, False
 
     def committed(self) -> None:
-        """... and counts."""
+        """The commit that was being written counts."""
         self._writing = self._clock() - self._begun
         self._under_way = False
 
     def failed(self) -> None:
-        """... or could not be written: the next one is due after the next step, since a kill costs more and more."""
+        """The commit could not be written: the next is due after the next step, since a kill costs more and more."""
         self._under_way, self._failed = False, True

@@ -99,7 +99,8 @@ class Ranks:
 
     @property
     def of_place(self) -> "Ranks":
-        """... of each host the rank with this one's place. What they move does not meet what all ranks do together."""
+        """The ranks with this one's place, one of each host, where ``of_host`` has any. What they move does not meet
+        what all ranks do together."""
         return ALONE
 
     def share(self, parts: int, holders: Sequence[int] = ()) -> Share:

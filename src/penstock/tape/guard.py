@@ -28,7 +28,7 @@ class _Guard:
         """modules with parameters within blocks. They have hooks while the engine is not at work: compiled blocks, and
         code that looks for hooks, find none"""
         self.remove: list[Callable[[], None]] = []
-        """... these"""
+        """functions that take the hooks of ``within`` away"""
 
     def refuse(self, *_: Any) -> NoReturn:
         raise ModelError(f"the model's weights are the engine's, and it has none of its own: {self.instead}")

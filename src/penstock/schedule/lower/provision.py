@@ -129,7 +129,7 @@ class Provision:
 
     @cached_property
     def widest_gradient(self) -> int:
-        """... of the group whose are the largest. All host buffers of gradients have room for it."""
+        """Bytes of the largest element of a gradient on the host. All host buffers of gradients have room for it."""
         return max(map(self.gradient_bytes, self.streamed()), default=FP32)
 
     def held(self, g: int, use: int, *, waits: bool) -> bool:
