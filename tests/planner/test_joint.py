@@ -12,7 +12,7 @@ from penstock.config import Budget, Family, Tier
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.dealt import Asked as Wanted
-from penstock.planner.dealt import Pipeline, improved, plans_of
+from penstock.planner.dealt import Foreseen, Pipeline, improved, plans_of
 from penstock.planner.fit import fit
 from penstock.planner.joint import JointSearch, Pipelined
 from penstock.planner.layouts import Asked
@@ -95,6 +95,18 @@ def test_any_pipeline_s_plans_are_as_fast_as_the_best_of_a_grid(campaign: Campai
     if not campaign.full:
         pytest.skip("a campaign takes many pipelines: --campaign")
     assert sum(check(seed) for seed in range(4, 60)) > 30
+
+
+def test_the_search_goes_on_where_there_is_no_room_for_the_best_plans() -> None:
+    what = by_preference(random_pipeline(0))
+    asks = [Wanted(request=request) for request in what.requests]
+    best = improved(asks, what.pace, what.step)
+
+    def check(step: Foreseen) -> None:
+        if step.seconds <= best.seconds:
+            raise BudgetError("no room")
+
+    assert best.seconds < improved(asks, what.pace, what.step, check).seconds < what.step.seconds
 
 
 @pytest.mark.parametrize("family", ["vertical", "1f1b", "interleaved-1f1b"])
