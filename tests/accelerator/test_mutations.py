@@ -86,7 +86,7 @@ def written_by_who_changes(path: Path) -> None:
     for name in run.names:
         run.arrays.array(name).neg_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading, "Thread", _Idle)
+        patch.setattr(background.threading, "Thread", _Idle)  # which is one of its own, where it is watched
         run.background.begin(ORDER, run.commit)
     with its.queued_on(its.stream(device)):
         for name in run.names:

@@ -1,6 +1,7 @@
 """The executor keeps every rule of a schedule under any timing, and comes to rest after any failure."""
 
 import faulthandler
+import itertools
 import signal
 import threading
 import time
@@ -322,6 +323,24 @@ def test_an_interrupt_behind_an_op_or_all_of_them_leaves_pools_as_a_step_finds_t
     with pytest.raises(KeyboardInterrupt):
         found.run()
     found.run()
+    found.run()
+    found.close()
+
+
+@pytest.mark.parametrize("executor", [Executor, SerialExecutor])
+def test_an_interrupt_behind_an_error_hides_it_not_and_leaves_pools_as_a_step_finds_them(
+    executor: type[Executor] | type[SerialExecutor],
+) -> None:
+    pools, calls = Pools(RICH, CPU), itertools.count()
+
+    def act(_: Op) -> int:
+        if next(calls) == 0:
+            raise ValueError("first")
+        return 0
+
+    found = executor(RICH, pools, act, Interrupted("synchronize"))
+    with pytest.raises(ValueError, match="first"):
+        found.run()
     found.run()
     found.close()
 

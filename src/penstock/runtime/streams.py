@@ -158,8 +158,13 @@ def streams_for(device: torch.device) -> HostStreams | DeviceStreams:
 
 
 def settle(streams: HostStreams | DeviceStreams, error: BaseException) -> None:
-    """Wait for what is queued, when a step has failed: a device that fails then, too, hides no first error."""
-    try:
-        streams.synchronize()
-    except RuntimeError as other:
-        error.add_note(f"and what was queued then failed: {other}")
+    """Wait for what is queued, when a step has failed: a device that fails then, too, hides no first error, nor does an
+    interrupt, before which buffers cannot be given back."""
+    while True:
+        try:
+            streams.synchronize()
+        except KeyboardInterrupt:
+            continue
+        except RuntimeError as other:
+            error.add_note(f"and what was queued then failed: {other}")
+        return
