@@ -239,13 +239,18 @@ class Probe:
             )
 
     def _on_op(
-        self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], results: list[torch.Tensor]
+        self,
+        func: Any,
+        inputs: list[torch.Tensor],
+        written: list[torch.Tensor],
+        results: list[torch.Tensor],
+        unwaited: bool,
     ) -> None:
         elsewhere = [t for t in written if not self._packer.holds(t)]  # parameters end as they were
         self._smuggled.on_op(func, inputs, elsewhere, results)
         self._views.on_op(self._who(), inputs, results)
         if not self._forward_done:
-            self.waits.on_op(self._block(), func, inputs, results)
+            self.waits.on_op(self._block(), func, inputs, results, unwaited)
             self._note_trained(inputs)
 
     def _note_trained(self, inputs: list[torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Finds where a model's code waits for the device: until that has done all that is queued, nothing more is queued.
 
 The host waits for an op whose result it has to know: a number that Python is handed (``if mask.all():``), a shape that
-depends on values (``nonzero``, an index by a mask), or a copy to the host.
+depends on values (``nonzero``, an index by a mask), or a copy to the host, or from it, unless that is ``non_blocking``.
 """
 
 import traceback
@@ -17,6 +17,7 @@ from penstock.compat.torch import packet_of
 
 _ATEN = torch.ops.aten
 _BY_INDEX = frozenset((_ATEN.index, _ATEN.index_put, _ATEN.index_put_))
+_COPIES = frozenset((_ATEN._to_copy, _ATEN.copy_))
 _SHAPED_BY_VALUES = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _HOST = frozenset(("cpu", "meta"))
 _WATCHING = frozenset(("on_op", "_on_op", "_behind", "__torch_dispatch__", "__torch_function__", "_of_model"))
@@ -39,10 +40,17 @@ class Waits:
         self.found: list[Wait] = []
 
     def on_op(
-        self, block: str | None, func: Any, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+        self,
+        block: str | None,
+        func: Any,
+        inputs: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        unwaited: bool,
     ) -> None:
-        """An op has run, called from where the caller of this was."""
-        if all(t.device.type in _HOST for t in inputs) or not _waits(func, inputs, results):
+        """An op has run, called from where the caller of this was. ``unwaited``: a copy that nobody is to wait for."""
+        if all(t.device.type in _HOST for t in (*inputs, *results)):
+            return
+        if not (_waits(func, inputs, results) or (not unwaited and _comes_up(func, inputs, results))):
             return
         where = _of_model()
         if where is not None:
@@ -54,6 +62,15 @@ def _waits(func: Any, inputs: Sequence[torch.Tensor], results: Sequence[torch.Te
         indices = inputs[1:] if packet_of(func) is _ATEN.index else inputs[1:-1]  # the last are the values
         return any(t.dtype in (torch.bool, torch.uint8) for t in indices)
     return _needs_values(func) or any(t.device.type == "cpu" for t in results)
+
+
+def _comes_up(func: Any, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+    """True of a copy from the host to the device. ``lift_fresh`` of a tensor there is of values of Python's, which were
+    copied."""
+    there = [t for t in results if t.device.type not in _HOST and t.numel()]
+    if packet_of(func) in _COPIES:
+        return bool(there) and inputs[-1].device.type == "cpu"
+    return bool(there) and packet_of(func) is _ATEN.lift_fresh
 
 
 @cache

@@ -64,7 +64,7 @@ class Birth:
         self.returned = False
 
 
-OnOp = Callable[[Any, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]], None]
+OnOp = Callable[[Any, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], bool], None]
 
 
 class Ahead(TorchFunctionMode):
@@ -90,7 +90,8 @@ class Ahead(TorchFunctionMode):
 
 class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op below autograd: follows live bytes, and calls ``on_weight`` before an op that reads a parameter and
-    ``on_write`` before one that writes to a tensor; ``on_op(func, inputs, written, results)`` behind each.
+    ``on_write`` before one that writes to a tensor; ``on_op(func, inputs, written, results, unwaited)`` behind each:
+    ``unwaited`` is True of a copy that nobody is to wait for (``non_blocking``).
     """
 
     def __init__(
@@ -130,7 +131,8 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             formula = FLOP.get(packet_of(func))
             if formula is not None:
                 self.flops += _flop(formula, args, kwargs, result)
-            self._behind(func, inputs, written, result)
+            unwaited = kwargs.get("non_blocking", packet_of(func) is torch.ops.aten.copy_ and len(args) > 2 and args[2])
+            self._behind(func, inputs, written, result, bool(unwaited))
         return result
 
     def _before(
@@ -151,7 +153,9 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._on_write(tensor)
         return inputs, written
 
-    def _behind(self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], result: Any) -> None:
+    def _behind(
+        self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], result: Any, unwaited: bool
+    ) -> None:
         old = {storage_key(t) for t in inputs}
         results = _tensors((result,))
         for tensor in results:
@@ -159,7 +163,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in old and key not in self.births:
                 self.follow(key, tensor.untyped_storage())
         if self._on_op is not None:
-            self._on_op(func, inputs, written, results)
+            self._on_op(func, inputs, written, results, unwaited)
 
     def follow(self, key: int, storage: torch.UntypedStorage) -> None:
         nbytes = storage.nbytes()
