@@ -19,7 +19,7 @@ from penstock.config import DataConfig, SourceConfig
 from penstock.data.batches import Batches, Step
 from penstock.data.opening import open_data
 from tests import models
-from tests.documents import tokenizer
+from tests.data_documents import tokenizer
 
 
 def batches(folder: Path, **changes: Any) -> Batches:

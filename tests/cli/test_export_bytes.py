@@ -7,7 +7,7 @@ import pytest
 
 from penstock.cli import main
 from tests import warm
-from tests.documents import tokenizer
+from tests.data_documents import tokenizer
 from tests.folders import write
 from tests.runs import FROM_A_FOLDER, write_run
 

@@ -47,7 +47,7 @@ from penstock.store.facts import facts_of
 from penstock.store.owner import Owner
 from penstock.store.records import encode, read_document, write_document
 from tests.conftest import Campaign
-from tests.documents import TOOLS_TEMPLATE, tokenizer
+from tests.data_documents import TOOLS_TEMPLATE, tokenizer
 from tests.hostile import mutated
 from tests.questions import MACHINE
 from tests.reports import offload_schedule, write_run

@@ -1,4 +1,4 @@
-"""Small files that ask for much, and large ones that say little: refused in words, soon and ."""
+"""Small files that ask for much, and large ones that say little: refused in words, and soon."""
 
 import json
 import os
@@ -19,10 +19,9 @@ from penstock.data.sources import jsonl, text
 from penstock.data.sources.jsonl import JsonLines
 from penstock.data.sources.reader import Example
 from penstock.data.sources.text import TextFiles
-from penstock.documents.text import MalformedError, parse_json, read_bounded
 from penstock.errors import ConfigError
 from penstock.shape.huggingface import model_shape
-from tests.documents import MARKED_TEMPLATE, tokenizer
+from tests.data_documents import MARKED_TEMPLATE, tokenizer
 
 LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwx"))
 
@@ -67,26 +66,6 @@ def test_yaml_that_asks_for_much(document: str, tmp_path: Path) -> None:
 
 def test_an_alias_stands_for_what_it_names() -> None:
     assert parse_yaml("a: &a {x: 1}\nb: *a", "x").plain() == {"a": {"x": 1}, "b": {"x": 1}}
-
-
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"a":' * 100_000, "[" * 100 + "]" * 100, '{"a": 1, "a": 2}', "NaN", '"\\ud800"']
-)
-def test_json_that_is_none_of_ours(text: str) -> None:
-    for form in (text, text.encode()):
-        with pytest.raises(MalformedError):
-            parse_json(form)
-
-
-def test_a_file_is_read_up_to_its_most(tmp_path: Path) -> None:
-    path = tmp_path / "large"
-    path.touch()
-    os.truncate(path, 1 << 40)
-    with pytest.raises(MalformedError, match="at most"):
-        read_bounded(path)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(MalformedError, match="no regular file"):
-        read_bounded(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("given", [{"sequences": 10**12}, {"tokens": 10**18}, {"sequences": 2**63 - 1}])

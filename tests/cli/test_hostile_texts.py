@@ -31,7 +31,7 @@ from penstock.data.tokenizer import load
 from penstock.errors import ConfigError
 from tests.cli.test_hostile import CORPUS, SECONDS
 from tests.conftest import Campaign
-from tests.documents import MARKED_TEMPLATE, tokenizer
+from tests.data_documents import MARKED_TEMPLATE, tokenizer
 from tests.hostile import mutated, mutated_bytes, mutated_text, mutated_words
 from tests.reports import offload_schedule
 

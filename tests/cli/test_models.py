@@ -18,7 +18,7 @@ from penstock.hf.models.kept import kept_model
 from penstock.state.slots import Slots
 from penstock.store.store import DATA, Store
 from tests import warm
-from tests.documents import tokenizer
+from tests.data_documents import tokenizer
 from tests.folders import write
 from tests.runs import FROM_A_FOLDER, write_run
 

@@ -12,7 +12,7 @@ from penstock.config import DataConfig, SourceConfig
 from penstock.data.sources.find import open_source
 from penstock.data.token_files import Document
 from penstock.errors import ConfigError
-from tests.documents import (
+from tests.data_documents import (
     LAST_ONLY_TEMPLATE,
     MARKED_TEMPLATE,
     PLAIN_TEMPLATE,

@@ -12,7 +12,7 @@ from penstock.data.rows import Packing
 from penstock.data.sources.find import open_source
 from penstock.data.sources.text import PART
 from penstock.data.summary import summary_of
-from tests.documents import MARKED_TEMPLATE, chats, encoded, sentences, settings, tokenizer, write_jsonl
+from tests.data_documents import MARKED_TEMPLATE, chats, encoded, sentences, settings, tokenizer, write_jsonl
 
 
 def _with_spaces_before() -> PreTrainedTokenizerBase:

@@ -22,7 +22,7 @@ from penstock.data.sources.reader import Example
 from penstock.data.summary import summary_of
 from penstock.data.token_files import Document
 from penstock.errors import ConfigError
-from tests.documents import (
+from tests.data_documents import (
     MARKED_TEMPLATE,
     PLAIN_TEMPLATE,
     TOOLS_TEMPLATE,

@@ -26,8 +26,8 @@ from penstock.data.summary import summary_of
 from penstock.data.tokenizer import save
 from penstock.errors import ConfigError
 from tests import warm
+from tests.data_documents import chats, sentences, settings, tokenizer, write_jsonl, write_table
 from tests.data_victim import batches, digest, train
-from tests.documents import chats, sentences, settings, tokenizer, write_jsonl, write_table
 from tests.patience import until
 
 STEPS, KILLED = 14, 6

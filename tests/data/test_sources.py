@@ -23,7 +23,7 @@ from penstock.data.sources.text import PART, TextFiles
 from penstock.data.token_files import make_sums, open_tokens, write_sums
 from penstock.data.tokenizer import with_template
 from penstock.errors import ConfigError
-from tests.documents import PLAIN_TEMPLATE, encoded, sentences, settings, tokenizer, write_jsonl, write_table
+from tests.data_documents import PLAIN_TEMPLATE, encoded, sentences, settings, tokenizer, write_jsonl, write_table
 
 ROWS = [{"text": text} for text in sentences(700)]
 

@@ -36,9 +36,9 @@ from penstock.config import TrainConfig
 from penstock.data import Batches, Step
 from penstock.data.token_files import write_tokens
 from penstock.hardware.profiles import save_profile
+from tests.data_documents import MARKED_TEMPLATE, sentences, tokenizer, write_jsonl
 from tests.data_victim import batches
 from tests.documented import KINDS, ROOT, Block, blocks, commands_within_text
-from tests.documents import MARKED_TEMPLATE, sentences, tokenizer, write_jsonl
 from tests.folders import write
 from tests.machines import measured_here
 from tests.questions import DRIVE, MACHINE
