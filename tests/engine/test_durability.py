@@ -1,6 +1,7 @@
 """What a run that is killed goes on from, for each durability: the store as it lies there is copied, and resumed."""
 
 import shutil
+import threading
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,18 +14,22 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.config import Tier
 from penstock.errors import ConfigError, StoreError
+from penstock.state import background
 from penstock.store.facts import facts_of
 from penstock.store.layout import Layout
 from penstock.store.owner import Owner
 from penstock.store.store import Store
 from tests.models import MODELS
-from tests.training import Result, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
+from tests.patience import PATIENCE
+from tests.training import ADAMW, Result, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = MODELS["gpt2"]
 STEPS = steps_of(CASE, 4, lengths=(12, 8))
+MUON = penstock.Muon(lr=0.02, adamw=ADAMW)
 COMMON: dict[str, Any] = {"clip_grad_norm": 1.0, "precision": "bf16"}
 
 
@@ -253,3 +258,40 @@ def test_a_store_without_a_commit_is_not_made_anew_where_a_drive_may_not_be_moun
     with pytest.raises(StoreError, match=f"{places[1]} holds no store"):
         wrap(CASE, budget(list(places)), **COMMON)
     assert not list(places[1].iterdir())
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_a_step_writes_what_it_changes_before_a_commit_in_the_background_has_come_to_it(
+    tier: Tier, optimizer: penstock.AdamW | penstock.Muon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes begins when the next step has changed everything: what it commits is the step before."""
+    gate, take = threading.Event(), background.Pieces.take
+
+    def held(pieces: background.Pieces, piece: Any, *, wait: bool) -> bool:
+        assert wait or gate.wait(PATIENCE)
+        return take(pieces, piece, wait=wait)
+
+    monkeypatch.setattr(background.Pieces, "take", held)
+    settings: dict[str, Any] = {**COMMON, "optimizer": optimizer, "delay": 0.0}
+    places: dict[str, Any] = {"weights": tier, "state": tier, "durability": "interval", "interval": 2}
+    with wrap(CASE, budget(tmp_path / "run", **places), **settings) as engine:
+        run_steps_alone(engine, 3)
+        writes = engine.inside.durability.background
+        assert writes is not None
+        assert writes.guarded is not None, "the commit of the second step is not made yet"
+        gate.set()
+        writes.wait()
+        left = killed(tmp_path / "run", tmp_path / "left")
+    with wrap(CASE, budget(tmp_path / "other", **places), **settings) as engine:
+        run_steps_alone(engine, 2)
+        second = state_of(engine)
+    with wrap(CASE, budget(left, **places), **settings) as engine:
+        assert engine.step_count == 2
+        assert_same_state(state_of(engine), second)
+
+
+def run_steps_alone(engine: penstock.Engine, count: int) -> None:
+    """The first steps, without a look at the state after them."""
+    for step in STEPS[:count]:
+        engine.step(step)
