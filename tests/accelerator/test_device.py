@@ -114,6 +114,13 @@ def test_freed_memory_is_overwritten_and_handed_out_again(sim: Simulated) -> Non
     assert bool(second.isnan().all())
 
 
+def test_memory_that_nobody_has_had_holds_nothing_to_rely_on(sim: Simulated) -> None:
+    torch.accelerator.empty_cache()
+    fresh = torch.empty(12_345_678, device=SIM)
+    assert bool(fresh.isnan().all())
+    assert sim.findings() == []
+
+
 def test_memory_that_is_given_back_takes_nothing_from_its_neighbours(sim: Simulated) -> None:
     pairs = [(torch.full((1024 + 128 * i,), 3.0, device=SIM), torch.full((1024,), 5.0, device=SIM)) for i in range(20)]
     stay = [second for _, second in pairs]

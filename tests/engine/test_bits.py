@@ -21,6 +21,7 @@ from penstock.errors import BudgetError
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner import fit
 from penstock.schedule.ir.text import parse_schedule
+from tests.accelerator import DEVICE
 from tests.models import MODELS
 from tests.training import (
     MicroBatches,
@@ -58,9 +59,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]
     """The oracle's result for a precision and a limit; each is computed once."""
 
     @cache
-    def run(precision: str, clip: float | None, optimizer: OptimizerSpec | None = None) -> Result:
+    def run(precision: str, clip: float | None, optimizer: OptimizerSpec | None = None, device: str = "cpu") -> Result:
         disk = tmp_path_factory.mktemp("oracle") / "store"
-        more: Setting = {"recompute": True} | ({} if optimizer is None else {"optimizer": optimizer})
+        more: Setting = {"recompute": True, "device": device} | ({} if optimizer is None else {"optimizer": optimizer})
         return train(CASE, budget(disk), STEPS, precision=precision, clip_grad_norm=clip, overlap=False, **more)
 
     return run
@@ -115,6 +116,26 @@ def test_same_bits_as_the_oracle(
     assert_same(found, wanted)
     if clip is not None:
         assert {s.clipped for s in wanted.stats} == {True, False}
+
+
+ON_A_DEVICE = [
+    *((name, {}) for name in VARIANTS if not name.startswith("some_recomputed")),  # which are of sizes of the host's
+    *((name, {"delay": 0.5}) for name in ("overlapped", "all_on_disk", "weights_on_device", "striped_one_thread")),
+]
+
+
+@pytest.mark.accelerator
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("name", "more"), ON_A_DEVICE, ids=lambda value: value if isinstance(value, str) else "".join(value)
+)
+def test_same_bits_as_the_oracle_on_an_accelerator(
+    name: str, more: Setting, reference: Callable[..., Result], tmp_path: Path
+) -> None:
+    where, settings = VARIANTS[name]
+    (tmp_path / "store").mkdir()
+    settings = {"precision": "bf16", "clip_grad_norm": 1.75, "device": DEVICE, **settings, **more}
+    assert_same(train(CASE, where(tmp_path / "store"), STEPS, **settings), reference("bf16", 1.75, device=DEVICE))
 
 
 def smallest(tier: str, error: BudgetError) -> int:

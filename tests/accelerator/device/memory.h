@@ -71,6 +71,8 @@ struct Allocator final : c10::DeviceAllocator {
                          " bytes of ", limit, ", ", allocated, " of them allocated and ", reserved, " reserved");
       }
       block = Block{addresses(size), size, t_stream, {}, {}, {}};
+      poison(block, "the first use of memory");
+      know(block.freed);
       reserved += size;
       most_reserved = std::max(most_reserved, reserved);
     }
@@ -104,9 +106,9 @@ struct Allocator final : c10::DeviceAllocator {
     if (block.pending.empty()) free_blocks[{block.stream, block.size}].push_back(std::move(block));
     else pending.push_back(std::move(block));
   }
-  // Freed memory is another's: from here on, in the order of its stream, it holds NaN. What whoever frees it knows is
-  // handed to whoever is given it, and to nobody else.
-  static void poison(Block& block) {
+  // Freed memory is another's, and what nobody has had has no values: from here on, in the order of its stream, it
+  // holds NaN. What whoever frees it knows is handed to whoever is given it, and to nobody else.
+  static void poison(Block& block, const char* use = "the next use of memory that was freed") {
     char* to = g_real + block.offset;
     size_t size = block.size;
     HostThread& thread = here();
@@ -115,7 +117,7 @@ struct Allocator final : c10::DeviceAllocator {
     thread.tell(block.freed);
     Clock known = stream.clock;
     join(known, block.freed);
-    place_task(stream, Task{[to, size] { memset(to, 0xff, size); }}, known, "the next use of memory that was freed",
+    place_task(stream, Task{[to, size] { memset(to, 0xff, size); }}, known, use,
                {{g_shown + block.offset, size, true}}, thread.label);
   }
   void reuse_what_is_over() {
