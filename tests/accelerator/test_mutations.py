@@ -127,6 +127,14 @@ MUTATIONS = {
         instead="if beside is not None and False:",
         found="not page-locked",
     ),
+    "what a background write copies to is page-locked": Missed(
+        owner=background.Background,
+        name="__init__",
+        line="self._bounce = HostSlab(BOUNCE, beside=arrays.device)",
+        instead="self._bounce = HostSlab(BOUNCE)",
+        found="not page-locked",
+        doing=changed_and_written,
+    ),
     "a background write comes after what was queued before it": Missed(
         owner=background.DeviceCopies,
         name="copy_beside",
