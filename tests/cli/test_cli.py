@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.cli import main
+from penstock.cli import main, plan_text
 from penstock.cli.arguments import TrainArguments
 from penstock.cli.disk_summary import allowed_per_day
 from penstock.cli.metrics import MetricsFile
@@ -36,7 +36,7 @@ from penstock.config import (
 )
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
-from penstock.report.sentence import share_of_life
+from penstock.report.sentence import LANE_WORDS, share_of_life
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.state.stats import StepStats
 from penstock.store.layout import Layout
@@ -272,6 +272,10 @@ def test_the_live_view_keeps_its_lines_and_its_width(width: int) -> None:
         assert len(drawn) == len(first)
         assert max(map(len, drawn)) <= width
         assert drawn[0].startswith(f"step {step}/10")
+
+
+def test_every_lane_has_words() -> None:
+    assert set(plan_text.LANES) == set(LANE_WORDS) == set(LANES)
 
 
 @pytest.mark.parametrize("lane", LANES)

@@ -20,6 +20,7 @@ from penstock.planner.task import Task
 from penstock.planner.update_mode import steps_early
 from penstock.planner.whole_run import WholeRun
 from penstock.report.sentence import format_long_time, format_time, share_of_life
+from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.place import FP32, Settings
 from penstock.shape.model import EFFICIENCY
 
@@ -29,7 +30,7 @@ _NORM = {
     True: "optimizer steps before the gradient norm is known",
     False: "optimizer waits for the gradient norm",
 }
-LANES: Mapping[str, str] = {
+LANES: Mapping[Lane, str] = {
     "compute": "compute",
     "h2d": "host to device",
     "d2h": "device to host",
@@ -39,6 +40,7 @@ LANES: Mapping[str, str] = {
     "net": "between ranks",
     "nic": "between hosts",
     "send": "between ranks",
+    "recv": "between ranks",
 }
 """Lanes in words."""
 
