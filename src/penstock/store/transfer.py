@@ -18,7 +18,7 @@ from penstock.store import kernel
 from penstock.store.checksums import Borders, Numbers, checksums
 from penstock.store.layout import ALIGN
 from penstock.store.packed import PackedFile
-from penstock.store.stalls import Stalls
+from penstock.store.stalls import Request, Stalls
 from penstock.store.striping import Piece, Striping
 
 REQUEST = 8 << 20
@@ -102,8 +102,10 @@ class StripedFiles:
         progress, each = np.zeros((len(self.files), 2), dtype=np.int64), dict[int, int]()
         for piece in pieces:
             each[piece.file] = each.get(piece.file, 0) + piece.nbytes
-        watched = [self.stalls.begin(self.files[file].path, verb, each[file], progress[file]) for file in each]
+        watched: list[Request] = []
         try:
+            for index, nbytes in each.items():
+                watched.append(self.stalls.begin(self.files[index].path, verb, nbytes, progress[index]))
             library = kernel.library() if self._direct else None  # the page cache takes one request at a time
             done = (
                 None
@@ -117,8 +119,8 @@ class StripedFiles:
             for request in watched:
                 request.end()
         if verb == "write":
-            for piece, nbytes in zip(pieces, done.moved.tolist(), strict=True):
-                self._written(piece, nbytes)
+            for piece, moved in zip(pieces, done.moved.tolist(), strict=True):
+                self._written(piece, moved)
         if (failure := done.failure) is not None:
             piece, file = failure.piece, self.files[failure.piece.file]
             cause = OSError(failure.error, os.strerror(failure.error)) if failure.error else None
