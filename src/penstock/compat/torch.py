@@ -274,6 +274,9 @@ FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward
 EFFICIENT = _aten._scaled_dot_product_efficient_attention
 """Kernels of attention. Without: a dry run would have the memory of attention's plain path, quadratic in length."""
 
+COPY_TO = _aten._to_copy
+"""A copy of another dtype or on another device. Without: a model's ``.to(device)`` would be no wait for the device."""
+
 _FLASH_CHOICE = 1
 """``torch._C._SDPBackend.FLASH_ATTENTION``, as ``torch._fused_sdp_choice`` returns it."""
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from penstock.compat.torch import packet_of
+from penstock.compat.torch import COPY_TO, packet_of
 
 _ATEN = torch.ops.aten
 _BY_INDEX = frozenset((_ATEN.index, _ATEN.index_put, _ATEN.index_put_))
-_COPIES = frozenset((_ATEN._to_copy, _ATEN.copy_))
+_COPIES = frozenset((COPY_TO, _ATEN.copy_))
 _SHAPED_BY_VALUES = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _HOST = frozenset(("cpu", "meta"))
 _WATCHING = frozenset(("on_op", "_on_op", "_behind", "__torch_dispatch__", "__torch_function__", "_of_model"))
