@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.cli.changed import changed, left_whole
 from penstock.cli.claim import is_complete
+from penstock.cli.deterministic import deterministic_kernels
 from penstock.cli.disk_summary import cost_of_a_kill, space
 from penstock.cli.durable import in_words, with_durability
 from penstock.cli.environment import write_environment
@@ -73,7 +74,10 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
     check_compile(config.compile)  # before the data are read
     display = choose_display(sys.stdout)
     optimizer = optimizer_spec(config.optimizer)
-    with launched(config.device, config.copies, config.pipeline, config.cp) as ranks:
+    with (
+        deterministic_kernels(config.deterministic),
+        launched(config.device, config.copies, config.pipeline, config.cp) as ranks,
+    ):
         if start != "resume":  # a run that goes on has more to say
             check_shared(config, ranks.size)
         ranks.agree_on_each({key: repr(value) for key, value in plain(config).items()})

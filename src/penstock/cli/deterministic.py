@@ -1,0 +1,52 @@
+"""The setting ``deterministic``: of torch's kernels, those that compute the same bits in every run."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.utils.deterministic
+
+from penstock.errors import ConfigError
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_FIXED = (":4096:8", ":16:8")
+"""Values of it with which cuBLAS computes the same bits in every run, by its manual."""
+_HAS_NONE = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
+@contextmanager
+def deterministic_kernels(asked: bool) -> Iterator[None]:
+    """Within, and if ``asked``, an operation of torch computes the same bits in every run, or is an error.
+
+    Begin before anything is computed on a GPU: cuBLAS reads the environment when it is first used.
+
+    Raises:
+        ConfigError: an operation has no such kernel, or the environment has cuBLAS compute otherwise.
+    """
+    if not asked:
+        yield
+        return
+    workspace = os.environ.setdefault(_WORKSPACE, _FIXED[0])
+    if workspace not in _FIXED:
+        raise ConfigError(
+            f"deterministic with {_WORKSPACE}={workspace} in the environment, where cuBLAS may compute other bits in "
+            f"each run: unset it, or set it to {_FIXED[0]}"
+        )
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads memory before it is written
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := _HAS_NONE.search(str(error))) is None:
+            raise
+        raise ConfigError(
+            f"deterministic: the model computes {found[1]}, of which torch has no kernel with the same bits in every "
+            "run: leave the setting out"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled
