@@ -150,6 +150,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def deterministic() -> Iterator[None]:
+    """torch insists on kernels that compute the same bits in every run: a GPU's faster ones do not."""
+    from penstock.cli.deterministic import deterministic_kernels
+
+    with deterministic_kernels(True):
+        yield
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A mounted ext4 file system of 16 MiB in a file; skips where this process may not mount."""

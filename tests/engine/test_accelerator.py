@@ -3,8 +3,7 @@
 On a GPU the model uses attention and losses whose kernels are deterministic; torch is told to insist on that.
 """
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.models import MODELS, causal_lm, llama
 from tests.stacks import Layer, Stack, stack
 from tests.training import Result, assert_same, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
 
-pytestmark = pytest.mark.accelerator
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("deterministic")]
 
 CASE = MODELS["gpt2"]  # dropout, a tied head
 STEPS = steps_of(CASE, 3)
@@ -39,14 +38,6 @@ FORMATS: tuple[tuple[str, float | None], ...] = (
 
 Setting = dict[str, Any]
 Where = Callable[[Path], penstock.Budget]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def deterministic() -> Iterator[None]:
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when cuBLAS is first used
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

@@ -125,6 +125,7 @@ ON_A_DEVICE = [
 
 
 @pytest.mark.accelerator
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize(
     ("name", "more"), ON_A_DEVICE, ids=lambda value: value if isinstance(value, str) else "".join(value)
