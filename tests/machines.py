@@ -40,7 +40,15 @@ def host(**changes: Any) -> Host:
 
 def gpu(**changes: Any) -> Device:
     made = Device(
-        name="GPU", kind="cuda", memory=24 * GIB, flops={"bf16": 1e14}, h2d=2e10, d2h=2e10, h2d_both=2e10, d2h_both=2e10
+        name="GPU",
+        kind="cuda",
+        memory=24 * GIB,
+        flops={"bf16": 1e14},
+        copy=1e12,
+        h2d=2e10,
+        d2h=2e10,
+        h2d_both=2e10,
+        d2h_both=2e10,
     )
     return replace(made, **changes)
 

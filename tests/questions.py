@@ -33,6 +33,7 @@ MACHINE = Machine(
         kind="cpu",
         memory=1 << 30,
         flops={"fp32": 1e9, "bf16": 1e9},
+        copy=1e8,
         h2d=2e8,
         d2h=1e8,
         h2d_both=1.5e8,

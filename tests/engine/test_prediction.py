@@ -24,7 +24,7 @@ def machine(folder: Path, **changes: Any) -> Machine:
             name="round figures",
             host=Host(cores=2, memory=2**34, lockable=2**34, copy=1e10, optimizer={"adamw.fp32": 1e8}),
             device=Device(
-                name="cpu", kind="cpu", memory=2**34, flops={"fp32": 1e11},
+                name="cpu", kind="cpu", memory=2**34, flops={"fp32": 1e11}, copy=1e10,
                 h2d=1e10, d2h=1e10, h2d_both=1e10, d2h_both=1e10,
             ),
             drives=(drive,),

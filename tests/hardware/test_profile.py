@@ -45,6 +45,7 @@ def machine(*drives: Drive, **changes: Any) -> Machine:
             kind="cuda",
             memory=2**34,
             flops={"bf16": 1e14},
+            copy=1e12,
             h2d=2e10,
             d2h=2e10,
             h2d_both=1.8e10,

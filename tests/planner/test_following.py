@@ -56,7 +56,15 @@ def machine(read: float = 400, write: float = 200, *, duplex: bool = True) -> Ma
         name="made up",
         host=Host(cores=2, memory=2**34, lockable=2**34, copy=1e10, optimizer={"adamw.fp32": 3e7}),
         device=Device(
-            name="cpu", kind="cpu", memory=2**34, flops={"fp32": 1e11}, h2d=2e9, d2h=2e9, h2d_both=1e9, d2h_both=1e9
+            name="cpu",
+            kind="cpu",
+            memory=2**34,
+            flops={"fp32": 1e11},
+            copy=1e10,
+            h2d=2e9,
+            d2h=2e9,
+            h2d_both=1e9,
+            d2h_both=1e9,
         ),
         drives=(drive,),
         contention={"compute+read": 0.2, "cpu+read": 0.3, "compute+cpu": 0.5, "cpu+compute": 0.4, "read+compute": 0.1},

@@ -346,7 +346,7 @@ def test_a_model_without_values_has_the_sizes_and_the_bytes_of_a_span(found: lis
     for of_rank in found:
         for _, stages in of_rank["sent"].values():
             assert sizes(stages) == sizes(profile.program.stages)
-    forward, backward = (sum(both[i] for both in profile.sent) for i in (0, 1))
+    forward, backward = (sum(both[i].sent for both in profile.work) for i in (0, 1))
     assert (forward, backward) == (sent(max(LENGTHS)), 2 * sent(max(LENGTHS)))
 
 

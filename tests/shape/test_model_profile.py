@@ -19,6 +19,7 @@ from penstock.config.optimizer import Orthogonal
 from penstock.errors import ConfigError, ModelError
 from penstock.hardware.machine import Device, DeviceKind, Host, Machine
 from penstock.schedule.place import Format
+from penstock.schedule.work import model_flops
 from penstock.shape import decoders, meta
 from penstock.shape.huggingface import HuggingFaceModel, model_shape
 from penstock.shape.model import EFFICIENCY, ModelProfile, stage_times
@@ -93,7 +94,7 @@ def test_a_dry_run_finds_what_a_probe_finds(name: str) -> None:
     found = dry(case)
     assert found.groups == tuple(g.spec for g in real.groups)
     assert found.stages == real.stages
-    assert found.flops == real.tape.flops
+    assert found.work == real.tape.work
 
 
 @pytest.mark.sampled(3, values=False)
@@ -103,7 +104,12 @@ def test_a_dry_run_in_16_bits_finds_what_a_probe_finds(name: str) -> None:
     real = Bench(case, case.model().to(torch.bfloat16), moving=True, splits=True)
     real.probe(case.micro_batches(1, dtype=torch.bfloat16)[0])
     found = dry(case, dtype=torch.bfloat16)
-    assert (found.stages, found.flops) == (real.stages, real.tape.flops)
+    # The real one's buffers are in 16 bits, too, and rotary frequencies are widened: 24 bytes.
+    prologue = real.tape.work[0][0]
+    fewer = tuple((replace(prologue, traffic=prologue.traffic - less), real.tape.work[0][1]) for less in (0, 24))
+    assert found.stages == real.stages
+    assert found.work[0] in fewer
+    assert found.work[1:] == real.tape.work[1:]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
@@ -113,8 +119,7 @@ def test_flop_are_those_that_torch_counts(name: str) -> None:
     with counter:
         case.loss_fn(case.model(), case.micro_batches(1)[0]).backward()
     found = dry(case)
-    again = sum(flops[0] for flops, s in zip(found.flops, found.stages, strict=True) if s.kind == "call")
-    assert sum(map(sum, found.flops)) - again == counter.get_total_flops()
+    assert model_flops(found.stages, found.work) == counter.get_total_flops()
 
 
 def test_a_gpu_keeps_less_of_attention_and_dropout() -> None:
@@ -229,6 +234,20 @@ FORMULAS: Mapping[str, dict[str, Any]] = {
 }
 
 
+def assert_equal_but_for_small_tensors(found: ModelProfile, exact: ModelProfile) -> None:
+    """A formula's bytes are those of what grows with tokens times widths; a token's own few numbers, masks and tables
+    of positions are left out. So they count here, where everything is small, to 3% of a stage that computes."""
+    for mine, theirs in zip(found.work, exact.work, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.traffic == pytest.approx(b.traffic, rel=0.03 if b.flops else 1, abs=1 << 20), (a, b)
+    without_traffic = [
+        tuple((replace(forward, traffic=0), replace(backward, traffic=0)) for forward, backward in profile.work)
+        for profile in (found, exact)
+    ]
+    assert without_traffic[0] == without_traffic[1]
+    assert found == replace(exact, work=found.work)
+
+
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("rows", "length", "form", "kind"),
@@ -252,7 +271,7 @@ def test_a_formula_gives_what_a_dry_run_gives(
     assert found.program.groups == exact.program.groups
     for mine, theirs in zip(found.program.stages, exact.program.stages, strict=True):
         assert mine == theirs
-    assert found == exact
+    assert_equal_but_for_small_tensors(found, exact)
 
 
 @pytest.mark.sampled(4)
@@ -266,8 +285,8 @@ def test_a_formula_knows_the_loss_in_tiles(
     exact = replace(shape, exact=True, splits=True).profile(rows, length, form)
     formula = decoders.from_config(FORMULAS[name], name=name)
     assert formula is not None
-    assert formula.profile(rows, length, form, loss_tile=tile) == exact
-    assert shape.profile(rows, length, form) == exact
+    assert_equal_but_for_small_tensors(formula.profile(rows, length, form, loss_tile=tile), exact)
+    assert_equal_but_for_small_tensors(shape.profile(rows, length, form), exact)
     if rows * length > tile:
         whole = replace(shape, loss_tile=None).profile(rows, length, form)
         assert exact.program.stages[-1].forward_peak < 0.75 * whole.program.stages[-1].forward_peak
@@ -281,16 +300,14 @@ def test_where_hidden_states_take_more_than_a_tile_what_is_planned_is_what_a_dry
 ) -> None:
     shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind="cuda" if form is BF16 else "cpu", loss_tile=tile)
     for rows in (1, tile // 2):
-        assert replace(shape, splits=True).profile(rows, 128, form) == replace(shape, exact=True, splits=True).profile(
-            rows, 128, form
-        )
+        found, exact = (replace(shape, exact=exact, splits=True).profile(rows, 128, form) for exact in (False, True))
+        assert_equal_but_for_small_tensors(found, exact)
 
 
 @pytest.mark.parametrize("name", ["gpt-175b", "llama-70b", "qwen3-8b"])
 def test_a_large_model_by_formula_is_the_real_one(name: str) -> None:
-    assert named(name).profile(2, 2048, BF16) == meta.from_config(CONFIGS[name], name=name, splits=True).profile(
-        2, 2048, BF16
-    )
+    exact = meta.from_config(CONFIGS[name], name=name, splits=True).profile(2, 2048, BF16)
+    assert_equal_but_for_small_tensors(named(name).profile(2, 2048, BF16), exact)
 
 
 @pytest.mark.parametrize(
@@ -447,17 +464,26 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
 
 HOST = Host(cores=2, memory=1 << 34, lockable=1 << 34, copy=1e10, optimizer={"adamw.fp32": 1e9})
 GPU = Device(
-    name="gpu", kind="cuda", memory=1 << 34, flops={"bf16": 1e14}, h2d=1e10, d2h=1e10, h2d_both=1e10, d2h_both=1e10
+    name="gpu",
+    kind="cuda",
+    memory=1 << 34,
+    flops={"bf16": 1e14},
+    copy=1e12,
+    h2d=1e10,
+    d2h=1e10,
+    h2d_both=1e10,
+    d2h_both=1e10,
 )
 
 
-def test_seconds_are_flop_over_rate() -> None:
+def test_seconds_are_flop_over_rate_and_bytes_over_a_copys() -> None:
     profile = named("gpt-13b").profile(4, 1024, BF16)
     machine = Machine(name="test", host=HOST, device=GPU)
     times = stage_times(profile, machine, "bf16")
-    assert sum(times.forward) + sum(times.backward) == pytest.approx(profile.flops / (1e14 * EFFICIENCY["cuda"]))
+    reached, moved = EFFICIENCY["cuda"], sum(forward.traffic + backward.traffic for forward, backward in profile.work)
+    assert sum(times.forward) + sum(times.backward) == pytest.approx((profile.flops / 1e14 + moved / 2e12) / reached)
     assert (times.forward[0], times.backward[-1]) == (0.0, 0.0)
-    assert times.forward[1] == pytest.approx(profile.forward_flops[1] / 7e13)
-    assert stage_times(profile, machine, "bf16", efficiency=0.35).forward[1] == pytest.approx(2 * times.forward[1])
+    block = profile.work[1][0]
+    assert times.forward[1] == pytest.approx((block.flops / 1e14 + block.traffic / 2e12) / reached)
     with pytest.raises(ConfigError, match=r"precision='fp32': the profile of test has no rate for it, only for bf16"):
         stage_times(profile, machine, "fp32")

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.utils.deterministic
@@ -13,6 +14,7 @@ from penstock.errors import ConfigError
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _FIXED = (":4096:8", ":16:8")
 """Values of it with which cuBLAS computes the same bits in every run, by its manual."""
+_MEMORY: Any = torch.utils.deterministic  # torch's type information leaves its property out
 _HAS_NONE = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
@@ -35,9 +37,9 @@ def deterministic_kernels(asked: bool) -> Iterator[None]:
             f"each run: unset it, or set it to {_FIXED[0]}"
         )
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    filled = _MEMORY.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads memory before it is written
+    _MEMORY.fill_uninitialized_memory = False  # nothing reads memory before it is written
     try:
         yield
     except RuntimeError as error:
@@ -49,4 +51,4 @@ def deterministic_kernels(asked: bool) -> Iterator[None]:
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        _MEMORY.fill_uninitialized_memory = filled

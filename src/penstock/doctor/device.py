@@ -36,6 +36,12 @@ def _best(device: torch.device, dtype: torch.dtype, seconds: float, longest: flo
     return best
 
 
+def copies(device: torch.device, seconds: float, rounds: int) -> float:
+    """Bytes/s of copies in the memory of a device that is not the CPU, counted once; the median of the rounds."""
+    load, span = work.device_copies(device), Span(warm=min(0.05, seconds / 2), seconds=seconds)
+    return statistics.median(rate(load, span) for _ in range(rounds))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkRates:
     """Bytes per second; ``*_both``: while the other direction is busy too."""

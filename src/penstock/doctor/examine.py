@@ -261,8 +261,16 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working, o
         links = device.links(where, effort.seconds, effort.rounds)
     if where.type == "cpu":
         return Device(
-            name=system.cpu_name(), kind="cpu", memory=host.memory, flops=flops, optimizer=host.optimizer, **vars(links)
+            name=system.cpu_name(),
+            kind="cpu",
+            memory=host.memory,
+            flops=flops,
+            copy=host.copy,
+            optimizer=host.optimizer,
+            **vars(links),
         )
+    with working("Copies in the device's memory"):
+        copy = device.copies(where, effort.seconds, effort.rounds)
     with working("Optimizer steps on the device"):
         steps = device_steps(where, effort, only)
         different = None if effort.brief else agreement.other_bits(where)
@@ -272,6 +280,7 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working, o
         kind="cuda",
         memory=accelerator.of(where).memory(where)[1],
         flops=flops,
+        copy=copy,
         optimizer=steps,
         peak=maker_peak(name),
         node=numa.gpu_node(pci) if pci is not None and host.nodes > 1 else None,

@@ -31,6 +31,8 @@ _ROUND = 16
 """Chunks that a copy walks through at least: 128 MiB on either side."""
 QUEUED = 8
 """Copies to or from a GPU, or steps on it, that are queued before they are waited for, as lanes do."""
+_OVER_CACHES = 256 << 20
+"""Bytes of a copy in a device's memory: no device's caches hold as many."""
 _PART = 64
 """The part of free memory that one kind of work may walk through: five kinds at once on the device and the host, and
 three on each of eight ranks, leave more than half of it."""
@@ -130,6 +132,19 @@ def host_copies() -> Load:
         targets.bytes[part].copy_(sources.bytes[part])
 
     return Load(name="copy", workers=[one], amount=CHUNK * FP32)
+
+
+def device_copies(device: torch.device) -> Load:
+    """Copies in the memory of a device that is not the CPU, each of more than its caches hold; bytes."""
+    nbytes = min(_OVER_CACHES, accelerator.of(device).memory(device)[0] // 8)
+    source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def queued() -> None:
+        for _ in range(QUEUED):
+            target.copy_(source)
+        wait_for(device)
+
+    return Load(name="copy", workers=[queued], amount=QUEUED * nbytes)
 
 
 def product(device: torch.device, dtype: torch.dtype, size: int) -> Load:

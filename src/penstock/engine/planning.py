@@ -18,7 +18,7 @@ from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, s
 from penstock.engine.following import Following, Searched, Step, better, change_in_words, wear_in_words
 from penstock.engine.labels import LabelCount
 from penstock.engine.mixing import check_on_first
-from penstock.engine.probed import HandedOn, Probed, join, join_facts, model_flops, slowest_of, within
+from penstock.engine.probed import HandedOn, Probed, join, join_facts, slowest_of, within
 from penstock.engine.repeats import Repeats
 from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
@@ -46,6 +46,7 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program, Stage
+from penstock.schedule.work import model_flops
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
@@ -591,7 +592,7 @@ class Planning:
             stages=stages,
             facts=facts,
             times=times,
-            flops=model_flops(stages, shared.tape.flops),
+            flops=model_flops(stages, shared.tape.work),
             tokens=batch.tokens(micro_batch),
             nbytes=nbytes,
             moved=moved,

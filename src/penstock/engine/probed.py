@@ -92,19 +92,11 @@ class Probed:
     stages: tuple[Stage, ...]
     facts: tuple[StageFacts, ...]
     times: StageTimes | None
-    flops: float
+    flops: int
     tokens: int
     nbytes: int
     moved: batch.Shapes
     handed: HandedOn
-
-
-def model_flops(stages: Sequence[Stage], flops: Sequence[tuple[int, int]]) -> float:
-    """FLOP of (forward, backward) of each stage, without the forwards that the backward of calls runs again."""
-    again = (
-        forward for stage, (forward, backward) in zip(stages, flops, strict=True) if stage.kind == "call" and backward
-    )
-    return float(sum(map(sum, flops)) - sum(again))
 
 
 def slowest_of(times: Sequence[StageTimes | None]) -> StageTimes | None:

@@ -87,12 +87,14 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The device that computes. ``flops``: FLOP/s of a large matrix product, by dtype (``fp32``, ``bf16``, ...)."""
+    """The device that computes. ``flops``: FLOP/s of a large matrix product, by dtype (``fp32``, ``bf16``, ...).
+    ``copy``: bytes/s of a copy in its memory, counted once."""
 
     name: str
     kind: DeviceKind
     memory: int
     flops: Mapping[str, float]
+    copy: float
     h2d: float
     d2h: float
     h2d_both: float

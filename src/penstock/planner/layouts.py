@@ -188,7 +188,8 @@ def planned(asked: Asked, layout: Layout) -> Planned:
         )
     views = asked.views(layout.copies)
     slowest_view = min(views, key=lambda view: view.device.flops.get(asked.task.precision, 0.0))
-    device = replace(views[0].device, flops=slowest_view.device.flops)
+    slowest = slowest_view.device
+    device = replace(views[0].device, flops=slowest.flops, copy=slowest.copy)
     slow = replace(views[0], name=slowest_view.name, device=device)
     shared = {"ranks": hosts.ranks // layout.copies, "copies": layout.copies, "hosts": hosts.count}
     task = asked.of_rank(slow, **shared, stage=layout.stage)

@@ -12,6 +12,7 @@ from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind
 from penstock.schedule.place import FP32, Format
 from penstock.schedule.program import ELEMENTWISE, EXACT, OF_BLOCK, GroupSpec, Program, Stage
+from penstock.schedule.work import BothWays
 from penstock.shape.model import ModelProfile
 
 if TYPE_CHECKING:
@@ -65,15 +66,13 @@ class MetaModel:
             cp=self.cp,
             splits=self.splits,
         )
-        whole = (found.groups, found.stages, found.flops, found.sent) if names is None else _lengthen(found, names)
+        whole = (found.groups, found.stages, found.work) if names is None else _lengthen(found, names)
         if whole is None:
             return self._unshortened.profile(micro_batch_size, sequence_length, form)
-        groups, stages, flops, sent = whole
+        groups, stages, work = whole
         return ModelProfile(
             program=Program(groups=groups, stages=stages),
-            forward_flops=tuple(float(forward) for forward, _ in flops),
-            backward_flops=tuple(float(backward) for _, backward in flops),
-            sent=sent if self.cp > 1 else (),
+            work=work,
             tokens=micro_batch_size * span,
             parameters=parameters,
         )
@@ -92,14 +91,13 @@ class MetaModel:
         return replace(self, repeats=False)
 
 
-Flops = tuple[tuple[int, int], ...]
 _KINDS = (ELEMENTWISE + EXACT, ELEMENTWISE, EXACT, "")
 """The endings that may follow a block's name in the names of its groups."""
 
 
 def _lengthen(
     short: "DryRun", names: tuple[str, ...]
-) -> tuple[tuple[GroupSpec, ...], tuple[Stage, ...], Flops, Flops] | None:
+) -> tuple[tuple[GroupSpec, ...], tuple[Stage, ...], tuple[BothWays, ...]] | None:
     """The run of a model with all blocks ``names``, from the run with the first, the second and the last of them.
 
     None where the run was not: prologue, three calls, epilogue, each call reading its own groups, which come last, as
@@ -147,8 +145,8 @@ def _lengthen(
         *(renamed(group, i, names[1 + i]) for i in copies for group in short.groups[own : own + each]),
         *(renamed(group, more, names[-1]) for group in short.groups[own + each :]),
     )
-    flops, sent = ((*own[:2], *([own[2]] * (more + 1)), *own[3:]) for own in (short.flops, short.sent))
-    return groups, stages, flops, sent
+    own_work = short.work
+    return groups, stages, (*own_work[:2], *([own_work[2]] * (more + 1)), *own_work[3:])
 
 
 def from_config(

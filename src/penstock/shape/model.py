@@ -14,39 +14,34 @@ from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
+from penstock.schedule.work import BothWays, Work, model_flops
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model and one of its micro-batches. FLOP count a multiplication and an addition as two.
+    """A model and one of its micro-batches.
 
-    ``forward_flops[stage]``: the stage's forward; of the epilogue, whose backward runs at once, forward and backward.
-    ``backward_flops[stage]``: the stage's backward, the recomputation of a call's forward included; 0 for the epilogue.
-    ``sent[stage]``: bytes that the attention of ranks which share each sequence sends in the stage's forward and in its
-    backward; empty: they share none. ``tokens``: of one micro-batch, that are one rank's. ``parameters``: elements
+    ``work``: of each stage. ``tokens``: of one micro-batch, that are one rank's. ``parameters``: elements
     without padding, tied ones counted once.
     """
 
     program: Program
-    forward_flops: tuple[float, ...]
-    backward_flops: tuple[float, ...]
-    sent: tuple[tuple[int, int], ...] = ()
+    work: tuple[BothWays, ...]
     tokens: int
     parameters: int
 
     def __post_init__(self) -> None:
-        assert len(self.forward_flops) == len(self.backward_flops) == len(self.program.stages)
+        assert len(self.work) == len(self.program.stages)
 
     @property
-    def flops(self) -> float:
-        """All that one micro-batch computes."""
-        return sum(self.forward_flops) + sum(self.backward_flops)
+    def flops(self) -> int:
+        """FLOP of all products of one micro-batch."""
+        return sum(forward.flops + backward.flops for forward, backward in self.work)
 
     @property
-    def model_flops(self) -> float:
+    def model_flops(self) -> int:
         """``flops`` without what is computed a second time: what model FLOPs utilisation (MFU) counts."""
-        stages = zip(self.program.stages, self.forward_flops, self.backward_flops, strict=True)
-        return self.flops - sum(forward for stage, forward, backward in stages if stage.kind == "call" and backward)
+        return model_flops(self.program.stages, self.work)
 
 
 class ModelShape(Protocol):
@@ -92,19 +87,18 @@ class StageTimes:
         return both - second, second
 
 
-EFFICIENCY = {"cuda": 0.7, "cpu": 0.7}
-"""The share of the rate of a large matrix product that a stage reaches, by kind of device.
+EFFICIENCY = {"cuda": 0.93, "cpu": 0.87}
+"""The share of the rates of a large matrix product and of a large copy that a stage's ops reach, by kind of device.
 
-An estimate: the rest of the time goes to what is not a matrix product (norms, activations, softmax, casts: bound by
-memory), to smaller products, and to attention.
+Measured (docs/log.md): Llamas of 1.3B and 3.4B on an H100 with 8,192 and 16,384 tokens in a micro-batch, and small
+ones on a processor. With so few tokens that an op takes no longer than the host takes to queue it, stages take longer.
 """
 
 
-def stage_times(profile: ModelProfile, machine: Machine, precision: str, efficiency: float | None = None) -> StageTimes:
-    """Seconds of each stage on a machine: FLOP over the rate of ``precision`` times ``efficiency``, and what its
-    attention sends at the rate of the network, as which it waits for the others.
-
-    ``efficiency``: None is ``EFFICIENCY`` of the machine's kind of device.
+def stage_times(profile: ModelProfile, machine: Machine, precision: str) -> StageTimes:
+    """Seconds of each stage on a machine: FLOP over the rate of ``precision``, what other ops move over that of a copy,
+    which reads and writes, both times ``EFFICIENCY``; and what its attention sends at the rate of the network, as which
+    it waits for the others.
 
     Raises:
         ConfigError: the machine's profile has no rate for ``precision``, or for what ranks send each other.
@@ -116,17 +110,21 @@ def stage_times(profile: ModelProfile, machine: Machine, precision: str, efficie
             f"precision={precision!r}: the profile of {machine.name} has no rate for it, only for {known}. "
             "Choose one of these, or measure it: penstock doctor"
         )
-    rate *= EFFICIENCY[machine.device.kind] if efficiency is None else efficiency
-    sent = profile.sent or ((0, 0),) * len(profile.forward_flops)
+    reached = EFFICIENCY[machine.device.kind]
+    products, memory = rate * reached, 2 * machine.device.copy * reached
     network = machine.network
-    if profile.sent and network is None:
+    sends = any(forward.sent or backward.sent for forward, backward in profile.work)
+    if sends and network is None:
         raise ConfigError(
             f"the profile of {machine.name} does not tell how fast ranks send to each other: measure the machine anew "
             "with penstock doctor, or add a network (bandwidth, latency) to its profile"
         )
     pace = 0.0 if network is None else 1 / network.bandwidth
-    forward, backward = ([both[i] * pace for both in sent] for i in (0, 1))
+
+    def seconds(work: Work) -> float:
+        return work.flops / products + work.traffic / memory + work.sent * pace
+
     return StageTimes(
-        forward=tuple(f / rate + wait for f, wait in zip(profile.forward_flops, forward, strict=True)),
-        backward=tuple(f / rate + wait for f, wait in zip(profile.backward_flops, backward, strict=True)),
+        forward=tuple(seconds(forward) for forward, _ in profile.work),
+        backward=tuple(seconds(backward) for _, backward in profile.work),
     )

@@ -29,6 +29,7 @@ from penstock.schedule.program import (
     Stage,
     flat_numel,
 )
+from penstock.schedule.work import NOTHING, Work
 from penstock.shape.model import ModelProfile
 
 
@@ -89,12 +90,26 @@ class Transformer:
         epilogue = sizes.epilogue() if loss_tile is None else sizes.epilogue_in_tiles(loss_tile)
         stages = (sizes.prologue(), *(sizes.call(i) for i in range(self.layers)), epilogue)
         block, head = sizes.block_flops(), 2 * sizes.tokens * self.hidden * self.vocabulary
+        forward_traffic, backward_traffic = sizes.block_traffic()
+        embedding = (sizes.tokens + self.vocabulary) * self.hidden * form.weight_bytes  # its gradient
         attention = 4 * sizes.tokens * sequence_length * self.heads * self.head_dim
-        backward = block + 2 * block + attention / 2
+        backward = block + 2 * block + attention // 2
         return ModelProfile(
             program=Program(groups=self.groups(form), stages=stages),
-            forward_flops=(0.0, *(float(block),) * self.layers, (3.0 if loss_tile is None else 4.0) * head),
-            backward_flops=(0.0, *(float(backward),) * self.layers, 0.0),
+            work=(
+                (NOTHING, Work(traffic=embedding)),
+                *(
+                    (
+                        Work(flops=block, traffic=forward_traffic),
+                        Work(flops=backward, traffic=backward_traffic),
+                    ),
+                )
+                * self.layers,
+                (
+                    Work(flops=(3 if loss_tile is None else 4) * head, traffic=sizes.epilogue_traffic(loss_tile)),
+                    NOTHING,
+                ),
+            ),
             tokens=sizes.tokens,
             parameters=sum(n for end in self.ends for n in end.sizes) + self.layers * sum(map(prod, self.block)),
         )
@@ -203,6 +218,35 @@ class _Sizes:
         shape = self.shape
         return 2 * self.tokens * shape.matrices + 4 * self.tokens * self.length * shape.heads * shape.head_dim
 
+    def block_traffic(self) -> tuple[int, int]:
+        """Bytes that ops of a block beside products move in its forward and its backward, which computes that again:
+        so many for each element of a token's hidden state, of its queries, keys and values, and of its MLP."""
+        shape, narrow = self.shape, self.weight_bytes != FP32
+        if not shape.gated:
+            return 10 * self.u + 18 * self.w, 33 * self.u + 47 * self.w
+        heads = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
+        normed = ((36, 128) if narrow else (28, 120)) if shape.qk_norm else (0, 0)
+        hidden, rotated = ((84, 299), (20, 52)) if narrow else ((81, 327), (40, 103))
+        forward, backward = (
+            self.tokens * (hidden[i] * shape.hidden + (rotated[i] + normed[i]) * heads) for i in (0, 1)
+        )
+        return forward + 5 * self.w, backward + 14 * self.w
+
+    def epilogue_traffic(self, tile: int | None) -> int:
+        """Of the last norm and the loss, forward and backward: so many bytes for each element of a hidden state and of
+        logits; where the loss is in ``tile``s, for the hidden states of each slice of the vocabulary, too."""
+        shape, narrow = self.shape, self.weight_bytes != FP32
+        hidden = (128 if narrow else 120) if shape.gated else 5 * self.weight_bytes
+        if tile is None:
+            return self.tokens * (hidden * shape.hidden + (44 if narrow else 32) * shape.vocabulary)
+        slices = -(-shape.vocabulary // self.slice_of(tile))
+        hidden += (14 + 10 * slices) if narrow else (10 + 12 * slices)
+        return self.tokens * (hidden * shape.hidden + (74 if narrow else 56) * shape.vocabulary)
+
+    def slice_of(self, tile: int) -> int:
+        """Words of the vocabulary whose logits of all tokens are as many as those of all words for a ``tile``."""
+        return max(1, tile * self.shape.vocabulary // max(self.tokens, tile))
+
     def prologue(self) -> Stage:
         shape, e, positions = self.shape, self.weight_bytes, 8 * self.length
         reads = shape.readers(self.form, first=True)
@@ -279,7 +323,7 @@ class _Sizes:
         small slices have it a moment later, where the slope times the slice's weights is as large as the hidden states.
         """
         shape, e, tokens = self.shape, self.weight_bytes, self.tokens
-        width = max(1, tile * shape.vocabulary // max(tokens, tile))
+        width = self.slice_of(tile)
         part = e * tokens * width
         logits = 2 * part if e == FP32 else 2 * part + 2 * FP32 * tokens * width
         if shape.gated and e == FP32:

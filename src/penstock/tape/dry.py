@@ -15,6 +15,7 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec, Stage
+from penstock.schedule.work import BothWays
 from penstock.tape.blocks import find_blocks
 from penstock.tape.fused import Fused, Kind
 from penstock.tape.groups import group_parameters
@@ -28,13 +29,11 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """The result of a dry run. ``flops[stage]``: of the forward and of the backward, as ``tape.probe.Probe.flops``; and
-    ``sent`` likewise."""
+    """The result of a dry run; ``work`` of each stage."""
 
     groups: tuple[GroupSpec, ...]
     stages: tuple[Stage, ...]
-    flops: tuple[tuple[int, int], ...]
-    sent: tuple[tuple[int, int], ...]
+    work: tuple[BothWays, ...]
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -99,7 +98,7 @@ def dry_run(
         raise ModelError(f"the model cannot be run on the meta device: {_first_line(error)}") from error
     finally:
         tape.close()
-    return DryRun(groups=tuple(g.spec for g in groups), stages=stages, flops=tape.flops, sent=tape.sent_by_stages)
+    return DryRun(groups=tuple(g.spec for g in groups), stages=stages, work=tape.work)
 
 
 def shorten(model: nn.Module) -> tuple[str, ...] | None:

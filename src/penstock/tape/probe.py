@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.compat.torch import persistent_buffers, unwatched, without_functions
 from penstock.errors import ModelError
 from penstock.schedule.program import OF_BLOCK, Stage
+from penstock.schedule.work import BothWays, Work
 from penstock.tape import graph, trees
 from penstock.tape.asked import Asked
 from penstock.tape.buffers import BufferBefore, ModulesBefore, attributes_of, copies
@@ -73,10 +74,8 @@ class Probe:
         ] = {}  # identity of a parameter with a hook -> the segment that its gradient is from
         self.handed: tuple[Handed | None, ...] = ()
         """The arguments of each stage's call, after ``run``."""
-        self.flops: tuple[tuple[int, int], ...] = ()
-        """FLOP of each stage's forward and backward, after ``run``."""
-        self.sent: tuple[tuple[int, int], ...] = ()
-        """Bytes that each stage's attention sends in its forward and backward, after ``run``."""
+        self.work: tuple[BothWays, ...] = ()
+        """Of each stage, after ``run``."""
         self.waits = Waits()
         """The waits of the forward for the device."""
         self.seen = Calls()
@@ -113,7 +112,7 @@ class Probe:
                 self._run_backward(suspended)
                 self._views.refuse()
             tape.changing |= {(buffer.module, buffer.name) for buffer in before.changed()}
-            self.flops, self.sent = found.flops(), found.sent()
+            self.work = found.work()
             self.handed = tuple(self.seen.calls.get(members[0]) for members in found.members)
             return found.stages(), found.facts()
         finally:
@@ -208,13 +207,16 @@ class Probe:
                 self._refuse_replaced(site.module)
         finally:
             put_back(self._before.values())  # where the call was broken off, or refused
-            usage.end, usage.peak, usage.flops = watch.live, watch.peak, usage.flops + watch.flops
-            usage.sent += self._tape.sent
+            usage.end, usage.peak, usage.work = watch.live, watch.peak, self._work() - usage.work
             self._release()
 
     def _begin(self, usage: Usage) -> None:
         usage.start = self._watch.peak = self._watch.live
-        usage.flops, usage.sent = -self._watch.flops, -self._tape.sent
+        usage.work = self._work()
+
+    def _work(self) -> Work:
+        """All that was computed and sent so far."""
+        return self._watch.work + Work(sent=self._tape.sent)
 
     def _pack(self, tensor: torch.Tensor) -> graph.SavedTensor | graph.WeightView:
         birth = self._watch.birth(tensor)

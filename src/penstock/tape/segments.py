@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.schedule.place import end_to_end
 from penstock.schedule.program import Stage
+from penstock.schedule.work import NOTHING, BothWays, Work
 from penstock.tape import trees
 from penstock.tape.facts import Facts, Site, StageFacts
 from penstock.tape.watch import Birth
@@ -20,12 +21,10 @@ from penstock.tape.watch import Birth
 
 @dataclass
 class Usage:
-    """The groups that a segment read in one direction, its FLOP, the bytes that its attention sent to ranks that share
-    each sequence, and live bytes at its start, its end and at most."""
+    """The groups that a segment read in one direction, its work, and live bytes at its start, its end and at most."""
 
     reads: set[int] = field(default_factory=set)
-    flops: int = 0
-    sent: int = 0
+    work: Work = NOTHING
     start: int = 0
     end: int = 0
     peak: int = 0
@@ -116,23 +115,13 @@ class Stages:
     def stages(self) -> tuple[Stage, ...]:
         return tuple(self._stage(index) for index in range(len(self.members)))
 
-    def flops(self) -> tuple[tuple[int, int], ...]:
-        """FLOP of each stage's forward and backward. The epilogue's backward is part of its forward."""
-        found = []
-        for members in self.members:
-            segments = [self._segments[i] for i in members]
-            found.append(
-                (
-                    sum(segment.forward.flops for segment in segments),
-                    sum(segment.backward.flops for segment in segments),
-                )
-            )
-        return tuple(found)
-
-    def sent(self) -> tuple[tuple[int, int], ...]:
-        """Bytes that each stage's attention sends in the forward and in the backward."""
+    def work(self) -> tuple[BothWays, ...]:
+        """The work of each stage."""
         all_of = [[self._segments[i] for i in members] for members in self.members]
-        return tuple((sum(s.forward.sent for s in own), sum(s.backward.sent for s in own)) for own in all_of)
+        return tuple(
+            (sum((s.forward.work for s in own), NOTHING), sum((s.backward.work for s in own), NOTHING))
+            for own in all_of
+        )
 
     def facts(self) -> tuple[StageFacts, ...]:
         found = []

@@ -20,6 +20,7 @@ from torch import nn
 from penstock.compat.torch import next_number
 from penstock.errors import ModelError
 from penstock.schedule.program import Stage
+from penstock.schedule.work import BothWays
 from penstock.tape import graph, rng, trees
 from penstock.tape.blocks import Block
 from penstock.tape.boundary import check_installed, install, remove, site_of
@@ -80,10 +81,8 @@ class Tape:
         self.aliases = tuple(aliases)
         self.device = device
         self.facts: tuple[StageFacts, ...] = ()
-        self.flops: tuple[tuple[int, int], ...] = ()
-        """FLOP of each stage's forward and backward, of the latest probe."""
-        self.sent_by_stages: tuple[tuple[int, int], ...] = ()
-        """Bytes that attention sends in each stage's forward and backward, by the latest probe."""
+        self.work: tuple[BothWays, ...] = ()
+        """Of each stage, by the latest probe."""
         self.compared: tuple[tuple[Compared, ...], float | None] = ((), None)
         """Losses of torch that the latest probe's code has called, and the value of the model's own."""
         self.handed: tuple[Handed | None, ...] = ()
@@ -158,8 +157,7 @@ class Tape:
         probe = Probe(self, load, unload)
         stages, self.facts = probe.run(micro_batch, train)
         self.handed, self.shared = probe.handed, tuple(probe.seen.shared)
-        self.sent_by_stages = probe.sent
-        self.flops, self.compared = probe.flops, (tuple(probe.losses.seen), probe.loss)
+        self.work, self.compared = probe.work, (tuple(probe.losses.seen), probe.loss)
         self.waits = tuple(probe.waits.found)
         return stages
 

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.compat import torch as private
 from penstock.compat.torch import packet_of, schema_of, storage_key
+from penstock.schedule.work import Work
 from penstock.tape import trees
 
 _ATEN = torch.ops.aten
@@ -106,6 +107,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         self.segment = 0
         self.flops = 0
+        self.traffic = 0
         self.births: dict[int, Birth] = {}
         self._parameters = parameters  # identity of a parameter -> its group
         self._on_weight = on_weight
@@ -117,6 +119,11 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count bytes that no op of the model has made, or (negative) has freed."""
         self.live += nbytes
         self.peak = max(self.peak, self.live)
+
+    @property
+    def work(self) -> Work:
+        """All that was computed so far."""
+        return Work(flops=self.flops, traffic=self.traffic)
 
     def birth(self, tensor: torch.Tensor) -> Birth | None:
         return self.births.get(storage_key(tensor)) if trees.has_storage(tensor) else None
@@ -131,6 +138,8 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             formula = FLOP.get(packet_of(func))
             if formula is not None:
                 self.flops += _flop(formula, args, kwargs, result)
+            else:
+                self.traffic += _traffic(func, inputs, written, result)
             unwaited = kwargs.get("non_blocking", packet_of(func) is torch.ops.aten.copy_ and len(args) > 2 and args[2])
             self._behind(func, inputs, written, result, bool(unwaited))
         return result
@@ -187,6 +196,33 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(value, list | tuple):
             found.update((id(item), item) for item in value if isinstance(item, torch.Tensor))
     return [item for item in found.values() if trees.has_storage(item)]
+
+
+_PICKING = {_ATEN.embedding, _ATEN.gather, _ATEN.index, _ATEN.index_select}
+"""Ops that read as much of what they pick from as they return."""
+_MAKING = {
+    *(_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided),
+    _ATEN.scalar_tensor,
+}
+"""Ops that return memory as it is, or one number."""
+
+
+def _traffic(func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], result: Any) -> int:
+    """Bytes of memory that an op which is no product moves: each argument's, and each result's that is no view."""
+    packet = packet_of(func)
+    if packet in _MAKING:
+        return 0
+    old = {storage_key(t) for t in inputs}
+    made = written or [t for t in _tensors((result,)) if storage_key(t) not in old]
+    if not made:
+        return 0  # a view
+    put = sum(map(_nbytes, made))
+    return 2 * put if packet in _PICKING else put + sum(map(_nbytes, inputs))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of memory that a tensor's elements are in: one that is expanded has fewer than elements."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _flop(formula: Callable[..., int], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:

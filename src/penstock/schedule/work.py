@@ -1,0 +1,38 @@
+"""What a stage computes and moves, before anything is known of a machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.schedule.program import Stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The work of one micro-batch in one direction of a stage.
+
+    ``flops``: of matrix products, a multiplication and an addition counted as two. ``traffic``: bytes that all other
+    ops read from the device's memory and write to it. ``sent``: bytes that attention sends to ranks that share each
+    sequence.
+    """
+
+    flops: int = 0
+    traffic: int = 0
+    sent: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(flops=self.flops + other.flops, traffic=self.traffic + other.traffic, sent=self.sent + other.sent)
+
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(flops=self.flops - other.flops, traffic=self.traffic - other.traffic, sent=self.sent - other.sent)
+
+
+NOTHING = Work()
+BothWays = tuple[Work, Work]
+"""Of a stage's forward, and of its backward, the recomputation of a call's forward included. The epilogue's backward
+runs at once: it is part of its forward."""
+
+
+def model_flops(stages: Sequence[Stage], work: Sequence[BothWays]) -> int:
+    """FLOP without what is computed a second time: what model FLOPs utilisation (MFU) counts."""
+    calls = (both[0] for stage, both in zip(stages, work, strict=True) if stage.kind == "call" and both[1].flops)
+    return sum(forward.flops + backward.flops for forward, backward in work) - sum(again.flops for again in calls)
