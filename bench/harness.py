@@ -7,12 +7,13 @@ A *side* is a command that takes ``--work`` and ``--report`` and leaves one line
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -150,6 +151,14 @@ def joining(group: Path | None) -> Callable[[], None]:
     return join
 
 
+def end_all_of(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was started in a session of its own, and those that it has started, which would go on beside
+    whoever comes next: DeepSpeed's SuperOffload steps in one."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def run(side: Side, work: Work, *, group: Path | None, logs: Path, warm_up: int, patience: float | None = None) -> Run:
     """Run one side to its end in ``group`` and return what it reported. ``patience``: seconds that it may take.
 
@@ -169,12 +178,14 @@ def run(side: Side, work: Work, *, group: Path | None, logs: Path, warm_up: int,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             preexec_fn=joining(group),
+            start_new_session=True,
         )
         try:
             code = process.wait(patience)
         except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
+            code = -signal.SIGKILL
+        finally:
+            end_all_of(process)
     steps = [Step(**json.loads(line)) for line in report.read_text().splitlines()] if report.exists() else []
     if code != 0 or len(steps) != work.steps:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.doctor import examine
+from penstock.doctor import examine, optimizer
 from penstock.engine import profile
 from penstock.engine.device import name_of
 from penstock.engine.profile import profile_of
@@ -139,11 +139,11 @@ def test_what_ranks_send_each_other_is_measured_where_a_profile_does_not_tell(
 def test_an_optimizer_that_a_profile_has_not_seen_on_the_device_is_measured_there(
     tmp_path: Path, asked: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def of_one(where: torch.device, effort: examine.Effort, only: str) -> dict[str, float]:
+    def of_one(where: torch.device, *effort: object, threads: int, only: str) -> dict[str, float]:
         asked.append(("steps", only))
         return {only: 5e9}
 
-    monkeypatch.setattr(examine, "device_steps", of_one)
+    monkeypatch.setattr(optimizer, "steps", of_one)
     known, where = measured_here(machine(tmp_path)), torch.device(DEVICE, 0)
     device = replace(known.device, name=name_of(where), kind="cuda", optimizer={"adamw.bf16": 1e9})
     known = replace(known, device=device)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import penstock
-from penstock.cli import main
+from penstock.cli import main, train
 from penstock.cli.plan_text import describe
 from penstock.cli.settings import load
 from penstock.cli.showing.display import choose_display
@@ -201,6 +202,29 @@ def test_training_measures_anew_where_the_stored_profile_is_of_another_kind(
     assert found is not None
     assert found.device.kind == "cpu"
     assert "no profile for this kind of device yet: measuring it" in capsys.readouterr().out
+
+
+def test_training_measures_the_steps_that_a_stored_profile_lacks_of_its_gpu(
+    config: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no other optimizer's, nor those a second time: each has kernels to be compiled."""
+    measured = list[str]()
+
+    def of_one(where: torch.device, *effort: object, threads: int, only: str) -> dict[str, float]:
+        measured.append(only)
+        return {only: 5e9}
+
+    gpu = replace(two_drives(config.parent), device=GPU.device)
+    save_profile(gpu)
+    monkeypatch.setattr("penstock.doctor.optimizer.steps", of_one)
+    monkeypatch.setattr(train, "resolve_device", lambda asked: torch.device("cuda", 0))
+    monkeypatch.setattr(train, "name_of", lambda device: GPU.device.name)
+    for _ in range(2):
+        found = profile_for_plan(load(config, []), choose_display(sys.stdout))
+        assert found is not None
+        assert found.device.optimizer == {**GPU.device.optimizer, "adamw.bf16": 5e9}
+    assert measured == ["adamw.bf16"]
+    assert "measuring it" not in capsys.readouterr().out
 
 
 def test_what_cannot_be_measured_says_how_to_train_without(

@@ -52,6 +52,7 @@ from penstock.hardware.profiles import find_profile, save_profile, why_none
 from penstock.hardware.sharing import knows_ranks
 from penstock.hf.lora import BaseWeights
 from penstock.loss.tiled import plain_head, tiled_loss
+from penstock.optim.facade import rate_name
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner.durability import Weighed
 from penstock.ranks.group import Ranks
@@ -391,25 +392,31 @@ def _schedule(asked: Family | Path, ranks: int) -> Family | Schedule:
 
 def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> Machine | None:
     """The profile to plan for: the one that is stored, else a quick one that is made and stored now, also of what so
-    many ``ranks`` send each other."""
+    many ``ranks`` send each other. Of a GPU's optimizers only the run's own is measured, as each has kernels to be
+    compiled."""
     if config.plan is None:
         return None
+    from penstock.doctor import examine
+
     paths, device = config.budget.disk_paths, resolve_device(config.device)
     kind, name = kind_of(device), None if device.type == "cpu" else name_of(device)
     found = find_profile(paths, kind=kind, device=name)
+    steps = rate_name(optimizer_spec(config.optimizer), _precision(config))
     if found is None:
-        from penstock.doctor import examine
-
         other = " for this kind of device" if find_profile(paths) is not None else ""
         why = why_none(paths, kind=kind, device=name) or f"This machine has no profile{other} yet"
         display.say(f"{why[0].upper()}{why[1:]}: measuring it, once (penstock doctor does it more thoroughly)")
         among = (ranks,) if ranks > 1 and kind == "cpu" else ()
         existing = dict.fromkeys(next(p for p in (path, *path.parents) if p.is_dir()) for path in paths)
         try:
-            save_profile(examine.examine(list(existing), examine.QUICK, device, display.working, among))
+            save_profile(examine.examine(list(existing), examine.QUICK, device, display.working, among, steps))
         except ConfigError as error:
             raise ConfigError(f"{error}. Or train without a prediction, which measures nothing: --plan null") from None
         found = find_profile(paths, kind=kind, device=name)
+    elif kind != "cpu" and steps not in found.device.optimizer:
+        with display.working(f"Steps of {steps} on the device"):
+            found = examine.with_device_steps(found, device, steps, examine.QUICK)
+        save_profile(found)
     return found
 
 

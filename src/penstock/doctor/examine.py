@@ -248,8 +248,13 @@ def _lockable(seen: System, where: torch.device) -> int:
     return seen.lockable
 
 
-def device_steps(where: torch.device, effort: Effort, only: str | None = None) -> dict[str, float]:
-    """``Device.optimizer`` of a GPU, or of it ``only`` one."""
+def with_device_steps(machine: Machine, where: torch.device, only: str, effort: Effort) -> Machine:
+    """The machine with the rate of one more optimizer's steps on its GPU, as in ``Device.optimizer``."""
+    rates = {**machine.device.optimizer, **_device_steps(where, effort, only)}
+    return replace(machine, device=replace(machine.device, optimizer=rates))
+
+
+def _device_steps(where: torch.device, effort: Effort, only: str | None) -> dict[str, float]:
     return optimizer.steps(where, effort.seconds / 5, effort.rounds, threads=1, only=only)
 
 
@@ -272,8 +277,8 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working, o
     with working("Copies in the device's memory"):
         copy = device.copies(where, effort.seconds, effort.rounds)
     with working("Optimizer steps on the device"):
-        steps = device_steps(where, effort, only)
-        different = None if effort.brief else agreement.other_bits(where)
+        steps = _device_steps(where, effort, only)
+        different = None if effort.brief or only is not None else agreement.other_bits(where)
     pci = numa.pci_address(where)
     return Device(
         name=(name := accelerator.of(where).name(where)),
