@@ -17,7 +17,7 @@ DOCUMENTED = {
     *LIBRARIES,
     *("torch.nn", "torch.nn.functional", "torch.overrides", "torch.autograd.graph", "torch.func"),
     *("torch.optim.lr_scheduler", "torch.utils.checkpoint", "torch.utils.tensorboard"),
-    *("torch.distributed", "torch.distributed.device_mesh"),
+    *("torch.distributed", "torch.distributed.device_mesh", "torch.utils.deterministic"),
 }
 """Modules that a library documents: what they have is public."""
 

@@ -1,4 +1,4 @@
-"""What a stage computes and moves, before anything is known of a machine."""
+"""The work of stages: products, bytes of memory, and messages, before anything is known of a machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
