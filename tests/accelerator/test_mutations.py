@@ -5,6 +5,7 @@ Each mutation takes one line from the engine. It is found whatever the timing wa
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 import penstock
 from penstock import accelerator
+from penstock.engine.visiting import VisitingWeights
 from penstock.runtime.actions.saved_activations import SavedActivations
 from penstock.runtime.executor import Executor
 from penstock.runtime.streams import DeviceStreams
@@ -197,6 +199,24 @@ def test_it_is_found_where_nothing_says_that(name: str, tmp_path: Path, monkeypa
     found = found_while(mutation.doing, tmp_path / "store")
     assert found
     assert all(mutation.found in each for each in found), found
+
+
+def test_what_copies_that_wait_pass_through_is_page_locked(tmp_path: Path) -> None:
+    """Such a copy is in order without that, and takes twice as long: so it is looked at where it is made."""
+    device, locked = torch.device(DEVICE, 0), list[bool]()
+
+    def load(self: VisitingWeights, g: int) -> None:
+        locked.append(self._bounce.bytes.is_pinned())
+        plain(self, g)
+
+    plain = VisitingWeights.load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VisitingWeights, "load", load)
+        steps(budget(tmp_path / "store"))
+    with closing(background.DeviceCopies(device)) as copies:
+        locked.append(copies.bounce.bytes.is_pinned())
+    assert len(locked) > 1
+    assert all(locked)
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])

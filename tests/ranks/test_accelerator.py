@@ -262,6 +262,13 @@ MUTATIONS = {
     "the event of a piece's copy is recorded": Mutation(
         owner=Staging, name="_mark", line="found.record(self._its.current_stream(self._device))"
     ),
+    "what messages pass through is page-locked": Mutation(
+        owner=Staging,
+        name="__init__",
+        line="self._slab = HostSlab(2 * _EACH_WAY * piece, beside=device)",
+        instead="self._slab = HostSlab(2 * _EACH_WAY * piece)",
+        found="not page-locked",
+    ),
     "a piece is sent when it has been copied": Mutation(owner=staging, name="_hand_on", line="came.synchronize()"),
     "a piece is received when the one before is on the device": Mutation(
         owner=Staging, name="receive", line="left.pop(0).synchronize()", instead="left.pop(0)"
