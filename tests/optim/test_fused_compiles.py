@@ -48,10 +48,11 @@ def test_a_step_compiles_and_contracts_nothing(state: str, moments: str) -> None
     scalars = dict.fromkeys(Scalars.__dataclass_fields__, "fp32")
     like = None if state == "whole" else tl.bfloat16
     settings = {"kind": "adamw", "rounding": moments == "fp32", "split": state == "split", "like": like}
-    pointers = {"grad": "*fp32", "n": "i32", "squares": None}
+    pointers = {"grad": "*fp32", "n": "i32", "squares": None if state == "whole" else "*fp64"}
     text = assembly(fused_device.step, pointers | scalars | STATE[state] | MOMENTS[moments] | settings)
-    assert "fma.rn.f32" not in text
+    assert "fma.rn" not in text
     assert "div.rn.f32" in text
+    assert ("mul.rn.f64" in text) == (state != "whole")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_both_halves_of_a_step_of_matrices_compile(kind: str, state: str, moment
     none = dict.fromkeys(("first", "first_scales", "second", "second_scales"))
     kept = none | ({key: MOMENTS[moments][key] for key in ("first", "first_scales")} if moments else {})
     pointers = {"grad": "*bf16" if kind == "orthogonal" else "*fp32", "n": "i32", "squares": None}
-    assert "fma.rn.f32" not in assembly(fused_device.step, pointers | scalars | STATE[state] | kept | settings)
+    assert "fma.rn" not in assembly(fused_device.step, pointers | scalars | STATE[state] | kept | settings)
 
 
 @pytest.mark.parametrize("codes", ["*i8", "*u8"])
@@ -77,7 +78,28 @@ def test_conversions_of_codes_compile(name: str, codes: str) -> None:
     from penstock.optim import fused_device
 
     arguments = {"codes": codes, "scales": "*i16", "values": "*fp32", "n": "i32"}
-    assert "fma.rn.f32" not in assembly(getattr(fused_device, name), arguments)
+    assert "fma.rn" not in assembly(getattr(fused_device, name), arguments)
+
+
+@pytest.mark.parametrize(("grad", "rounding"), [("*fp32", False), ("*fp32", True), ("*bf16", False)])
+def test_squares_compile_and_contract_nothing(grad: str, rounding: bool) -> None:
+    """In double, too, where a square is exact, so that a contraction would change nothing."""
+    from penstock.optim import fused_device
+
+    text = assembly(fused_device.squares, {"grad": grad, "squares": "*fp64", "rounding": rounding})
+    assert "fma.rn" not in text
+    assert "mul.rn.f64" in text
+    assert "add.rn.f64" in text
+
+
+@pytest.mark.parametrize(("like", "src"), [("bfloat16", "*fp32"), ("float16", "*fp32"), ("float16", "*bf16")])
+def test_casts_compile(like: str, src: str) -> None:
+    import triton.language as tl
+
+    from penstock.optim import fused_device
+
+    arguments = {"dst": "*i16", "src": src, "n": "i32", "like": getattr(tl, like)}
+    assert "fma.rn" not in assembly(fused_device.cast, arguments)
 
 
 @pytest.mark.parametrize("name", ["split", "join"])
