@@ -99,5 +99,7 @@ def write_run(folder: Path, *, steps: int = 3, predict: bool = True, schedule: S
             write_step(trace, ran, step, at=at)
             at += ran.time + 0.01
             line = {"step": step, "loss": 8.0 / step, "seconds": ran.time, "tokens": 512}
+            if predict:
+                line["predicted_seconds"] = prediction.time
             metrics.write(json.dumps(line | ({"validation_loss": 3.5} if step == steps else {})) + "\n")
     return prediction

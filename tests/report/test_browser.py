@@ -166,7 +166,7 @@ def test_it_opens_in_silence_with_prediction_above_measurement(opened: Page) -> 
         for _, _, top, height in parts:
             assert opened.colors(26 + y + top + height / 2) > 1, "something is drawn in every row"
     assert opened.page.locator("#loss svg polyline").count() == 1
-    assert opened.page.locator("#seconds svg .level.predicted").count() == 1
+    assert opened.page.locator("#seconds svg polyline.predicted").count() == 1
     assert opened.page.locator("table caption").count() == 2, "lanes, and settings"
 
 

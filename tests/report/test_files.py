@@ -39,7 +39,7 @@ def test_a_prediction_agrees_with_its_simulation() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda r: r.update(version=2), "version 1"),
+        (lambda r: r.update(version=1), "version 2"),
         (lambda r: r.pop("time"), "'time'"),
         (lambda r: r.update(mood="good"), "'mood'"),
         (lambda r: r.update(time="1"), "time must be"),

@@ -255,6 +255,33 @@ def test_a_page_without_a_prediction_says_so_and_one_of_another_schedule_too(tmp
     assert "of another schedule" in run_page(gather(tmp_path / "b", None))
 
 
+def test_steps_that_a_prediction_is_not_of_are_shown_alone(tmp_path: Path) -> None:
+    """The plan was changed, or its rates were corrected: by default a step is shown that has what is beside it."""
+    write_run(tmp_path, steps=4)
+    later = Prediction.of(simulated(offload_schedule(), 0), first=3)
+    (tmp_path / "prediction.json").write_text(later.to_json())
+    by_default, third, second = (gather(tmp_path, step) for step in (None, 3, 2))
+    assert by_default.step.step >= 3
+    for page in (by_default, third):
+        assert page.prediction == later
+    assert second.prediction is None
+    said = run_page(second)
+    assert "is of steps from 3 on" in said
+    assert [side["name"] for side in _unpacked(said)[0]["sides"]] == ["measured"]
+    assert "is of steps from" not in run_page(third)
+
+
+def test_the_predicted_time_of_each_step_is_drawn(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=3)
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, seconds in zip(lines, (2.0, 2.0, 3.5), strict=True):
+        line["predicted_seconds"] = seconds
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curve = next(curve for curve in gather(tmp_path, None).curves if curve.key == "seconds")
+    assert {line.name: line.points for line in curve.lines}["predicted"] == [(1, 2.0), (2, 2.0), (3, 3.5)]
+
+
 def test_a_page_of_a_cut_trace_says_so(tmp_path: Path) -> None:
     write_run(tmp_path, steps=1)
     path = tmp_path / "trace.json"

@@ -112,7 +112,7 @@ class Account(NoAccount):
         if simulation is None or seconds is None or simulation is self._known:
             return
         self._known = simulation
-        prediction = Prediction.of(simulation, budget=stretch.meter.outline.given)
+        prediction = Prediction.of(simulation, budget=stretch.meter.outline.given, first=step)
         traced = stretch.config.trace_steps
         if traced is None or step - stretch.first <= max(traced, 1):
             write_prediction(stretch.folder, prediction)

@@ -43,7 +43,8 @@ class Arguments(Words):
     | option | meaning |
     |---|---|
     | ``out`` | the page, one HTML file that loads nothing (RUN/report.html) |
-    | ``step`` | the step that is shown op by op (of those in the trace, the one whose time is the median) |
+    | ``step`` | the step that is shown op by op (of those in the trace that the newest prediction is of, the one whose
+    time is the median) |
     | ``svg`` | also the timeline as a picture (RUN/timeline.svg); it needs matplotlib, which the extra penstock[report]
     brings. A picture's name ends as such a file's does |
     | ``png`` | the same (RUN/timeline.png) |
@@ -202,16 +203,22 @@ def gather(folder: Path, step: int | None, others: Sequence[Path] = ()) -> Repor
     config = settings_of(folder)
     steps = read_traces(folder)
     prediction = read_prediction(folder / "prediction.json")
+    foretold = [] if prediction is None else [one for one in steps if one.step >= prediction.first]
+    shown = choose_step(foretold if foretold and step is None else steps, step)
+    later = prediction.first if prediction is not None and shown not in foretold else None
+    if later is not None:
+        prediction = None
     record = RunRecord.read(folder)
     ranks, hosts = (1, 1) if record is None else (record.ranks, record.hosts)
     runs = [read_run(path) for path in (folder, *others)]
     return Report(
         name=folder.resolve().name,
         description=_description(config, ranks),
-        step=choose_step(steps, step),
+        step=shown,
         traced=len(steps),
         metrics=runs[0].metrics,
         prediction=prediction,
+        foretold_from=later,
         budget=_budget(config, ranks, hosts) if prediction is None else prediction.budget,
         allowed=allowed_per_day(config.budget, ranks, hosts),
         others=[(_short(run.folder, folder), run.metrics) for run in runs[1:]],

@@ -28,13 +28,6 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Level:
-    name: str
-    value: float
-    style: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Curve:
     """A chart of lines over the steps. ``key``: its place in the page. ``from_zero``: whether its scale begins
     there."""
@@ -43,7 +36,6 @@ class Curve:
     title: str
     unit: Unit
     lines: tuple[Line, ...]
-    levels: tuple[Level, ...] = ()
     from_zero: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -54,16 +46,16 @@ Run = tuple[str, Sequence[StepMetrics]]
 """A run's name, and its steps"""
 
 
-def curves_of(runs: Sequence[Run], predicted: float | None) -> list[Curve]:
-    """The curves that have any points. ``runs``: the one of the page first. ``predicted``: seconds of its steps."""
+def curves_of(runs: Sequence[Run]) -> list[Curve]:
+    """The curves that have any points. ``runs``: the one of the page first, whose predicted seconds are drawn, too."""
+    foretold = Line(name="predicted", points=thinned([(m.step, m.predicted) for m in runs[0][1]]), style="predicted")
     found = [
         Curve(key="loss", title="Loss", unit="plain", lines=(*_lines(runs, "loss", lambda m: m.loss), *_held(runs))),
         Curve(
             key="seconds",
             title="Time of each step",
             unit="time",
-            lines=_lines(runs, "measured", lambda m: m.seconds),
-            levels=() if predicted is None else (Level(name="predicted", value=predicted, style="predicted"),),
+            lines=(*_lines(runs, "measured", lambda m: m.seconds), foretold),
             from_zero=True,
         ),
         _plain("tokens", "Tokens per second", runs, lambda m: m.tokens / m.seconds if m.seconds > 0 else None),

@@ -19,7 +19,8 @@ class StepMetrics:
     ``norm``: of all gradients before clipping; ``mfu``, ``share_of_product``: as docs/training.md has them; ``peak``:
     bytes of memory taken at most; ``repeats``: runs of the step besides the one that counts.
 
-    ``plan_change``: why its plan is another one than that of the step before; None: it is the same.
+    ``plan_change``: why its plan is another one than that of the step before; None: it is the same. ``predicted``: the
+    seconds that were expected of it.
     """
 
     step: int
@@ -35,6 +36,7 @@ class StepMetrics:
     share_of_product: float | None = None
     peak: Mapping[Tier, int] = field(default_factory=dict)
     plan_change: str | None = None
+    predicted: float | None = None
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
@@ -123,6 +125,7 @@ def _metrics(record: Any) -> StepMetrics:
         share_of_product=_finite(record.get("share_of_product")),
         peak={tier: _count(most) for tier, most in (record.get("peak_bytes") or {}).items() if tier in TIERS},
         plan_change=_text(record.get("plan_change")),
+        predicted=_finite(record.get("predicted_seconds")),
     )
 
 

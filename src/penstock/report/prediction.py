@@ -20,7 +20,7 @@ from penstock.schedule.ir.text import parse_schedule
 from penstock.sim.cause import Cause, parse_cause
 from penstock.sim.result import Simulation
 
-VERSION = 1
+VERSION = 2
 _LARGEST = 1 << 30  # bytes; some hundred for each op
 Curve = tuple[tuple[float, int], ...]
 """(seconds since the step's start, bytes taken from then on)."""
@@ -30,6 +30,7 @@ Curve = tuple[tuple[float, int], ...]
 class Prediction:
     """One rank's step as simulated. Seconds and bytes; ``starts`` and the others follow the order of ``schedule.ops``.
 
+    ``first``: the first step that it is of; those before had another plan, or were expected to take another time.
     ``waits``: seconds that the op's lane stood idle before it; ``causes``: what for, None if it did not.
     ``work``: seconds of each lane's ops one after another, alone. ``busy``: seconds in which the lane has an op under
     way. ``lower_bound``: no order of the same ops is faster. ``budget``: bytes that each tier was given.
@@ -47,9 +48,12 @@ class Prediction:
     peak: Mapping[Tier, int]
     memory: Mapping[Tier, Curve]
     budget: Mapping[Tier, int]
+    first: int = 1
 
     @staticmethod
-    def of(simulation: Simulation, rank: int = 0, budget: Mapping[Tier, int] | None = None) -> "Prediction":
+    def of(
+        simulation: Simulation, rank: int = 0, budget: Mapping[Tier, int] | None = None, first: int = 1
+    ) -> "Prediction":
         """The prediction for one rank of a simulation; ``budget``: bytes of the tiers that have a limit."""
         work = simulation.work(rank)
         return Prediction(
@@ -65,6 +69,7 @@ class Prediction:
             peak=simulation.peak(rank),
             memory={tier: tuple(curve) for tier, curve in simulation.memory(rank).items()},
             budget=dict(budget or {}),
+            first=first,
         )
 
     @cached_property
@@ -85,6 +90,7 @@ class Prediction:
         """The text of a ``prediction.json``, which ``parse_prediction`` reads back."""
         record = {
             "version": VERSION,
+            "first": self.first,
             "time": self.time,
             "lower_bound": self.lower_bound,
             "bottleneck": self.bottleneck,
@@ -121,7 +127,10 @@ def predicted_bars(prediction: Prediction) -> list[Bar]:
     ]
 
 
-_KEYS = ("time", "lower_bound", "bottleneck", "bytes", "work", "busy", "peak", "budget", "ops", "memory", "schedule")
+_KEYS = (
+    *("first", "time", "lower_bound", "bottleneck", "bytes", "work", "busy"),
+    *("peak", "budget", "ops", "memory", "schedule"),
+)
 
 
 def parse_prediction(text: str, where: str = "prediction.json") -> Prediction:
@@ -193,6 +202,7 @@ class _Reader:
             ends=ends,
             waits=waits,
             causes=tuple(map(parse_cause, causes)),
+            first=self.whole("first", record["first"]),
             time=self.number("time", record["time"]),
             work={lane: self.number(f"work.{lane}", n) for lane, n in self.lanes("work", record["work"])},
             busy={lane: self.number(f"busy.{lane}", n) for lane, n in self.lanes("busy", record["busy"])},

@@ -35,7 +35,8 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The facts about a run that its page shows. ``budget``: bytes that tiers were given. ``traced``: how many of its
+    """The facts about a run that its page shows. ``foretold_from``: the step from which on there is a prediction, where
+    the one shown is before that. ``budget``: bytes that tiers were given. ``traced``: how many of its
     steps are traced. ``allowed``: bytes a day that its drives may be written; None: any. ``others``: runs whose curves
     are drawn over its own. ``tables``: more tables, below all else. ``refresh``: seconds after which the page loads
     itself again, of a run that goes on; None: never.
@@ -47,6 +48,7 @@ class Report:
     traced: int
     metrics: Sequence[StepMetrics]
     prediction: Prediction | None
+    foretold_from: int | None = None
     budget: Mapping[Tier, int]
     allowed: float | None = None
     others: Sequence[Run] = ()
@@ -55,8 +57,7 @@ class Report:
 
     @cached_property
     def curves(self) -> Sequence[Curve]:
-        predicted = None if self.prediction is None else self.prediction.time
-        return curves_of([(self.name, self.metrics), *self.others], predicted)
+        return curves_of([(self.name, self.metrics), *self.others])
 
     @property
     def settled(self) -> Sequence[StepMetrics]:
@@ -123,7 +124,12 @@ def _notes(report: Report) -> list[str]:
     notes = []
     if report.refresh is not None:
         notes.append(f"The run goes on, and this page with it: it loads itself again every {report.refresh} s.")
-    if report.prediction is None:
+    if report.foretold_from is not None:
+        notes.append(
+            f"The prediction in this run's folder is of steps from {report.foretold_from} on, by a plan or rates that "
+            f"step {report.step.step} did not have: the page shows the measurement alone."
+        )
+    elif report.prediction is None:
         notes.append("There is no prediction.json in this run's folder: the page shows the measurement alone.")
     if not report.step.whole:
         notes.append(

@@ -9,19 +9,18 @@ function svg(kind, attributes, parent, text) {
   return parent ? parent.appendChild(made) : made;
 }
 
-// `lines`: {name, points: [[step, value]], class, dots}; `levels`: {name, value, class} across the whole width.
+// `lines`: {name, points: [[step, value]], class, only}.
 class Curve {
-  constructor(host, tip, { lines, levels, format, unit, fromZero, label }) {
+  constructor(host, tip, { lines, format, unit, fromZero, label }) {
     Object.assign(this, { host, tip, format, unit, fromZero, label });
     this.lines = lines.filter((line) => line.points.length);
-    this.levels = levels;
     new ResizeObserver(() => this.draw()).observe(host);
   }
 
   ranges() {
     const points = this.lines.flatMap((line) => line.points);
     const steps = points.map(([step]) => step);
-    const values = [...points.map(([, value]) => value), ...this.levels.map((level) => level.value)];
+    const values = points.map(([, value]) => value);
     const [low, high] = [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
     const room = (high - low || Math.abs(high) || 1) * 0.08;
     const first = steps.reduce((a, b) => Math.min(a, b));
@@ -48,10 +47,6 @@ class Curve {
       svg("text", { class: "tick", x: x(value), y: height - 16, "text-anchor": "middle" }, root, text);
     }
     svg("text", { class: "tick", x: (left + width - right) / 2, y: height - 2, "text-anchor": "middle" }, root, "step");
-    for (const level of this.levels) {
-      const at = y(level.value);
-      svg("line", { class: `level ${level.class}`, x1: left, x2: width - right, y1: at, y2: at }, root);
-    }
     for (const line of this.lines) this.drawLine(root, line, x, y);
     this.cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" }, root);
     root.addEventListener("pointermove", (event) => this.point(event, x));
@@ -74,7 +69,6 @@ class Curve {
     const rows = this.lines.flatMap((line) =>
       line.points.filter((point) => point[0] === step).map((point) => [line.name, this.format(point[1])]),
     );
-    rows.push(...this.levels.map((level) => [level.name, this.format(level.value)]));
     this.cursor.setAttribute("visibility", "visible");
     this.cursor.setAttribute("x1", x(step));
     this.cursor.setAttribute("x2", x(step));
@@ -83,7 +77,7 @@ class Curve {
 
   legend() {
     const list = element("ul", "legend small");
-    for (const entry of [...this.lines, ...this.levels]) {
+    for (const entry of this.lines) {
       const item = list.appendChild(element("li"));
       item.append(element("i", `key ${entry.class}`), document.createTextNode(entry.name));
     }
@@ -106,11 +100,9 @@ function plainUnit(high) {
 }
 
 function drawCurves(tip) {
-  for (const { key, title, unit, lines, levels, from_zero: fromZero } of facts.curves) {
-    const styled = (entry) => ({ ...entry, class: entry.style });
+  for (const { key, title, unit, lines, from_zero: fromZero } of facts.curves) {
     new Curve(document.getElementById(key), tip, {
-      lines: lines.map(styled),
-      levels: levels.map(styled),
+      lines: lines.map((line) => ({ ...line, class: line.style })),
       ...UNITS[unit],
       fromZero,
       label: title,
