@@ -9,7 +9,7 @@ from penstock.planner.request import Request
 from penstock.planner.search import Choice, search
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
-from penstock.shape.model import StageTimes
+from penstock.shape.model import EFFICIENCY, StageTimes
 from tests.programs import Case
 
 LLAMA: dict[str, Any] = {
@@ -32,8 +32,8 @@ MACHINE = Machine(
         name="none",
         kind="cpu",
         memory=1 << 30,
-        flops={"fp32": 8e8, "bf16": 8e8},
-        copy=1e12,
+        flops=dict.fromkeys(("fp32", "bf16"), 7e8 / EFFICIENCY["cpu"]),
+        copy=1e15,  # so that stages take what their products take, at 0.7 GFLOP/s
         h2d=2e8,
         d2h=1e8,
         h2d_both=1.5e8,

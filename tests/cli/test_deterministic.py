@@ -1,5 +1,6 @@
 """``deterministic: true``: kernels of torch that compute the same bits in every run, or an error that says so."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def switches() -> tuple[bool, bool]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_run_computes_with_such_kernels_from_its_first_step_and_nobody_after_it(
+def test_a_run_computes_with_such_kernels_from_its_first_step_and_what_comes_after_it_does_not(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = list[tuple[bool, bool]]()
@@ -40,6 +41,7 @@ def test_a_run_computes_with_such_kernels_from_its_first_step_and_nobody_after_i
         assert main(["train", str(config), "--steps", "1", "--deterministic", word, "--overwrite"]) == 0
     assert seen == [(True, False), before]
     assert switches() == before
+    assert VARIABLE not in os.environ
 
 
 def test_an_operation_without_such_a_kernel_is_named() -> None:

@@ -216,13 +216,17 @@ def test_training_measures_the_steps_that_a_stored_profile_lacks_of_its_gpu(
 
     gpu = replace(two_drives(config.parent), device=GPU.device)
     save_profile(gpu)
+    folders = ("budget.disk", "[" + ", ".join(str(config.parent / name) for name in "ab") + "]")
+    before = find_profile([config.parent / name for name in "ab"], kind="cuda")
+    assert before is not None
     monkeypatch.setattr("penstock.doctor.optimizer.steps", of_one)
     monkeypatch.setattr(train, "resolve_device", lambda asked: torch.device("cuda", 0))
     monkeypatch.setattr(train, "name_of", lambda device: GPU.device.name)
     for _ in range(2):
-        found = profile_for_plan(load(config, []), choose_display(sys.stdout))
+        found = profile_for_plan(load(config, [folders]), choose_display(sys.stdout))
         assert found is not None
         assert found.device.optimizer == {**GPU.device.optimizer, "adamw.bf16": 5e9}
+        assert found.drives == before.drives, "and nothing else changes, of directories that share a drive, too"
     assert measured == ["adamw.bf16"]
     assert "measuring it" not in capsys.readouterr().out
 

@@ -236,10 +236,11 @@ FORMULAS: Mapping[str, dict[str, Any]] = {
 
 def assert_equal_but_for_small_tensors(found: ModelProfile, exact: ModelProfile) -> None:
     """A formula's bytes are those of what grows with tokens times widths; a token's own few numbers, masks and tables
-    of positions are left out. So they count here, where everything is small, to 3% of a stage that computes."""
+    of positions are left out: of a stage that computes 3%, and of the prologue a MiB, or a third."""
     for mine, theirs in zip(found.work, exact.work, strict=True):
         for a, b in zip(mine, theirs, strict=True):
-            assert a.traffic == pytest.approx(b.traffic, rel=0.03 if b.flops else 1, abs=1 << 20), (a, b)
+            rel, least = (0.03, 1 << 16) if b.flops else (0.33, 1 << 20)
+            assert a.traffic == pytest.approx(b.traffic, rel=rel, abs=least), (a, b)
     without_traffic = [
         tuple((replace(forward, traffic=0), replace(backward, traffic=0)) for forward, backward in profile.work)
         for profile in (found, exact)
@@ -482,7 +483,7 @@ def test_seconds_are_flop_over_rate_and_bytes_over_a_copys() -> None:
     times = stage_times(profile, machine, "bf16")
     reached, moved = EFFICIENCY["cuda"], sum(forward.traffic + backward.traffic for forward, backward in profile.work)
     assert sum(times.forward) + sum(times.backward) == pytest.approx((profile.flops / 1e14 + moved / 2e12) / reached)
-    assert (times.forward[0], times.backward[-1]) == (0.0, 0.0)
+    assert times.backward[-1] == 0.0
     block = profile.work[1][0]
     assert times.forward[1] == pytest.approx((block.flops / 1e14 + block.traffic / 2e12) / reached)
     with pytest.raises(ConfigError, match=r"precision='fp32': the profile of test has no rate for it, only for bf16"):

@@ -1,4 +1,4 @@
-"""The setting ``deterministic``: of torch's kernels, those that compute the same bits in every run."""
+"""The setting ``deterministic``: torch uses only kernels that compute the same bits in every run."""
 
 import os
 import re
@@ -14,8 +14,8 @@ from penstock.errors import ConfigError
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _FIXED = (":4096:8", ":16:8")
 """Values of it with which cuBLAS computes the same bits in every run, by its manual."""
-_MEMORY: Any = torch.utils.deterministic  # torch's type information leaves its property out
-_HAS_NONE = re.compile(r"(\S+) does not have a deterministic implementation")
+_FILLING: Any = torch.utils.deterministic  # torch's type information leaves its property out
+_NO_SUCH_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 @contextmanager
@@ -30,6 +30,7 @@ def deterministic_kernels(asked: bool) -> Iterator[None]:
     if not asked:
         yield
         return
+    set_here = _WORKSPACE not in os.environ
     workspace = os.environ.setdefault(_WORKSPACE, _FIXED[0])
     if workspace not in _FIXED:
         raise ConfigError(
@@ -37,13 +38,13 @@ def deterministic_kernels(asked: bool) -> Iterator[None]:
             f"each run: unset it, or set it to {_FIXED[0]}"
         )
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = _MEMORY.fill_uninitialized_memory
+    filled = _FILLING.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    _MEMORY.fill_uninitialized_memory = False  # nothing reads memory before it is written
+    _FILLING.fill_uninitialized_memory = False  # it finds reads of what was never written, and takes time
     try:
         yield
     except RuntimeError as error:
-        if (found := _HAS_NONE.search(str(error))) is None:
+        if (found := _NO_SUCH_KERNEL.search(str(error))) is None:
             raise
         raise ConfigError(
             f"deterministic: the model computes {found[1]}, of which torch has no kernel with the same bits in every "
@@ -51,4 +52,6 @@ def deterministic_kernels(asked: bool) -> Iterator[None]:
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        _MEMORY.fill_uninitialized_memory = filled
+        _FILLING.fill_uninitialized_memory = filled
+        if set_here:
+            del os.environ[_WORKSPACE]

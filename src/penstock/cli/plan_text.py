@@ -117,7 +117,7 @@ def _step(f: Forecast) -> Iterator[str]:
     yield f"bound       {', '.join(phases)}"
     device = f.task.machine.device
     yield (
-        f"assumed     kernels reach {EFFICIENCY[device.kind]:.0%} of a large product's speed, or of a large copy's; "
+        f"assumed     ops reach {EFFICIENCY[device.kind]:.0%} of the rate of a large product or copy; "
         f"{f.choice.considered} plans considered, {f.choice.simulated} of them simulated"
     )
 

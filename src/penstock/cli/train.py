@@ -48,7 +48,7 @@ from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
 from penstock.errors import BudgetError, ConfigError, StoreError, is_out_of_memory
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.hardware.profiles import find_profile, save_profile, why_none
+from penstock.hardware.profiles import find_parts, find_profile, save_profile, why_none
 from penstock.hardware.sharing import knows_ranks
 from penstock.hf.lora import BaseWeights
 from penstock.loss.tiled import plain_head, tiled_loss
@@ -414,9 +414,15 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
             raise ConfigError(f"{error}. Or train without a prediction, which measures nothing: --plan null") from None
         found = find_profile(paths, kind=kind, device=name)
     elif kind != "cpu" and steps not in found.device.optimizer:
+        known, _ = find_parts(paths, kind=kind, device=name)
+        assert known is not None, "there is a profile"
         with display.working(f"Steps of {steps} on the device"):
-            found = examine.with_device_steps(found, device, steps, examine.QUICK)
-        save_profile(found)
+            known = examine.with_device_steps(known, device, steps, examine.QUICK)
+        found = replace(found, device=known.device)
+        try:
+            save_profile(known)
+        except ConfigError as error:
+            display.say(f"the next run measures that again: {error}")
     return found
 
 

@@ -53,8 +53,8 @@ class TrainConfig(RunConfig):
     which are then computed once more in the backward: memory for longer sequences; null: all |
     | ``attention_heads`` | query heads of a block's attention that are computed at a time, and then once more in the
     backward: memory for longer sequences; null: all |
-    | ``deterministic`` | whether torch's own kernels, too, compute the same bits in every run; a few of a GPU do not,
-    unless asked, and are faster for it. An operation that has no such kernel is an error |
+    | ``deterministic`` | whether torch uses only kernels that compute the same bits in every run: on a GPU some of them
+    are slower. An operation that has no such kernel is an error |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
     | ``copies`` | copies of the state, each shared by as many neighbouring ranks (HSDP): with as many as there are
     hosts each host has one, and another's takes over where a host is lost. Changes no result |

@@ -1,4 +1,4 @@
-"""The device's rates: products of matrices, and copies to it and back."""
+"""The device's rates: products of matrices, copies in its memory, and copies to it and back."""
 
 import statistics
 from collections.abc import Sequence

@@ -248,9 +248,9 @@ def _lockable(seen: System, where: torch.device) -> int:
     return seen.lockable
 
 
-def with_device_steps(machine: Machine, where: torch.device, only: str, effort: Effort) -> Machine:
-    """The machine with the rate of one more optimizer's steps on its GPU, as in ``Device.optimizer``."""
-    rates = {**machine.device.optimizer, **_device_steps(where, effort, only)}
+def with_device_steps(machine: Machine, where: torch.device, optimizer: str, effort: Effort) -> Machine:
+    """The machine with the rates of one more optimizer's steps on its GPU, as in ``Device.optimizer``."""
+    rates = {**machine.device.optimizer, **_device_steps(where, effort, optimizer)}
     return replace(machine, device=replace(machine.device, optimizer=rates))
 
 

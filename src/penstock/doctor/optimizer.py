@@ -20,7 +20,8 @@ def steps(
     ``"adamw.bf16.int8"`` and the like, which say the moments' form.
 
     ``sgd`` is without momentum; ``momentum`` and ``nesterov`` are with it. Medians over the rounds, each of which goes
-    through all of them, or through ``only`` one: on a GPU each has kernels that are compiled first.
+    through all of them, or through ``only`` one with all forms of moments: on a GPU each has kernels that are compiled
+    first.
     """
     steps = work.Steps(device, threads=threads)
     loads = {
@@ -35,7 +36,7 @@ def steps(
         for form in compact
     }
     if only is not None:
-        loads = {only: loads[only]}
+        loads = {name: load for name, load in loads.items() if name == only or name.startswith(f"{only}.")}
     span = Span(warm=seconds / 5, seconds=seconds, calls=2, at_most=1.0)
     found = [{name: rate(load, span) for name, load in loads.items()} for _ in range(rounds)]
     return {name: statistics.median(one[name] for one in found) for name in loads}

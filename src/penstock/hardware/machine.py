@@ -88,17 +88,17 @@ class Host:
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """The device that computes. ``flops``: FLOP/s of a large matrix product, by dtype (``fp32``, ``bf16``, ...).
-    ``copy``: bytes/s of a copy in its memory, counted once."""
+    ``copy``: bytes/s of a copy in its memory, counted once; None: in a profile from before that was measured."""
 
     name: str
     kind: DeviceKind
     memory: int
     flops: Mapping[str, float]
-    copy: float
     h2d: float
     d2h: float
     h2d_both: float
     d2h_both: float
+    copy: float | None = None
     optimizer: Mapping[str, float] = field(default_factory=dict)
     """parameters/s of an optimizer step on the device, as ``Host.optimizer``"""
     peak: Mapping[str, float] = field(default_factory=dict)
@@ -338,7 +338,7 @@ def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
         return {key: _number(v, where, f"{at}.{key}", name) for key, v in value.items()}
     if name == "at":
         return _time(value, where, at)
-    if name in ("tbw", "node", "room", "weight", "mount") and value is None:
+    if value is None and (name in ("tbw", "node", "room", "weight", "mount") or (name == "copy" and kind is Device)):
         return None
     if name in ("name", "path", "source", "mount"):
         if not isinstance(value, str):

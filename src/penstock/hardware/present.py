@@ -18,6 +18,8 @@ def outdated(machine: Machine, root: Path = _ROOT, *, device: str | None = None)
     one to compute on; None: any that is there."""
     if machine.measured is None:
         return "it is from before profiles said when they were measured and where their drives were mounted"
+    if machine.device.copy is None:
+        return "it is from before profiles said how fast a copy in the device's memory is"
     now = system.look(root)
     if now.cores != machine.host.cores:
         return f"it was measured with {_cores(machine.host.cores)}, and this process may use {now.cores}"

@@ -239,7 +239,7 @@ def _device(machine: Machine, ranks: int, part: float, link: float) -> Device:
         device,
         memory=device.memory // ranks,
         flops={name: rate * part for name, rate in device.flops.items()},
-        copy=device.copy / ranks,
+        copy=None if device.copy is None else device.copy / ranks,
         h2d=device.h2d * link,
         d2h=device.d2h * link,
         h2d_both=device.h2d_both * both,

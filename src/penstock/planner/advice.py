@@ -116,7 +116,8 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
         yield from variant(words, machine=drives, disk_free=2 * task.disk_free)
     if machine.device.kind == "cuda":
         yield from variant("a link between host and device twice as fast", machine=with_faster_link(machine, 2.0))
-    device = replace(machine.device, flops=_twice(machine.device.flops), copy=2 * machine.device.copy)
+    copy = machine.device.copy
+    device = replace(machine.device, flops=_twice(machine.device.flops), copy=None if copy is None else 2 * copy)
     yield from variant("a device that computes twice as fast", machine=replace(machine, device=device))
     host = replace(machine.host, optimizer=_twice(machine.host.optimizer))
     words = "an optimizer on the host twice as fast (more cores, faster memory)"

@@ -13,8 +13,11 @@ from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op, has_graph
 from penstock.schedule.place import BF16, FP32, Format
 from penstock.schedule.program import Program
-from penstock.shape.model import EFFICIENCY, StageTimes
+from penstock.shape.model import StageTimes
 from penstock.sim.costs import Costs, Pair
+
+_OF_PRODUCTS = 0.7
+"""The share of the rate of large products at which updates of matrices are made orthogonal: an estimate."""
 
 
 def costs_of_plan(
@@ -66,7 +69,7 @@ def machine_costs(
     machine as each of them sees it (``hardware.sharing``). A message from one accelerator to another takes longer by
     one piece's copies; the others are made while it crosses (``runtime.staging``). Besides, an op costs a hand-over,
     and compute what the ops of other lanes take of the interpreter. Updates are made orthogonal as fast as was
-    measured, else at the rate of large products in bf16 (or what is known) times what stages reach of it.
+    measured, else at 0.7 of the rate of large products in bf16 (or what is known), as their bytes are not counted.
 
     Raises:
         ConfigError: the machine has no rate for this optimizer.
@@ -100,7 +103,7 @@ def machine_costs(
         rates["nic"] = machine.across.bandwidth
     groups = program.groups
     flops = machine.device.flops
-    orthogonal = times.orthogonal or (flops.get("bf16") or max(flops.values())) * EFFICIENCY[machine.device.kind]
+    orthogonal = times.orthogonal or (flops.get("bf16") or max(flops.values())) * _OF_PRODUCTS
 
     links = [link for link in (machine.network, machine.across) if link is not None]
     told = max((link.latency_of_all if isinstance(link, Collectives) else link.latency for link in links), default=0.0)

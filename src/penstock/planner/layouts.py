@@ -188,8 +188,8 @@ def planned(asked: Asked, layout: Layout) -> Planned:
         )
     views = asked.views(layout.copies)
     slowest_view = min(views, key=lambda view: view.device.flops.get(asked.task.precision, 0.0))
-    slowest = slowest_view.device
-    device = replace(views[0].device, flops=slowest.flops, copy=slowest.copy)
+    copy = min((view.device.copy for view in views if view.device.copy is not None), default=None)
+    device = replace(views[0].device, flops=slowest_view.device.flops, copy=copy)
     slow = replace(views[0], name=slowest_view.name, device=device)
     shared = {"ranks": hosts.ranks // layout.copies, "copies": layout.copies, "hosts": hosts.count}
     task = asked.of_rank(slow, **shared, stage=layout.stage)

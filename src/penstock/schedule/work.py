@@ -28,8 +28,8 @@ class Work:
 
 NOTHING = Work()
 BothWays = tuple[Work, Work]
-"""Of a stage's forward, and of its backward, the recomputation of a call's forward included. The epilogue's backward
-runs at once: it is part of its forward."""
+"""The work of a stage's forward, and that of its backward, which includes the recomputation of a call's forward. The
+epilogue's backward runs at once: it is part of its forward."""
 
 
 def model_flops(stages: Sequence[Stage], work: Sequence[BothWays]) -> int:

@@ -90,8 +90,9 @@ class StageTimes:
 EFFICIENCY = {"cuda": 0.93, "cpu": 0.87}
 """The share of the rates of a large matrix product and of a large copy that a stage's ops reach, by kind of device.
 
-Measured (docs/log.md): Llamas of 1.3B and 3.4B on an H100 with 8,192 and 16,384 tokens in a micro-batch, and small
-ones on a processor. With so few tokens that an op takes no longer than the host takes to queue it, stages take longer.
+Chosen so that what was measured is met (docs/log.md): of Llamas of 1.3B and 3.4B on an H100, with 16,384 and 8,192
+tokens in a micro-batch and a copy of 1,424 GB/s, which is assumed, and of small ones on a processor. With so few tokens
+that an op takes no longer than the host takes to queue it, stages take longer.
 """
 
 
@@ -101,7 +102,8 @@ def stage_times(profile: ModelProfile, machine: Machine, precision: str) -> Stag
     it waits for the others.
 
     Raises:
-        ConfigError: the machine's profile has no rate for ``precision``, or for what ranks send each other.
+        ConfigError: the machine's profile has no rate for ``precision``, for copies in the device's memory, or for what
+            ranks send each other.
     """
     rate = machine.device.flops.get(precision)
     if rate is None:
@@ -110,8 +112,13 @@ def stage_times(profile: ModelProfile, machine: Machine, precision: str) -> Stag
             f"precision={precision!r}: the profile of {machine.name} has no rate for it, only for {known}. "
             "Choose one of these, or measure it: penstock doctor"
         )
-    reached = EFFICIENCY[machine.device.kind]
-    products, memory = rate * reached, 2 * machine.device.copy * reached
+    copy, reached = machine.device.copy, EFFICIENCY[machine.device.kind]
+    if copy is None:
+        raise ConfigError(
+            f"the profile of {machine.name} does not tell how fast a copy in the device's memory is: measure the "
+            "machine anew with penstock doctor, or add device.copy (bytes/s) to its profile"
+        )
+    products, memory = rate * reached, 2 * copy * reached
     network = machine.network
     sends = any(forward.sent or backward.sent for forward, backward in profile.work)
     if sends and network is None:

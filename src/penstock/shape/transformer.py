@@ -91,13 +91,12 @@ class Transformer:
         stages = (sizes.prologue(), *(sizes.call(i) for i in range(self.layers)), epilogue)
         block, head = sizes.block_flops(), 2 * sizes.tokens * self.hidden * self.vocabulary
         forward_traffic, backward_traffic = sizes.block_traffic()
-        embedding = (sizes.tokens + self.vocabulary) * self.hidden * form.weight_bytes  # its gradient
         attention = 4 * sizes.tokens * sequence_length * self.heads * self.head_dim
         backward = block + 2 * block + attention // 2
         return ModelProfile(
             program=Program(groups=self.groups(form), stages=stages),
             work=(
-                (NOTHING, Work(traffic=embedding)),
+                tuple(Work(traffic=moved) for moved in sizes.prologue_traffic()),
                 *(
                     (
                         Work(flops=block, traffic=forward_traffic),
@@ -218,9 +217,16 @@ class _Sizes:
         shape = self.shape
         return 2 * self.tokens * shape.matrices + 4 * self.tokens * self.length * shape.heads * shape.head_dim
 
+    def prologue_traffic(self) -> tuple[int, int]:
+        """Of the embeddings in the forward, and of their gradients, which are as large as they are."""
+        shape, e = self.shape, self.weight_bytes
+        words, places = shape.vocabulary * shape.hidden * e, shape.positions * shape.hidden * e
+        return (2 * self.u, self.u + words) if shape.gated else (4 * self.u, 2 * self.u + words + places)
+
     def block_traffic(self) -> tuple[int, int]:
         """Bytes that ops of a block beside products move in its forward and its backward, which computes that again:
-        so many for each element of a token's hidden state, of its queries, keys and values, and of its MLP."""
+        so many for each element of a token's hidden state, of its queries, keys and values, and of its MLP. The numbers
+        are those of a dry run, by least squares over eight sizes; the tests of ``meta`` tell when they are others."""
         shape, narrow = self.shape, self.weight_bytes != FP32
         if not shape.gated:
             return 10 * self.u + 18 * self.w, 33 * self.u + 47 * self.w
@@ -238,10 +244,10 @@ class _Sizes:
         shape, narrow = self.shape, self.weight_bytes != FP32
         hidden = (128 if narrow else 120) if shape.gated else 5 * self.weight_bytes
         if tile is None:
-            return self.tokens * (hidden * shape.hidden + (44 if narrow else 32) * shape.vocabulary)
+            return self.tokens * (hidden * shape.hidden + (36 if narrow else 24) * shape.vocabulary)
         slices = -(-shape.vocabulary // self.slice_of(tile))
-        hidden += (14 + 10 * slices) if narrow else (10 + 12 * slices)
-        return self.tokens * (hidden * shape.hidden + (74 if narrow else 56) * shape.vocabulary)
+        hidden += (12 + 10 * slices) if narrow else (6 + 12 * slices)
+        return self.tokens * (hidden * shape.hidden + (66 if narrow else 48) * shape.vocabulary)
 
     def slice_of(self, tile: int) -> int:
         """Words of the vocabulary whose logits of all tokens are as many as those of all words for a ``tile``."""

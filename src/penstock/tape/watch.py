@@ -1,8 +1,9 @@
-"""Sees every op of a probe: the weights that it reads, the memory that lives at each moment, and the FLOP it does."""
+"""Sees every op of a probe: the weights that it reads, the memory that lives at each moment, and its work."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -198,17 +199,23 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [item for item in found.values() if trees.has_storage(item)]
 
 
-_PICKING = {_ATEN.embedding, _ATEN.gather, _ATEN.index, _ATEN.index_select}
+_PICKING = {_ATEN.embedding, _ATEN.gather, _ATEN.index, _ATEN.index_select, _ATEN.nll_loss_forward}
 """Ops that read as much of what they pick from as they return."""
-_MAKING = {
-    *(_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided),
-    _ATEN.scalar_tensor,
+_PUTTING = {_ATEN.index_add_, _ATEN.index_copy_, _ATEN.index_put_, _ATEN.scatter_, _ATEN.scatter_add_}
+"""Ops that read and write as much of what they change as there is to put there."""
+_FILLING = {
+    *(_ATEN.zero_, _ATEN.fill_, _ATEN.bernoulli_, _ATEN.uniform_, _ATEN.normal_, _ATEN.random_, _ATEN.exponential_),
+    *(_ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.rand_like, _ATEN.randn_like),
+    *(_ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full, _ATEN.nll_loss_backward),
 }
-"""Ops that return memory as it is, or one number."""
+"""Ops that read next to nothing of the tensors that they are given."""
+_MAKING = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
+"""Ops that return memory as it is."""
 
 
 def _traffic(func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], result: Any) -> int:
-    """Bytes of memory that an op which is no product moves: each argument's, and each result's that is no view."""
+    """Bytes of memory that an op which is no product moves: each argument's, and each result's that is no view, but for
+    ops that look at a part of them."""
     packet = packet_of(func)
     if packet in _MAKING:
         return 0
@@ -217,12 +224,22 @@ def _traffic(func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor],
     if not made:
         return 0  # a view
     put = sum(map(_nbytes, made))
-    return 2 * put if packet in _PICKING else put + sum(map(_nbytes, inputs))
+    if packet in _PICKING:
+        return 2 * put
+    if packet in _FILLING:
+        return put
+    changed = {id(tensor) for tensor in written}
+    given = [_nbytes(tensor) for tensor in inputs if id(tensor) not in changed]
+    if packet in _PUTTING:
+        return 3 * max(given, default=0)
+    return put + sum(given) + (put if written and packet is not _ATEN.copy_ else 0)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of memory that a tensor's elements are in: one that is expanded has fewer than elements."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    """Bytes of memory that a tensor's elements are in: of an expanded one fewer than it has elements. A single number
+    is nothing."""
+    apart = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return 0 if apart == 1 else apart * tensor.element_size()
 
 
 def _flop(formula: Callable[..., int], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
