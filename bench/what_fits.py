@@ -88,7 +88,7 @@ INTRO = """\
 # What fits on what
 
 **Predicted, not measured.** Every number here is what `penstock plan` says of a model and a machine that ship with
-Penstock, whose figures are [makers' and papers'](machines.md). Of GPUs only an H100 was measured, for half an hour.
+Penstock, whose figures are [makers' and papers'](machines.md). Of GPUs only an H100 was measured, for an hour in all.
 `python -m bench.what_fits` makes this page. For your own model and machine ask `penstock plan` yourself.
 
 All weights are trained, in bf16 with AdamW and clipping, 2,048 tokens a sequence. The batch is the smallest with which

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from bench.harness import MB, BenchError, DiskLimit, Run, Side, Step
 
 from bench import harness, workload, zero_infinity
+from tests.patience import until
 
 _REPORTS = """
 import json, sys
@@ -67,6 +69,27 @@ def test_sides_plan_for_the_machine_as_it_is_in_their_cgroup(tmp_path: Path, mon
 def test_a_side_that_fails_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"(?s)a ended with code 3 after 3 of 3 steps.*the end of the log"):
         harness.run(_side("a", code=3), _work(tmp_path), group=None, logs=tmp_path / "logs", warm_up=1)
+
+
+def test_what_a_side_has_started_ends_with_it(tmp_path: Path) -> None:
+    """Else it would run beside the next one, whether the side came to its end or took too long."""
+    script = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); " + "WAIT" + _REPORTS
+    script = script.replace("SCALE", "1.0").replace("LOSS", "2.0").replace("CODE", "0")
+    for wait, patience in (("", None), ("import time; time.sleep(600); ", 5.0)):
+        side = Side(name="a", command=(sys.executable, "-c", script.replace("WAIT", wait)))
+        with nullcontext() if patience is None else pytest.raises(BenchError, match="ended with code -9"):
+            harness.run(side, _work(tmp_path), group=None, logs=tmp_path, warm_up=1, patience=patience)
+        started = int((tmp_path / "a.log").read_text().split()[0])
+        until(lambda pid=started: not _is_running(pid))
+
+
+def _is_running(pid: int) -> bool:
+    """False of one that has ended and that nobody has asked for."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_side_that_leaves_too_few_steps_is_an_error_even_after_a_good_run(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def _lanes(machine: Machine) -> Iterator[str]:
         "host and device",
         f"to {_gb(device.h2d)}, from {_gb(device.d2h)}, at once {_gb(device.h2d_both)} + {_gb(device.d2h_both)} GB/s",
     )
-    of_device = f", in the device's {_gb(device.copy)}" if device.kind == "cuda" else ""
+    of_device = f", in the device's {_gb(device.copy)}" if device.kind == "cuda" and device.copy is not None else ""
     yield _row("copies in memory", f"{_gb(machine.host.copy)}{of_device} GB/s")
     overhead, interpreter = machine.overhead * 1e6, machine.interpreter * 1e6
     yield _row("an op costs besides", f"{overhead:.0f} µs to another lane, of Python {interpreter:.0f} µs")

@@ -91,12 +91,13 @@ class Transformer:
         stages = (sizes.prologue(), *(sizes.call(i) for i in range(self.layers)), epilogue)
         block, head = sizes.block_flops(), 2 * sizes.tokens * self.hidden * self.vocabulary
         forward_traffic, backward_traffic = sizes.block_traffic()
+        embedded, embedding = sizes.prologue_traffic()
         attention = 4 * sizes.tokens * sequence_length * self.heads * self.head_dim
         backward = block + 2 * block + attention // 2
         return ModelProfile(
             program=Program(groups=self.groups(form), stages=stages),
             work=(
-                tuple(Work(traffic=moved) for moved in sizes.prologue_traffic()),
+                (Work(traffic=embedded), Work(traffic=embedding)),
                 *(
                     (
                         Work(flops=block, traffic=forward_traffic),
