@@ -1,5 +1,6 @@
 """A profile that was measured counts only for the machine that it was measured on, as that is now."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,12 +8,18 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.hardware import profiles, system
-from penstock.hardware.machine import Drive, Machine, Measured
+from penstock.hardware.machine import Drive, Machine, Measured, parse_machine
 from penstock.hardware.present import is_gone, mount_point, outdated
 from penstock.planner.ask import measured
 from tests.hardware.test_profile import drive, machine
 
 HERE = Measured(at="2026-01-31T12:00:00+00:00", load=0.25)
+
+
+def without_copy(machine: Machine) -> str:
+    profile = json.loads(machine.to_json())
+    del profile["device"]["copy"]
+    return json.dumps(profile)
 
 
 def here(*drives: Drive) -> Machine:
@@ -28,6 +35,8 @@ def here(*drives: Drive) -> Machine:
 def test_a_profile_of_this_machine_is_not_outdated() -> None:
     assert outdated(here()) is None
     assert "from before profiles said when" in (outdated(replace(here(), measured=None)) or "")
+    older = parse_machine(without_copy(here()), "a profile of before")
+    assert "how fast a copy in the device's memory is" in (outdated(older) or "")
 
 
 def test_what_has_changed_is_said() -> None:

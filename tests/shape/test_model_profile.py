@@ -486,5 +486,7 @@ def test_seconds_are_flop_over_rate_and_bytes_over_a_copys() -> None:
     assert times.backward[-1] == 0.0
     block = profile.work[1][0]
     assert times.forward[1] == pytest.approx((block.flops / 1e14 + block.traffic / 2e12) / reached)
+    with pytest.raises(ConfigError, match=r"the profile of test does not tell how fast a copy .* penstock doctor"):
+        stage_times(profile, replace(machine, device=replace(GPU, copy=None)), "bf16")
     with pytest.raises(ConfigError, match=r"precision='fp32': the profile of test has no rate for it, only for bf16"):
         stage_times(profile, machine, "fp32")

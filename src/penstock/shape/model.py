@@ -1,7 +1,7 @@
-"""The facts that planning needs of a model: its program for one shape of micro-batch, and the arithmetic of each stage.
+"""The facts that planning needs of a model: its program for one shape of micro-batch, and the work of each stage.
 
     shape    a model of which nothing is loaded: its name, and how to profile it
-    profile  the program (groups, stages, bytes) and the FLOP of every stage, for one micro-batch
+    profile  the program (groups, stages, bytes) and the work of every stage, for one micro-batch
 
 Three sources give a shape: a name that ships with the package (``shipped.named``), a Hugging Face configuration
 (``huggingface.model_shape``), and a callable that builds a module (``meta.from_callable``).
