@@ -192,6 +192,16 @@ def test_a_named_machine_of_another_kind_than_the_device_is_refused(
     assert "It fits" in said(capsys, 0, config, *GIVEN, "--device", "cpu")
 
 
+def test_a_plan_says_where_a_gpus_steps_are_not_known(
+    config: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = replace(GPU, device=replace(GPU.device, optimizer={"adamw.bf16": 1e9}))
+    for machine, says in ((GPU, True), (known, False)):
+        file = stored_as(config.parent / "gpu.json", machine)
+        out = said(capsys, 0, config, *GIVEN, "--device", "cuda:0", "--machine", file)
+        assert ("steps of adamw.bf16 on none take as long as on the host" in out) == says
+
+
 def test_training_measures_anew_where_the_stored_profile_is_of_another_kind(
     config: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

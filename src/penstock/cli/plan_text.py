@@ -120,6 +120,11 @@ def _step(f: Forecast) -> Iterator[str]:
         f"assumed     ops reach {EFFICIENCY[device.kind]:.0%} of the rate of a large product or copy; "
         f"{f.choice.considered} plans considered, {f.choice.simulated} of them simulated"
     )
+    if device.kind == "cuda" and (name := f.task.rate_name) not in device.optimizer:
+        yield (
+            f"            steps of {name} on {device.name} take as long as on the host: the profile has no rate for "
+            "them, penstock doctor measures it"
+        )
 
 
 def _update_modes(report: PlanReport) -> Iterator[str]:
