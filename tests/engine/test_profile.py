@@ -149,11 +149,15 @@ def test_an_optimizer_that_a_profile_has_not_seen_on_the_device_is_measured_ther
     known = replace(known, device=device)
     save_profile(known)
     assert profile_of([tmp_path], where, "adamw.bf16") == known
-    found = profile_of([tmp_path], where, "lion.bf16")
+    halves = [tmp_path / "a", tmp_path / "b"]
+    before = profile_of(halves, where, "adamw.bf16")
+    found = profile_of(halves, where, "lion.bf16")
     assert asked == [("more", ([], ())), ("steps", "lion.bf16")]
     assert found is not None
     assert found.device.optimizer == {"adamw.bf16": 1e9, "lion.bf16": 5e9}
-    assert profile_of([tmp_path], where, "lion.bf16") == found
+    assert before is not None
+    assert found.drives == before.drives, "a drive that directories share is not divided once more"
+    assert profile_of(halves, where, "lion.bf16") == found
     assert len(asked) == 2
 
 

@@ -16,7 +16,6 @@ from penstock.hardware import peaks, profiles, system
 from penstock.hardware.drives import together, used_rates
 from penstock.hardware.machine import (
     Crossing,
-    Device,
     Drive,
     Host,
     Machine,
@@ -26,7 +25,7 @@ from penstock.hardware.machine import (
     load_machine,
     parse_machine,
 )
-from tests.machines import measured_here
+from tests.machines import gpu, measured_here
 
 
 def drive(path: Path | str, **changes: Any) -> Drive:
@@ -40,18 +39,7 @@ def machine(*drives: Drive, **changes: Any) -> Machine:
         host=Host(
             cores=8, memory=2**36, lockable=0, copy=1e10, optimizer={"adamw.fp32": 1e9, "sgd.bf16": 2e9}, nodes=2
         ),
-        device=Device(
-            name="GPU",
-            kind="cuda",
-            memory=2**34,
-            flops={"bf16": 1e14},
-            copy=1e12,
-            h2d=2e10,
-            d2h=2e10,
-            h2d_both=1.8e10,
-            d2h_both=1.7e10,
-            node=1,
-        ),
+        device=gpu(memory=2**34, h2d_both=1.8e10, d2h_both=1.7e10, node=1),
         drives=drives,
         network=Network(bandwidth=1e10, latency=0.0),
         contention={"cpu+read": 0.0, "compute+cpu": 0.25},

@@ -215,30 +215,24 @@ def test_training_measures_anew_where_the_stored_profile_is_of_another_kind(
 
 
 def test_training_measures_the_steps_that_a_stored_profile_lacks_of_its_gpu(
-    config: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no other optimizer's, nor those a second time: each has kernels to be compiled."""
-    measured = list[str]()
+    """As ``wrap`` does; and nothing where it has them."""
+    asked, settings = list[tuple[object, ...]](), load(config, [])
+    known = replace(GPU, device=replace(GPU.device, optimizer={"adamw.bf16": 5e9}))
 
-    def of_one(where: torch.device, *effort: object, threads: int, only: str) -> dict[str, float]:
-        measured.append(only)
-        return {only: 5e9}
+    def measured(*what: object) -> Machine:
+        asked.append(what)
+        return known
 
-    gpu = replace(two_drives(config.parent), device=GPU.device)
-    save_profile(gpu)
-    folders = ("budget.disk", "[" + ", ".join(str(config.parent / name) for name in "ab") + "]")
-    before = find_profile([config.parent / name for name in "ab"], kind="cuda")
-    assert before is not None
-    monkeypatch.setattr("penstock.doctor.optimizer.steps", of_one)
-    monkeypatch.setattr(train, "resolve_device", lambda asked: torch.device("cuda", 0))
+    where = torch.device("cuda", 0)
+    monkeypatch.setattr(train, "resolve_device", lambda asked: where)
     monkeypatch.setattr(train, "name_of", lambda device: GPU.device.name)
-    for _ in range(2):
-        found = profile_for_plan(load(config, [folders]), choose_display(sys.stdout))
-        assert found is not None
-        assert found.device.optimizer == {**GPU.device.optimizer, "adamw.bf16": 5e9}
-        assert found.drives == before.drives, "and nothing else changes, of directories that share a drive, too"
-    assert measured == ["adamw.bf16"]
-    assert "measuring it" not in capsys.readouterr().out
+    monkeypatch.setattr(train, "profile_of", measured)
+    for stored in (replace(two_drives(config.parent), device=GPU.device), known):
+        monkeypatch.setattr(train, "find_profile", lambda *paths, stored=stored, **which: stored)
+        assert profile_for_plan(settings, choose_display(sys.stdout)) == known
+    assert asked == [(settings.budget.disk_paths, where, "adamw.bf16")]
 
 
 def test_what_cannot_be_measured_says_how_to_train_without(

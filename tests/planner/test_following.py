@@ -12,7 +12,7 @@ import pytest
 
 from penstock.engine.following import Following, Lens, Searched
 from penstock.hardware.drives import together
-from penstock.hardware.machine import Device, Drive, Host, Machine
+from penstock.hardware.machine import Drive, Host, Machine
 from penstock.planner.costs import contention, machine_costs
 from penstock.planner.following import (
     KEYS,
@@ -34,6 +34,7 @@ from penstock.schedule.program import ALIGN, Whole
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
+from tests.machines import gpu
 from tests.programs import transformer
 
 MB = 10**6
@@ -55,17 +56,7 @@ def machine(read: float = 400, write: float = 200, *, duplex: bool = True) -> Ma
     return Machine(
         name="made up",
         host=Host(cores=2, memory=2**34, lockable=2**34, copy=1e10, optimizer={"adamw.fp32": 3e7}),
-        device=Device(
-            name="cpu",
-            kind="cpu",
-            memory=2**34,
-            flops={"fp32": 1e11},
-            copy=1e10,
-            h2d=2e9,
-            d2h=2e9,
-            h2d_both=1e9,
-            d2h_both=1e9,
-        ),
+        device=gpu(kind="cpu", flops={"fp32": 1e11}, copy=1e10, h2d=2e9, d2h=2e9, h2d_both=1e9, d2h_both=1e9),
         drives=(drive,),
         contention={"compute+read": 0.2, "cpu+read": 0.3, "compute+cpu": 0.5, "cpu+compute": 0.4, "read+compute": 0.1},
         overhead=1e-6,

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 import penstock
 from penstock.config.optimizer import Orthogonal
 from penstock.errors import ConfigError, ModelError
-from penstock.hardware.machine import Device, DeviceKind, Host, Machine
+from penstock.hardware.machine import DeviceKind, Machine
 from penstock.schedule.place import Format
 from penstock.schedule.work import model_flops
 from penstock.shape import decoders, meta
@@ -27,6 +27,7 @@ from penstock.shape.shipped import CONFIGS, named
 from penstock.tape.dry import build_on_meta, dry_run, shorten
 from penstock.tape.values import Values
 from tests import models
+from tests.machines import gpu, host
 from tests.models import MODELS, Case, causal_lm
 from tests.tape_reference import Bench
 
@@ -463,23 +464,10 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
 
 # ---- seconds
 
-HOST = Host(cores=2, memory=1 << 34, lockable=1 << 34, copy=1e10, optimizer={"adamw.fp32": 1e9})
-GPU = Device(
-    name="gpu",
-    kind="cuda",
-    memory=1 << 34,
-    flops={"bf16": 1e14},
-    copy=1e12,
-    h2d=1e10,
-    d2h=1e10,
-    h2d_both=1e10,
-    d2h_both=1e10,
-)
-
 
 def test_seconds_are_flop_over_rate_and_bytes_over_a_copys() -> None:
     profile = named("gpt-13b").profile(4, 1024, BF16)
-    machine = Machine(name="test", host=HOST, device=GPU)
+    machine = Machine(name="test", host=host(), device=gpu())
     times = stage_times(profile, machine, "bf16")
     reached, moved = EFFICIENCY["cuda"], sum(forward.traffic + backward.traffic for forward, backward in profile.work)
     assert sum(times.forward) + sum(times.backward) == pytest.approx((profile.flops / 1e14 + moved / 2e12) / reached)
@@ -487,6 +475,6 @@ def test_seconds_are_flop_over_rate_and_bytes_over_a_copys() -> None:
     block = profile.work[1][0]
     assert times.forward[1] == pytest.approx((block.flops / 1e14 + block.traffic / 2e12) / reached)
     with pytest.raises(ConfigError, match=r"the profile of test does not tell how fast a copy .* penstock doctor"):
-        stage_times(profile, replace(machine, device=replace(GPU, copy=None)), "bf16")
+        stage_times(profile, replace(machine, device=gpu(copy=None)), "bf16")
     with pytest.raises(ConfigError, match=r"precision='fp32': the profile of test has no rate for it, only for bf16"):
         stage_times(profile, machine, "fp32")

@@ -54,4 +54,4 @@ def deterministic_kernels(asked: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         _FILLING.fill_uninitialized_memory = filled
         if set_here:
-            del os.environ[_WORKSPACE]
+            os.environ.pop(_WORKSPACE, None)

@@ -44,11 +44,12 @@ from penstock.data.summary import summary_of
 from penstock.engine.arguments import WrapArguments, check_compile
 from penstock.engine.device import kind_of, name_of, resolve_device
 from penstock.engine.engine import Engine
+from penstock.engine.profile import profile_of
 from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
 from penstock.errors import BudgetError, ConfigError, StoreError, is_out_of_memory
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.hardware.profiles import find_parts, find_profile, save_profile, why_none
+from penstock.hardware.profiles import find_profile, save_profile, why_none
 from penstock.hardware.sharing import knows_ranks
 from penstock.hf.lora import BaseWeights
 from penstock.loss.tiled import plain_head, tiled_loss
@@ -396,13 +397,13 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
     compiled."""
     if config.plan is None:
         return None
-    from penstock.doctor import examine
-
     paths, device = config.budget.disk_paths, resolve_device(config.device)
     kind, name = kind_of(device), None if device.type == "cpu" else name_of(device)
     found = find_profile(paths, kind=kind, device=name)
     steps = rate_name(optimizer_spec(config.optimizer), _precision(config))
     if found is None:
+        from penstock.doctor import examine
+
         other = " for this kind of device" if find_profile(paths) is not None else ""
         why = why_none(paths, kind=kind, device=name) or f"This machine has no profile{other} yet"
         display.say(f"{why[0].upper()}{why[1:]}: measuring it, once (penstock doctor does it more thoroughly)")
@@ -414,15 +415,7 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
             raise ConfigError(f"{error}. Or train without a prediction, which measures nothing: --plan null") from None
         found = find_profile(paths, kind=kind, device=name)
     elif kind != "cpu" and steps not in found.device.optimizer:
-        known, _ = find_parts(paths, kind=kind, device=name)
-        assert known is not None, "there is a profile"
-        with display.working(f"Steps of {steps} on the device"):
-            known = examine.with_device_steps(known, device, steps, examine.QUICK)
-        found = replace(found, device=known.device)
-        try:
-            save_profile(known)
-        except ConfigError as error:
-            display.say(f"the next run measures that again: {error}")
+        found = profile_of(paths, device, steps)
     return found
 
 

@@ -248,13 +248,8 @@ def _lockable(seen: System, where: torch.device) -> int:
     return seen.lockable
 
 
-def with_device_steps(machine: Machine, where: torch.device, optimizer: str, effort: Effort) -> Machine:
-    """The machine with the rates of one more optimizer's steps on its GPU, as in ``Device.optimizer``."""
-    rates = {**machine.device.optimizer, **_device_steps(where, effort, optimizer)}
-    return replace(machine, device=replace(machine.device, optimizer=rates))
-
-
-def _device_steps(where: torch.device, effort: Effort, only: str | None) -> dict[str, float]:
+def device_steps(where: torch.device, effort: Effort, only: str | None = None) -> dict[str, float]:
+    """``Device.optimizer`` of a GPU, or of it ``only`` one."""
     return optimizer.steps(where, effort.seconds / 5, effort.rounds, threads=1, only=only)
 
 
@@ -277,7 +272,7 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working, o
     with working("Copies in the device's memory"):
         copy = device.copies(where, effort.seconds, effort.rounds)
     with working("Optimizer steps on the device"):
-        steps = _device_steps(where, effort, only)
+        steps = device_steps(where, effort, only)
         different = None if effort.brief or only is not None else agreement.other_bits(where)
     pci = numa.pci_address(where)
     return Device(

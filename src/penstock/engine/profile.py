@@ -60,7 +60,8 @@ def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, rank
     try:
         machine = _measured(known, paths, missing, device, among, optimizer)
         if steps:
-            machine = examine.with_device_steps(machine, device, optimizer, examine.BRIEF)
+            rates = examine.device_steps(device, examine.BRIEF, optimizer)
+            machine = replace(machine, device=replace(machine.device, optimizer={**machine.device.optimizer, **rates}))
     except (ConfigError, BudgetError, OSError, MemoryError, RuntimeError) as error:  # torch's: no memory, for one
         log.warning("this machine has no profile for this run, and could not be measured: %s", error)
         return found

@@ -29,7 +29,7 @@ from penstock.schedule.program import (
     Stage,
     flat_numel,
 )
-from penstock.schedule.work import NOTHING, Work
+from penstock.schedule.work import NOTHING, BothWays, Work
 from penstock.shape.model import ModelProfile
 
 
@@ -89,27 +89,9 @@ class Transformer:
         sizes = _Sizes(shape=self, rows=micro_batch_size, length=sequence_length, form=form)
         epilogue = sizes.epilogue() if loss_tile is None else sizes.epilogue_in_tiles(loss_tile)
         stages = (sizes.prologue(), *(sizes.call(i) for i in range(self.layers)), epilogue)
-        block, head = sizes.block_flops(), 2 * sizes.tokens * self.hidden * self.vocabulary
-        forward_traffic, backward_traffic = sizes.block_traffic()
-        embedded, embedding = sizes.prologue_traffic()
-        attention = 4 * sizes.tokens * sequence_length * self.heads * self.head_dim
-        backward = block + 2 * block + attention // 2
         return ModelProfile(
             program=Program(groups=self.groups(form), stages=stages),
-            work=(
-                (Work(traffic=embedded), Work(traffic=embedding)),
-                *(
-                    (
-                        Work(flops=block, traffic=forward_traffic),
-                        Work(flops=backward, traffic=backward_traffic),
-                    ),
-                )
-                * self.layers,
-                (
-                    Work(flops=(3 if loss_tile is None else 4) * head, traffic=sizes.epilogue_traffic(loss_tile)),
-                    NOTHING,
-                ),
-            ),
+            work=(sizes.prologue_work(), *(sizes.block_work(),) * self.layers, sizes.epilogue_work(loss_tile)),
             tokens=sizes.tokens,
             parameters=sum(n for end in self.ends for n in end.sizes) + self.layers * sum(map(prod, self.block)),
         )
@@ -214,17 +196,29 @@ class _Sizes:
     def w(self) -> int:
         return self.tokens * self.shape.intermediate * self.weight_bytes
 
-    def block_flops(self) -> int:
-        shape = self.shape
-        return 2 * self.tokens * shape.matrices + 4 * self.tokens * self.length * shape.heads * shape.head_dim
-
-    def prologue_traffic(self) -> tuple[int, int]:
-        """Of the embeddings in the forward, and of their gradients, which are as large as they are."""
+    def prologue_work(self) -> BothWays:
+        """Embeddings, and their gradients, which are as large as they are."""
         shape, e = self.shape, self.weight_bytes
         words, places = shape.vocabulary * shape.hidden * e, shape.positions * shape.hidden * e
-        return (2 * self.u, self.u + words) if shape.gated else (4 * self.u, 2 * self.u + words + places)
+        forward, backward = (2 * self.u, self.u + words) if shape.gated else (4 * self.u, 2 * self.u + words + places)
+        return Work(traffic=forward), Work(traffic=backward)
 
-    def block_traffic(self) -> tuple[int, int]:
+    def block_work(self) -> BothWays:
+        shape = self.shape
+        attention = 4 * self.tokens * self.length * shape.heads * shape.head_dim
+        products = 2 * self.tokens * shape.matrices + attention
+        forward, backward = self._block_traffic()
+        return (
+            Work(flops=products, traffic=forward),
+            Work(flops=3 * products + attention // 2, traffic=backward),
+        )
+
+    def epilogue_work(self, tile: int | None) -> BothWays:
+        """``tile``: as ``loss_tile`` of ``Transformer.profile``."""
+        head = 2 * self.tokens * self.shape.hidden * self.shape.vocabulary
+        return Work(flops=(3 if tile is None else 4) * head, traffic=self._epilogue_traffic(tile)), NOTHING
+
+    def _block_traffic(self) -> tuple[int, int]:
         """Bytes that ops of a block beside products move in its forward and its backward, which computes that again:
         so many for each element of a token's hidden state, of its queries, keys and values, and of its MLP. The numbers
         are those of a dry run, by least squares over eight sizes; the tests of ``meta`` tell when they are others."""
@@ -239,7 +233,7 @@ class _Sizes:
         )
         return forward + 5 * self.w, backward + 14 * self.w
 
-    def epilogue_traffic(self, tile: int | None) -> int:
+    def _epilogue_traffic(self, tile: int | None) -> int:
         """Of the last norm and the loss, forward and backward: so many bytes for each element of a hidden state and of
         logits; where the loss is in ``tile``s, for the hidden states of each slice of the vocabulary, too."""
         shape, narrow = self.shape, self.weight_bytes != FP32

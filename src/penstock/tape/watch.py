@@ -139,10 +139,10 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             formula = FLOP.get(packet_of(func))
             if formula is not None:
                 self.flops += _flop(formula, args, kwargs, result)
-            else:
-                self.traffic += _traffic(func, inputs, written, result)
             unwaited = kwargs.get("non_blocking", packet_of(func) is torch.ops.aten.copy_ and len(args) > 2 and args[2])
-            self._behind(func, inputs, written, result, bool(unwaited))
+            new = self._behind(func, inputs, written, result, bool(unwaited))
+            if formula is None:
+                self.traffic += _traffic(packet_of(func), inputs, written or new)
         return result
 
     def _before(
@@ -165,15 +165,17 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _behind(
         self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], result: Any, unwaited: bool
-    ) -> None:
+    ) -> list[torch.Tensor]:
+        """The results that are no views of what the op was given."""
         old = {storage_key(t) for t in inputs}
         results = _tensors((result,))
-        for tensor in results:
-            key = storage_key(tensor)
-            if key not in old and key not in self.births:
+        new = [tensor for tensor in results if storage_key(tensor) not in old]
+        for tensor in new:
+            if (key := storage_key(tensor)) not in self.births:
                 self.follow(key, tensor.untyped_storage())
         if self._on_op is not None:
             self._on_op(func, inputs, written, results, unwaited)
+        return new
 
     def follow(self, key: int, storage: torch.UntypedStorage) -> None:
         nbytes = storage.nbytes()
@@ -213,26 +215,20 @@ _MAKING = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, 
 """Ops that return memory as it is."""
 
 
-def _traffic(func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], result: Any) -> int:
-    """Bytes of memory that an op which is no product moves: each argument's, and each result's that is no view, but for
-    ops that look at a part of them."""
-    packet = packet_of(func)
-    if packet in _MAKING:
+def _traffic(packet: Any, inputs: list[torch.Tensor], made: list[torch.Tensor]) -> int:
+    """Bytes of memory that an op which is no product moves: each argument's, and those of what it has ``made``, or
+    changed; but for ops that look at a part of them. A view is nothing."""
+    if not made or packet in _MAKING:
         return 0
-    old = {storage_key(t) for t in inputs}
-    made = written or [t for t in _tensors((result,)) if storage_key(t) not in old]
-    if not made:
-        return 0  # a view
     put = sum(map(_nbytes, made))
     if packet in _PICKING:
         return 2 * put
     if packet in _FILLING:
         return put
-    changed = {id(tensor) for tensor in written}
-    given = [_nbytes(tensor) for tensor in inputs if id(tensor) not in changed]
+    changed = {id(tensor) for tensor in made}
     if packet in _PUTTING:
-        return 3 * max(given, default=0)
-    return put + sum(given) + (put if written and packet is not _ATEN.copy_ else 0)
+        return 3 * max((_nbytes(tensor) for tensor in inputs if id(tensor) not in changed), default=0)
+    return put + sum(_nbytes(tensor) for tensor in inputs if packet is not _ATEN.copy_ or id(tensor) not in changed)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
