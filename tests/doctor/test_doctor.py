@@ -77,6 +77,7 @@ def test_json_is_the_profile_and_nothing_else_and_is_stored(
     assert {"fp32", "bf16", "fp16"} == machine.device.flops.keys()
     assert machine.overhead > 0
     assert machine.interpreter > 0
+    assert machine.dispatch > 0
     assert machine.crossing is not None
     assert f"Disk {folder}: reading, writing, and both at once: " in err
     assert "Traceback" not in err
@@ -258,12 +259,14 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
         contention={"cpu+read": 0.25, "read+cpu": 0.1},
         overhead=2e-5,
         interpreter=1e-5,
+        dispatch=1.25e-5,
         warnings=("something " * 30,),
     )
     text = describe(machine)
     assert "64 GiB; may be page-locked: 1 GiB" in text
     assert "GPU; 24 GiB, 22 GiB free, on NUMA node 1" in text
     assert "8, on 2 NUMA nodes" in text
+    assert "an op of a model         12.5 µs of the host, however little it computes" in text
     assert "1,000        5,000" in text
     assert "    gradients, cast by the device               9,000          1,100" in text
     assert "    gradients are 1.29x as fast if the device casts them; weights are as fast either way" in text

@@ -219,6 +219,7 @@ def test_the_pairs() -> None:
 def test_an_op_costs_something_and_not_much() -> None:
     assert 1e-7 < overhead.hand_over(CPU) < 0.02
     assert 1e-6 < overhead.interpreter(CPU) < 0.005
+    assert 1e-6 < overhead.dispatch(CPU) < 0.005
 
 
 @pytest.mark.accelerator
@@ -226,6 +227,7 @@ def test_an_op_of_an_accelerator_costs_something_and_not_much() -> None:
     where = torch.device(DEVICE, 0)
     assert 1e-7 < overhead.hand_over(where) < 0.02
     assert 1e-6 < overhead.interpreter(where) < 0.005
+    assert 1e-6 < overhead.dispatch(where) < 0.005
 
 
 def test_what_is_measured_is_larger_than_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ def machine(*drives: Drive, **changes: Any) -> Machine:
         contention={"cpu+read": 0.0, "compute+cpu": 0.25},
         overhead=1e-5,
         interpreter=2e-5,
+        dispatch=1e-5,
         warnings=("too warm",),
     )
     return replace(made, **changes)

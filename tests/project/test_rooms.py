@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "schedule",
         "state",
         "store",
+        "tape",
     },
     "fabric": _LOOPS | {"ranks"},
     "hf": _LOOPS | {"ranks"},

@@ -146,6 +146,7 @@ def _lanes(machine: Machine) -> Iterator[str]:
     yield _row("copies in memory", f"{_gb(machine.host.copy)}{of_device} GB/s")
     overhead, interpreter = machine.overhead * 1e6, machine.interpreter * 1e6
     yield _row("an op costs besides", f"{overhead:.0f} µs to another lane, of Python {interpreter:.0f} µs")
+    yield _row("an op of a model", f"{machine.dispatch * 1e6:.1f} µs of the host, however little it computes")
 
 
 def _optimizer(machine: Machine) -> Iterator[str]:

@@ -8,12 +8,12 @@ device.py      matrix products, copies in the device's memory, to it and back
 optimizer.py   parameters per second of every optimizer
 crossing.py    gradients from the device to the optimizer and weights back, cast on either side
 contention.py  how lanes slow each other
-overhead.py    what an op costs besides its work
+overhead.py    what an op costs besides its work, and the host an op of a model
 between.py     what ranks send each other, and whether they compute the same bits, in processes of their own
 findings.py    what is wrong, in words
 examine.py     all of it, in order: the entry
 
 Everything is measured with the code that the engine runs, on buffers of its sizes, so that a profile predicts the
 engine and not the hardware's data sheet. May import: ``accelerator``, ``errors``, ``config``, ``schedule``,
-``hardware``, ``store``, ``optim``, ``state``, ``ranks``, ``runtime``.
+``hardware``, ``store``, ``optim``, ``state``, ``ranks``, ``runtime``, ``tape``.
 """

@@ -138,6 +138,7 @@ def examine(
                 contention=slower,
                 overhead=overhead.hand_over(where),
                 interpreter=overhead.interpreter(where),
+                dispatch=overhead.dispatch(where),
             )
     machine = replace(machine, between=tuple(_between(host, count, effort, working) for count in ranks))
     at = datetime.now(UTC).isoformat(timespec="seconds")

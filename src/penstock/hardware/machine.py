@@ -220,8 +220,9 @@ class Machine:
     ``measured``: None in a profile that was not, or that does not tell. ``source``: what the figures of a machine are
     from that is only described. ``file``: the one that the profile was read from, which is no part of it.
     ``overhead``: seconds from an op's end to the start of one that has waited for it on another lane. ``interpreter``:
-    seconds of Python that an op of any lane takes, while compute can queue nothing. ``warnings``: what doctor found
-    wrong, in words.
+    seconds of Python that an op of any lane takes, while compute can queue nothing. ``dispatch``: seconds that the host
+    takes for an op of a model (``Work.ops``), besides what the op computes. ``warnings``: what doctor found wrong, in
+    words.
     """
 
     name: str
@@ -235,6 +236,7 @@ class Machine:
     contention: Mapping[str, float] = field(default_factory=dict)
     overhead: float = 0.0
     interpreter: float = 0.0
+    dispatch: float = 0.0
     warnings: tuple[str, ...] = ()
     measured: Measured | None = None
     source: str = ""
@@ -295,8 +297,8 @@ _MAY_BE_NULL = {"network", "nic", "crossing", "sustained", "measured"}
 _KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
 _LISTS: dict[str, type] = {"drives": Drive, "between": Between}
 _WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks", "after", "weight", "directories"}
-_MAY_BE_ZERO = {"latency", "overhead", "interpreter", "free", "lockable", "node", "contention", "load"}
-_MOST = {"load": 1e6, "latency": 1e6, "overhead": 1e6, "interpreter": 1e6, "contention": 1e6, "weight": HEAVIEST}
+_MAY_BE_ZERO = {"latency", "overhead", "interpreter", "dispatch", "free", "lockable", "node", "contention", "load"}
+_MOST = {"load": 1e6, "latency": 1e6, "overhead": 1e6, "interpreter": 1e6, "dispatch": 1e6, "contention": 1e6, "weight": HEAVIEST}
 _MOST_OF_OTHERS = 1e21
 """No machine is near these limits, and what is within them neither overflows nor takes for ever to simulate."""
 

@@ -99,7 +99,8 @@ that an op takes no longer than the host takes to queue it, stages take longer.
 def stage_times(profile: ModelProfile, machine: Machine, precision: str) -> StageTimes:
     """Seconds of each stage on a machine: FLOP over the rate of ``precision``, what other ops move over that of a copy,
     which reads and writes, both times ``EFFICIENCY``; and what its attention sends at the rate of the network, as which
-    it waits for the others.
+    it waits for the others. The host takes its time for each op (``Machine.dispatch``): before a processor computes it,
+    beside what a GPU computes, so that there the longer of both counts.
 
     Raises:
         ConfigError: the machine's profile has no rate for ``precision``, for copies in the device's memory, or for what
@@ -129,7 +130,9 @@ def stage_times(profile: ModelProfile, machine: Machine, precision: str) -> Stag
     pace = 0.0 if network is None else 1 / network.bandwidth
 
     def seconds(work: Work) -> float:
-        return work.flops / products + work.traffic / memory + work.sent * pace
+        computed = work.flops / products + work.traffic / memory
+        queued = work.ops * machine.dispatch
+        return (computed + queued if machine.device.kind == "cpu" else max(computed, queued)) + work.sent * pace
 
     return StageTimes(
         forward=tuple(seconds(forward) for forward, _ in profile.work),

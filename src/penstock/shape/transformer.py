@@ -201,22 +201,24 @@ class _Sizes:
         shape, e = self.shape, self.weight_bytes
         words, places = shape.vocabulary * shape.hidden * e, shape.positions * shape.hidden * e
         forward, backward = (2 * self.u, self.u + words) if shape.gated else (4 * self.u, 2 * self.u + words + places)
-        return Work(traffic=forward), Work(traffic=backward)
+        found, looked_up = (26, 3) if shape.gated else (22, 7)
+        return Work(traffic=forward, ops=found), Work(traffic=backward, ops=looked_up)
 
     def block_work(self) -> BothWays:
         shape = self.shape
         attention = 4 * self.tokens * self.length * shape.heads * shape.head_dim
         products = 2 * self.tokens * shape.matrices + attention
-        forward, backward = self._block_traffic()
+        traffic, ops = self._block_traffic(), self._block_ops()
         return (
-            Work(flops=products, traffic=forward),
-            Work(flops=3 * products + attention // 2, traffic=backward),
+            Work(flops=products, traffic=traffic[0], ops=ops[0]),
+            Work(flops=3 * products + attention // 2, traffic=traffic[1], ops=ops[1]),
         )
 
     def epilogue_work(self, tile: int | None) -> BothWays:
         """``tile``: as ``loss_tile`` of ``Transformer.profile``."""
         head = 2 * self.tokens * self.shape.hidden * self.shape.vocabulary
-        return Work(flops=(3 if tile is None else 4) * head, traffic=self._epilogue_traffic(tile)), NOTHING
+        flops = (3 if tile is None else 4) * head
+        return Work(flops=flops, traffic=self._epilogue_traffic(tile), ops=self._epilogue_ops(tile)), NOTHING
 
     def _block_traffic(self) -> tuple[int, int]:
         """Bytes that ops of a block beside products move in its forward and its backward, which computes that again:
@@ -232,6 +234,25 @@ class _Sizes:
             self.tokens * (hidden[i] * shape.hidden + (rotated[i] + normed[i]) * heads) for i in (0, 1)
         )
         return forward + 5 * self.w, backward + 14 * self.w
+
+    def _block_ops(self) -> tuple[int, int]:
+        """Ops of a block in its forward and its backward, by a dry run."""
+        shape, narrow = self.shape, self.weight_bytes != FP32
+        if not shape.gated:
+            return 38, 158 if narrow else 156
+        forward, backward = (77, 295) if narrow else (73, 285)
+        normed = ((16, 78) if narrow else (12, 70)) if shape.qk_norm else (0, 0)
+        return forward + normed[0], backward + normed[1]
+
+    def _epilogue_ops(self, tile: int | None) -> int:
+        """Those of the last norm and the loss, with their backward; where the loss is in ``tile``s, of each slice of
+        the vocabulary."""
+        shape, narrow = self.shape, self.weight_bytes != FP32
+        normed = (24 if narrow else 20) if shape.gated else 0
+        if tile is None:
+            return normed + (58 if narrow else 56)
+        slices = -(-shape.vocabulary // self.slice_of(tile))
+        return normed + (61 + 53 * slices if narrow else 57 + 50 * slices)
 
     def _epilogue_traffic(self, tile: int | None) -> int:
         """Of the last norm and the loss, forward and backward: so many bytes for each element of a hidden state and of

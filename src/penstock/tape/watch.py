@@ -109,6 +109,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.segment = 0
         self.flops = 0
         self.traffic = 0
+        self.ops = 0
         self.births: dict[int, Birth] = {}
         self._parameters = parameters  # identity of a parameter -> its group
         self._on_weight = on_weight
@@ -124,7 +125,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def work(self) -> Work:
         """All that was computed so far."""
-        return Work(flops=self.flops, traffic=self.traffic)
+        return Work(flops=self.flops, traffic=self.traffic, ops=self.ops)
 
     def birth(self, tensor: torch.Tensor) -> Birth | None:
         return self.births.get(storage_key(tensor)) if trees.has_storage(tensor) else None
@@ -136,6 +137,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         with private.without_functions():  # of ops, and looks of our own, ``Ahead`` and others need not hear
             inputs, written = self._before(func, args, kwargs)
             result = func(*args, **kwargs)
+            self.ops += 1
             formula = FLOP.get(packet_of(func))
             if formula is not None:
                 self.flops += _flop(formula, args, kwargs, result)
