@@ -11,7 +11,7 @@ from penstock.planner.layer_costs import layer_costs, layer_sizes
 from penstock.schedule.ir.text import parse_schedule, parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import build
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import FamilyRequest
 from penstock.schedule.place import Format
 from penstock.shape.model import stage_times
 from penstock.shape.shipped import named
@@ -25,7 +25,7 @@ TIMES = stage_times(PROFILE, MACHINE, "bf16")
 
 
 def world_of(family: str) -> World:
-    return build(Request(family=family, layers=4, ranks=4, micro_batches=8, sizes=layer_sizes(PROFILE, FORM)))
+    return build(FamilyRequest(family=family, layers=4, ranks=4, micro_batches=8, sizes=layer_sizes(PROFILE, FORM)))
 
 
 def costs_of(world: World) -> Costs:
@@ -95,7 +95,7 @@ def test_ranks_need_a_network_and_an_optimizer_a_rate() -> None:
     alone = replace(MACHINE, network=None)
     with pytest.raises(ConfigError, match="has no network between ranks"):
         layer_costs(alone, PROFILE, FORM, TIMES, "adamw.bf16", world_of("ddp"))
-    single = build(Request(family="single", layers=4, ranks=1, micro_batches=1, sizes=layer_sizes(PROFILE, FORM)))
+    single = build(FamilyRequest(family="single", layers=4, ranks=1, micro_batches=1, sizes=layer_sizes(PROFILE, FORM)))
     layer_costs(alone, PROFILE, FORM, TIMES, "adamw.bf16", single)
     with pytest.raises(ConfigError, match=r"no rate for the optimizer adagrad\.bf16"):
         layer_costs(alone, PROFILE, FORM, TIMES, "adagrad.bf16", single)

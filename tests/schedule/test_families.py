@@ -15,9 +15,9 @@ from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.emitter import Emitter
-from penstock.schedule.lower.families import FAMILIES, Family, build
+from penstock.schedule.lower.families import FAMILIES, ScheduleFamily, build
 from penstock.schedule.lower.layers import layer_program
-from penstock.schedule.lower.request import Request, Sizes
+from penstock.schedule.lower.request import FamilyRequest, Sizes
 from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import vertical
 from penstock.schedule.place import Depths
@@ -46,12 +46,12 @@ COSTS = {
 }
 
 
-def asked(family: str, *, layers: int = 6, ranks: int = 4, micro_batches: int = 4) -> Request:
-    return Request(family=family, layers=layers, ranks=ranks, micro_batches=micro_batches, sizes=SIZES)
+def asked(family: str, *, layers: int = 6, ranks: int = 4, micro_batches: int = 4) -> FamilyRequest:
+    return FamilyRequest(family=family, layers=layers, ranks=ranks, micro_batches=micro_batches, sizes=SIZES)
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn) -> FamilyRequest:
     """Requests that the families can do."""
     family = draw(st.sampled_from(sorted(LAYERED)))
     kind = FAMILIES[family]
@@ -64,7 +64,7 @@ def requests(draw: st.DrawFn) -> Request:
         micro_batches = ranks * draw(st.integers(1, 3))
     elif family == "dualpipe-v":
         micro_batches += 2 * ranks - 1
-    return Request(
+    return FamilyRequest(
         family=family,
         layers=layers,
         ranks=ranks * (together or 1),
@@ -82,7 +82,7 @@ def requests(draw: st.DrawFn) -> Request:
 
 @settings(max_examples=60, deadline=None)
 @given(requests())
-def test_every_schedule_is_safe_and_runs_under_any_costs_and_reads_back(request: Request) -> None:
+def test_every_schedule_is_safe_and_runs_under_any_costs_and_reads_back(request: FamilyRequest) -> None:
     world = build(request)
     assert violations(world) == []
     assert parse_world(str(world)) == world
@@ -95,7 +95,7 @@ def test_every_schedule_is_safe_and_runs_under_any_costs_and_reads_back(request:
 
 @settings(max_examples=60, deadline=None)
 @given(requests())
-def test_every_micro_batch_goes_once_through_every_layer_and_back(request: Request) -> None:
+def test_every_micro_batch_goes_once_through_every_layer_and_back(request: FamilyRequest) -> None:
     world = build(request)
     done: Counter[tuple[str, int]] = Counter()  # (kind, layer) -> micro-batches
     for schedule in world.ranks:
@@ -120,7 +120,7 @@ def test_every_micro_batch_goes_once_through_every_layer_and_back(request: Reque
 
 @settings(max_examples=40, deadline=None)
 @given(requests())
-def test_what_is_sent_is_received(request: Request) -> None:
+def test_what_is_sent_is_received(request: FamilyRequest) -> None:
     world = build(request)
     sent: Counter[tuple[str, int, int, int]] = Counter()
     got: Counter[tuple[str, int, int, int]] = Counter()
@@ -248,7 +248,7 @@ def test_a_constant_buffer_takes_the_same_bytes_in_pieces(family: str) -> None:
         (replace(asked("ddp"), sizes=replace(SIZES, state=-1)), "sizes.state=-1 must be at least 0"),
     ],
 )
-def test_what_a_family_cannot_do_is_said(request_: Request, says: str) -> None:
+def test_what_a_family_cannot_do_is_said(request_: FamilyRequest, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build(request_)
 
@@ -257,13 +257,13 @@ def test_what_a_family_cannot_do_is_said(request_: Request, says: str) -> None:
 def test_no_cycles_are_looked_for_while_a_schedule_is_made(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
-    def lower(request: Request) -> World:
+    def lower(request: FamilyRequest) -> World:
         seen.append(gc.isenabled())
         if request.layers > 1:
             raise ConfigError("too many")
         return World(name="probe", ranks=(), groups={})
 
-    monkeypatch.setitem(FAMILIES, "probe", Family(summary="", lower=lower))
+    monkeypatch.setitem(FAMILIES, "probe", ScheduleFamily(summary="", lower=lower))
     (gc.enable if enabled else gc.disable)()
     try:
         build(asked("probe", layers=1))

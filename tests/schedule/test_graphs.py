@@ -17,7 +17,7 @@ from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.offload import settings
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import FamilyRequest
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Depths
 from penstock.schedule.program import ALIGN, Program
@@ -110,7 +110,7 @@ def test_what_a_graph_holds_stays(family: str, tier: str) -> None:
 @pytest.mark.parametrize(("family", "graphs", "tier"), list(product(OF_PIPELINES, (1, 3, 7, 99), ("device", "host"))))
 def test_every_rank_of_a_pipeline_is_proved_and_all_end(family: str, graphs: int, tier: str) -> None:
     of, ranks, count = program(8), 3, 5
-    asked = Request(
+    asked = FamilyRequest(
         family=family, program=of, ranks=ranks, micro_batches=count, chunks=2, depths=Depths(graphs=graphs),
         activations=tier,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -132,7 +132,7 @@ def test_every_rank_of_a_pipeline_is_proved_and_all_end(family: str, graphs: int
 
 
 def test_a_backward_in_two_parts_keeps_none() -> None:
-    asked = Request(
+    asked = FamilyRequest(
         family="streamed-zero-bubble", program=program(), ranks=2, micro_batches=3, chunks=2, depths=Depths(graphs=9)
     )
     assert not any(with_graph(schedule) for schedule in build(asked).ranks)

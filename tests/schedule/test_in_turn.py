@@ -23,7 +23,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.in_turn import Part, in_turn_route, order_of_all, runs_of
 from penstock.schedule.lower.offload import settings
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import FamilyRequest
 from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import in_turn
 from penstock.schedule.meaning import Needs, prove
@@ -46,9 +46,9 @@ def program(layers: int) -> Program:
     return uniform_program(layers, block=16 * ALIGN, embedding=4 * ALIGN, head=4 * ALIGN, activation=10 * ALIGN)
 
 
-def request(name: str, layers: int, ranks: int, micro_batches: int, **options: object) -> Request:
+def request(name: str, layers: int, ranks: int, micro_batches: int, **options: object) -> FamilyRequest:
     family, of = FAMILY.get(name, name), program(layers)
-    return Request(family=family, program=of, ranks=ranks, micro_batches=micro_batches, chunks=2, **options)
+    return FamilyRequest(family=family, program=of, ranks=ranks, micro_batches=micro_batches, chunks=2, **options)
 
 
 def programs(of: Program, name: str, ranks: int, besides: Sequence[int] = ()) -> list[Program]:
@@ -56,7 +56,7 @@ def programs(of: Program, name: str, ranks: int, besides: Sequence[int] = ()) ->
     return [program_of_rank(of, of_stages, rank, ranks, besides=besides) for rank in range(ranks)]
 
 
-def needs(asked: Request, of: Program) -> Needs:
+def needs(asked: FamilyRequest, of: Program) -> Needs:
     streaming = FAMILIES[asked.family].streaming
     assert streaming is not None
     return Needs.of(of, settings(asked, streaming))

@@ -14,7 +14,7 @@ from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, STREAM_OPTIONS, build
 from penstock.schedule.lower.offload import settings
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import FamilyRequest
 from penstock.schedule.place import FP32, PAGE, Depths
 from penstock.schedule.program import ALIGN
 from penstock.sim.costs import Costs
@@ -37,10 +37,10 @@ PROGRAM = uniform_program(
 )
 
 
-def request(family: str, **options: Any) -> Request:
+def request(family: str, **options: Any) -> FamilyRequest:
     """``M`` micro-batches for each rank, unless asked otherwise."""
     each = M * options.get("ranks", 1)
-    return Request(**{"family": family, "program": PROGRAM, "micro_batches": each, **options})
+    return FamilyRequest(**{"family": family, "program": PROGRAM, "micro_batches": each, **options})
 
 
 def one(family: str, **options: Any) -> Schedule:
@@ -312,7 +312,7 @@ def test_the_newer_systems_are_faster_than_those_they_follow() -> None:
 def test_a_large_schedule_is_built_in_well_under_a_second() -> None:
     """One rank of vertical offload with 96 layers, 34 micro-batches and 16 chunks a block."""
     large = uniform_program(96, block=256 * ALIGN, embedding=BLOCK, head=BLOCK, activation=ACTIVATION)
-    wanted = Request(family="greedysnake", program=large, micro_batches=34, chunks=16)
+    wanted = FamilyRequest(family="greedysnake", program=large, micro_batches=34, chunks=16)
     begin = time.process_time()
     world = build(wanted)
     taken = time.process_time() - begin

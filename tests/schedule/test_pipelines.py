@@ -13,7 +13,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import build
 from penstock.schedule.lower.folded import dualpipe_v, zero_bubble_v
 from penstock.schedule.lower.orders import Order, interleaved, looped_bfs
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import FamilyRequest
 from penstock.schedule.lower.stages import Stages
 from penstock.sim.models import CostModel, puzzle, unit
 from penstock.sim.simulate import simulate
@@ -30,7 +30,7 @@ def ask(
 ) -> World:
     model = model or unit()
     return build(
-        Request(
+        FamilyRequest(
             family=family,
             layers=layers,
             ranks=ranks,

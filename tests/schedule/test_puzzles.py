@@ -5,7 +5,7 @@ import pytest
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import build
-from penstock.schedule.lower.request import GatherGroup, Request
+from penstock.schedule.lower.request import FamilyRequest, GatherGroup
 from penstock.sim.models import PUZZLE_UNIT, puzzle
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
@@ -17,7 +17,7 @@ def ask(
     family: str, layers: int, ranks: int, *, micro_batches: int = 4, gather_group: GatherGroup | None = None
 ) -> World:
     return build(
-        Request(
+        FamilyRequest(
             family=family,
             layers=layers,
             ranks=ranks,
@@ -96,8 +96,8 @@ def test_sharding_more_holds_less_and_moves_as_much_as_the_zero_paper_says() -> 
 
 
 def test_a_step_fused_into_the_backward_holds_one_gradient_and_takes_as_long() -> None:
-    late = Request(family="single", layers=4, ranks=1, micro_batches=4, sizes=MODEL.sizes)
-    fused = Request(family="single", layers=4, ranks=1, micro_batches=4, sizes=MODEL.sizes, fused=True)
+    late = FamilyRequest(family="single", layers=4, ranks=1, micro_batches=4, sizes=MODEL.sizes)
+    fused = FamilyRequest(family="single", layers=4, ranks=1, micro_batches=4, sizes=MODEL.sizes, fused=True)
     counts = []
     for request in (late, fused):
         world = build(request)

@@ -17,7 +17,7 @@ from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.offload import settings
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import FamilyRequest
 from penstock.schedule.lower.seat import streaming_seat
 from penstock.schedule.lower.visits import vertical
 from penstock.schedule.meaning import Needs, prove
@@ -30,8 +30,8 @@ LAYERS, ACTIVATION = 8, 10 * ALIGN
 PROGRAM = uniform_program(LAYERS, block=64 * ALIGN, embedding=4 * ALIGN, head=4 * ALIGN, activation=ACTIVATION)
 
 
-def request(ranks: int, micro_batches: int, **options: object) -> Request:
-    return Request(
+def request(ranks: int, micro_batches: int, **options: object) -> FamilyRequest:
+    return FamilyRequest(
         family="vertical-pipeline", program=PROGRAM, ranks=ranks, micro_batches=micro_batches, chunks=4, **options
     )
 

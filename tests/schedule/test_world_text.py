@@ -6,16 +6,18 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ir.text import parse_ranks, parse_world
 from penstock.schedule.ir.worlds import format_ranks
 from penstock.schedule.lower.families import FAMILIES, build
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import FamilyRequest
 from penstock.sim.models import puzzle, unit
 from tests.programs import transformer
 
 
-def request(family: str, *, abstract: bool) -> Request:
+def request(family: str, *, abstract: bool) -> FamilyRequest:
     model = unit() if abstract else puzzle()
     one = FAMILIES[family].one_rank
     ranks = 1 if one else 4
-    return Request(family=family, layers=8, ranks=ranks, micro_batches=8, sizes=model.sizes, stage_ops=model.stage_ops)
+    return FamilyRequest(
+        family=family, layers=8, ranks=ranks, micro_batches=8, sizes=model.sizes, stage_ops=model.stage_ops
+    )
 
 
 @pytest.mark.parametrize("abstract", [True, False])
@@ -31,7 +33,7 @@ def test_every_family_parses_back_to_the_same_world(family: str, abstract: bool)
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.streaming])
 def test_every_offload_schedule_parses_back_to_the_same_world(family: str) -> None:
-    world = build(Request(family=family, program=transformer(3, block=16), micro_batches=2))
+    world = build(FamilyRequest(family=family, program=transformer(3, block=16), micro_batches=2))
     assert parse_world(str(world)) == world
 
 

@@ -27,7 +27,7 @@ from penstock.planner.layer_costs import check_layers, layer_sizes
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, LAYER_OPTIONS, STREAM_OPTIONS, build
-from penstock.schedule.lower.request import LayerOptions, Request, StreamOptions
+from penstock.schedule.lower.request import FamilyRequest, LayerOptions, StreamOptions
 from penstock.sim.costs import Costs
 from penstock.sim.models import CostModel, puzzle, unit
 
@@ -98,7 +98,7 @@ def _layers(arguments: Arguments) -> Case:
     return layers_case(_built(request, costs), _shape_in_words(request), machine, training)
 
 
-def _built(request: Request, costs: str) -> World:
+def _built(request: FamilyRequest, costs: str) -> World:
     world = build(request)
     if request.lookahead and world == build(replace(request, lookahead=0)):
         raise ConfigError(
@@ -111,9 +111,9 @@ def _built(request: Request, costs: str) -> World:
 _FREE = Costs(name="none", seconds=lambda op: 0.0)
 
 
-def _request(arguments: Arguments, layers: int, ranks: int, model: CostModel) -> Request:
+def _request(arguments: Arguments, layers: int, ranks: int, model: CostModel) -> FamilyRequest:
     ranks = arguments.ranks or ranks
-    request = Request(
+    request = FamilyRequest(
         family=arguments.name,
         layers=arguments.layers or layers,
         ranks=ranks,
@@ -128,7 +128,7 @@ def _request(arguments: Arguments, layers: int, ranks: int, model: CostModel) ->
     return request
 
 
-def _about(request: Request) -> int:
+def _about(request: FamilyRequest) -> int:
     """Roughly how many ops that is, and more for what takes as long to build."""
     layers, ranks, micro_batches = request.layers, request.ranks, request.micro_batches
     if request.family not in _UNIT_BY_DEFAULT:
@@ -150,7 +150,7 @@ def _micro_batches(name: str, ranks: int, *, filled: bool) -> int:
     return ranks if ranks > 1 else 4
 
 
-def _shape_in_words(request: Request) -> str:
+def _shape_in_words(request: FamilyRequest) -> str:
     stages = f", {request.virtual_stages} virtual stages each" if request.virtual_stages else ""
     layers = "" if request.stage_ops and request.family in _UNIT_BY_DEFAULT else f"{counted(request.layers, 'layer')}, "
     micro_batches = counted(request.micro_batches, "micro-batch")
@@ -186,7 +186,7 @@ def _offload(arguments: Arguments) -> Case:
     visits = 1 if family.streaming.order == "vertical" else micro_batches
     _check_size(ranks * (6 * stages * micro_batches + 8 * chunks * visits))
     world = build(
-        Request(
+        FamilyRequest(
             family=name,
             program=program,
             ranks=ranks,

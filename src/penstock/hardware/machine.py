@@ -298,7 +298,15 @@ _KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda",
 _LISTS: dict[str, type] = {"drives": Drive, "between": Between}
 _WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks", "after", "weight", "directories"}
 _MAY_BE_ZERO = {"latency", "overhead", "interpreter", "dispatch", "free", "lockable", "node", "contention", "load"}
-_MOST = {"load": 1e6, "latency": 1e6, "overhead": 1e6, "interpreter": 1e6, "dispatch": 1e6, "contention": 1e6, "weight": HEAVIEST}
+_MOST = {
+    "load": 1e6,
+    "latency": 1e6,
+    "overhead": 1e6,
+    "interpreter": 1e6,
+    "dispatch": 1e6,
+    "contention": 1e6,
+    "weight": HEAVIEST,
+}
 _MOST_OF_OTHERS = 1e21
 """No machine is near these limits, and what is within them neither overflows nor takes for ever to simulate."""
 

@@ -245,7 +245,7 @@ class _Sizes:
         return forward + normed[0], backward + normed[1]
 
     def _epilogue_ops(self, tile: int | None) -> int:
-        """Those of the last norm and the loss, with their backward; where the loss is in ``tile``s, of each slice of
+        """Ops of the last norm and the loss, with their backward; where the loss is in ``tile``s, of each slice of
         the vocabulary."""
         shape, narrow = self.shape, self.weight_bytes != FP32
         normed = (24 if narrow else 20) if shape.gated else 0

@@ -13,7 +13,7 @@ PUZZLE_UNIT = 512 * 256
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """A cost model: ``costs`` for the simulator; ``sizes`` and ``stage_ops`` for a ``Request``."""
+    """A cost model: ``costs`` for the simulator; ``sizes`` and ``stage_ops`` for a ``FamilyRequest``."""
 
     costs: Costs
     sizes: Sizes

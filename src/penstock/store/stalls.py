@@ -21,7 +21,7 @@ LATE = 5.0
 log = logging.getLogger("penstock")
 
 
-class Request:
+class Watched:
     """Requests on a file that are made together, and under way until ``end``. They cost an entry in a dict and a look
     at the clock."""
 
@@ -56,7 +56,7 @@ class _Stall:
     """``since``: seconds of the monotonic clock. ``requests``: that were late in it, at least one."""
 
     since: float
-    requests: list[Request]
+    requests: list[Watched]
 
     @property
     def length(self) -> float:
@@ -74,7 +74,7 @@ class Stalls:
 
     def __init__(self, late: float = LATE) -> None:
         self._late = late
-        self.under_way: dict[int, Request] = {}
+        self.under_way: dict[int, Watched] = {}
         """requests that have not come back"""
         self._numbers = itertools.count()
         self._stalled: dict[Path, _Stall] = {}
@@ -83,13 +83,13 @@ class Stalls:
         self.watcher: threading.Thread | None = None
         """the thread; None: no request has been made"""
 
-    def begin(self, path: Path, verb: str, nbytes: int, progress: Progress | None = None) -> Request:
+    def begin(self, path: Path, verb: str, nbytes: int, progress: Progress | None = None) -> Watched:
         """One request is under way: ``verb`` of ``nbytes`` on the file ``path``. Of several: ``progress`` is two
         numbers, of nanoseconds of the monotonic clock: since when some are under way and none has come back (0: none is
         under way), and when one came back last."""
-        return Request(self, path, verb, nbytes, progress)
+        return Watched(self, path, verb, nbytes, progress)
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Watched) -> int:
         """Begin to watch a request; returns what ``remove`` takes."""
         if self.watcher is None:
             self._begin()
@@ -134,7 +134,7 @@ class Stalls:
             log.warning("%s: goes on after a stall of %.0f s", path, self._stalled.pop(path).length)
 
 
-def _begun(request: Request, seconds: float) -> str:
+def _begun(request: Watched, seconds: float) -> str:
     what = f"{request.verb} of {format_size(request.nbytes)}" if request.nbytes else request.verb
     return (
         f"{request.path}: a {what} has been under way for {seconds:.0f} s: the drive stalls or is very "

@@ -18,7 +18,7 @@ from penstock.store import kernel
 from penstock.store.checksums import Borders, Numbers, checksums
 from penstock.store.layout import ALIGN
 from penstock.store.packed import PackedFile
-from penstock.store.stalls import Request, Stalls
+from penstock.store.stalls import Stalls, Watched
 from penstock.store.striping import Piece, Striping
 
 REQUEST = 8 << 20
@@ -102,7 +102,7 @@ class StripedFiles:
         progress, each = np.zeros((len(self.files), 2), dtype=np.int64), dict[int, int]()
         for piece in pieces:
             each[piece.file] = each.get(piece.file, 0) + piece.nbytes
-        watched: list[Request] = []
+        watched: list[Watched] = []
         try:
             for index, nbytes in each.items():
                 watched.append(self.stalls.begin(self.files[index].path, verb, nbytes, progress[index]))

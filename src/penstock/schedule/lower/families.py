@@ -1,7 +1,7 @@
 """The families of schedules, by name: the one table of what can be lowered, and with which options.
 
-world = build(Request(family="1f1b", layers=96, ranks=8, micro_batches=64, sizes=sizes))
-world = build(Request(family="vertical", program=program, micro_batches=8, delay=0.25))
+world = build(FamilyRequest(family="1f1b", layers=96, ranks=8, micro_batches=64, sizes=sizes))
+world = build(FamilyRequest(family="vertical", program=program, micro_batches=8, delay=0.25))
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from penstock.schedule.lower.offload import Streaming, lower_program
 from penstock.schedule.lower.orders import Order
 from penstock.schedule.lower.puzzles import NONE, Habits
 from penstock.schedule.lower.ranks import grid, pipeline, replicated
-from penstock.schedule.lower.request import LayerOptions, Request, StreamOptions
+from penstock.schedule.lower.request import FamilyRequest, LayerOptions, StreamOptions
 from penstock.schedule.lower.seat import FULLY, Sharding
 from penstock.schedule.lower.stages import spread
 
@@ -25,20 +25,20 @@ STREAM_OPTIONS = (*(option.name for option in fields(StreamOptions)), "depths")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class ScheduleFamily:
     """A family of schedules. ``options``: those of a request that it knows; ``one_rank``: it is for one rank only;
     ``streaming``: what it does where a request says nothing, of one that offloads, None of the others.
     """
 
     summary: str
-    lower: Callable[[Request], World]
+    lower: Callable[[FamilyRequest], World]
     options: frozenset[str] = frozenset()
     one_rank: bool = False
     streaming: Streaming | None = None
 
 
 @no_collection()
-def build(request: Request) -> World:
+def build(request: FamilyRequest) -> World:
     """The schedules of all ranks, of one step in the steady state.
 
     Raises:
@@ -73,7 +73,7 @@ _LEAST = {
 }
 
 
-def _check_numbers(request: Request) -> None:
+def _check_numbers(request: FamilyRequest) -> None:
     for name, smallest in _LEAST.items():
         value = getattr(request, name)
         if value is not None and value < smallest:
@@ -87,20 +87,22 @@ _WHOLE, _APART = Sharding(), Sharding(apart=True)
 _FLUSH = Habits(flush="backward")
 
 
-def _sharded(summary: str, sharding: Sharding, habits: Habits = NONE) -> Family:
+def _sharded(summary: str, sharding: Sharding, habits: Habits = NONE) -> ScheduleFamily:
     options = frozenset({"partition_activations", "buffer_size"})
-    return Family(summary=summary, lower=lambda request: replicated(request, sharding, habits), options=options)
+    return ScheduleFamily(summary=summary, lower=lambda request: replicated(request, sharding, habits), options=options)
 
 
-def _pipeline(summary: str, order: Order, sharding: Sharding = _WHOLE, habits: Habits = NONE) -> Family:
+def _pipeline(summary: str, order: Order, sharding: Sharding = _WHOLE, habits: Habits = NONE) -> ScheduleFamily:
     """One stage to a rank."""
-    return Family(summary=summary, lower=lambda request: pipeline(request, spread(request, 1), order, sharding, habits))
+    return ScheduleFamily(
+        summary=summary, lower=lambda request: pipeline(request, spread(request, 1), order, sharding, habits)
+    )
 
 
-def _looped(summary: str, order: Order, *, in_rounds: bool) -> Family:
+def _looped(summary: str, order: Order, *, in_rounds: bool) -> ScheduleFamily:
     """Several stages to a rank, round and round; ``in_rounds``: as many micro-batches as ranks at a time."""
 
-    def lower(request: Request) -> World:
+    def lower(request: FamilyRequest) -> World:
         if in_rounds and request.micro_batches % request.ranks:
             raise ConfigError(
                 f"{request.family} goes {request.ranks} micro-batches (one for each rank) at a time, and "
@@ -108,14 +110,14 @@ def _looped(summary: str, order: Order, *, in_rounds: bool) -> Family:
             )
         return pipeline(request, spread(request, request.virtual_stages or 2), order, _WHOLE)
 
-    return Family(summary=summary, lower=lower, options=frozenset({"virtual_stages"}))
+    return ScheduleFamily(summary=summary, lower=lower, options=frozenset({"virtual_stages"}))
 
 
-def _all_at_once(request: Request) -> World:
+def _all_at_once(request: FamilyRequest) -> World:
     return pipeline(request, spread(request, 1), orders.gpipe, _APART, _FLUSH, at_once=True)
 
 
-def _zero_bubble(request: Request) -> World:
+def _zero_bubble(request: FamilyRequest) -> World:
     virtual = request.virtual_stages or 1
     if virtual > 2:
         raise ConfigError(f"zero-bubble has 1 virtual stage (H1) or 2 (V) to a rank, not {virtual}")
@@ -124,7 +126,7 @@ def _zero_bubble(request: Request) -> World:
     return pipeline(request, spread(request, 2, folded=True), folded.zero_bubble_v, _WHOLE)
 
 
-def _dualpipe_v(request: Request) -> World:
+def _dualpipe_v(request: FamilyRequest) -> World:
     if request.virtual_stages not in (None, 2):
         raise ConfigError(f"dualpipe-v has 2 virtual stages to a rank, not {request.virtual_stages}")
     if request.micro_batches < 2 * request.ranks:
@@ -135,8 +137,8 @@ def _dualpipe_v(request: Request) -> World:
     return pipeline(request, spread(request, 2, folded=True), folded.dualpipe_v, _WHOLE)
 
 
-def _streamed(summary: str, streaming: Streaming, *options: str, one_rank: bool = False) -> Family:
-    return Family(
+def _streamed(summary: str, streaming: Streaming, *options: str, one_rank: bool = False) -> ScheduleFamily:
+    return ScheduleFamily(
         summary=summary,
         lower=lambda request: lower_program(request, streaming),
         options=frozenset({"chunks", "depths", *options}),
@@ -147,14 +149,14 @@ def _streamed(summary: str, streaming: Streaming, *options: str, one_rank: bool 
 
 _TIERS = ("weights", "state", "activations", "gradients")
 
-FAMILIES: dict[str, Family] = {
-    "single": Family(
+FAMILIES: dict[str, ScheduleFamily] = {
+    "single": ScheduleFamily(
         summary="one rank, all micro-batches at once; the step after the backward, or fused into it",
         lower=lambda request: replicated(request, _WHOLE),
         options=frozenset({"fused"}),
         one_rank=True,
     ),
-    "grad-accumulation": Family(
+    "grad-accumulation": ScheduleFamily(
         summary="one rank, one micro-batch after the other, gradients summed",
         lower=lambda request: replicated(request, _WHOLE, one_by_one=True),
         one_rank=True,
@@ -170,7 +172,7 @@ FAMILIES: dict[str, Family] = {
     "zero1": _sharded("ZeRO-1: the optimizer's state is sharded", Sharding(state=True, reduce="scatter-late")),
     "zero2": _sharded("ZeRO-2: state and gradients are sharded", Sharding(state=True, reduce="scatter-early")),
     "fsdp": _sharded("ZeRO-3: state, gradients and weights are sharded", FULLY, Habits(late="all")),
-    "pipeline": Family(summary="a stage to a rank, all micro-batches at once", lower=_all_at_once),
+    "pipeline": ScheduleFamily(summary="a stage to a rank, all micro-batches at once", lower=_all_at_once),
     "gpipe": _pipeline("a stage to a rank: all forwards, then all backwards", orders.gpipe, _APART, _FLUSH),
     "1f1b": _pipeline("one forward, one backward in turn: fewer micro-batches in flight", orders.one_f_one_b),
     "interleaved-1f1b": _looped(
@@ -182,17 +184,17 @@ FAMILIES: dict[str, Family] = {
     "looped-dfs": _looped(
         "several stages to a rank, depth first: the same order as interleaved-1f1b", orders.interleaved, in_rounds=True
     ),
-    "zero-bubble": Family(
+    "zero-bubble": ScheduleFamily(
         summary="the backward is split to fill the bubble: H1 (1 virtual stage) or V (2, folded)",
         lower=_zero_bubble,
         options=frozenset({"virtual_stages"}),
     ),
-    "dualpipe-v": Family(
+    "dualpipe-v": ScheduleFamily(
         summary="folded; forwards and backwards of the two stages side by side",
         lower=_dualpipe_v,
         options=frozenset({"virtual_stages"}),
     ),
-    "pipeline-fsdp": Family(
+    "pipeline-fsdp": ScheduleFamily(
         summary="pipelines beside each other, with sharded weights, gradients and state",
         lower=lambda request: grid(request, FULLY, Habits(late="weights", flush="step")),
         options=frozenset({"gather_group"}),

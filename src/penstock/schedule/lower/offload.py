@@ -34,7 +34,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.dealt import program_of_rank, stages_dealt
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.fixed import fixed_bytes
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import FamilyRequest
 from penstock.schedule.lower.seat import Seat, Sharding, streaming_seat
 from penstock.schedule.lower.visits import horizontal, in_turn, route_of, vertical
 from penstock.schedule.mesh import Mesh
@@ -62,7 +62,7 @@ class Streaming:
     dealt: bool = False
 
 
-def lower_program(request: Request, streaming: Streaming) -> World:
+def lower_program(request: FamilyRequest, streaming: Streaming) -> World:
     """The schedules of one step. Of several ranks all do the same, with an even part of every group's weights and state
     unless another stage of ZeRO is asked for: each brings its part to the device, all gather the whole for each visit,
     and scatter the sum of their gradients, once a step or after each visit. Nothing lives on the device then. One rank
@@ -81,7 +81,7 @@ def lower_program(request: Request, streaming: Streaming) -> World:
     return ranks.world(build(program, s, fixed_bytes(program, s.form, s.place, at_once), request.family, seat))
 
 
-def _lower_dealt(request: Request, s: Settings, order: Family) -> World:
+def _lower_dealt(request: FamilyRequest, s: Settings, order: Family) -> World:
     """A pipeline: each rank has some of the blocks, and goes through all micro-batches."""
     assert request.program is not None
     ranks = Mesh(stages=request.ranks).everyone()
@@ -98,7 +98,7 @@ def _lower_dealt(request: Request, s: Settings, order: Family) -> World:
     return World(name=request.family, ranks=tuple(schedules), groups={ranks.name: ranks.members})
 
 
-def settings(request: Request, streaming: Streaming) -> Settings:
+def settings(request: FamilyRequest, streaming: Streaming) -> Settings:
     """The settings that ``lower_program`` builds from; raises as it does."""
     delay = streaming.delay if request.delay is None else request.delay
     wait = streaming.wait or request.wait
@@ -127,7 +127,7 @@ def settings(request: Request, streaming: Streaming) -> Settings:
     )
 
 
-def _part(request: Request, streaming: Streaming) -> Program:
+def _part(request: FamilyRequest, streaming: Streaming) -> Program:
     """The part of the program that each rank has; of a pipeline all of it, of which it has some blocks."""
     if request.program is None:
         raise ConfigError(f"{request.family} streams the groups of a program: give it one")
@@ -135,13 +135,13 @@ def _part(request: Request, streaming: Streaming) -> Program:
     return Mesh(data=parts).everyone().part(request.program)
 
 
-def _blocks(request: Request, streaming: Streaming) -> tuple[int, ...]:
+def _blocks(request: FamilyRequest, streaming: Streaming) -> tuple[int, ...]:
     """Groups that calls of blocks read, in the order of the forward."""
     calls = (stage for stage in _part(request, streaming).stages if stage.kind == "call")
     return tuple(dict.fromkeys(g for stage in calls for g in stage.forward_reads))
 
 
-def _chunk(request: Request, streaming: Streaming, *, match: bool) -> int:
+def _chunk(request: FamilyRequest, streaming: Streaming, *, match: bool) -> int:
     """Elements of a chunk. ``match``: delayed gradients and saved activations can take turns in one pool where a buffer
     of the one is as large as one of the other, so a chunk's fp32 gradient is made as large as a saved activation if
     nothing else is asked for and that makes a sensible number of chunks.
@@ -162,7 +162,7 @@ def _chunk(request: Request, streaming: Streaming, *, match: bool) -> int:
     return max(wanted, ALIGN)
 
 
-def _placement(request: Request, family: Streaming, activations: Tier) -> Placement:
+def _placement(request: FamilyRequest, family: Streaming, activations: Tier) -> Placement:
     groups = _part(request, family).groups
     weights, state = request.weights or family.weights, request.state or family.state
     pair = f"weights={weights!r} with state={state!r}"
@@ -183,7 +183,7 @@ def _placement(request: Request, family: Streaming, activations: Tier) -> Placem
     )
 
 
-def _on_device(request: Request, family: Streaming) -> tuple[int, ...]:
+def _on_device(request: FamilyRequest, family: Streaming) -> tuple[int, ...]:
     """Blocks whose state lives on the device though the others' does not. Their gradients come last: nothing of the
     backward is left that a step on the host could run beside.
     """

@@ -17,14 +17,14 @@ from penstock.schedule.lower.layers import LayerProvision, layer_program, layer_
 from penstock.schedule.lower.orders import Order, one_f_one_b
 from penstock.schedule.lower.puzzles import NONE, Habits, HoldingEmitter
 from penstock.schedule.lower.rank import lower_rank
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import FamilyRequest
 from penstock.schedule.lower.route import Message, Route, Visit
 from penstock.schedule.lower.seat import Seat, Sharding
 from penstock.schedule.lower.stages import Stages
 from penstock.schedule.mesh import Mesh, ProcessGroup
 
 
-def replicated(request: Request, sharding: Sharding, habits: Habits = NONE, *, one_by_one: bool = False) -> World:
+def replicated(request: FamilyRequest, sharding: Sharding, habits: Habits = NONE, *, one_by_one: bool = False) -> World:
     """Every rank computes its share of the micro-batches, at once or ``one_by_one``. With partitioned activations,
     ranks come in groups that stand for model parallelism: a group computes the same micro-batches, each rank its slice
     of every layer (sizes and costs are those of the slice), and each keeps a part of what all of them need again.
@@ -50,7 +50,13 @@ def replicated(request: Request, sharding: Sharding, habits: Habits = NONE, *, o
 
 
 def pipeline(
-    request: Request, stages: Stages, order: Order, sharding: Sharding, habits: Habits = NONE, *, at_once: bool = False
+    request: FamilyRequest,
+    stages: Stages,
+    order: Order,
+    sharding: Sharding,
+    habits: Habits = NONE,
+    *,
+    at_once: bool = False,
 ) -> World:
     """A world of ``stages.ranks`` ranks, each of which does its steps in the order given, for one micro-batch after the
     other or for all ``at_once``."""
@@ -58,7 +64,7 @@ def pipeline(
     return _world(request, Mesh(stages=stages.ranks), stages, order, sharding, habits, steps=steps)
 
 
-def grid(request: Request, sharding: Sharding, habits: Habits) -> World:
+def grid(request: FamilyRequest, sharding: Sharding, habits: Habits) -> World:
     """Pipelines beside each other, each with its share of the micro-batches, all of them at once: ``pipeline-fsdp``.
 
     There are as many pipelines as the micro-batches allow: the largest number that divides both ranks and
@@ -86,7 +92,7 @@ def grid(request: Request, sharding: Sharding, habits: Habits) -> World:
 
 
 def _world(
-    request: Request,
+    request: FamilyRequest,
     mesh: Mesh,
     stages: Stages,
     order: Order,

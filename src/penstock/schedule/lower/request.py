@@ -81,7 +81,7 @@ class StreamOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(StreamOptions, LayerOptions):
+class FamilyRequest(StreamOptions, LayerOptions):
     """One world of a family: of ``layers`` that are alike, of the given ``sizes``, or where the family offloads of a
     ``program`` in a ``form``. What is None or False is not asked for: the family does what it does. Asking it of a
     family that has no such option is an error.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.errors import ConfigError
-from penstock.schedule.lower.request import Request
+from penstock.schedule.lower.request import FamilyRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Stages:
         return [layer for s in self.of(rank) for layer in range(self.firsts[s], self.firsts[s + 1])]
 
 
-def spread(request: Request, per_rank: int, *, folded: bool = False) -> Stages:
+def spread(request: FamilyRequest, per_rank: int, *, folded: bool = False) -> Stages:
     """Spread layers over stages as evenly as can be, without changing their order. With one stage to a rank, a stage
     may hold no layer: it passes on what it gets.
 
