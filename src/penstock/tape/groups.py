@@ -2,7 +2,7 @@
 
 A parameter of an unmodified model never owns memory here. While its group is on the device, its
 ``.data`` is a view into the group's flat buffer; otherwise it is a placeholder of the right shape, dtype and
-device that costs one element and reads as NaN, so that a use without a load shows as a NaN loss.
+device that costs one element and reads as NaN; in a step to read it is an error (``let_go``).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -29,6 +29,7 @@ from penstock.schedule.program import (
     round_up,
 )
 from penstock.tape.blocks import Block
+from penstock.tape.let_go import let_go, take_back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class ParamGroup:
         """Make every parameter a view into ``flat`` (``spec.numel`` elements, in the compute dtype)."""
         assert flat.numel() >= self.spec.numel
         for s in self.slices:
+            take_back(s.parameter)
             _set_data(s.parameter, flat[s.offset : s.offset + s.numel].view(s.shape))
 
     def detach(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,6 +63,16 @@ class ParamGroup:
         hole = torch.full((), float("nan"), dtype=dtype, device=device)
         for s in self.slices:
             _set_data(s.parameter, hole.expand(s.shape))
+
+    def let_go(self) -> None:
+        """From now on to read a parameter, which is a placeholder, is an error that names it."""
+        for s in self.slices:
+            let_go(s.parameter, f"parameter {s.name!r}")
+
+    def take_back(self) -> None:
+        """Parameters can be read again."""
+        for s in self.slices:
+            take_back(s.parameter)
 
     def views(self, flat: torch.Tensor) -> Iterator[tuple[ParamSlice, torch.Tensor]]:
         """Each trainable parameter with its view into a flat buffer of ``spec.trainable`` elements."""

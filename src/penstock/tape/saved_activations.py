@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.compat.torch import without_subclasses
 from penstock.errors import ModelError
 from penstock.tape import trees
+from penstock.tape.let_go import let_go, take_back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +30,11 @@ class _Movable:
         return cls(tensor=tensor, order=order)
 
     def contiguous(self) -> torch.Tensor:
-        return self.tensor.detach().permute(self.order)
+        with without_subclasses():  # of what has been let go of the shape is asked for
+            return self.tensor.detach().permute(self.order)
 
     def put(self, data: torch.Tensor) -> None:
+        take_back(self.tensor)
         assert data.dtype == self.tensor.dtype
         assert data.shape == self.contiguous().shape
         assert data.is_contiguous()
@@ -61,9 +65,11 @@ class SavedActivations:
         return [movable.contiguous() for movable in self._movables.get((stage, mb), ())]
 
     def drop(self, stage: int, mb: int) -> None:
-        """Let go of the data. What is left reads as NaN."""
+        """Let go of the data: to read them is an error until they are back, or forgotten."""
         for movable in self._movables.get((stage, mb), ()):
+            take_back(movable.tensor)
             movable.tensor.data = self._hole(movable.tensor).expand(movable.tensor.shape)
+            let_go(movable.tensor, f"an output of stage {stage}, of shape {tuple(movable.tensor.shape)}")
 
     def restore(self, stage: int, mb: int, tensors: Sequence[torch.Tensor]) -> None:
         """Give what was dropped its data again: ``tensors`` in the order of ``of``."""
@@ -71,11 +77,13 @@ class SavedActivations:
             movable.put(data)
 
     def forget(self, stage: int, mb: int) -> None:
-        """The backward that reads them is done."""
-        self._movables.pop((stage, mb), None)
+        """The backward that reads them is done. What has been let go of reads as NaN, or nothing."""
+        for movable in self._movables.pop((stage, mb), ()):
+            take_back(movable.tensor)
 
     def clear(self) -> None:
-        self._movables.clear()
+        for stage, mb in [*self._movables]:
+            self.forget(stage, mb)
 
     def references(self) -> "list[weakref.ref[torch.Tensor]]":
         """References to all tensors, which hold none of them."""

@@ -10,8 +10,8 @@ For each micro-batch stages go up in the forward and down in the backward; betwe
 gives the same bits. Weights must be attached while a stage that reads them runs. One thread makes all calls.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from penstock.tape.guard import set_at_work
 from penstock.tape.handed import Handed, Kind
 from penstock.tape.kept_graph import Keeping
 from penstock.tape.kv_cache import CachesOff
+from penstock.tape.let_go import LetGoError
 from penstock.tape.losses import Compared
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.parameters import refuse_changed, refuse_written, versions
@@ -248,15 +249,12 @@ class Tape:
         between = range(self._next[mb], stage)
         assert self._next[mb] <= stage, f"stage {stage} of micro-batch {mb} is not next"
         assert all(self.elsewhere is not None and not self.elsewhere.has(k) for k in between), "nor those before it"
-        try:
+        with self._or_abort(stage, mb):
             if self.elsewhere is not None:
                 self.elsewhere.before(self.suspended[mb], stage)
             self._forward(stage, self.suspended[mb], keep=keep)
             if self.elsewhere is not None:
                 self.elsewhere.behind(self.suspended[mb], stage)
-        except BaseException:
-            self.abort()
-            raise
         self._next[mb] = stage + 1
 
     def backward(self, stage: int, mb: int) -> None:
@@ -273,17 +271,14 @@ class Tape:
         held = self._held.pop((stage, mb), None)
         if held is None:  # no gradient has come to the call
             return
-        try:
+        with self._or_abort(stage, mb):
             self.running.run_held(self.suspended[mb], stage, held)
-        except BaseException:
-            self.abort()
-            raise
 
     def _backward(self, stage: int, mb: int, splitting: Splitting | None = None) -> None:
         assert self._train
         assert stage < len(self._stages) - 1
         suspended = self.suspended[mb]
-        try:
+        with self._or_abort(stage, mb):
             if self.elsewhere is not None:
                 self.elsewhere.before_backward(suspended, stage)
             self.running.backward_code(suspended, stage)
@@ -291,11 +286,25 @@ class Tape:
                 self._backward_call(suspended, stage, splitting)
             if self.elsewhere is not None:
                 self.elsewhere.behind_backward(suspended, stage)
+        self.saved_activations.forget(stage, mb)
+        self._drop_inputs(stage, mb)
+
+    @contextmanager
+    def _or_abort(self, stage: int, mb: int) -> Iterator[None]:
+        """Whatever a stage raises ends the step. Who reads what has been let go of is told what may not be."""
+        try:
+            yield
+        except LetGoError as error:
+            self.abort()
+            raise ModelError(
+                f"{error} is read in stage {stage} ({self._stages[stage].name}) of micro-batch {mb}, which the "
+                "micro-batch that the plan was made from did not do there, so that it is elsewhere by now. What is "
+                "read where must not depend on the values of the data: where the model leaves it out, let it add "
+                "0 * x.sum() of it to what it computes"
+            ) from error
         except BaseException:
             self.abort()
             raise
-        self.saved_activations.forget(stage, mb)
-        self._drop_inputs(stage, mb)
 
     def _backward_call(self, suspended: SuspendedForward, stage: int, splitting: Splitting | None) -> None:
         try:

@@ -95,6 +95,7 @@ class Actions:
         """Before the first op of a step: make what the step before has handed on what counts, where that has handed on
         nothing that does (``Bound.reads_ahead``). Returns the bytes that are read for that."""
         self.access.moved = 0
+        self._compute.begin()
         if self.access.context.left is None:
             self._optimizer.read_anew()
         return self.access.moved

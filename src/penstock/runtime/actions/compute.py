@@ -29,6 +29,12 @@ class Compute:
         self._under_way: Op | None = None  # while gradients are made
         tape.on_gradient = self._accumulate
 
+    def begin(self) -> None:
+        """A step begins: a stage reads the weights that its ops have brought, and no others."""
+        for g, group in enumerate(self.groups):
+            if g not in self._attached:
+                group.let_go()
+
     def kinds(self) -> dict[str, Callable[[Op], None]]:
         return {
             "F": self.forward,
@@ -86,21 +92,9 @@ class Compute:
             if not math.isfinite(loss):
                 context.failure = NonFiniteError(
                     f"step {context.step}, micro-batch {m}: the loss is {loss}. Nothing was updated. Look at that "
-                    f"micro-batch, lower the learning rate, or give up precision='fp16', if it is that{self._unread()}"
+                    "micro-batch, lower the learning rate, or give up precision='fp16', if it is that"
                 )
                 return
-
-    def _unread(self) -> str:
-        """A hint at parameters that no stage reads, if there are any: a micro-batch that does finds placeholders."""
-        read = {g for stage in self._stages for g in (*stage.forward_reads, *stage.backward_reads)}
-        names = [s.name for group in self.groups if group.spec.index not in read for s in group.slices]
-        if not names:
-            return ""
-        return (
-            f". If the model reads {names[0]!r} for it, which the micro-batch that the plan was made from did not: "
-            "that must not depend on the values of the data. Where the model leaves it out, let it add "
-            "0 * parameter.sum() of each such parameter to what it computes"
-        )
 
     def _attach(self, op: Op) -> None:
         """Weights that an op reads into the model, and gradients that it writes where they are added up."""
@@ -128,6 +122,7 @@ class Compute:
     def _detach(self, op: Op) -> None:
         for g in [g for g, name in self._attached.items() if name and name in op.gives]:
             self.groups[g].detach(self._arrays.dtype, self._arrays.device)
+            self.groups[g].let_go()
             del self._attached[g]
         self._accumulators.clear()
 
@@ -159,7 +154,9 @@ class Compute:
         return next((s.name for s in slices if s.parameter is parameter), "an unknown parameter")
 
     def release(self) -> None:
-        """Detach all parameters."""
+        """Detach all parameters: the step is over."""
+        for group in self.groups:
+            group.take_back()
         for g in self._attached:
             self.groups[g].detach(self._arrays.dtype, self._arrays.device)
         self._attached.clear()

@@ -1,0 +1,84 @@
+"""Tensors whose data are elsewhere for a part of a step: who reads one is told so.
+
+A probe has seen for one micro-batch which weights a stage reads, and which outputs of blocks only the next stage does.
+A forward that asks a tensor for its values (``if flags.item():``) may read something else for another micro-batch. What
+has left holds NaN then, which a comparison or a cast to another dtype hides. So while it is away its class is one whose
+functions raise, but for those that look at no value. That costs nothing where nobody reads it.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from penstock.compat.torch import without_subclasses
+from penstock.errors import ModelError
+
+_LOOKS: Final = frozenset(
+    (
+        *("__get__", "__set__", "__delete__", "__hash__", "__len__", "__repr__", "_is_view", "dim", "element_size"),
+        *("get_device", "is_complex", "is_contiguous", "is_floating_point", "is_signed", "ndimension", "nelement"),
+        *("numel", "register_hook", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage"),
+    )
+)
+"""Functions of tensors that look at no value, and attributes."""
+_VIEWS: Final = tuple(getattr(torch.Tensor, name).__get__ for name in ("H", "T", "data", "imag", "mH", "mT", "real"))
+"""Attributes whose values are."""
+
+
+class LetGoError(ModelError):
+    """Somebody reads what has been let go of: its words name that."""
+
+
+class _Away:
+    _what: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with without_subclasses():
+            if getattr(func, "__name__", None) in _LOOKS and func not in _VIEWS:
+                return func(*args, **(kwargs or {}))
+        raise LetGoError(next((found._what for found in _among((args, kwargs or {}))), "a tensor"))
+
+
+class _Tensor(_Away, torch.Tensor):
+    pass
+
+
+class _Parameter(_Away, nn.Parameter):
+    pass
+
+
+_AWAY: Final[dict[type, type]] = {torch.Tensor: _Tensor, nn.Parameter: _Parameter}
+_BACK: Final = {away: kind for kind, away in _AWAY.items()}
+
+
+def let_go(tensor: torch.Tensor, what: str) -> None:
+    """From now on to read a tensor is an error that names it, ``what``. One of a class of somebody's own stays as it
+    is: it may be one without values of its own."""
+    away = _AWAY.get(type(tensor))
+    if away is not None:
+        tensor.__class__ = away
+        vars(tensor)["_what"] = what
+
+
+def take_back(tensor: torch.Tensor) -> None:
+    """A tensor can be read again."""
+    back = _BACK.get(type(tensor))
+    if back is not None:
+        del vars(tensor)["_what"]
+        tensor.__class__ = back
+
+
+def _among(value: Any) -> Iterable[_Away]:
+    """The tensors that are away among a function's arguments, which may be in lists."""
+    if isinstance(value, _Away):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _among(item)
+    elif isinstance(value, dict):
+        yield from _among([*value.values()])
