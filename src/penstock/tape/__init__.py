@@ -9,6 +9,7 @@
     backward  the backward of that: blocks by recomputation
     boundary  stands in front of a block, where forwards are suspended
     saved_activations  those of a step, which may leave the device
+    let_go    weights and activations that are elsewhere: to read one is an error
     facts     a block where it stands, and what the probe has learned about a stage
     likeness  compares a recomputation's results with its forward's
     probe     learns a model's program from one micro-batch; watch sees its ops, segments makes stages of them
