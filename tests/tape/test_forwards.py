@@ -5,8 +5,11 @@ orders. ``REFUSED``: a ModelError that says so.
 """
 
 import copy
+import io
+import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from penstock.compat.torch import attention_priority, is_multithreading_enabled
 from penstock.tape.dry import build_on_meta, dry_run
 from tests.models import VOCABULARY
 from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, assert_same_gradients, of, refused, stack
@@ -135,19 +139,86 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(mode=False)
 
 
+@contextmanager
+def switched(place: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(place, name)
+    setattr(place, name, value)
+    yield
+    setattr(place, name, before)
+
+
+@contextmanager
+def called(read: Callable[[], Any], set_to: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    before = read()
+    set_to(value)
+    yield
+    set_to(before)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings(action="ignore"):
+        yield
+
+
+CUDA: Any = torch.backends.cuda
+MHA = torch.backends.mha
 SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "default dtype": (torch.get_default_dtype, default_dtype),
     "deterministic": (torch.are_deterministic_algorithms_enabled, deterministic),
-    "attention": (torch.backends.cuda.math_sdp_enabled, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+    "attention": (CUDA.math_sdp_enabled, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+    "order of attention's kernels": (
+        attention_priority,
+        lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
+    ),
+    "attention's reductions": (
+        CUDA.fp16_bf16_reduction_math_sdp_allowed,
+        lambda: called(CUDA.fp16_bf16_reduction_math_sdp_allowed, CUDA.allow_fp16_bf16_reduction_math_sdp, True),
+    ),
+    "attention of inference": (
+        MHA.get_fastpath_enabled,
+        lambda: called(MHA.get_fastpath_enabled, MHA.set_fastpath_enabled, False),
+    ),
     "mkldnn": (lambda: torch.backends.mkldnn.enabled, lambda: torch.backends.mkldnn.flags(enabled=False)),
     "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda: torch.autocast("cpu", torch.bfloat16)),
+    "precision of products": (
+        torch.get_float32_matmul_precision,
+        lambda: called(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    ),
+    "TF32 in products": (lambda: CUDA.matmul.allow_tf32, lambda: switched(CUDA.matmul, "allow_tf32", True)),
+    "TF32 in products, by its newer name": (
+        lambda: CUDA.matmul.fp32_precision,
+        lambda: switched(CUDA.matmul, "fp32_precision", "tf32"),
+    ),
+    "TF32 everywhere": (
+        lambda: torch.backends.mkldnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        lambda: torch.backends.flags(fp32_precision="tf32"),
+    ),
+    "TF32 in cuDNN": (
+        lambda: torch.backends.cudnn.allow_tf32,
+        lambda: switched(torch.backends.cudnn, "allow_tf32", False),
+    ),
+    "reductions": (
+        lambda: CUDA.matmul.allow_bf16_reduced_precision_reduction,
+        lambda: switched(CUDA.matmul, "allow_bf16_reduced_precision_reduction", False),
+    ),
+    "accumulation": (
+        lambda: CUDA.matmul.allow_fp16_accumulation,
+        lambda: switched(CUDA.matmul, "allow_fp16_accumulation", True),
+    ),
+    "anomalies": (torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(True)),
+    "threads of autograd": (is_multithreading_enabled, lambda: torch.autograd.set_multithreading_enabled(False)),
+    "threads": (torch.get_num_threads, lambda: called(torch.get_num_threads, torch.set_num_threads, 2)),
+    "warnings": (lambda: list(warnings.filters), quiet),
+    "stdout": (lambda: sys.stdout, lambda: redirect_stdout(io.StringIO())),
+    "stderr": (lambda: sys.stderr, lambda: redirect_stderr(io.StringIO())),
 }
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch, of what the switch was before
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_holds_for_the_calls_inside_of_it_and_for_nothing_else(name: str) -> None:
-    read, switched = SWITCHES[name]
+    read, inside = SWITCHES[name]
     outside = read()
     seen: list[object] = []
 
@@ -161,12 +232,44 @@ def test_a_switch_holds_for_the_calls_inside_of_it_and_for_nothing_else(name: st
             assert read() == outside
             yield place
 
-    assert_exact(stack(Looks, through(lambda i, x: switched() if i == 1 else nullcontext())), order=checked)
+    assert_exact(stack(Looks, through(lambda i, x: inside() if i == 1 else nullcontext())), order=checked)
     assert read() == outside
     # Of each layer: the probe's forward, its call on other numbers and its recomputation; three micro-batches' forwards
     # and recomputations; the plain loop's three.
     assert len(seen) == 3 * (3 + 2 * 3 + 3)
     assert sum(value != outside for value in seen) == len(seen) // 3
+
+
+def test_older_and_newer_names_of_a_precision_agree_after_a_forward_that_sets_it() -> None:
+    """torch raises where a precision was set by both; a forward may read by either."""
+
+    class Reads(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((torch.get_float32_matmul_precision(), CUDA.matmul.fp32_precision))
+            return super().forward(x)
+
+    def run(model: Stack, x: torch.Tensor) -> torch.Tensor:
+        x = model.layers[0](x)
+        with called(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"):
+            x = model.layers[1](x)
+        with torch.backends.flags(fp32_precision="tf32"):
+            return model.layers[2](x)  # type: ignore[no-any-return]
+
+    before = torch.backends.fp32_precision
+    seen: list[tuple[str, str]] = []
+    with called(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"):
+        assert_exact(stack(Reads, run))
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert set(seen) == {("highest", "ieee"), ("medium", "tf32")}
+    assert torch.backends.fp32_precision == before
+
+
+def test_warnings_that_a_forward_records_are_its_own() -> None:
+    with warnings.catch_warnings(record=True) as outside:
+        warnings.simplefilter("always")
+        assert_exact(stack(Layer, through(lambda i, x: warnings.catch_warnings(record=True))))
+        warnings.warn("after", stacklevel=1)
+    assert [str(w.message) for w in outside] == ["after"]
 
 
 class Drops(Layer):

@@ -5,6 +5,7 @@ Each function says what the name stands for, and (*Without*) what Penstock could
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -260,6 +261,63 @@ def without_functions() -> AbstractContextManager[Any]:
 def without_subclasses() -> AbstractContextManager[Any]:
     """Inside, subclasses do not see functions of torch. Without: ``shape`` of a stand-in would call itself."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+# ---- switches
+
+FP32_PRECISIONS: tuple[tuple[Callable[[], str], Callable[[str], object]], ...] = tuple(
+    (partial(torch._C._get_fp32_precision_getter, *of), partial(torch._C._set_fp32_precision_setter, *of))
+    for of in (
+        *(("generic", "all"), ("cuda", "all"), ("mkldnn", "all")),
+        *((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
+    )
+)
+"""Getter and setter of each ``fp32_precision`` of torch's backends and their ops, those first that others fall back to.
+The public names take seven times as long, and that of all of ``mkldnn`` sets another.
+
+Without: a precision that a forward sets around its blocks would hold for other micro-batches, too.
+"""
+
+
+def product_rounding() -> tuple[Any, ...]:
+    """Permissions of products to add up in less than fp32: with fp16, with bf16, and with fp16 in fp16.
+
+    Without: as ``FP32_PRECISIONS``; the public names take ten times as long.
+    """
+    return (
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_accumulation(),
+    )
+
+
+def set_product_rounding(value: tuple[Any, ...]) -> None:
+    """Set what ``product_rounding`` reads. Without: as that."""
+    fp16, bf16, accumulation = value
+    torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*fp16)
+    torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*bf16)
+    torch._C._set_cublas_allow_fp16_accumulation(accumulation)
+
+
+def attention_priority() -> list[int]:
+    """The kernels of attention in the order in which torch tries them, which ``sdpa_kernel`` may set.
+
+    Without: as ``FP32_PRECISIONS``.
+    """
+    return list(torch._C._get_sdp_priority_order())
+
+
+def set_attention_priority(value: list[int]) -> None:
+    """Set what ``attention_priority`` reads. Without: as that."""
+    torch._C._set_sdp_priority_order(value)
+
+
+def is_multithreading_enabled() -> bool:
+    """True if a backward may use several threads (``torch.autograd.set_multithreading_enabled``).
+
+    Without: as ``FP32_PRECISIONS``.
+    """
+    return torch._C._is_multithreading_enabled()
 
 
 # ---- ops

@@ -232,10 +232,10 @@ class Backward:
         outer = Modes.capture(self._device_types, self._flags)
         with placed(buffers, call.attributes):
             try:
-                call.modes.apply(self._flags)
+                call.modes.apply(self._flags, outer)
                 yield
             finally:
-                outer.apply(self._flags)
+                outer.apply(self._flags, Modes.capture(self._device_types, self._flags))
 
 
 def _beside(call: Call, leaves: Leaves) -> set[int]:

@@ -135,7 +135,9 @@ class Elsewhere:
                 if not self.has(k - 1):
                     made = self._inputs.pop(mb)
                 assert made is not None
-                call.modes.apply(self._tape.suspended[mb].flags)
+                suspended = self._tape.suspended[mb]
+                now = suspended.modes_now()
+                replace(call.modes, beside=now.beside, python=now.python).apply(suspended.flags, now)
                 args, kwargs = fill(call, made, self._shared[mb])
                 made = None  # nothing here holds what a block was handed while another micro-batch runs
                 made = trees.tensors(site.module.forward(*args, **kwargs))[0]

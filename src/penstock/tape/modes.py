@@ -1,12 +1,14 @@
 """torch's switches, which a suspended forward must carry by itself: captured and applied again.
 
-Some belong to a thread (grad mode, autocast), some to the process (the default dtype, which kernels are allowed), and
-``training`` to each module. What cannot be carried, as it is a stack that others go on building on, is refused where a
-block is called inside of it.
+Some belong to a thread (grad mode, autocast), some to the process (the default dtype, which kernels are allowed, where
+Python prints and warns), and ``training`` to each module. What cannot be carried, as it is a stack that others go on
+building on, is refused where a block is called inside of it.
 """
 
+import sys
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -44,6 +46,46 @@ def _set_nesting(value: int) -> None:
         torch.autocast_decrement_nesting()
 
 
+def _older(switch: _Switch) -> _Switch:
+    """A switch by its older name, None where newer names have set what this has no word for: torch raises there."""
+    read, set_to = switch
+
+    def read_or_none() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            return None
+
+    def set_if_known(value: Any) -> None:
+        if value is not None:
+            set_to(value)
+
+    return read_or_none, set_if_known
+
+
+def _anomalies() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _set_anomalies(value: tuple[bool, bool]) -> None:
+    torch.autograd.set_detect_anomaly(value[0], check_nan=value[1])
+
+
+def _python() -> tuple[Any, ...]:
+    """Values that context managers of Python set: ``redirect_stdout``, ``redirect_stderr`` and ``catch_warnings``."""
+    return sys.stdout, sys.stderr, warnings.filters, warnings.showwarning, getattr(warnings, _SHOW, None)
+
+
+def _set_python(value: tuple[Any, ...]) -> None:
+    sys.stdout, sys.stderr, warnings.filters, warnings.showwarning, show = value
+    setattr(warnings, _SHOW, show)
+    with warnings.catch_warnings():  # which has Python forget what it did by the filters before
+        pass
+
+
+_SHOW = "_showwarnmsg_impl"
+"""The name that ``catch_warnings(record=True)`` sets."""
+
 _CUDA: Any = torch.backends.cuda
 _SWITCHES: tuple[_Switch, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -53,10 +95,25 @@ _SWITCHES: tuple[_Switch, ...] = (
     (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
     (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
     (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
+    (_CUDA.fp16_bf16_reduction_math_sdp_allowed, _CUDA.allow_fp16_bf16_reduction_math_sdp),
+    (private.attention_priority, private.set_attention_priority),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
-    _attribute(torch.backends.mkldnn, "enabled"),
+    *(_attribute(torch.backends.mkldnn, name) for name in ("enabled", "deterministic")),
+    (private.product_rounding, private.set_product_rounding),
+    # Older names before the newer ones, of which each sets several.
+    _older((torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)),
+    _older(_attribute(torch.backends.cudnn, "allow_tf32")),
+    *private.FP32_PRECISIONS,
 )
-"""Switches of the whole process: how each is read, and how it is set."""
+"""Switches of the whole process that decide numbers: how each is read, and how it is set."""
+
+_BESIDE: tuple[_Switch, ...] = (
+    (_anomalies, _set_anomalies),
+    (private.is_multithreading_enabled, torch.autograd.set_multithreading_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+)
+"""Switches of which a call is none other: debugging, and threads."""
 
 
 class TrainingFlags:
@@ -83,13 +140,16 @@ class TrainingFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Modes:
-    """torch's switches as they stand at one place of a forward. ``switched``: as of ``TrainingFlags``."""
+    """torch's switches as they stand at one place of a forward. ``switched``: as of ``TrainingFlags``. ``beside``, and
+    ``python``'s of its own, make no difference between two calls."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     switches: tuple[Any, ...]
     switched: frozenset[nn.Module]
+    beside: tuple[Any, ...] = field(compare=False)
+    python: tuple[Any, ...] = field(compare=False)
 
     @classmethod
     def capture(cls, device_types: tuple[str, ...], flags: TrainingFlags) -> "Modes":
@@ -97,21 +157,35 @@ class Modes:
             grad=torch.is_grad_enabled(),
             autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types),
             autocast_cache=torch.is_autocast_cache_enabled(),
-            switches=tuple(read() for read, _ in _SWITCHES),
+            switches=tuple([read() for read, _ in _SWITCHES]),
             switched=flags.switched(),
+            beside=tuple([read() for read, _ in _BESIDE]),
+            python=_python(),
         )
 
-    def apply(self, flags: TrainingFlags) -> None:
+    def apply(self, flags: TrainingFlags, now: "Modes") -> None:
+        """Switch to these. ``now``: as they stand."""
         torch.clear_autocast_cache()  # a cast weight would outlive the weight that it was cast from
         torch.set_grad_enabled(self.grad)
         for device_type, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
-        for (read, set_to), value in zip(_SWITCHES, self.switches, strict=True):
-            if read() != value:
-                set_to(value)
-        flags.switch(self.switched)
+        if self.switches != now.switches:
+            _set(_SWITCHES, self.switches)
+        if self.beside != now.beside:
+            _set(_BESIDE, self.beside)
+        if any(mine is not other for mine, other in zip(self.python, now.python, strict=True)):
+            _set_python(self.python)
+        if self.switched != now.switched:
+            flags.switch(self.switched)
+
+
+def _set(switches: tuple[_Switch, ...], values: tuple[Any, ...]) -> None:
+    """Set those that are others. Each is read again, as setting one may set others that fall back to it."""
+    for (read, set_to), value in zip(switches, values, strict=True):
+        if read() != value:
+            set_to(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,6 +99,10 @@ class SuspendedForward:
         assert self._modes is not None, "it has not begun, or has ended"
         return self._modes
 
+    def modes_now(self) -> Modes:
+        """torch's switches as they stand for whoever runs."""
+        return Modes.capture(self._device_types, self.flags)
+
     @property
     def _in_probe(self) -> bool:
         return self.backward.outputs is not None
@@ -107,16 +111,16 @@ class SuspendedForward:
         """Let the model's code run on, as part of ``stage``, up to its next event."""
         assert self._carrier is not None, "the forward has ended"
         self._stage = stage
-        outer, self._stacks = Modes.capture(self._device_types, self.flags), Stacks.capture()
+        outer, self._stacks = self.modes_now(), Stacks.capture()
         if self._modes is None:
             torch.set_grad_enabled(self.train)
         else:
-            self._modes.apply(self.flags)
+            self._modes.apply(self.flags, outer)
         try:
             event: Event = self._carrier.switch()
         finally:
-            self._modes = Modes.capture(self._device_types, self.flags)
-            outer.apply(self.flags)
+            self._modes = self.modes_now()
+            outer.apply(self.flags, self._modes)
         if event == "done":
             self._end()
         return event
@@ -126,12 +130,12 @@ class SuspendedForward:
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
             carrier.penstock_forward = None
-            outer = Modes.capture(self._device_types, self.flags)
+            outer = self.modes_now()
             try:
                 if carrier:  # started and not ended: its context managers are left in passing
                     carrier.throw()
             finally:
-                outer.apply(self.flags)
+                outer.apply(self.flags, self.modes_now())
         self.arrival = None
         self.outputs = []
         self._copies.clear()
@@ -234,7 +238,7 @@ class SuspendedForward:
         saved, others = self._buffers(site)
         attributes = [(module, attributes_of(module)) for module in site.buffered]
         context.run(_forget, held)
-        modes = Modes.capture(self._device_types, self.flags)
+        modes = self.modes_now()
         wanted = modes.grad and (site.trainable or self.facts.trains or any(needed))
         hidden = opaque.hidden(live)
         opaque.refuse_inputs(site.name, hidden)
