@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 
 from penstock.compat.torch import attention_priority, is_multithreading_enabled
 from penstock.tape.dry import build_on_meta, dry_run
@@ -335,6 +336,7 @@ REFUSED_MODES: dict[str, tuple[Callable[[int, torch.Tensor], Any], str]] = {
     "inference mode": (lambda i, x: torch.inference_mode(), "use torch.no_grad()"),
     "save_on_cpu": (lambda i, x: torch.autograd.graph.save_on_cpu(), "inside of saved_tensors_hooks"),
     "device mode": (lambda i, x: torch.device("cpu"), "a mode for torch functions"),
+    "cached parametrizations": (lambda i, x: parametrize.cached(), "inside of torch.nn.utils.parametrize.cached()"),
     "forward AD": (lambda i, x: torch.autograd.forward_ad.dual_level(), "forward-mode differentiation"),
 }
 

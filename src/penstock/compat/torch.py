@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
@@ -241,6 +242,14 @@ def function_modes() -> int:
 def dispatch_modes() -> int:
     """The number of modes for ops that are on in this thread. Without: as ``function_modes``."""
     return torch._C._len_torch_dispatch_stack()
+
+
+def caches_parametrizations() -> bool:
+    """True within ``torch.nn.utils.parametrize.cached()``.
+
+    Without: a micro-batch would compute with a weight out of another one's graph.
+    """
+    return parametrize._cache_enabled > 0
 
 
 def is_watched() -> bool:

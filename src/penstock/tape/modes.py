@@ -219,6 +219,8 @@ def refuse_stacked(name: str, before: Stacks) -> None:
         what, instead = "a transform of torch.func (grad, vmap, jvp)", "transform what is inside of a block, or none"
     elif private.is_in_forward_ad():
         what, instead = "forward-mode differentiation", "use it inside of a block, or not at all"
+    elif private.caches_parametrizations():
+        what, instead = "torch.nn.utils.parametrize.cached()", "use it inside of a block, or not at all"
     elif now.saved_tensors != before.saved_tensors:
         what = "saved_tensors_hooks (torch.utils.checkpoint, save_on_cpu)"
         instead = "leave them out: Penstock recomputes blocks by itself, and the budget says where activations live"
