@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler as lrs
 
 from penstock.errors import ConfigError
 from penstock.optim.facade import StreamedOptimizer
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec, Override
+from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec, Override
 
 NAMES = ("embed.weight", "layers.0.norm.weight", "layers.0.linear.weight", "layers.0.linear.bias")
 
@@ -161,14 +161,37 @@ def test_a_tensor_is_a_learning_rate_too() -> None:
     assert optimizer.hypers()[0].lr == 0.25
 
 
+NAN, MINUS = float("nan"), -0.1
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("lr", float("nan")), ("weight_decay", float("inf")), ("betas", (1.0, 0.9)), ("betas", (0.9, -0.1))],
+    ("spec", "key", "values"),
+    [
+        (AdamW(), "lr", (NAN, MINUS, None, "x", torch.ones(2), 10**400)),
+        (AdamW(), "weight_decay", (float("inf"), MINUS, None)),
+        (AdamW(), "eps", (NAN, MINUS, None, 1j)),
+        (Adam(), "eps", (NAN, MINUS, None)),
+        (Lion(), "betas", ((1.0, 0.9), (0.9, MINUS), 0.9, None, (0.9,), (0.9, "x"))),
+        (AdamW(), "betas", ((1.0, 0.9), (0.9, MINUS), (0.9, NAN))),
+        (SGD(momentum=0.9), "momentum", (NAN, MINUS, None)),
+        (Muon(), "momentum", (NAN, MINUS, 1.0, None)),
+        (Muon(), "adjust_lr_fn", ("x", 3)),
+    ],
 )
-def test_settings_that_are_written_into_param_groups_are_checked(key: str, value: object) -> None:
-    optimizer = StreamedOptimizer(AdamW(), named())
-    optimizer.param_groups[0][key] = value
-    with pytest.raises(ConfigError, match=f"param_groups: .*{key}="):
+def test_settings_that_are_written_into_param_groups_are_checked(
+    spec: OptimizerSpec, key: str, values: tuple[object, ...]
+) -> None:
+    parameters = named()
+    optimizer = StreamedOptimizer(spec, parameters, [id(p) for _, p in parameters])
+    before = optimizer.param_groups[0][key]
+    for value in values:
+        optimizer.param_groups[0][key] = value
+        with pytest.raises(ConfigError, match=f"param_groups: .*{key}="):
+            optimizer.hypers()
+    optimizer.param_groups[0][key] = before
+    optimizer.hypers()
+    del optimizer.param_groups[0][key]
+    with pytest.raises(ConfigError, match=f"there is no {key}, which this optimizer has"):
         optimizer.hypers()
 
 

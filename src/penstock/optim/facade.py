@@ -1,14 +1,14 @@
 """The optimizer that users and ``torch.optim.lr_scheduler`` see: real param groups whose state lives elsewhere."""
 
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
 import torch
 
 from penstock.compat.torch import note_step
-from penstock.config.optimizer import AdjustLr, check_muon
+from penstock.config.optimizer import AdjustLr, check_muon, check_rates
 from penstock.errors import ConfigError
 from penstock.optim.formula import FIRST_HALVES, Hyper, Kind
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
@@ -53,7 +53,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
 
     def hypers(self) -> tuple[Hyper, ...]:
-        """The settings of each param group that has parameters, as they are now."""
+        """The settings of each param group that has parameters, as they are now.
+
+        Raises:
+            ConfigError: one is missing, no number, or out of the range that the optimizer's class allows.
+        """
         return tuple(_hyper(_kind(self.spec, group), group) for group in self.param_groups if group["params"])
 
     def group_of(self, parameter: torch.nn.Parameter) -> int:
@@ -162,7 +166,7 @@ def _kind(spec: OptimizerSpec, group: Mapping[str, Any] | None = None) -> Kind:
         case Muon(adamw=adamw):
             if group is None or "ns_steps" not in group:
                 return _kind(adamw)
-            return "nesterov-muon" if group["nesterov"] else "muon"
+            return "nesterov-muon" if _setting(group, "nesterov") else "muon"
         case Adam():
             return "adam"
         case AdamW():
@@ -172,31 +176,42 @@ def _kind(spec: OptimizerSpec, group: Mapping[str, Any] | None = None) -> Kind:
         case SGD(momentum=0.0):
             return "sgd"
         case SGD(nesterov=nesterov):
-            return "nesterov" if (nesterov if group is None else group["nesterov"]) else "momentum"
+            return "nesterov" if (nesterov if group is None else _setting(group, "nesterov")) else "momentum"
     raise ConfigError(f"{type(spec).__name__} is not an optimizer: use AdamW, Adam, SGD, Lion or Muon")
 
 
-def _hyper(kind: Kind, group: dict[str, Any]) -> Hyper:
-    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-    if not (math.isfinite(lr) and math.isfinite(weight_decay)):
-        raise ConfigError(f"param_groups: lr={lr}, weight_decay={weight_decay}: must be finite numbers")
-    if kind in ("sgd", "momentum", "nesterov"):
-        momentum = float(group["momentum"])
-        if kind == "sgd" and momentum:
-            raise ConfigError(f"momentum={momentum} was set on an SGD built without: it has no momentum buffer")
-        return Hyper(kind=kind, lr=lr, betas=(momentum, 0.0), weight_decay=weight_decay)
-    if kind in FIRST_HALVES:
-        momentum, steps = float(group["momentum"]), group["ns_steps"]
-        adjust: AdjustLr = group["adjust_lr_fn"] or "original"
-        check_muon("param_groups: ", momentum, steps, None)
-        if adjust not in get_args(AdjustLr) or not isinstance(steps, int):
-            raise ConfigError(
-                f"param_groups: adjust_lr_fn={adjust!r}, ns_steps={steps!r}: must be one of "
-                f"{', '.join(get_args(AdjustLr))}, and a whole number"
-            )
-        betas = (momentum, 0.0)
-        return Hyper(kind=kind, lr=lr, betas=betas, weight_decay=weight_decay, ns_steps=steps, adjust=adjust)
-    betas = (float(group["betas"][0]), float(group["betas"][1]))
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"param_groups: betas={betas}: must be two numbers of at least 0 and below 1")
-    return Hyper(kind=kind, lr=lr, betas=betas, eps=float(group.get("eps", 0.0)), weight_decay=weight_decay)
+def _hyper(kind: Kind, group: Mapping[str, Any]) -> Hyper:
+    keys = {"adam": ("betas", "eps"), "adamw": ("betas", "eps"), "lion": ("betas",)}.get(kind, ("momentum",))
+    given = {key: _setting(group, key, _pair if key == "betas" else float) for key in ("lr", "weight_decay", *keys)}
+    check_rates("param_groups: ", given)
+    if kind == "sgd" and given["momentum"]:
+        raise ConfigError(f"momentum={given['momentum']} was set on an SGD built without: it has no momentum buffer")
+    betas: tuple[float, float] = given["betas"] if "betas" in given else (given["momentum"], 0.0)
+    hyper = Hyper(kind=kind, lr=given["lr"], betas=betas, eps=given.get("eps", 0.0), weight_decay=given["weight_decay"])
+    if kind not in FIRST_HALVES:
+        return hyper
+    steps: Any = _setting(group, "ns_steps")
+    adjust: Any = _setting(group, "adjust_lr_fn") or "original"
+    if adjust not in get_args(AdjustLr) or not isinstance(steps, int):
+        raise ConfigError(
+            f"param_groups: adjust_lr_fn={adjust!r}, ns_steps={steps!r}: must be one of "
+            f"{', '.join(get_args(AdjustLr))}, and a whole number"
+        )
+    check_muon("param_groups: ", given["momentum"], steps, None)
+    return replace(hyper, ns_steps=steps, adjust=adjust)
+
+
+def _setting(group: Mapping[str, Any], key: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A setting of a torch param group, which may be a number of numpy's or a tensor of one."""
+    if key not in group:
+        raise ConfigError(f"param_groups: there is no {key}, which this optimizer has: set it")
+    try:
+        return convert(group[key])
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        what = "two numbers" if key == "betas" else "a number"
+        raise ConfigError(f"param_groups: {key}={group[key]!r}: must be {what}") from None
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    first, second = value
+    return float(first), float(second)
