@@ -154,6 +154,28 @@ def test_an_error_of_the_models_own_surfaces_as_itself(engine: penstock.Engine) 
         engine.evaluate([{"input_ids": torch.full((1, 4), 10**6), "labels": torch.zeros(1, 4, dtype=torch.long)}])
 
 
+@pytest.mark.parametrize("value", [object(), torch.zeros(2), {1}, 1j, torch.float32, b"x", {"a": torch.zeros(())}])
+def test_a_setting_of_the_optimizer_that_no_commit_holds(value: object, engine: penstock.Engine) -> None:
+    engine.step(STEPS[0])
+    with unharmed(engine):
+        group = engine.optimizer.param_groups[0]
+        group["hook"] = value
+        with pytest.raises(ConfigError, match=r"param_groups: hook=.* a commit holds what JSON holds"):
+            engine.step(STEPS[1])
+        del group["hook"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1e-8, None])
+def test_a_setting_of_the_optimizer_out_of_its_range(value: object, engine: penstock.Engine) -> None:
+    engine.step(STEPS[0])
+    with unharmed(engine):
+        group = engine.optimizer.param_groups[0]
+        before, group["eps"] = group["eps"], value
+        with pytest.raises(ConfigError, match="param_groups: eps="):
+            engine.step(STEPS[1])
+        group["eps"] = before
+
+
 # ---- micro-batches
 
 

@@ -113,7 +113,8 @@ class Engine:
         this step's commit and of snapshots: whoever goes on from there finds it in ``engine.position``.
 
         Raises:
-            ConfigError: ``position`` is nothing that JSON holds, or more than 64 KiB of it.
+            ConfigError: ``position`` is nothing that JSON holds, or more than 64 KiB of it; or what stands in
+                ``optimizer.param_groups`` is, or is out of its range.
             ModelError: the list is empty, or a micro-batch takes another way through the model than the first; the
                 weights are not one finite number for each.
             BudgetError: a step of this size does not fit; says what would.
@@ -155,6 +156,7 @@ class Engine:
     ) -> StepStats:
         began = time.perf_counter()
         batch.check(micro_batches)
+        self._progress.settings()  # now: a commit that fails for what is in them would be the step's that had counted
         given = self._given("step", micro_batches, loss_weights)
         micro_batches = self._cut(micro_batches)
         runner = self._planning.runner_for(micro_batches, train=True)

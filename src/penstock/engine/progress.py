@@ -1,5 +1,6 @@
 """Progress of a run: all that it is besides its arrays and buffers. Random state is a function of seed and step."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.errors import ConfigError
 from penstock.optim.facade import StreamedOptimizer
 from penstock.optim.precision import LossScale
 from penstock.state.record import check_progress
@@ -30,15 +32,33 @@ class Progress:
     last: StepStats | None = None
     position: Mapping[str, Any] | None = None
 
-    def record(self) -> dict[str, Any]:
+    def settings(self) -> list[dict[str, Any]]:
+        """The optimizer's settings, by param group.
+
+        Raises:
+            ConfigError: JSON does not hold one of them.
+        """
         groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        for key, value in (item for group in groups for item in group.items()):
+            try:
+                json.dumps({key: value})
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"param_groups: {key}={value!r}: a commit holds what JSON holds: {error}. Keep it elsewhere"
+                ) from None
+        return groups
+
+    def record(self) -> dict[str, Any]:
+        """Raises:
+        ConfigError: as ``settings``.
+        """
         return {
             "step": self.step,
             "updates": self.updates,
             "missed": {str(i): self.missed[name] for i, name in enumerate(self.trained) if name in self.missed},
             "seed": self.seed,
             "loss_scale": asdict(self.scale),
-            "param_groups": groups,
+            "param_groups": self.settings(),
             "last": None if self.last is None else self.last.numbers(),
             "position": self.position,
         }
