@@ -187,6 +187,8 @@ def test_a_setting_of_the_optimizer_out_of_its_range(value: object, engine: pens
         ((mb for mb in STEPS[0]), "takes a list of micro-batches .* not generator"),
         ([STEPS[0][0]["input_ids"]], "micro-batch 0 is a Tensor: it must be a mapping"),
         ([{}], "micro-batch 0 holds no tensor"),
+        ([{"x": [torch.zeros(2, device="meta")]}], r"micro-batch 0: 'x\.0' is on the meta device, without values"),
+        ([{"x": torch.nested.nested_tensor([torch.ones(2)])}], "micro-batch 0: 'x' is a nested tensor without shapes"),
         ([{"input_ids": torch.zeros(0, 5)}], "micro-batch 0 holds no tensor with elements"),
         (
             [STEPS[0][0], {"input_ids": STEPS[0][1]["input_ids"]}],
@@ -197,7 +199,7 @@ def test_a_setting_of_the_optimizer_out_of_its_range(value: object, engine: pens
             "micro-batch 1 has no label that counts",
         ),
     ],
-    ids=["empty", "mapping", "generator", "tensor", "nothing", "no_elements", "keys", "labels"],
+    ids=["empty", "mapping", "generator", "tensor", "nothing", "meta", "nested", "no_elements", "keys", "labels"],
 )
 def test_micro_batches_that_make_no_step(bad: Any, message: str, engine: penstock.Engine) -> None:
     with unharmed(engine):

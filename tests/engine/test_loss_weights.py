@@ -1,9 +1,13 @@
 """What a micro-batch's loss counts can be given, for losses that know the whole step: then it is used as it is."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import penstock
+from penstock.engine import batch
+from penstock.errors import ModelError
 from tests.models import MODELS
 from tests.training import budget, items, state_of, steps_of, wrap
 
@@ -46,3 +50,15 @@ def test_weights_that_are_not_one_number_for_each_are_refused(weights: list[floa
                 penstock.ModelError, match=r"loss_weights=.* for 3 micro-batches: give a number for each"
             ):
                 use(micro_batches, loss_weights=weights)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[1.0], [1e300, 1.0], [float("nan"), 1.0], ["1", "2"], [None, 1.0], "12", {0: 1.0, 1: 1.0}, 1.0, [1j, 1.0]],
+)
+def test_weights_that_are_no_numbers_that_fp32_has_room_for_are_refused(weights: Any) -> None:
+    micro_batches = CASE.micro_batches(2)
+    given = batch.given_weights(micro_batches, [torch.ones(()), -1])
+    assert given == [1.0, -1.0]
+    with pytest.raises(ModelError, match=r"loss_weights=.* for 2 micro-batches: give a number for"):
+        batch.given_weights(micro_batches, weights)

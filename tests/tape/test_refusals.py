@@ -383,6 +383,39 @@ def test_a_tensor_in_the_memory_of_a_parameter_that_is_replaced_before_it_is_rea
         engine.step(stack().micro_batches(2))
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        torch.zeros(1).expand(models.VOCABULARY),
+        torch.zeros(8).expand(models.VOCABULARY, 8),
+        torch.zeros(500).as_strided((models.VOCABULARY, 8), (4, 1)),
+    ],
+)
+def test_a_parameter_whose_elements_share_memory_is_refused(data: torch.Tensor) -> None:
+    model = Stack()
+    model.head.weight = nn.Parameter(data)
+    with pytest.raises(ModelError, match=r"elements of parameter 'head\.weight' lie in the same memory"):
+        refuse(model)
+    refuse(model.requires_grad_(requires_grad=False))
+    model.head.weight = nn.Parameter(torch.zeros(3, 8, 2).transpose(0, 2)[:, ::2])
+    refuse(model)
+
+
+def test_what_was_made_in_inference_mode_is_refused() -> None:
+    """torch counts no changes of it."""
+    with torch.inference_mode():
+        made = Stack()
+        table = torch.zeros(3)
+        with pytest.raises(ModelError, match=r"inside of torch\.inference_mode\(\), which nothing can train in"):
+            refuse(Stack())
+    with pytest.raises(ModelError, match=r"parameter 'embed\.weight' was made inside of torch\.inference_mode"):
+        refuse(made)
+    model = Stack()
+    model.register_buffer("table", table)
+    with pytest.raises(ModelError, match=r"buffer 'table' was made inside of torch\.inference_mode"):
+        refuse(model)
+
+
 def test_parameters_in_one_memory_that_do_not_train_are_not_refused() -> None:
     model = Stack()
     tie_data(model)

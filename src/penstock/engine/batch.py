@@ -18,6 +18,8 @@ MicroBatch = Mapping[str, Any]
 Shapes = tuple[tuple[trees.Place, tuple[int, ...], str], ...]
 MOST_POSITION = 1 << 16
 """Bytes of JSON that a position in the data may take: every commit writes it."""
+MOST_WEIGHT = 1e30
+"""The largest weight of a loss: fp32 has room for it with the largest loss scale."""
 
 
 def _tensors(micro_batch: MicroBatch) -> dict[trees.Place, torch.Tensor]:
@@ -28,7 +30,8 @@ def _tensors(micro_batch: MicroBatch) -> dict[trees.Place, torch.Tensor]:
 
 
 def check(micro_batches: Sequence[MicroBatch]) -> None:
-    """Raises ModelError for a list that is empty, or whose members are no mappings or differ in their keys."""
+    """Raises ModelError for a list that is empty, or whose members are no mappings, differ in their keys, or have
+    tensors without values or shapes."""
     if isinstance(micro_batches, Mapping) or not isinstance(micro_batches, Sequence):
         raise ModelError(
             f"step() takes a list of micro-batches (mappings of tensors), not {type(micro_batches).__name__}"
@@ -38,6 +41,15 @@ def check(micro_batches: Sequence[MicroBatch]) -> None:
     for m, mb in enumerate(micro_batches):
         if not isinstance(mb, Mapping):
             raise ModelError(f"micro-batch {m} is a {type(mb).__name__}: it must be a mapping of names to tensors")
+        for place, value in _tensors(mb).items():
+            name = ".".join(map(str, place))
+            if value.is_meta:
+                raise ModelError(f"micro-batch {m}: {name!r} is on the meta device, without values: give a real tensor")
+            if value.is_nested and value.layout == torch.strided:
+                raise ModelError(
+                    f"micro-batch {m}: {name!r} is a nested tensor without shapes that can be asked for: pad it, or "
+                    "make it with layout=torch.jagged"
+                )
         if not any(value.numel() for value in _tensors(mb).values()):
             raise ModelError(f"micro-batch {m} holds no tensor with elements")
         if set(mb) != set(micro_batches[0]):
@@ -150,13 +162,20 @@ def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | 
     """Weights of the micro-batches' losses, where the caller gives them; None: labels decide (``engine.labels``).
 
     Raises:
-        ModelError: the weights are not one finite number for each micro-batch; or none are given, and a micro-batch has
-            labels of which none counts, so that its mean is undefined.
+        ModelError: the weights are not one finite number for each micro-batch, or are too large for fp32; or none are
+            given, and a micro-batch has labels of which none counts, so that its mean is undefined.
     """
     if given is not None:
-        if len(given) != len(micro_batches) or not all(math.isfinite(weight) for weight in given):
-            raise ModelError(f"loss_weights={given!r} for {len(micro_batches)} micro-batches: give a number for each")
-        return [float(weight) for weight in given]
+        try:
+            weights = [] if isinstance(given, Mapping) else [float(weight + 0) for weight in given]  # text has no sum
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            weights = []
+        if len(weights) != len(micro_batches) or not all(abs(weight) <= MOST_WEIGHT for weight in weights):
+            raise ModelError(
+                f"loss_weights={given!r} for {len(micro_batches)} micro-batches: give a number for each, of at most "
+                f"{MOST_WEIGHT:g}"
+            )
+        return weights
     for m, mb in enumerate(micro_batches):
         labels = mb.get("labels")
         if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and bool((labels == IGNORED).all()):

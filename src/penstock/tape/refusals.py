@@ -4,6 +4,7 @@ What only a run can show (a cache, an input or a parameter that is changed in pl
 when it is recomputed) is refused where it shows: in ``kv_cache.without_caches``, ``suspended`` and ``probe``.
 """
 
+import torch
 from torch import nn
 
 from penstock.compat.marks import is_moved
@@ -32,8 +33,11 @@ _WRAPPERS = {
 
 def refuse(model: nn.Module) -> None:
     """Raises:
-    ModelError: the model is wrapped or hooked by something that moves, splits, compiles or recomputes it itself.
+    ModelError: the model is wrapped or hooked by something that moves, splits, compiles or recomputes it itself; or its
+        tensors cannot be trained as they are.
     """
+    if torch.is_inference_mode_enabled():
+        raise ModelError("penstock.wrap inside of torch.inference_mode(), which nothing can train in: call it outside")
     for name, module in model.named_modules():
         where = f"{name!r}" if name else "the model"
         _refuse_wrapper(where, module)
@@ -81,8 +85,17 @@ def _refuse_parameters(model: nn.Module) -> None:
                 f"parameter {name!r} is a {what}, no plain tensor of numbers: it is quantised, sharded or not there "
                 "yet. Give a model with plain parameters (without quantisation)"
             )
+        _refuse_inference(f"parameter {name!r}", parameter)
+        if parameter.requires_grad and _overlaps_itself(parameter):
+            raise ModelError(
+                f"elements of parameter {name!r} lie in the same memory (expand, as_strided), and would be trained "
+                "apart: give each its own (.clone()), or let the forward expand what is one number"
+            )
         if not parameter.is_meta:
             devices.setdefault(f"{parameter.device.type}:{parameter.device.index or 0}", name)
+    for name, buffer in model.named_buffers():
+        if not isinstance(buffer, nn.UninitializedBuffer):
+            _refuse_inference(f"buffer {name!r}", buffer)
     if len(devices) > 1:
         (one, first), (other, second), *_ = devices.items()
         raise ModelError(
@@ -90,6 +103,26 @@ def _refuse_parameters(model: nn.Module) -> None:
             "the CPU; the budget says where weights live"
         )
     _refuse_shared(model)
+
+
+def _refuse_inference(what: str, tensor: torch.Tensor) -> None:
+    if tensor.is_inference():
+        raise ModelError(
+            f"{what} was made inside of torch.inference_mode(), where torch notes no changes: build the model outside "
+            "of it (torch.no_grad() does no harm)"
+        )
+
+
+def _overlaps_itself(parameter: nn.Parameter) -> bool:
+    """True if elements share memory, other than in the placeholder that an engine leaves behind, which is NaN."""
+    if parameter.is_meta or not parameter.numel():
+        return False
+    last = 0  # the last element of those along the dimensions with smaller steps
+    for step, count in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if count > 1 and step <= last:
+            return any(parameter.stride()) or not bool(parameter.detach().as_strided((), ()).isnan())
+        last += (count - 1) * step
+    return False
 
 
 def _refuse_shared(model: nn.Module) -> None:
