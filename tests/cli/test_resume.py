@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from penstock.cli import main, settings
 from penstock.cli.account import Account
 from penstock.cli.metrics import MetricsFile
+from penstock.data.identity import Identity
 from penstock.state.stats import StepStats
 from penstock.store import successor
 from penstock.store.directory import LOCK
@@ -91,6 +93,35 @@ def test_a_resumption_that_fails_leaves_the_settings_that_the_run_had(a_run: Pat
     assert main(["resume", str(a_run), "--steps", "4", "--optimizer.name", "sgd"]) != 0
     assert (a_run / "config.yaml").read_bytes() == before
     assert main(["resume", str(a_run), "--steps", "4"]) == 0
+
+
+def test_a_resumption_on_other_data_is_refused_and_changes_no_record(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the run's own account of its data is gone, or is that of other data, its last commit says what they were;
+    and a run whose data are those goes on."""
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    identity = run / "data.json"
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    own, given = identity.read_bytes(), text.read_text()
+    others = replace(Identity.from_json(own.decode()), settings={}).to_json()
+
+    def records() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in run.iterdir() if path.suffix in (".json", ".yaml", ".jsonl")}
+
+    identity.unlink()
+    text.write_text(given.replace("turbines", "turbinas"))
+    for _ in range(2):
+        before = records()
+        capsys.readouterr()
+        assert main(["resume", str(run), "--steps", "3"]) == 2
+        assert "at a place in other data" in capsys.readouterr().err
+        assert records() == before
+        identity.write_text(others)
+    text.write_text(given)
+    assert main(["resume", str(run), "--steps", "3"]) == 0
+    assert f"{identity} is of other data than the run's last commit" in caplog.text
+    assert main(["verify", str(run)]) == 0
 
 
 def test_a_run_goes_on_with_its_moments_in_another_form(

@@ -2,11 +2,13 @@
 
 import os
 import pty
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main
+from penstock.data.identity import Identity
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
 from penstock.store.store import DATA, Store
@@ -92,6 +94,33 @@ def test_every_damage_is_named(trained: Path, capsys: pytest.CaptureFixture[str]
         assert str(trained / "store" / DATA) in line
     assert "2 places are damaged" in said.err
     assert "every checksum" not in said.out.lower()
+    assert main(["verify", str(trained)]) == 0
+
+
+def test_an_account_of_the_data_that_is_gone_or_anothers_is_named(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    account = trained / "data.json"
+    own = account.read_text()
+    others = replace(Identity.from_json(own), settings={}).to_json()
+
+    def dangle() -> None:
+        account.symlink_to("nowhere")
+
+    for change, says in (
+        (lambda: None, "is gone"),
+        (dangle, "is gone"),
+        (lambda: account.write_text(others), "is of other data than the last commit"),
+    ):
+        account.unlink(missing_ok=True)
+        change()
+        capsys.readouterr()
+        assert main(["verify", str(trained)]) == 1
+        said = capsys.readouterr().out
+        assert f"damaged: {account} {says}" in said
+        assert "every checksum" not in said.lower()
+        account.unlink(missing_ok=True)
+        account.write_text(own)
     assert main(["verify", str(trained)]) == 0
 
 

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -109,13 +109,14 @@ def _start(
     """The run from its model to its end. The folder changes as late as possible: what is wrong with the settings
     comes out before."""
     new, ranks = run.step is None, run.ranks
+    position: Mapping[str, Any] | None = None
     if new:
         check_shared(config, ranks.size)
         model = run_model(config.model, config.data)
     else:
         config = ranks.once("settings of the run before", lambda: _as_before(config, ranks.size))
         check_shared(config, ranks.size)
-        ranks.once("files of the run", lambda: _require_kept(config, run.folder, ranks))
+        position = ranks.once("files of the run", lambda: _require_kept(config, run.folder, ranks))
         in_store = bool(config.budget.disk_paths)
         model = resumed_model(model_folder(run.folder), config.model, config.data, in_store=in_store, own_code=own_code)
     if config.data.packing is True:
@@ -140,7 +141,7 @@ def _start(
         cut = replace(cut, reason="as the run began")
     make_engine = partial(_engine, ranks, *trained, optimizer, config, schedule, profile, run.folder)
     measure = yardstick(config, machine, kind=device_kind(config.device))
-    data = ranks.after_first("data", lambda: _open_data(config, display, run, model, new=new))
+    data = ranks.after_first("data", lambda: _open_data(config, display, run, model, position, new=new))
     ranks.agree("data", data.identity.fingerprint)
     kept = ranks.once("what the run keeps", lambda: _keep(run.folder, data))
     count = parameter_count(model.model)
@@ -167,9 +168,9 @@ def _as_before(config: TrainConfig, ranks: int) -> TrainConfig:
     )
 
 
-def _require_kept(config: TrainConfig, folder: Path, ranks: Ranks) -> None:
+def _require_kept(config: TrainConfig, folder: Path, ranks: Ranks) -> Mapping[str, Any] | None:
     """Check the files that a run keeps, before it goes on and reads any: those that are there have not changed since it
-    began. Only prepared data may be missing: it is made again.
+    began. Only prepared data may be missing: it is made again. Returns the position that the last commit has.
 
     Raises:
         StoreError: a file has changed, or is gone that cannot be made again.
@@ -181,6 +182,7 @@ def _require_kept(config: TrainConfig, folder: Path, ranks: Ranks) -> None:
         record = record_kept(folder)
     place = prepared_in(config.data, folder)
     kept_of(folder, vouched_by(record)).require(folder, missing_in=(place, place.resolve()))
+    return None if record is None else record.get("position")
 
 
 def _keep(folder: Path, data: Data) -> str:
@@ -356,10 +358,20 @@ def _memory_shown(note: Callable[[str], None]) -> AbstractContextManager[None]:
     return watching(faulted)
 
 
-def _open_data(config: TrainConfig, display: Display, run: Joint, model: RunModel, *, new: bool) -> Data:
+def _open_data(
+    config: TrainConfig,
+    display: Display,
+    run: Joint,
+    model: RunModel,
+    position: Mapping[str, Any] | None,
+    *,
+    new: bool,
+) -> Data:
     """The run's data. The folder of a ``new`` run keeps the model's configuration and the tokenizer from now on."""
     with display.working("Reading the data"):
-        found = open_data(config.data, run.folder, seed=config.seed, own=model.tokenizer, say=display.say)
+        found = open_data(
+            config.data, run.folder, seed=config.seed, own=model.tokenizer, position=position, say=display.say
+        )
         data = for_model(found, model.model)
     if new and run.ranks.rank == 0:
         own = config.data.tokenizer is None and config.data.chat_template is None

@@ -17,7 +17,7 @@ from penstock.cli.showing.progress import progress
 from penstock.cli.words import Words
 from penstock.config import format_size
 from penstock.data.blocks import BlockArray
-from penstock.data.identity import identity_in
+from penstock.data.identity import IDENTITY, identity_in
 from penstock.data.token_files import open_tokens
 from penstock.errors import ConfigError, StoreError
 from penstock.state.slots import Slots, whole_commit
@@ -150,12 +150,25 @@ def _places(damage: Sequence[str]) -> str:
     return "1 place is" if len(damage) == 1 else f"{len(damage)} places are"
 
 
-def _beside(run: Path, record: Mapping[str, Any] | None) -> Iterator[str]:
-    """Check what a run keeps beside its store; yields what is damaged, in words. Says what it has read."""
+def _identity(run: Path, record: Mapping[str, Any] | None) -> Iterator[str]:
+    """Check the identity of a run's data, by its checksum and by the fingerprint in the last commit."""
     try:
-        identity_in(run)
+        known = identity_in(run)
     except ConfigError as error:
         yield str(error)
+        return
+    position = None if record is None else record.get("position")
+    if position is None or "data" not in position:
+        return
+    if known is None:
+        yield f"{run / IDENTITY} is gone, which says on which data the run was: it is made again as the run goes on"
+    elif known.fingerprint != position["data"]:
+        yield f"{run / IDENTITY} is of other data than the last commit: it is made again as the run goes on"
+
+
+def _beside(run: Path, record: Mapping[str, Any] | None) -> Iterator[str]:
+    """Check what a run keeps beside its store; yields what is damaged, in words. Says what it has read."""
+    yield from _identity(run, record)
     try:
         kept = kept_of(run, vouched_by(record))
     except StoreError as error:

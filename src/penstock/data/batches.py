@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from penstock.data.ahead import ahead
+from penstock.data.identity import require_place
 from penstock.data.rows import IGNORED, Packing, Row
 from penstock.data.stream import Position, Prepared, Stream
 from penstock.errors import ConfigError
@@ -84,16 +85,8 @@ class Batches:
             ConfigError: ``position`` is one in other data, or another loop's; or a document that is streamed is not
                 what it should be.
         """
-        if position is not None and "data" not in position:
-            raise ConfigError(
-                "the run's last commit has a position in the data that is not penstock train's: another loop (a "
-                "Trainer, or one of your own) has trained it. Go on with that, or start another run"
-            )
-        if position is not None and position["data"] != self.fingerprint:
-            raise ConfigError(
-                f"the run's last commit is at a place in other data ({position['data']}, not {self.fingerprint}): the "
-                "files or the data's settings have changed since. Put them back, or start another run"
-            )
+        if position is not None:
+            require_place(position, self.fingerprint)
         return self._ahead(position)
 
     def _ahead(self, position: Position | None) -> Generator[Step, None, None]:

@@ -125,6 +125,24 @@ def _digest(path: Path, size: int, *, whole: bool) -> str:
     return state.hexdigest()
 
 
+def require_place(position: Mapping[str, Any], fingerprint: str) -> None:
+    """Check that the position that a run's last commit has is one in the data of this ``fingerprint``.
+
+    Raises:
+        ConfigError: it is one in other data, or another loop's.
+    """
+    if "data" not in position:
+        raise ConfigError(
+            "the run's last commit has a position in the data that is not penstock train's: another loop (a "
+            "Trainer, or one of your own) has trained it. Go on with that, or start another run"
+        )
+    if position["data"] != fingerprint:
+        raise ConfigError(
+            f"the run's last commit is at a place in other data ({position['data']}, not {fingerprint}): the "
+            "files or the data's settings have changed since. Put them back, or start another run"
+        )
+
+
 def identity_in(run: Path) -> Identity | None:
     """The identity of the data that a run was on, out of its folder; None: the folder has none.
 

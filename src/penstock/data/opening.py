@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from penstock.data import tokenizer as tokenizers
 from penstock.data.encode import Encoder, ends_of
 from penstock.data.example import read_as, texts_in
 from penstock.data.forms import form_of_source
-from penstock.data.identity import IDENTITY, FileFacts, Identity, facts_of, fingerprint, identity_in
+from penstock.data.identity import IDENTITY, FileFacts, Identity, facts_of, fingerprint, identity_in, require_place
 from penstock.data.mixture import Mixture
 from penstock.data.pieces import Cuts, Pieces, continuous_pieces, pieces_of
 from penstock.data.prepare import Opened, prepare
@@ -60,17 +60,19 @@ def open_data(
     *,
     seed: int,
     own: PreTrainedTokenizerBase | None,
+    position: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = log.info,
 ) -> Data:
     """Open the data of a run, tokenised into its folder where they are not streamed.
 
-    ``own``: the model's tokenizer, if it has one. ``say``: told what takes time. Where ``run`` has data already, they
-    must be these.
+    ``own``: the model's tokenizer, if it has one. ``position``: the place in the data that the run's last commit has;
+    None: it has none. ``say``: told what takes time. Where ``run`` has data already, they must be these, and what it
+    keeps of them is written only then.
 
     Raises:
         ConfigError: sources, tokenizer or a document will not do; or the data have changed since the run began.
     """
-    known = identity_in(run)
+    known = _known(run, position)
     stream = _streams(config)
     if stream and config.prepared is not None and known is None:
         raise ConfigError(
@@ -91,6 +93,8 @@ def open_data(
             f"the data of the run in {run} are not what they were: {changed}. A resumed run must see the same data: "
             "put them back, or start another run"
         )
+    if position is not None:
+        require_place(position, identity.fingerprint)
     make = partial(_prepared, config, tokenizer, folder)
     share = config.validation.share if config.validation else None
     train: Stream
@@ -121,6 +125,15 @@ def open_data(
         folders=tuple(dict.fromkeys(place for place in used if place.is_dir())),
         forms=(*forms, *held_out_forms, *_without_end(tokenizer, [*opened, *held_out], config)),
     )
+
+
+def _known(run: Path, position: Mapping[str, Any] | None) -> Identity | None:
+    """The identity of the data that a run was on, as far as its folder has one that the last commit vouches for."""
+    known = identity_in(run)
+    if known is not None and position is not None and position.get("data", known.fingerprint) != known.fingerprint:
+        log.warning("%s is of other data than the run's last commit, and is made again", run / IDENTITY)
+        return None
+    return known
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], config: DataConfig) -> Iterator[str]:
