@@ -172,6 +172,10 @@ def test_a_tracker_that_cannot_start_is_refused_before_the_run(
     assert main(["train", str(path), "--report_to", "mlflow"]) == 2
     assert "report_to: mlflow cannot start: no such server" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+    assert main(["train", str(path), "--steps", "1"]) == 0
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    assert main(["resume", str(tmp_path / "run"), "--steps", "3", "--report_to", "mlflow"]) == 2
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == before, "a run that is refused keeps its settings"
 
 
 def test_a_tracker_without_its_package_is_refused_at_once(path: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The training loop of ``penstock train``."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import islice
@@ -57,8 +57,10 @@ def _lacks(stretch: Stretch) -> Literal["line", "evaluation"] | None:
         return "evaluation" if not metrics.evaluated and _is_evaluated(stretch, last.step) else None
 
 
-def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
-    """The training loop. Returns the exit code. ``missed``: the line that ``report_last`` has added."""
+def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None, begins: Callable[[], None]) -> int:
+    """The training loop. Returns the exit code. ``missed``: the line that ``report_last`` has added. ``begins``: called
+    before the first step, when nothing that was asked for can be refused any more.
+    """
     config, display, engine, first = stretch.config, stretch.display, stretch.engine, stretch.first
     factor = lr_factor(config.lr_schedule, config.step_count)
     scheduler = LambdaLR(engine.optimizer, lambda index: factor(first + index))
@@ -69,11 +71,12 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None = None) -> int:
             "data: go on with that, or start another run"
         )
     with ExitStack() as stack:
+        steps = stack.enter_context(closing(stretch.train.steps(engine.position)))
         stop = _Stop(stretch.ranks, stack.enter_context(Interrupt(display.notice, display.last_words)))
         account = stack.enter_context(Account(stretch, missed) if stretch.ranks.rank == 0 else NoAccount(stretch))
         trace = stack.enter_context(TraceWriter(stretch.trace, steps=config.trace_steps)) if stretch.trace else None
         snapshots = RunSnapshots.of(config.budget, stretch.folder, stretch.ranks)
-        steps = stack.enter_context(closing(stretch.train.steps(engine.position)))
+        begins()
         for index, data in zip(range(first, config.step_count), steps, strict=False):
             stats = engine.step(data.micro_batches, position={**data.position, **account.beside()})
             plan = engine.plan

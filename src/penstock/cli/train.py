@@ -244,13 +244,18 @@ def _train(
         if engine.step_count >= config.step_count:
             display.say(is_complete(config, engine.step_count, ranks.size, ranks.hosts))
             return 0
-        ranks.once("settings of the run", lambda: write_settings(folder, config))
-        if ranks.rank == 0:
-            write_environment(folder, name_of(resolve_device(config.device)), profile)
-        code = run_steps(stretch, missed)
+        code = run_steps(stretch, missed, partial(_write_down, stretch, profile))
     if ranks.rank == 0:
         _say_what_came_of_it(stretch, own, stopped=code != 0)
     return code
+
+
+def _write_down(stretch: Stretch, profile: Machine | None) -> None:
+    """Write down the settings, and the machine, that the run goes on with from here."""
+    config, folder, ranks = stretch.config, stretch.folder, stretch.ranks
+    ranks.once("settings of the run", lambda: write_settings(folder, config))
+    if ranks.rank == 0:
+        write_environment(folder, name_of(resolve_device(config.device)), profile)
 
 
 def _place(config: TrainConfig, ranks: Ranks, weighed: Weighed | None) -> str:
