@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +96,41 @@ def test_every_damage_is_named(trained: Path, capsys: pytest.CaptureFixture[str]
     assert "2 places are damaged" in said.err
     assert "every checksum" not in said.out.lower()
     assert main(["verify", str(trained)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("harm", "number"),
+    [("torn", 0), ("torn", 1), ("zeroed", 0), ("emptied", 1), ("removed", 0), ("a folder", 1), ("a pipe", 0)],
+)
+def test_a_commit_record_that_cannot_be_read_is_named(
+    trained: Path,
+    tmp_path: Path,
+    harm: str,
+    number: int,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also where it is the one that a power cut could have torn, and all that the other one names is whole."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    path = run / "store" / f"commit.{number}"
+    text = path.read_bytes()
+    path.unlink()
+    if harm == "a folder":
+        path.mkdir()
+    elif harm == "a pipe":
+        os.mkfifo(path)
+    elif harm != "removed":
+        path.write_bytes({"torn": text[:60] + b" " * 99, "zeroed": bytes(len(text)), "emptied": b""}[harm])
+    capsys.readouterr()
+    caplog.clear()
+    assert main(["verify", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert f"damaged: {path}" in said
+    assert "every checksum" not in said.lower()
+    assert [str(path) in message for message in caplog.messages] == [True], "it is said once which one counts"
+    if harm not in ("a folder", "a pipe"):
+        assert main(["resume", str(run), "--steps", "4"]) == 0
+        assert main(["verify", str(run)]) == 0
 
 
 def test_an_account_of_the_data_that_is_gone_or_anothers_is_named(

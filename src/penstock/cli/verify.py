@@ -85,20 +85,21 @@ def run(arguments: Arguments) -> int:
         ConfigError: a folder is neither a run's nor a store's, or nothing has been committed yet.
         StoreError: the store is in use, cannot be opened, or was stopped within a step.
     """
-    asked = _to_check(arguments.folders)
+    asked, records = _to_check(arguments.folders), list[str]()
     if asked.snapshot is not None:
         damage = _snapshot(asked.snapshot)
     elif asked.run is None:
         with Store.open(asked.stores[0], writable=False) as store:
-            damage = _store(store)
+            damage, records = _store(store), _records(store)
     else:
         with opened_parts(asked.stores) as stores:
             damage = [found for store in stores for found in _store(store)]
+            records = [found for store in stores for found in _records(store)]
     beside = [] if asked.run is None else list(_beside(asked.run, asked.record))
-    if not damage and not beside:
+    if not damage and not records and not beside:
         print("Every checksum is right.")
         return 0
-    for found in (*damage, *beside):
+    for found in (*damage, *records, *beside):
         print(f"damaged: {found}")
     sys.stdout.flush()
     if damage:
@@ -106,6 +107,11 @@ def run(arguments: Arguments) -> int:
         if asked.snapshot is not None:
             remedy = "check the drive, and put the snapshot back from a copy"
         fail(f"{_places(damage)} damaged, and this state cannot be trained on: {remedy}")
+    if records:
+        fail(
+            f"{_places(records)} damaged where a commit's record should be, as a power cut may leave one: a run goes on "
+            "from the other one, and writes it anew (remove it first where it is no file)"
+        )
     if beside:
         fail(f"{_places(beside)} damaged beside the store: {ADVICE[0].lower()}{ADVICE[1:]}")
     return 1
@@ -124,6 +130,11 @@ def _store(store: Store) -> list[str]:
     places = ", ".join(map(str, store.paths))
     _say(f"{places}: read", done, f"in {len(current)} extents of step {last['step']}, the last commit,", began)
     return damage
+
+
+def _records(store: Store) -> list[str]:
+    """Commit files of a store in which no record can be read."""
+    return [str(fault) for fault in store.commits.faults]
 
 
 def _snapshot(path: Path) -> list[str]:

@@ -142,7 +142,9 @@ class CommitLog:
         self._paths = (directory / "commit.0", directory / "commit.1")
         self._store = store
         self.writable = writable
-        self._newest = self._find()
+        self._newest, self.faults = self._find()
+        """The newest record; and an error for each file that has neither a record nor is blank: a power cut has torn it
+        while it was written, or it is damaged."""
         self._doubtful: Path | None = None  # of a record that may be there or not
         if writable:
             _write_again(self.path)
@@ -160,16 +162,13 @@ class CommitLog:
         ):
             _blank_file(directory / name, text)
 
-    def _find(self) -> _Entry:
+    def _find(self) -> tuple[_Entry, tuple[StoreError, ...]]:
         found, faults = self._readable()
         if not found:
             said = "; ".join(map(str, faults.values()))
             raise StoreError(f"no commit record can be read: {said}: start from a snapshot")
         newest = max(found, key=lambda entry: entry.sequence)
-        for path, fault in faults.items():
-            if not _blank(path):
-                log.warning("%s. Going on from the other commit record, %s", fault, self._place(newest))
-        return newest
+        return newest, tuple(fault for path, fault in faults.items() if not _blank(path))
 
     def _readable(self) -> tuple[list[_Entry], dict[Path, StoreError]]:
         """The records that there are; and what is wrong with the others."""
@@ -306,8 +305,8 @@ def _overwrite(path: Path, text: bytes) -> None:
 
 def _blank(path: Path) -> bool:
     try:
-        return not path.read_bytes().strip()
-    except OSError:
+        return read_bounded(path, _LARGEST).isspace()
+    except (OSError, MalformedError):
         return False
 
 

@@ -1,5 +1,6 @@
 """`Store`: the disk tier during training. One packed file per directory, a manifest in each, commits in the first."""
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from penstock.store.owner import Owner, check_owner
 from penstock.store.packed import PackedFile, reported
 from penstock.store.records import CommitLog, Table
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
+
+log = logging.getLogger("penstock")
 
 STRIPE = 2 << 20  # bytes; a chunk of 8 MiB then keeps four drives busy
 
@@ -438,6 +441,8 @@ def _attach(
     manifest = read_manifests(paths)
     sizes = file_sizes(manifest.layout, manifest.striping)
     commits = CommitLog(paths[0], manifest.store, writable=writable)
+    for fault in commits.faults:
+        log.warning("%s. Going on from the other commit record, %s", fault, commits.path)
     with ExitStack() as closing:
         files = []
         for path, size in zip(paths, sizes, strict=True):
