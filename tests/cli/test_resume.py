@@ -205,6 +205,23 @@ def test_metrics_hold_each_step_once_and_in_order_after_a_kill(config: Path, tmp
     assert not list((tmp_path / "run").glob("*.partial"))
 
 
+@pytest.mark.parametrize(("kept", "gone"), [(0, 2), (1, 1)])
+def test_lines_of_metrics_that_are_gone_are_said_to_be(
+    kept: int, gone: int, config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But for that of the last step, which is made again of its commit, also where it was cut. That has no line of those
+    before the run went on, which are flushed by then."""
+    run = tmp_path / "run"
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    assert main(["resume", str(run), "--steps", "3"]) == 0
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:kept]) + lines[kept][:40] * kept)
+    caplog.clear()
+    assert main(["resume", str(run), "--steps", "4"]) == 0
+    (said,) = [message for message in caplog.messages if "metrics.jsonl" in message]
+    assert f"lacks the lines of {gone} of the 3 steps that are done" in said
+
+
 KILLED = """
 import os, signal, sys
 from penstock.cli import account, main
@@ -222,6 +239,12 @@ main(sys.argv[2:])
 """
 
 
+_UNKNOWN = {"mfu", "share_of_product", "gb_per_second", "share_of_peak", "held_up_seconds", "planned_peak_bytes"}
+_UNKNOWN |= {"disk_bytes", "predicted_seconds", "seconds_left", "drive_days"}
+_UNKNOWN |= {"bytes_written", "bytes_moved", "lane_seconds", "peak_bytes"}
+"""Keys of a step's line that cannot be made again of its commit."""
+
+
 @pytest.mark.parametrize(("moment", "delay"), [("before", "0"), ("after", "0.5")])
 def test_a_run_killed_around_a_line_of_its_metrics_has_them_all_in_the_end(
     moment: str, delay: str, config: Path, tmp_path: Path, whole_run: Path
@@ -234,6 +257,12 @@ def test_a_run_killed_around_a_line_of_its_metrics_has_them_all_in_the_end(
     if delay == "0":
         assert main(["resume", str(tmp_path / "run"), "--steps", "2"]) == 0, "the step that the kill came after is done"
         assert _numbers(tmp_path / "run") == whole[:2]
+        first, made = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        of_step = json.loads((whole_run / "metrics.jsonl").read_text().splitlines()[1])
+        assert first.keys() - made.keys() == _UNKNOWN, "what docs/training.md says that such a line lacks"
+        exact = {"data_tokens", "loss_tokens", "data_passes", "truncated_tokens", "flops", "tokens"}
+        exact |= {"steps_clipped", "steps_skipped", "steps_repeated", "clipped", "skipped", "repeats"}
+        assert {key: made[key] for key in exact} == {key: of_step[key] for key in exact}
     assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 0
     assert _numbers(tmp_path / "run") == whole
 

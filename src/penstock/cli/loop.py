@@ -1,5 +1,6 @@
 """The training loop of ``penstock train``."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -11,10 +12,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.cli.account import Account, NoAccount
 from penstock.cli.interrupt import Interrupt
-from penstock.cli.metrics import METRICS_KEY, MetricsFile, add_to_last
+from penstock.cli.metrics import METRICS_KEY, STEP_KEY, MetricsFile, add_to_last
 from penstock.cli.recipe import lr_factor
 from penstock.cli.run_snapshots import RunSnapshots
-from penstock.cli.showing.metrics import VALIDATION, metrics_of
+from penstock.cli.showing.meter import Meter
+from penstock.cli.showing.metrics import VALIDATION, counted, metrics_of
 from penstock.cli.showing.summary import reset_peak_resident
 from penstock.cli.stretch import Stretch
 from penstock.engine.trace import TraceWriter
@@ -22,12 +24,18 @@ from penstock.errors import ConfigError
 from penstock.ranks.group import Ranks
 from penstock.state.stats import StepStats
 
+log = logging.getLogger("penstock")
+
+
+_AFTER_COMMIT = {"bytes_written", "bytes_moved", "lane_seconds", "peak_bytes"}
+"""Figures of a step that are not yet known, or not kept, when it is committed."""
+
 
 def report_last(stretch: Stretch) -> Mapping[str, Any] | None:
     """Add what metrics lack of the step that the run goes on after; returns it.
 
-    The line, if a kill came between the commit and it: without what is known only while a step is done, its data, and
-    what it took of the machine. The evaluation after the step, if the run was stopped before it.
+    The line, if a kill came between the commit and it: without what the step took of the machine, and what was planned,
+    which only the process knew that did it. The evaluation after the step, if the run was stopped before it.
     """
     last, lacks = stretch.engine.last_step, stretch.ranks.once("what metrics lack", lambda: _lacks(stretch))
     if lacks is None:
@@ -39,9 +47,14 @@ def report_last(stretch: Stretch) -> Mapping[str, Any] | None:
         if stretch.ranks.rank == 0:
             add_to_last(stretch.folder, stretch.first, found)
         return found
-    line = metrics_of(last, held_out)
+    figures = metrics_of(last, held_out) | (stretch.engine.position or {}).get(STEP_KEY, {})
+    line = {key: found for key, found in figures.items() if key not in _AFTER_COMMIT}
     if stretch.ranks.rank == 0:
+        meter = Meter(outline=stretch.meter.outline)
         with MetricsFile(stretch.folder, done=stretch.first) as metrics:
+            meter.go_on(metrics.earlier())
+            meter.add(last)
+            line |= counted(meter)
             metrics.write(line)
     return line
 
@@ -50,11 +63,18 @@ def _lacks(stretch: Stretch) -> Literal["line", "evaluation"] | None:
     """The part of the last step that is missing; the lines of those before it are there, from here on."""
     last, behind = stretch.engine.last_step, stretch.engine.position or {}
     with MetricsFile(stretch.folder, done=stretch.first, committed=behind.get(METRICS_KEY, ())) as metrics:
-        if last is None or last.step != stretch.first:
+        known = last is not None and last.step == stretch.first
+        rebuilt = known and metrics.last < stretch.first
+        if (gone := metrics.missing - rebuilt) > 0:
+            said = (
+                "%s lacks the lines of %d of the %d steps that are done: they were cut off or removed, and stay missing"
+            )
+            log.warning(said, metrics.path, gone, stretch.first)
+        if not known:
             return None
-        if metrics.last < last.step:
+        if rebuilt:
             return "line"
-        return "evaluation" if not metrics.evaluated and _is_evaluated(stretch, last.step) else None
+        return "evaluation" if not metrics.evaluated and _is_evaluated(stretch, stretch.first) else None
 
 
 def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None, begins: Callable[[], None]) -> int:
@@ -78,7 +98,8 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None, begins: Callab
         snapshots = RunSnapshots.of(config.budget, stretch.folder, stretch.ranks)
         begins()
         for index, data in zip(range(first, config.step_count), steps, strict=False):
-            stats = engine.step(data.micro_batches, position={**data.position, **account.beside()})
+            behind = {**data.position, STEP_KEY: data.metrics(), **account.beside()}
+            stats = engine.step(data.micro_batches, position=behind)
             plan = engine.plan
             told = (stats.bytes_written, plan.state_bytes, plan.disk_bytes)
             written, state, on_disk = map(sum, zip(*stretch.ranks.gather_objects("bytes", told), strict=True))

@@ -30,6 +30,9 @@ log = logging.getLogger("penstock")
 METRICS_KEY = "metrics"
 """Key of the lines that are not flushed in a position of ``Engine.step``, which each commit has."""
 
+STEP_KEY = "step_metrics"
+"""Key of what a step's data add to its line (``Step.metrics``) in the position of that step."""
+
 _LINES, _BYTES, _SECONDS = 32, 24 << 10, 10.0
 
 
@@ -55,10 +58,12 @@ class MetricsFile:
         last = json.loads(lines[-1]) if lines else {}
         self.last, self.evaluated = int(last.get("step", 0)), VALIDATION in last
         """The last step that has a line, and True if that has the loss of an evaluation."""
+        self.missing = done - len(lines)
+        """Steps that the run goes on after and that have no line."""
         text = "".join(f"{line}\n" for line in lines)
         if (path.read_bytes() if path.exists() else b"") != text.encode():
             files.replace(path, text)
-        self._path, self._done = path, done
+        self.path, self._done = path, done
         self._file = Journal(path, "a")
         self._file.flush()  # what is there was perhaps written by a run that was killed before it could
         files.sync_folder(folder)
@@ -67,7 +72,7 @@ class MetricsFile:
 
     def earlier(self) -> Iterator[Mapping[str, Any]]:
         """The lines of the steps that the run goes on after."""
-        return map(json.loads, lines_until(self._path, self._done)[0])
+        return map(json.loads, lines_until(self.path, self._done)[0])
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append a line. A number that JSON has no word for (an overflowed norm) becomes null.

@@ -109,8 +109,8 @@ def run(arguments: Arguments) -> int:
         fail(f"{_places(damage)} damaged, and this state cannot be trained on: {remedy}")
     if records:
         fail(
-            f"{_places(records)} damaged where a commit's record should be, as a power cut may leave one: a run goes on "
-            "from the other one, and writes it anew (remove it first where it is no file)"
+            f"{_places(records)} damaged where a commit's record should be, as a power cut may leave one: a run goes "
+            "on from the other one, and writes it anew (remove it first where it is no file)"
         )
     if beside:
         fail(f"{_places(beside)} damaged beside the store: {ADVICE[0].lower()}{ADVICE[1:]}")

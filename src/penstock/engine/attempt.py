@@ -57,6 +57,8 @@ class Attempt:
     """the model's buffers and plain attributes, from before the step"""
     skips: bool
     """True: a step that is not finite is skipped; else it is an error"""
+    flops: float
+    """FLOP that the model computes in it, on all ranks"""
     began: float
     """in ``perf_counter`` seconds"""
     origin: float
@@ -224,6 +226,7 @@ class Attempt:
             repeats=self.repeats,
             non_finite=None if self.non_finite is None else str(self.non_finite),
             loss_scale=context.loss_scale,
+            flops=self.flops,
             bytes_moved=dict(totals.moved),
             lane_seconds=dict(totals.busy),
             peak_bytes=dict(runner.pools.peak),

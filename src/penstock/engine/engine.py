@@ -174,6 +174,7 @@ class Engine:
             resources=self._resources,
             before=self._resources.tape.before(),
             skips=self._waits,
+            flops=flops,
             began=began,
             origin=self._began,
             count=partial(self._count, position=position),
@@ -191,7 +192,6 @@ class Engine:
                 written = self._resources.commits.written + runner.scratch_written - scratch
                 self._progress.last = replace(
                     attempt.stats,
-                    flops=flops,
                     labels=None if given else self._planning.labels.known,
                     bytes_written=written - self._written,
                     seconds=time.perf_counter() - began,

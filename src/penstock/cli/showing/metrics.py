@@ -20,6 +20,7 @@ def metrics_of(stats: StepStats, validation: float | None) -> dict[str, Any]:
         "tokens": stats.tokens,
         "seconds": stats.seconds,
         "tokens_per_second": stats.tokens / max(stats.seconds, 1e-9),
+        "tflops_per_second": stats.flops / max(stats.seconds, 1e-9) / 1e12,
         "flops": stats.flops,
         "bytes_written": stats.bytes_written,
         "bytes_moved": dict(stats.bytes_moved),
@@ -42,7 +43,6 @@ def with_figures(line: Mapping[str, Any], meter: Meter, held: Mapping[Lane, floa
     rate = stats.flops / seconds
     return {
         **line,
-        "tflops_per_second": rate / 1e12,
         "mfu": None if yardstick.peak is None else rate / yardstick.peak,
         "share_of_product": None if yardstick.flops is None else rate / yardstick.flops,
         "gb_per_second": {lane: found / 1e9 for lane, found in rates.items()},
@@ -55,7 +55,10 @@ def with_figures(line: Mapping[str, Any], meter: Meter, held: Mapping[Lane, floa
         "predicted_seconds": meter.predicted,
         "seconds_left": meter.seconds_left,
         "drive_days": meter.drive_days,
-        "steps_clipped": meter.clipped,
-        "steps_skipped": meter.skipped,
-        "steps_repeated": meter.repeated,
+        **counted(meter),
     }
+
+
+def counted(meter: Meter) -> dict[str, int]:
+    """The steps so far, of the whole run, that were clipped, skipped or run twice."""
+    return {"steps_clipped": meter.clipped, "steps_skipped": meter.skipped, "steps_repeated": meter.repeated}
