@@ -209,8 +209,8 @@ def test_metrics_hold_each_step_once_and_in_order_after_a_kill(config: Path, tmp
 def test_lines_of_metrics_that_are_gone_are_said_to_be(
     kept: int, gone: int, config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """But for that of the last step, which is made again of its commit, also where it was cut. That has no line of those
-    before the run went on, which are flushed by then."""
+    """But for that of the last step, which is made again of its commit, also where it was cut. The commit has no line of
+    those before the run went on, which are flushed by then."""
     run = tmp_path / "run"
     assert main(["train", str(config), "--steps", "2"]) == 0
     assert main(["resume", str(run), "--steps", "3"]) == 0

@@ -349,6 +349,7 @@ WRONG_WORDS: dict[str, tuple[list[str], str]] = {
     "more than fits": (["1f1b", "--ranks", "1000000"], "fit in memory: ask for fewer"),
     "more pieces than fit": (["zero2", "--buffer-size", "1"], "fit in memory: ask for fewer"),
     "more offload than fits": (["horizontal", "--micro-batches", "100000"], "fit in memory: ask for fewer"),
+    "more layers than fit": (["vertical", "--layers", "1000000"], "fit in memory: ask for fewer"),
     "no value": (["1f1b", "--ranks"], "--ranks needs a value"),
     "an option for a value": (["1f1b", "--ranks", "--json"], "--ranks needs a value"),
     "a value for a switch": (["1f1b", "--json=yes"], "--json takes no value"),

@@ -91,7 +91,7 @@ def _layers(arguments: Arguments) -> Case:
         request = _request(arguments, layers, ranks, model)
         return abstract_case(_built(request, costs), _shape_in_words(request), model)
     machine = machine_named(costs)
-    training = training_of(arguments, machine)
+    training = _training_of(arguments, machine)
     blocks = sum(stage.kind == "call" for stage in training.profile.program.stages)
     sizes = layer_sizes(training.profile, training.form)
     request = _request(arguments, blocks, ranks, CostModel(costs=_FREE, sizes=sizes, stage_ops=False))
@@ -174,17 +174,18 @@ def _offload(arguments: Arguments) -> Case:
             f"--costs puzzle: the puzzles have neither host memory nor disk, which {name} needs: {_OTHERS}"
         )
     machine = None if costs == "unit" else machine_named(costs)
-    training = training_of(arguments, machine)
     sharing = 1 if family.streaming.dealt else ranks
     micro_batches, rest = divmod(arguments.micro_batches or _OFFLOAD_MICRO_BATCHES * ranks, sharing)
     if rest:
         raise ConfigError(
             f"--micro-batches {arguments.micro_batches} cannot be shared evenly by {ranks} ranks: write a multiple"
         )
-    program = training.profile.program
-    stages, chunks = len(program.stages), len(program.groups) * (arguments.chunks or 16)
     visits = 1 if family.streaming.order == "vertical" else micro_batches
-    _check_size(ranks * (6 * stages * micro_batches + 8 * chunks * visits))
+    of_stage, of_group = 6 * ranks * micro_batches, 8 * ranks * (arguments.chunks or 16) * visits
+    training = _training_of(arguments, machine, of_stage + of_group)
+    program = training.profile.program
+    stages = len(program.stages)
+    _check_size(stages * of_stage + len(program.groups) * of_group)
     world = build(
         FamilyRequest(
             family=name,
@@ -228,7 +229,7 @@ def _file(arguments: Arguments) -> Case:
     if not lanes & _OFFLOAD_LANES:
         training = _training_of_layers(path, world, arguments, machine, costs)
         return replace(layers_case(world, title, machine, training), checked=True)
-    training = training_of(arguments, machine)
+    training = _training_of(arguments, machine)
     _check_model(path, world, training, arguments)
     return replace(machine_case(world, title, machine, training), checked=True)
 
@@ -263,6 +264,13 @@ def _check_model(path: Path, world: World, training: Training, arguments: Argume
                 raise ConfigError(
                     f"{path}: op {op.id} is not of {model}: say with --model and --layers which model it is for"
                 )
+
+
+def _training_of(arguments: Arguments, machine: Machine | None, of_layer: int = 6) -> Training:
+    """``training_of``, where a schedule has room for as many layers as are asked for, each of at least ``of_layer``
+    ops."""
+    _check_size(of_layer * (arguments.layers or 0))
+    return training_of(arguments, machine)
 
 
 def _check_size(ops: int) -> None:

@@ -121,8 +121,8 @@ class Transformer:
 
     def of_block(self, layer: int, form: Format) -> tuple[int, ...]:
         """The groups of a block."""
-        count, each = len(self.groups(form)), len(_kinds_of_block(self.block, form))
-        first = count - (self.layers - layer) * each
+        ends, each = len(replace(self, layers=0).groups(form)), len(_kinds_of_block(self.block, form))
+        first = ends + layer * each
         return tuple(range(first, first + each))
 
 
