@@ -6,6 +6,7 @@ where the file is added to or changed in place.
 
 | function | what becomes of the path |
 |---|---|
+| `regular` | nothing: it is read, if it is a file |
 | `create` | a new file; there must be nothing |
 | `append`, `update` | a file that goes on growing, or is changed in place |
 | `replace` | the old file or the new one, whenever somebody looks, and after a power cut too |
@@ -85,6 +86,22 @@ def descriptor(path: Path, flags: int, *, private: bool = True) -> int:
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     os.set_blocking(fd, True)
     return fd
+
+
+def regular(path: Path) -> BinaryIO:
+    """A file, or a link to one, open for reading, without waiting for the other end of a pipe.
+
+    Raises:
+        OSError: it cannot be opened, or is no file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return open(fd, "rb")
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def _opener(private: bool) -> Callable[[str, int], int]:

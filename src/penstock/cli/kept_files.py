@@ -19,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+from penstock import files
 from penstock.data.token_files import SUMS
 from penstock.errors import StoreError
 from penstock.store.packed import store_error
@@ -197,7 +198,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 def _digest(path: Path) -> str:
     state = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
+        with files.regular(path) as file:
             while part := file.read(_READ):
                 state.update(part)
     except OSError as error:

@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from penstock import files
 from penstock.errors import StoreError
 
 BLOCK = 1 << 14
@@ -54,7 +55,7 @@ def sums_of(path: Path) -> Sums:
         OSError: it cannot be read.
     """
     found: list[int] = []
-    with path.open("rb") as file:
+    with files.regular(path) as file:
         while part := file.read(_AT_ONCE):
             found += _sums(part)
     return np.array(found, dtype="<u8")

@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from penstock import files
 from penstock.documents.text import MalformedError, parse_json, read_text
 from penstock.documents.typed import decode
 from penstock.errors import ConfigError
@@ -114,7 +115,7 @@ def facts_of(paths: Sequence[Path], known: Sequence[FileFacts], *, whole: bool) 
 
 def _digest(path: Path, size: int, *, whole: bool) -> str:
     state = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with files.regular(path) as file:
         if whole or size <= 2 * _ENDS:
             while chunk := file.read(_CHUNK):
                 state.update(chunk)

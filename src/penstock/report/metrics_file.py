@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock import files
 from penstock.config import TIERS, Tier
 from penstock.documents.text import parse_json
 from penstock.documents.typed import fits, shown
@@ -100,7 +101,8 @@ def merged(lines: Sequence[str], others: Sequence[str], last: int) -> list[str]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with files.regular(path) as file:
+            return file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from penstock import files
 from penstock.config import TIERS, Tier
 from penstock.documents.text import MalformedError, parse_json
 from penstock.documents.typed import fits, shown
@@ -165,7 +166,8 @@ def _seconds(microseconds: Any) -> float:
 def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A place and a record, for each record up to the end or the cut."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with files.regular(path) as file:
+            text = file.read().decode(errors="replace")
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the trace: {error.strerror}") from error
     lines = text.splitlines()
