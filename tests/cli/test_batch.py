@@ -49,6 +49,11 @@ def test_without_a_profile_the_largest_that_fit_are_taken(config: TrainConfig) -
         _cut(config, None, 8, device="32KiB")
 
 
+def test_a_batch_that_cannot_be_cut_is_refused_with_what_could_be(config: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match=r"at most 256 equal micro-batches of at most 32 sequences, .* 8,192 at most"):
+        _cut(config, None, 1_000_000)
+
+
 def test_on_several_hosts_there_is_room_for_what_crosses_within_and_between_them(config: TrainConfig) -> None:
     sizes = [_cut(config, None, 32, 4, hosts, device="2000KiB", host="256MiB").size for hosts in (1, 2)]
     assert sizes == [4, 2], "collectives of two levels take a buffer more"

@@ -136,8 +136,9 @@ def test_resume_on_other_data_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot use this folder"):
-        step_found(settings_for(tmp_path / "file"), "overwrite")
+    for folder in (tmp_path / "file", Path("/proc/1/x")):
+        with pytest.raises(ConfigError, match="cannot use this folder"):
+            step_found(settings_for(folder), "overwrite")
 
 
 @pytest.mark.parametrize("start", ["new", "overwrite", "resume"])

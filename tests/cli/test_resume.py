@@ -80,6 +80,11 @@ def test_what_cannot_be_resumed_says_why(
         ([str(tmp_path / "empty")], "it has no config.yaml"),
         ([str(a_run), "--run", "other"], "--run other: penstock resume goes on in"),
         ([str(a_run), "--seed", "1"], "see the same text"),
+        (
+            [str(a_run), "--steps", "4", "--optimizer.name", "lion"],
+            "was started with optimizer.name='adamw', not 'lion'",
+        ),
+        ([str(a_run), "--steps", "4", "--precision", "bf16"], "was started with precision='fp32', not 'bf16'"),
     ):
         capsys.readouterr()
         assert main(["resume", *words]) == 2
@@ -209,8 +214,8 @@ def test_metrics_hold_each_step_once_and_in_order_after_a_kill(config: Path, tmp
 def test_lines_of_metrics_that_are_gone_are_said_to_be(
     kept: int, gone: int, config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """But for that of the last step, which is made again of its commit, also where it was cut. The commit has no line of
-    those before the run went on, which are flushed by then."""
+    """But for that of the last step, which is made again of its commit, also where it was cut. The commit has no
+    line of those before the run went on, which are flushed by then."""
     run = tmp_path / "run"
     assert main(["train", str(config), "--steps", "2"]) == 0
     assert main(["resume", str(run), "--steps", "3"]) == 0

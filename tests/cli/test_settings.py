@@ -295,6 +295,14 @@ def test_each_run_has_its_own_directory_on_a_drive(config_file: Path, disk: str,
     assert [str(path) for path in config.budget.disk_paths] == [means]
 
 
+def test_what_stands_for_nothing_in_the_place_of_the_state_is_refused(config_file: Path) -> None:
+    """Braces of the run's own name are none of these, also where the run has written them down."""
+    with pytest.raises(ConfigError, match=r"budget.disk='/nvme/\{nope\}': \{nope\} stands for nothing"):
+        settings.load(config_file, [("budget.disk", '"/nvme/{nope}"')])
+    config = settings.load(config_file, [("run", '"runs/{a}"'), ("budget.disk", '"/nvme/{run}"')])
+    assert settings.load_text(settings.dump(config), "config.yaml").budget.disk == "/nvme/{a}"
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert "No such file" in _refused(tmp_path / "none.yaml")
 

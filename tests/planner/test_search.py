@@ -217,7 +217,7 @@ def test_what_never_begins_is_answered_with_what_would_help(tier: Tier, says: st
 
 @pytest.mark.parametrize(("batch", "other"), [(10_000, "fewer"), (100_000, "fewer"), (8191, "another number of")])
 def test_a_batch_that_is_not_cut_is_refused_with_what_would_be(batch: int, other: str) -> None:
-    with pytest.raises(ConfigError, match=rf"say yourself how it is cut, .* {other} sequences, 8,192 at most"):
+    with pytest.raises(ConfigError, match=rf"say yourself how it is cut \(.*\), .* {other} sequences, 8,192 at most"):
         choose(task(), batch)
 
 

@@ -40,6 +40,7 @@ from penstock.cli.run_snapshots import snapshots_of, step_kept
 from penstock.cli.settings import dump, plain
 from penstock.config import TrainConfig
 from penstock.config.budget import is_of_rank
+from penstock.engine.device import kind_of, resolve_device
 from penstock.errors import ConfigError, StoreError
 from penstock.store.directory import DirectoryLock, in_the_way, is_there
 from penstock.store.facts import StoreFacts, facts_of_all
@@ -383,11 +384,9 @@ def _locked(folder: Path) -> tuple[DirectoryLock, bool]:
         try:
             files.make_folder(folder)
             return DirectoryLock(folder, name=RUN_LOCK), made
-        except FileNotFoundError:
-            continue  # another start has taken its folder away again in this moment
         except StoreError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
-                raise
+                raise  # else another start has taken its folder away again in this moment
         except OSError as error:
             said = in_the_way(folder, error)
             raise ConfigError(f"run={str(folder)!r}: cannot use this folder: {said}") from error
@@ -419,6 +418,17 @@ def check_same_data(config: TrainConfig, before: TrainConfig) -> None:
             raise ConfigError(
                 f"run={config.run!r} was started with {name}={was!r}, not {now!r}: a resumed run must be the same "
                 "model and see the same text, cut in the same way. Put it back, or start another run"
+            )
+
+    kind = kind_of(resolve_device(config.device))
+    for name, was, now in (
+        ("optimizer.name", before.optimizer.name, config.optimizer.name),
+        ("precision", before.precision_on(kind), config.precision_on(kind)),
+    ):
+        if was != now:
+            raise ConfigError(
+                f"run={config.run!r} was started with {name}={was!r}, not {now!r}: its state is that optimizer's, in "
+                "that precision. Put it back, or start another run"
             )
 
 

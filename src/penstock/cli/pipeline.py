@@ -10,7 +10,7 @@ from penstock.config import TrainConfig
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
 from penstock.hardware.sharing import link_of_messages, of_pipeline
-from penstock.planner.batches import cuts
+from penstock.planner.batches import cuts, uncut
 from penstock.planner.dealt import Pace, Pipeline
 from penstock.planner.task import MOST_OPS, rate_name_of
 from penstock.planner.update_mode import expected_repeats
@@ -77,10 +77,7 @@ def fastest(config: TrainConfig, machine: Machine, sequences: int, ranks: int, h
     each = sequences // config.sharing(ranks)
     found = sorted(_all_expected(config, machine, each, ranks, hosts), key=lambda e: e.step.seconds)
     if not found:
-        raise ConfigError(
-            f"batch: {sequences} sequences cannot be cut into few enough equal micro-batches: choose a batch with more "
-            "factors, or give micro_batch_size"
-        )
+        raise ConfigError(f"batch: {sequences} sequences: {uncut(sequences, config.sharing(ranks))}")
     return found
 
 

@@ -81,9 +81,17 @@ def _expanded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _filled_in(path: str, run: str) -> str:
     """``{run}`` is the run's folder where a path begins with it, and further on the folder's name: each run has its
-    own directory on a drive, wherever its folder is."""
+    own directory on a drive, wherever its folder is.
+
+    Raises:
+        ConfigError: something else than ``run`` is in braces, and not of the run's own path.
+    """
+    name = Path(os.path.abspath(run)).name
+    others = re.search(r"\{\w*\}", path.replace("{run}", "").replace(run, "").replace(name, ""))
+    if others is not None:
+        raise ConfigError(f"budget.disk={path!r}: {others[0]} stands for nothing; {{run}} does, for the run's folder")
     first = path.replace("{run}", run, 1) if path.startswith("{run}") else path
-    return first.replace("{run}", Path(os.path.abspath(run)).name)
+    return first.replace("{run}", name)
 
 
 def load_flag(text: str, name: str) -> Any:

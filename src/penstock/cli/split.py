@@ -16,7 +16,7 @@ from penstock.config.step import check_pipeline, check_strands, sharing
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.advice import worn_out
-from penstock.planner.batches import Split, choose, cuts, splits
+from penstock.planner.batches import Split, choose, cuts, splits, uncut
 from penstock.planner.dealt import Asked, plans_of
 from penstock.planner.durability import settled, undecided
 from penstock.planner.endurance import EnduranceError
@@ -193,10 +193,8 @@ def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> t
     each = config.sequences_per_step // config.sharing(ranks)
     shape, sizes = shape_of(config, kind), list(reversed(cuts(each)))
     if not sizes:
-        raise ConfigError(
-            f"batch: {config.sequences_per_step} sequences cannot be cut into few enough equal micro-batches: choose a "
-            "batch with more factors, or give micro_batch_size"
-        )
+        sequences = config.sequences_per_step
+        raise ConfigError(f"batch: {sequences} sequences: {uncut(sequences, config.sharing(ranks))}")
     refusal: BudgetError | None = None
     for size, count in sizes:
         try:

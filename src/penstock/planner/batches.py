@@ -69,6 +69,18 @@ def cuts(batch: int) -> list[tuple[int, int]]:
     return [(size, count) for size, count in whole if count <= _MICRO_BATCHES]
 
 
+def uncut(batch: int, parts: int = 1) -> str:
+    """The reason that a batch has no ``cuts``, and what to do. ``parts``: the number of equal ones that it is first
+    shared in, of which each is cut."""
+    count = parts * _MICRO_BATCHES
+    most = count * _LARGEST_MICRO_BATCH
+    return (
+        f"a batch is cut into at most {count:,} equal micro-batches of at most {_LARGEST_MICRO_BATCH} sequences, and "
+        f"this one cannot be: say yourself how it is cut (micro_batch_size), or give a batch of "
+        f"{'fewer' if batch > most else 'another number of'} sequences, {most:,} at most"
+    )
+
+
 def choose(task: Task, batch: int, found: Sequence[Split] | None = None) -> tuple[Choice, Split]:
     """The best plan for a global batch. The second best way to cut it is searched too, unless the best is as good as
     the linear program says that it can be. ``found``: its ``splits``, where they are known.
@@ -78,12 +90,7 @@ def choose(task: Task, batch: int, found: Sequence[Split] | None = None) -> tupl
         ConfigError: it cannot be cut into few enough micro-batches.
     """
     if not cuts(batch):
-        most = _MICRO_BATCHES * _LARGEST_MICRO_BATCH
-        raise ConfigError(
-            f"batch={batch}: a batch is cut into at most {_MICRO_BATCHES} equal micro-batches of at most "
-            f"{_LARGEST_MICRO_BATCH} sequences, and this one cannot be: say yourself how it is cut, or give a batch of "
-            f"{'fewer' if batch > most else 'another number of'} sequences, {most:,} at most"
-        )
+        raise ConfigError(f"batch={batch}: {uncut(batch)}")
     found = splits(task, batch) if found is None else found
     best: tuple[Choice, Split] | None = None
     least = min((split.seconds for split in found), default=0.0)
