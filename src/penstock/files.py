@@ -94,14 +94,15 @@ def regular(path: Path) -> BinaryIO:
     Raises:
         OSError: it cannot be opened, or is no file.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISREG(mode):
-        return open(fd, "rb")
-    os.close(fd)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "is not a regular file", str(path))
+
+    def opened(name: str, flags: int) -> int:
+        fd = os.open(name, flags | os.O_NONBLOCK)
+        if not (stat.S_ISREG(mode := os.fstat(fd).st_mode) or stat.S_ISDIR(mode)):  # a folder the caller refuses
+            os.close(fd)
+            raise OSError(errno.EINVAL, "is not a regular file", name)
+        return fd
+
+    return open(path, "rb", opener=opened)
 
 
 def _opener(private: bool) -> Callable[[str, int], int]:
