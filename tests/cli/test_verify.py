@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.cli.run_record import Pending, RunRecord
 from penstock.data.identity import Identity
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
+from penstock.store.owner import Owner
 from penstock.store.store import DATA, Store
 from tests import warm
 from tests.runs import write_run
@@ -188,6 +190,17 @@ def test_what_cannot_be_verified_says_why(tmp_path: Path, trained: Path, capsys:
         capsys.readouterr()
         assert main(["verify", *words]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_start_that_was_stopped_before_its_run_had_begun_is_said(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it was to replace is there still."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    pending = Pending(replaces=(), settings=(run / "config.yaml").read_text())
+    RunRecord(owner=Owner.new(run), pending=pending).write(run)
+    assert main(["verify", str(run)]) == 2
+    assert f"{run}: a start was stopped before the run had begun" in capsys.readouterr().err
 
 
 def test_a_store_that_was_left_within_a_step_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The stores of a run, and whether they are its own."""
 
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -48,13 +49,18 @@ def require_own_stores(run: Path, budget: Budget) -> tuple[tuple[tuple[Path, ...
     it.
 
     Raises:
-        ConfigError: it is the folder of no run, or there is no store.
+        ConfigError: it is the folder of no run, or of one that has not begun, or there is no store.
         StoreError: they are another run's, or may not be looked at; or a reshard was interrupted.
     """
     record = RunRecord.read(run)
     if record is None:
         raise ConfigError(f"{run} is not the folder of a run: it has no {RUN_FILE}, which penstock train writes")
     record.require_settled(run)
+    if record.pending is not None:
+        raise ConfigError(
+            f"{run}: a start was stopped before the run had begun, and the next one goes on with that: penstock resume "
+            f"{shlex.quote(str(run))}"
+        )
     stores = budget.stores(record.ranks, record.hosts)
     facts = facts_of_all(stores)
     if record.hosts > 1 and (facts is None or facts.missing):
