@@ -11,7 +11,7 @@ import penstock
 from penstock.hf import Trainer
 from penstock.store.facts import facts_of
 from tests.hf.test_trainer import DATA, HELD_OUT, streamed
-from tests.library_runs import arguments, in_memory, llama, on_disk, shown
+from tests.library_runs import StopAfter, arguments, in_memory, llama, on_disk, shown
 from tests.training import abandon
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,6 +64,43 @@ def test_a_store_is_not_deleted_for_a_checkpoint_that_the_run_cannot_go_on_from(
     manifest = tmp_path / "engine" / "checkpoint-1" / "penstock.snapshot" / "snapshot.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])
     check_refused("snapshot.json")
+
+
+def test_a_run_with_muon_goes_on_to_the_bits_of_one_that_did_not_stop(tmp_path: Path) -> None:
+    """Its param groups are of matrices, and of what is none. Settings that make other updates leave the store."""
+    settings = {"save_strategy": "steps", "save_steps": 2}
+
+    def trainer(folder: Path, stop: int = 99, **muon: Any) -> Any:
+        return Trainer(
+            model=llama(),
+            args=arguments(folder / "engine", **settings),
+            train_dataset=DATA,
+            optimizer_cls_and_kwargs=(penstock.Muon, {"lr": 2e-2, **muon}),  # type: ignore[arg-type]
+            callbacks=[StopAfter(stop)],
+            engine=on_disk(folder / "store"),
+        )
+
+    whole, stopped = trainer(tmp_path / "whole"), trainer(tmp_path, stop=3)
+    for first in (whole, stopped):
+        first.train()
+    stopped.end()
+    split = penstock.Split(match=r"q_proj", dim=0, parts=2)
+    for muon, message in (
+        ({"elementwise": "mlp"}, r"in another of the optimizer's param groups"),
+        ({"splits": (split,)}, r"Muon's splits were \{\}, by parameter, and are .*q_proj"),
+    ):
+        with pytest.raises(penstock.StoreError, match=message):
+            trainer(tmp_path, **muon).train(resume_from_checkpoint=True)
+        facts = facts_of([tmp_path / "store"])
+        assert facts is not None
+        assert facts.step == 3
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert shown(resumed)[:-1] == shown(whole)[:-1]  # the last number is the mean loss since the resumption
+    mine, theirs = ({n: t.clone() for n, t in t.engine.master_parameters()} for t in (resumed, whole))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    resumed.end()
+    whole.end()
 
 
 def test_a_checkpoint_that_was_broken_off_is_not_taken_for_one(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale
+from penstock.optim.spec import OptimizerSpec
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import Share
 from penstock.runtime.streams import DeviceStreams, HostStreams, streams_for
@@ -158,9 +159,7 @@ def open_resources(
             specs, blocks, ranks, settings.deal, budget.disk_paths, settings.schedule, looked_up(model, groups)
         )
     share = ranks.share(parts, holders)
-    trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
-    matrices = {id(s.parameter) for g in groups if g.spec.whole for s in g.slices if s.trainable}
-    optimizer = StreamedOptimizer(spec, trained, matrices)
+    optimizer = optimizer_for(spec, groups)
     strands = ranks.sharing.size if settings.strands is None else settings.strands
     description = start.describe_model(groups, buffers, precision, spec, strands)
     description |= of_rank(
@@ -199,7 +198,7 @@ def open_resources(
         check_strands(description.get("strands", 1), ranks.sharing.size)
         progress = Progress(
             seed=settings.seed,
-            trained=[name for name, _ in trained],
+            trained=[s.name for g in groups for s in g.slices if s.trainable],
             optimizer=optimizer,
             scale=LossScale.of(precision),
         )
@@ -274,6 +273,17 @@ def _resume(groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, pr
     buffers.read(commits.read_buffer)
     progress.adopt(commits.resumed)
     log.warning("continuing the store in %s from step %d", path, progress.step)
+
+
+def optimizer_for(spec: OptimizerSpec, groups: Sequence[ParamGroup]) -> StreamedOptimizer:
+    """The optimizer of all that is trained in these groups.
+
+    Raises:
+        ConfigError: as ``StreamedOptimizer``.
+    """
+    trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
+    matrices = {id(s.parameter) for g in groups if g.spec.whole for s in g.slices if s.trainable}
+    return StreamedOptimizer(spec, trained, matrices)
 
 
 def _matrices(groups: Sequence[ParamGroup], form: Format) -> dict[int, Sequence[tuple[ParamSlice, Sequence[Piece]]]]:

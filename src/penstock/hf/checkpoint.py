@@ -21,17 +21,23 @@ from penstock.config import Budget
 from penstock.config.budget import is_of_rank
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.engine import Engine
+from penstock.engine.resources import optimizer_for
+from penstock.engine.start import describe_model
 from penstock.errors import ConfigError, StoreError
 from penstock.hf.models.adapters import has_adapters
 from penstock.hf.models.exporting import export_adapter, export_as_given
-from penstock.optim.facade import StreamedOptimizer
 from penstock.ranks.group import Ranks
+from penstock.schedule.place import Format
+from penstock.state.buffers import Buffers
 from penstock.state.record import check_kept, check_param_groups, check_progress
 from penstock.state.snapshots import require_like
+from penstock.state.splits import SPLITS
 from penstock.store.facts import store_exists
 from penstock.store.removal import delete_store
 from penstock.store.snapshot_parts import opened_snapshot
 from penstock.store.store import Store
+from penstock.tape.blocks import find_blocks
+from penstock.tape.groups import group_parameters
 
 SNAPSHOT = "penstock.snapshot"
 SCHEDULER = "scheduler.pt"
@@ -137,20 +143,24 @@ def look_into(folder: Path, model: nn.Module, asked: WrapArguments, ranks: int) 
         ConfigError: it was saved by a run with another seed.
     """
     path = folder / SNAPSHOT
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    optimizer = {"optimizer": [type(asked.optimizer).__name__, *asked.optimizer.moment_names]}
-    strands = {"strands": ranks if asked.strands is None else asked.strands}
+    spec, precision, strands = asked.optimizer, asked.precision, ranks if asked.strands is None else asked.strands
+    assert precision is not None, "the trainer has chosen one"
+    form = Format.of(precision, spec.moment_count, spec.moments, spec.whole)
+    groups = group_parameters(model, find_blocks(model, asked.blocks), form=form)
+    described = describe_model(groups, Buffers(model), precision, spec, strands)
+    settings = {key: described[key] for key in ("precision", "optimizer", "strands", SPLITS) if key in described}
+    param_groups = optimizer_for(spec, groups).param_groups
     mine = {name: (list(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()}
     with opened_snapshot(path) as parts:
         saved = parts[0].meta
         check_kept(saved, str(path))
         made_for = saved["model"]
-        require_like(made_for, {"precision": asked.precision} | optimizer | strands, path, ranks)
+        require_like(made_for, settings, path, ranks)
         every = [parameter for group in made_for["groups"] for parameter in group["parameters"]]
         theirs = {name: (shape, trains) for name, shape, _, trains in every}
         require_like({"model": theirs}, {"model": mine}, path, ranks)
-        check_progress(saved, str(path), trained=len(trained), seed=asked.seed)
-        check_param_groups(saved["param_groups"], StreamedOptimizer(asked.optimizer, trained).param_groups, str(path))
+        check_progress(saved, str(path), trained=sum(trains for _, trains in mine.values()), seed=asked.seed)
+        check_param_groups(saved["param_groups"], param_groups, str(path))
 
 
 def load(engine: Engine, folder: Path) -> None:
