@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,23 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
 
 
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    rates = [1e-2 * (1 + i) for i in range(len(optimizer.param_groups))]
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=STEPS + 1)
+
+
+def cyclic(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CyclicLR(optimizer, base_lr=1e-3, max_lr=2e-2, step_size_up=2)
+
+
+def averaging(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.swa_utils.SWALR(optimizer, swa_lr=1e-3, anneal_epochs=3)
+
+
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     """The norms' weights do not decay, and learn at a rate of their own. There are no biases for two groups more."""
     norms = [p for n, p in model.named_parameters() if "norm" in n]
@@ -54,12 +72,18 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(
-    fabric: Fabric, *, first: int = 0, last: int = STEPS, resume: Path | None = None, save: Path | None = None
+    fabric: Fabric,
+    *,
+    first: int = 0,
+    last: int = STEPS,
+    resume: Path | None = None,
+    save: Path | None = None,
+    scheduled: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] = falling,
 ) -> tuple[list[tuple[float, float]], Any]:
     """A loop as users write it, on either strategy: (loss, norm) of each step, and the model."""
     model = llama()
     optimizer = two_groups(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))  # made before setup
+    schedule = scheduled(optimizer)  # made before setup
     model, optimizer = fabric.setup(model, optimizer)
     data = DataLoader(examples(2 * STEPS * ACCUMULATE), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
     batches = list(fabric.setup_dataloaders(data))
@@ -121,6 +145,33 @@ def test_moments_are_kept_in_the_form_that_the_strategy_is_told() -> None:
             expected = [engine.step([batch]).loss for _ in range(4)]
         torch.testing.assert_close(losses, expected, **CLOSE)
     assert found["fp32"] != found["int8"]
+
+
+@pytest.mark.parametrize("scheduled", [one_cycle, cyclic, averaging])
+def test_what_schedules_of_torch_write_into_param_groups_counts(scheduled: Any, tmp_path: Path) -> None:
+    """Learning rates and betas; and what they keep there for themselves changes nothing."""
+    expected, _ = train(plain_fabric(), scheduled=scheduled)
+    found, _ = train(fabric_on(clip_grad_norm=CLIP), scheduled=scheduled)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), **CLOSE)
+    first, _ = train(fabric_on(clip_grad_norm=CLIP), last=2, save=tmp_path / "saved", scheduled=scheduled)
+    second, _ = train(fabric_on(clip_grad_norm=CLIP), first=2, resume=tmp_path / "saved", scheduled=scheduled)
+    assert first + second == found
+
+
+def test_an_optimizer_may_know_the_names_of_its_parameters() -> None:
+    losses = []
+    for named in (True, False):
+        fabric, model = fabric_on(), llama()
+        given: Any = torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=1e-2)
+        module, given = fabric.setup(model, given)
+        for _ in range(2):
+            loss = module(**collate(examples(2))).loss
+            fabric.backward(loss)
+            given.step()
+            given.zero_grad()
+        losses.append(loss.item())
+        fabric.strategy.engine.close()  # type: ignore[attr-defined]
+    assert losses[0] == losses[1]
 
 
 def test_a_loop_that_is_resumed_goes_on_to_the_same_bits(tmp_path: Path) -> None:

@@ -101,8 +101,10 @@ def override_for(names: Sequence[str], **settings: float) -> Override:
     return Override(match="^(?:" + "|".join(re.escape(name) for name in names) + ")$", **settings)
 
 
-_BOOKKEEPING = {"params", "initial_lr", "swa_lr"}
-"""Keys of a param group that are no settings; learning rate schedules leave the latter two."""
+_OF_SCHEDULES = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
+"""Keys that learning rate schedules of torch write into param groups, for themselves."""
+_BOOKKEEPING = {"params", "param_names"} | _OF_SCHEDULES
+"""Keys of a param group that are no settings."""
 
 
 def _number(value: Any) -> Any:
