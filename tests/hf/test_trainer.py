@@ -207,6 +207,45 @@ def test_a_users_own_loss_is_the_one_that_trains(tmp_path: Path) -> None:
     mine.end()
 
 
+class LossOfParts:
+    """A user's ``compute_loss`` for batches of any type, as the collator makes them."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        if isinstance(inputs, transformers.BatchEncoding):
+            return model(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, labels=inputs.labels).loss
+        ids, rest = inputs
+        return model(input_ids=ids, **rest).loss
+
+
+class PlainLossOfParts(LossOfParts, transformers.Trainer):
+    pass
+
+
+class StreamedLossOfParts(LossOfParts, Trainer):
+    pass
+
+
+def as_encoding(rows: list[dict[str, Any]]) -> transformers.BatchEncoding:
+    return transformers.BatchEncoding(dict(transformers.default_data_collator(rows)))
+
+
+def as_tuple(rows: list[dict[str, Any]]) -> tuple[torch.Tensor, dict[str, Any]]:
+    batch = dict(transformers.default_data_collator(rows))
+    return batch.pop("input_ids"), batch
+
+
+@pytest.mark.parametrize("collator", [as_encoding, as_tuple])
+def test_a_users_own_loss_is_handed_what_the_collator_makes(collator: Any, tmp_path: Path) -> None:
+    given = {"data_collator": collator}
+    theirs = plain(tmp_path, cls=PlainLossOfParts, given=given, max_steps=3)
+    mine = streamed(tmp_path, cls=StreamedLossOfParts, given=given | {"engine": in_memory()}, max_steps=3)
+    check_same(shown(mine), shown(theirs))
+    if collator is as_tuple:
+        with pytest.raises(penstock.ConfigError, match=r"data_collator returns a tuple, .*let it return a dict"):
+            mine.evaluate()
+    mine.end()
+
+
 def accuracy(prediction: Any) -> dict[str, float]:
     best = prediction.predictions[:, :-1].argmax(-1)
     labels = prediction.label_ids[:, 1:]

@@ -260,9 +260,9 @@ class TrainerSteps(_Mixed):
 
     # ---- the library's own, by its names
 
-    def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A batch as the library hands it to the model."""
-        return dict(self._prepare_inputs(inputs))
+    def prepared(self, inputs: Any) -> Any:
+        """A batch as the library hands it to ``compute_loss``, of the type that the collator gave it."""
+        return self._prepare_inputs(inputs)
 
     def items_of(self, micro_batches: list[Any]) -> Any:
         """The items that losses of micro-batches are divided by, of all processes; None: they are not counted."""

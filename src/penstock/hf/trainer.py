@@ -6,6 +6,7 @@
     checkpoint-N/      the model as ``save_pretrained`` writes it, and beside it a snapshot of the engine
 
 A micro-batch goes through the engine as a mapping that also carries a ``Piece``: what to compute, and what came of it.
+A batch that is no mapping is one entry of such a mapping.
 """
 
 import contextvars
@@ -46,7 +47,7 @@ from penstock.tape.guard import guard
 
 T = TypeVar("T")
 
-_PIECE = "penstock_piece"
+_PIECE, _BATCH = "penstock_piece", "penstock_batch"
 _FOREIGN = ("optimizers", "model_init")
 
 
@@ -57,10 +58,12 @@ class Notes:
 
 
 class Piece:
-    """A micro-batch on its way through the engine, no container to it. ``notes``: those of its latest forward."""
+    """A micro-batch on its way through the engine, no container to it. ``notes``: those of its latest forward.
+    ``kind``: the type that its batch had."""
 
-    def __init__(self, loss: Callable[[nn.Module, dict[str, Any]], torch.Tensor]) -> None:
+    def __init__(self, loss: Callable[[nn.Module, Any], torch.Tensor], kind: type) -> None:
         self.loss = loss
+        self.kind: Any = kind
         self.notes = Notes()
 
 
@@ -263,13 +266,13 @@ class EngineMixin(TrainerSteps):
         """
         model.train()
 
-        def loss(of: nn.Module, prepared: dict[str, Any]) -> torch.Tensor:
+        def loss(of: nn.Module, prepared: Any) -> torch.Tensor:
             with self.compute_loss_context_manager(), self._tiles(of):
                 value = self.compute_loss(of, prepared, num_items_in_batch=num_items_in_batch)
             assert isinstance(value, torch.Tensor)
             return value
 
-        micro_batch = self.prepared(inputs) | {_PIECE: Piece(loss)}
+        micro_batch = self._micro_batch(inputs, loss)
         self._collected.append((micro_batch, self._loss_weight(num_items_in_batch)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -280,6 +283,10 @@ class EngineMixin(TrainerSteps):
         self._stats = self.engine.step(micro_batches, loss_weights=weights, position=self.engine.position)
         self._after_pieces([micro_batch[_PIECE] for micro_batch in micro_batches])
         return torch.tensor(self._stats.loss, device=self.args.device)
+
+    def _micro_batch(self, inputs: Any, loss: Callable[[nn.Module, Any], torch.Tensor]) -> dict[str, Any]:
+        batch = self.prepared(inputs)
+        return {**(batch if isinstance(batch, Mapping) else {_BATCH: batch}), _PIECE: Piece(loss, type(batch))}
 
     def _tiles(self, model: nn.Module) -> AbstractContextManager[None]:
         tile = self._engine_arguments.loss_tile
@@ -322,22 +329,31 @@ class EngineMixin(TrainerSteps):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """The library's own step of evaluation, run by the engine: its outputs, logits too, are whole on the device."""
+        """The library's own step of evaluation, run by the engine: its outputs, logits too, are whole on the device.
+
+        Raises:
+            ConfigError: the batch is no mapping.
+        """
+        if not isinstance(inputs, Mapping):
+            raise ConfigError(
+                f"data_collator returns a {type(inputs).__name__}, in which the library's evaluation finds no labels "
+                "by name: let it return a dict"
+            )
         above = super().prediction_step
 
         found: list[tuple[Any, Any, Any]] = []
 
-        def loss(of: nn.Module, prepared: dict[str, Any]) -> torch.Tensor:
+        def loss(of: nn.Module, prepared: Any) -> torch.Tensor:
             # Copied here, within the forward: so the engine sees that these are read, and keeps them until now.
             with self._tiles(of) if prediction_loss_only else nullcontext():
                 result = above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
             found[:] = [trees.replace(result, torch.Tensor.clone)]
             return torch.zeros((), device=self.args.device)  # the library has the loss, which may be no number
 
-        piece = Piece(loss)
+        micro_batch = self._micro_batch(inputs, loss)
         self._items = self.items_of([inputs])
-        self.engine.evaluate([self.prepared(inputs) | {_PIECE: piece}], loss_weights=[1.0])
-        self._after_pieces([piece])
+        self.engine.evaluate([micro_batch], loss_weights=[1.0])
+        self._after_pieces([micro_batch[_PIECE]])
         return found[0]
 
     def is_in_forward(self) -> bool:
@@ -408,12 +424,12 @@ class Trainer(EngineMixin, transformers.Trainer):
 
 
 def _loss_of_piece(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    """The engine's ``loss_fn``: whatever the micro-batch's piece computes, on a mapping that it may change."""
+    """The engine's ``loss_fn``: whatever the micro-batch's piece computes, on a batch that it may change."""
     inputs = dict(micro_batch)
     piece = inputs.pop(_PIECE)
     piece.notes = Notes()
     NOTES.set(piece.notes)
-    loss: torch.Tensor = piece.loss(model, inputs)
+    loss: torch.Tensor = piece.loss(model, inputs[_BATCH] if _BATCH in inputs else piece.kind(inputs))
     return loss
 
 
