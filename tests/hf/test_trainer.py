@@ -168,6 +168,14 @@ def test_a_loss_in_tiles_is_the_same_loss(tmp_path: Path) -> None:
     mine.end()
 
 
+def test_a_loss_that_cannot_be_in_tiles_is_refused_with_the_argument_that_asked_for_them(tmp_path: Path) -> None:
+    args = arguments(tmp_path, label_smoothing_factor=0.1)
+    trainer = Trainer(model=llama(), args=args, train_dataset=DATA, engine=in_memory(loss_tile=5))
+    with pytest.raises(penstock.ModelError, match=r"loss_tile=5: .*leave out tiled_loss, or the loss_tile of EngineAr"):
+        trainer.train()
+    trainer.end()
+
+
 def sum_of_squares(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     """A loss of a user's own, which divides by what the whole step has."""
     squares = outputs.logits.square().mean(-1)[labels != -100].sum()

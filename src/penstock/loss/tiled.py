@@ -23,6 +23,8 @@ from penstock.loss import DEFAULT_TILE
 from penstock.loss.tiles import Elementwise, Entropy, linear_cross_entropy
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
+_WHOLE_LOGITS = "set loss_tile to null (in Python: leave out tiled_loss, or the loss_tile of EngineArguments)"
+"""What to do where a loss cannot be computed in tiles."""
 
 
 def tiled_loss(tile: int = DEFAULT_TILE) -> Loss:
@@ -78,8 +80,7 @@ def plain_head(model: nn.Module, tile: int) -> nn.Linear:
     else:
         what = f"a {kind.__module__}.{kind.__name__} as its head, not a plain torch.nn.Linear"
     raise ModelError(
-        f"loss_tile={tile}: {type(model).__name__} has {what}, so its loss cannot be computed in tiles: set loss_tile "
-        "to null (in Python: leave tiled_loss out)"
+        f"loss_tile={tile}: {type(model).__name__} has {what}, so its loss cannot be computed in tiles: {_WHOLE_LOGITS}"
     )
 
 
@@ -119,7 +120,7 @@ def _without_logits(head: nn.Linear, tile: int) -> Iterator[None]:
         if stand_in is not None:
             raise ModelError(
                 f"loss_tile={tile}: the head's forward has been replaced (by {type(stand_in).__name__}), so it may not "
-                "be a plain product: set loss_tile to null (in Python: leave tiled_loss out)"
+                f"be a plain product: {_WHOLE_LOGITS}"
             )
         stand_in = attributes["forward"] = Head(head)
     stand_in.calls += 1
@@ -300,7 +301,4 @@ def _cross_entropy(
 
 def _refuse(logits: Any, what: str) -> NoReturn:
     tile = logits.source.tile if isinstance(logits, Logits) else _TILE.get()
-    raise ModelError(
-        f"loss_tile={tile}: the model {what}, which cannot be done without all of them: set loss_tile to null (in "
-        "Python: leave tiled_loss out)"
-    )
+    raise ModelError(f"loss_tile={tile}: the model {what}, which cannot be done without all of them: {_WHOLE_LOGITS}")
