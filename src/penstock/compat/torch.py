@@ -47,6 +47,20 @@ def store_of(name: str) -> "Store":
     return store
 
 
+def around_waits(around: Callable[[Any, Callable[[], Any]], Any]) -> None:
+    """Have each wait for what a process group does made by ``around``, which is given the work and the wait itself.
+
+    A function is put in the place of ``Work.wait``. Without: who waits for a rank that is gone in a library's own
+    collective would do so until torch's timeout, half an hour.
+    """
+    wait = distributed.Work.wait
+
+    def made_by(work: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(work, lambda: wait(work, *args, **kwargs))
+
+    distributed.Work.wait = made_by  # type: ignore[method-assign, assignment]
+
+
 # ---- tensors
 
 

@@ -6,6 +6,7 @@
     process_groups  several ranks on process groups of torch.distributed
     waiting  calls of torch that wait for all of them
     watch    who has failed, ended, or does not answer
+    between  the same for collectives of whatever else runs in the ranks' processes
     calls    who is in a call of which of several engines
     levels   collectives within hosts and between them
     order    the one order in which the gradients of all ranks are added up

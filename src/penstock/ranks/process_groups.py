@@ -18,6 +18,7 @@ from penstock.compat.torch import store_of
 from penstock.errors import ConfigError, RankError
 from penstock.ranks import levels
 from penstock.ranks.axes import Axes, axes_of
+from penstock.ranks.between import close_watch, open_watch
 from penstock.ranks.calls import Calls
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.waiting import LOOK, Beside, beside
@@ -111,6 +112,7 @@ class Together(Telling):
             self._watch.tell(error)
             raise
         self._calls.open()
+        open_watch(self._watch)
 
     @property
     def pipe(self) -> Ranks:
@@ -271,6 +273,7 @@ class Together(Telling):
 
     def close(self) -> None:
         self._calls.close()
+        close_watch(self._watch)
         self._watch.close()
         for thread in self._beside.values():
             thread.close()
@@ -281,13 +284,15 @@ class Together(Telling):
         """Block until a collective is done. ``tensors``: what it reads and writes."""
         done = threading.Event()
         work.get_future().add_done_callback(lambda _: done.set())
-        with self._watch.waits():
-            while not done.wait(LOOK):
-                if self._watch.failure is not None:
-                    self._pending.append((work, tensors))  # the backend still has their addresses
-                    self.check()
         try:
-            work.wait()
+            with self._watch.waits():
+                while not done.wait(LOOK):
+                    if self._watch.failure is not None:
+                        self._pending.append((work, tensors))  # the backend still has their addresses
+                        self.check()
+                work.wait()
+        except RankError:
+            raise
         except RuntimeError as error:
             raise self._watch.lost(error) from error
         device = tensors[0].device

@@ -139,6 +139,11 @@ class Watch:
         finally:
             del self._waits[threading.get_ident()]
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if this thread waits for all others."""
+        return threading.get_ident() in self._waits
+
     def tell(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on, which ends their work with it."""
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

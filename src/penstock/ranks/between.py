@@ -1,0 +1,84 @@
+"""Collectives between the engine's calls, by whatever else runs in the ranks' processes: a library's loop gathers
+figures and waits at barriers by torch's own functions. While there are engines, such a wait ends where a rank is gone,
+and an error that ends a process is told to those who wait for it.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from types import TracebackType
+from typing import Any, TypeVar
+
+from penstock.compat.torch import around_waits
+from penstock.errors import RankError
+from penstock.ranks.waiting import LOOK
+from penstock.ranks.watch import Watch
+
+T = TypeVar("T")
+
+_SHORTEST = 1e-4
+"""seconds after which who waits looks for the first time whether it is done"""
+_watches: list[Watch] = []
+"""those of this process's engines"""
+
+
+def open_watch(watch: Watch) -> None:
+    """From now on ``watch`` says whether there is still somebody to wait for."""
+    _begin()
+    _watches.append(watch)
+
+
+def close_watch(watch: Watch) -> None:
+    if watch in _watches:
+        _watches.remove(watch)
+
+
+@cache
+def _begin() -> None:
+    """Once in a process."""
+    around_waits(_watched)
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for watch in _watches:
+            watch.tell(error)
+        before(kind, error, trace)
+
+    sys.excepthook = tell
+
+
+def _watched(work: Any, wait: Callable[[], T]) -> T:
+    """``wait`` for a collective, as long as there is somebody to wait for. An engine looks after its own waits.
+
+    Raises:
+        RankError: a rank has failed, has ended, or does not answer; or the connection to it was lost.
+    """
+    watches = list(_watches)
+    if not watches or any(watch.is_waiting for watch in watches):
+        return wait()
+    try:
+        future = work.get_future()
+    except RuntimeError:  # a message from one rank to another has none
+        return wait()
+    try:
+        _until_done(future, watches)
+        return wait()
+    except RankError:
+        raise
+    except RuntimeError as error:
+        raise watches[-1].lost(error) from error
+
+
+def _until_done(future: Any, watches: list[Watch]) -> None:
+    pause = _SHORTEST
+    with ExitStack() as waiting:
+        for watch in watches:
+            waiting.enter_context(watch.waits())
+        while not future.done():  # no callback, which torch might make as the process ends, and then abort it
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK)
+            for watch in watches:
+                if watch.failure is not None:
+                    raise RankError(str(watch.failure))

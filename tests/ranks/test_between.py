@@ -1,0 +1,98 @@
+"""A rank that is gone between the engine's calls ends those who wait for it in collectives of others' code: a library's
+loop, or a script's own.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.ranks import watch
+from tests.models import MODELS
+from tests.patience import PATIENCE
+from tests.ranks.launched import Launched
+from tests.ranks.worlds import World, together
+from tests.training import budget, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASE = MODELS["llama"]
+COLLECTIVES: dict[str, Callable[[], Any]] = {
+    "barrier": dist.barrier,
+    "sum": lambda: dist.all_reduce(torch.ones(2)),
+    "objects": lambda: dist.all_gather_object([None, None], "small"),
+}
+GONE = {"is killed": signal.SIGKILL, "is stopped": signal.SIGSTOP}
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("raise", "rank 1 has failed: OSError: no more data"), ("stop", "rank 1 has not answered for 3 s")],
+)
+def test_a_trainer_names_the_rank_that_is_gone_between_two_steps(how: str, said: str, tmp_path: Path) -> None:
+    launched = Launched(2, ["-m", "tests.ranks.stopped", tmp_path, how], tmp_path)
+    first, second = launched.processes
+    try:
+        _, errors = first.communicate(PATIENCE)
+    finally:
+        second.kill()
+    assert first.returncode == 1
+    assert f"RankError: {said}" in errors
+
+
+def alone_in(mesh: DeviceMesh, name: str, how: str) -> float:
+    """The seconds that the first rank waits, the other being gone or late."""
+    watch.SILENT = 2.0
+    with wrap(CASE, budget(None), mesh=mesh):
+        COLLECTIVES[name]()
+        if mesh.get_rank() == 1:
+            if how in GONE:
+                os.kill(os.getpid(), GONE[how])
+            time.sleep(1.5 * watch.SILENT)  # it answers meanwhile
+        since = time.monotonic()
+        COLLECTIVES[name]()
+        return time.monotonic() - since
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "said"),
+    [
+        ("barrier", "is killed", "rank 1 was killed"),
+        ("sum", "is stopped", "rank 1 has not answered for 2 s"),
+        ("objects", "is stopped", "rank 1 has not answered for 2 s"),
+    ],
+)
+def test_a_scripts_own_collective_ends_where_a_rank_is_gone(name: str, how: str, said: str) -> None:
+    world = World(2, alone_in, name, how)
+    world.processes[0].join(PATIENCE)
+    world.processes[1].kill()
+    found = world.outcomes()[0]
+    assert (found.kind, found.said) == ("RankError", said)
+
+
+def test_who_is_late_is_waited_for() -> None:
+    waited, _ = together(2, alone_in, "sum", "is late")
+    assert waited > 2.0
+
+
+def without_engine(mesh: DeviceMesh) -> bool:
+    """True if a collective has the sum of all ranks before there is an engine, and when it is closed."""
+    found = []
+    for _ in range(2):
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        found.append(bool((total == mesh.size()).all()))
+        with wrap(CASE, budget(None), mesh=mesh):
+            pass
+    return all(found)
+
+
+def test_collectives_are_torchs_own_without_an_engine() -> None:
+    assert together(2, without_engine) == [True, True]
