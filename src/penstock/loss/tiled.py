@@ -24,7 +24,7 @@ from penstock.loss.tiles import Elementwise, Entropy, linear_cross_entropy
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 _WHOLE_LOGITS = "set loss_tile to null (in Python: leave out tiled_loss, or the loss_tile of EngineArguments)"
-"""What to do where a loss cannot be computed in tiles."""
+"""Advice where a loss cannot be computed in tiles"""
 
 
 def tiled_loss(tile: int = DEFAULT_TILE) -> Loss:
