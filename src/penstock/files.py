@@ -6,7 +6,7 @@ where the file is added to or changed in place.
 
 | function | what becomes of the path |
 |---|---|
-| `regular` | nothing: it is read, if it is a file |
+| `regular`, `read` | nothing: it is read, if it is a file |
 | `create` | a new file; there must be nothing |
 | `append`, `update` | a file that goes on growing, or is changed in place |
 | `replace` | the old file or the new one, whenever somebody looks, and after a power cut too |
@@ -103,6 +103,12 @@ def regular(path: Path) -> BinaryIO:
         return fd
 
     return open(path, "rb", opener=opened)
+
+
+def read(path: Path) -> bytes:
+    """All of a file; raises as ``regular``."""
+    with regular(path) as file:
+        return file.read()
 
 
 def _opener(private: bool) -> Callable[[str, int], int]:

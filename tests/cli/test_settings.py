@@ -301,6 +301,8 @@ def test_what_stands_for_nothing_in_the_place_of_the_state_is_refused(config_fil
         settings.load(config_file, [("budget.disk", '"/nvme/{nope}"')])
     config = settings.load(config_file, [("run", '"runs/{a}"'), ("budget.disk", '"/nvme/{run}"')])
     assert settings.load_text(settings.dump(config), "config.yaml").budget.disk == "/nvme/{a}"
+    earlier = settings.dump(config).replace("/nvme/{a}", "/nvme/{host}")
+    assert settings.load_text(earlier, "config.yaml").budget.disk == "/nvme/{host}"
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

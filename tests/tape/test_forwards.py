@@ -238,7 +238,9 @@ def test_a_switch_holds_for_the_calls_inside_of_it_and_for_nothing_else(name: st
     # Of each layer: the probe's forward, its call on other numbers and its recomputation; three micro-batches' forwards
     # and recomputations; the plain loop's three.
     assert len(seen) == 3 * (3 + 2 * 3 + 3)
-    assert sum(value != outside for value in seen) == len(seen) // 3
+    # What is called again prints where everybody does by then: a file that the forward had may be closed.
+    again = 1 + 1 + 3 if name in ("stdout", "stderr") else 0
+    assert sum(value != outside for value in seen) == len(seen) // 3 - again
 
 
 def test_older_and_newer_names_of_a_precision_agree_after_a_forward_that_sets_it() -> None:
@@ -694,3 +696,17 @@ def test_three_steps_equal_a_plain_loop(name: str, schedule: str, tmp_path: Path
         assert found.losses == pytest.approx(plain.losses, rel=1e-6)
         assert found.norms == pytest.approx(plain.norms, rel=1e-5)
         assert relative(master_of(engine), plain.parameters) <= 1e-6
+
+
+def test_a_block_that_prints_to_a_file_which_its_forward_has_closed_is_called_again(tmp_path: Path) -> None:
+    class Prints(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            print(x.shape)
+            return super().forward(x)
+
+    @contextmanager
+    def to_file() -> Iterator[None]:
+        with (tmp_path / "out").open("w") as file, redirect_stdout(file):
+            yield
+
+    assert_exact(stack(Prints, through(lambda i, x: to_file())))

@@ -423,9 +423,9 @@ def check_same_data(config: TrainConfig, before: TrainConfig) -> None:
     kind = kind_of(resolve_device(config.device))
     for name, was, now in (
         ("optimizer.name", before.optimizer.name, config.optimizer.name),
-        ("precision", before.precision_on(kind), config.precision_on(kind)),
+        ("precision", before.precision, config.precision_on(kind)),
     ):
-        if was != now:
+        if was is not None and was != now:
             raise ConfigError(
                 f"run={config.run!r} was started with {name}={was!r}, not {now!r}: its state is that optimizer's, in "
                 "that precision. Put it back, or start another run"

@@ -26,7 +26,6 @@ from penstock.state.stats import StepStats
 
 log = logging.getLogger("penstock")
 
-
 _AFTER_COMMIT = {"bytes_written", "bytes_moved", "lane_seconds", "peak_bytes"}
 """Figures of a step that are not yet known, or not kept, when it is committed."""
 

@@ -203,8 +203,7 @@ def _settings_text(path: Path) -> str:
         ConfigError: they are damaged, or were changed by hand without saying so.
     """
     try:
-        with files.regular(path) as file:
-            data = file.read()
+        data = files.read(path)
     except OSError as error:
         raise ConfigError(f"cannot read the settings in {path}: {error.strerror}") from None
     head, found, digest = data.rpartition(_LAST_LINE.encode())

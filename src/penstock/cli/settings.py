@@ -39,7 +39,10 @@ def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
     Raises:
         ConfigError: unknown or missing settings, wrong types, impossible values, with the file's line or the flag.
     """
-    return _load(read_yaml(path), str(path), flags)
+    config = _load(read_yaml(path), str(path), flags)
+    for disk in config.budget.disk_paths:
+        _check_braces(str(disk), config.run)
+    return config
 
 
 def load_text(text: str, name: str, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
@@ -81,17 +84,19 @@ def _expanded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _filled_in(path: str, run: str) -> str:
     """``{run}`` is the run's folder where a path begins with it, and further on the folder's name: each run has its
-    own directory on a drive, wherever its folder is.
-
-    Raises:
-        ConfigError: something else than ``run`` is in braces, and not of the run's own path.
-    """
+    own directory on a drive, wherever its folder is."""
     name = Path(os.path.abspath(run)).name
-    others = re.search(r"\{\w*\}", path.replace("{run}", "").replace(run, "").replace(name, ""))
-    if others is not None:
-        raise ConfigError(f"budget.disk={path!r}: {others[0]} stands for nothing; {{run}} does, for the run's folder")
     first = path.replace("{run}", run, 1) if path.startswith("{run}") else path
     return first.replace("{run}", name)
+
+
+def _check_braces(path: str, run: str) -> None:
+    """Raises:
+    ConfigError: something else than ``run`` was in braces in a path that is filled in, and not of the run's own name.
+    """
+    for found in re.findall(r"\{\w*\}", path):
+        if found not in os.path.abspath(run):
+            raise ConfigError(f"budget.disk={path!r}: {found} stands for nothing; {{run}} does, for the run's folder")
 
 
 def load_flag(text: str, name: str) -> Any:

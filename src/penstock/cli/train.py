@@ -136,6 +136,7 @@ def _start(
         "durability", partial(with_durability, config, schedule, machine, cut, precision, ranks.size, ranks.hosts)
     )
     if new:
+        config = replace(config, precision=precision)  # wherever it goes on
         run.begin(config)
     else:
         cut = replace(cut, reason="as the run began")

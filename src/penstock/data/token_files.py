@@ -268,8 +268,7 @@ def open_tokens(path: Path, dtype: str | None = None, sums: Path | None = None) 
 def _arrays(names: Sequence[Path], kinds: Sequence[str], sums: Path, wanted: str | None) -> list[BlockArray]:
     """A file each, with its checksums out of ``sums``. ``wanted``: the checksum of these."""
     try:
-        with files.regular(sums) as file:
-            data = file.read()
+        data = files.read(sums)
         blocks = [-(-name.stat().st_size // BLOCK) for name in names]
     except OSError as error:
         raise ConfigError(f"data: cannot use {error.filename}: {error.strerror}") from None

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.engine.labels import IGNORED
@@ -42,14 +43,13 @@ def check(micro_batches: Sequence[MicroBatch]) -> None:
         if not isinstance(mb, Mapping):
             raise ModelError(f"micro-batch {m} is a {type(mb).__name__}: it must be a mapping of names to tensors")
         for place, value in _tensors(mb).items():
-            name = ".".join(map(str, place))
+            what = ""
             if value.is_meta:
-                raise ModelError(f"micro-batch {m}: {name!r} is on the meta device, without values: give a real tensor")
-            if value.is_nested and value.layout == torch.strided:
-                raise ModelError(
-                    f"micro-batch {m}: {name!r} is a nested tensor without shapes that can be asked for: pad it, or "
-                    "make it with layout=torch.jagged"
-                )
+                what = "is on the meta device, without values: give a real tensor"
+            elif value.is_nested and value.layout == torch.strided:
+                what = "is a nested tensor without shapes that can be asked for: pad it, or give layout=torch.jagged"
+            if what:
+                raise ModelError(f"micro-batch {m}: {'.'.join(map(str, place))!r} {what}")
         if not any(value.numel() for value in _tensors(mb).values()):
             raise ModelError(f"micro-batch {m} holds no tensor with elements")
         if set(mb) != set(micro_batches[0]):
@@ -65,18 +65,28 @@ def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """
     if position is None:
         return None
-    try:
-        text = json.dumps(position, allow_nan=False)
-        copy = json.loads(text)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"position={position!r}: a commit holds what JSON holds: {error}") from None
+    copy = json.loads(json_text(position, "position", finite=True))
     if copy != position:
         raise ConfigError(f"position={position!r}: JSON would give back {copy!r} instead: use lists and text keys")
-    if len(text) > MOST_POSITION:
-        raise ConfigError(f"position: {len(text):,} bytes of JSON, and a commit takes {MOST_POSITION:,} at most")
     if not isinstance(copy, dict):
         raise ConfigError(f"position={position!r}: must be a mapping, such as {{'document': 3}}")
     return copy
+
+
+def json_text(value: Any, what: str, *, finite: bool) -> str:
+    """The JSON of what every commit is to have. ``what``: it is, for messages; ``finite``: NaN and infinity are none.
+
+    Raises:
+        ConfigError: JSON does not hold it, or it is too large for that.
+    """
+    try:
+        text = json.dumps(value, allow_nan=not finite, ensure_ascii=False)
+        nbytes = len(text.encode())  # half of a pair of surrogates can be written, and not read
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{what}={value!r}: a commit holds what JSON holds: {error}. Keep it elsewhere") from None
+    if nbytes > MOST_POSITION:
+        raise ConfigError(f"{what}: {nbytes:,} bytes of JSON, and a commit takes {MOST_POSITION:,} at most")
+    return text
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -158,6 +168,9 @@ def nbytes(micro_batch: MicroBatch, dtype: torch.dtype) -> int:
     return sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in found)
 
 
+_ORDERED: tuple[type, ...] = (Sequence, torch.Tensor, np.ndarray)
+
+
 def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | None = None) -> list[float] | None:
     """Weights of the micro-batches' losses, where the caller gives them; None: labels decide (``engine.labels``).
 
@@ -167,7 +180,8 @@ def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | 
     """
     if given is not None:
         try:
-            weights = [] if isinstance(given, Mapping) else [float(weight + 0) for weight in given]  # text has no sum
+            ordered = isinstance(given, _ORDERED) and not isinstance(given, bytes)
+            weights = [float(weight + 0) for weight in given] if ordered else []  # text has no sum
         except (TypeError, ValueError, RuntimeError, OverflowError):
             weights = []
         if len(weights) != len(micro_batches) or not all(abs(weight) <= MOST_WEIGHT for weight in weights):

@@ -1,6 +1,5 @@
 """Progress of a run: all that it is besides its arrays and buffers. Random state is a function of seed and step."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.engine.batch import json_text
 from penstock.errors import ConfigError
 from penstock.optim.facade import StreamedOptimizer
 from penstock.optim.precision import LossScale
@@ -39,13 +39,13 @@ class Progress:
             ConfigError: JSON does not hold one of them.
         """
         groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        for key, value in (item for group in groups for item in group.items()):
+        for group in groups:
             try:
-                json.dumps({key: value})
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ConfigError(
-                    f"param_groups: {key}={value!r}: a commit holds what JSON holds: {error}. Keep it elsewhere"
-                ) from None
+                json_text(group, "param_groups", finite=False)
+            except ConfigError:
+                for key, value in group.items():
+                    json_text(value, f"param_groups: {key}", finite=False)
+                raise
         return groups
 
     def record(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@ figures and waits at barriers by torch's own functions. While there are engines,
 and an error that ends a process is told to those who wait for it.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,13 +14,12 @@ from typing import Any, TypeVar
 
 from penstock.compat.torch import around_waits
 from penstock.errors import RankError
-from penstock.ranks.waiting import LOOK
 from penstock.ranks.watch import Watch
 
 T = TypeVar("T")
 
-_SHORTEST = 1e-4
-"""seconds after which who waits looks for the first time whether it is done"""
+_SHORTEST, _LONGEST = 1e-4, 2e-3
+"""seconds between two looks whether what is waited for is done: the first ones, and those of a long wait"""
 _watches: list[Watch] = []
 """those of this process's engines"""
 
@@ -31,6 +31,7 @@ def open_watch(watch: Watch) -> None:
 
 
 def close_watch(watch: Watch) -> None:
+    """Its engine is closed."""
     if watch in _watches:
         _watches.remove(watch)
 
@@ -39,10 +40,11 @@ def close_watch(watch: Watch) -> None:
 def _begin() -> None:
     """Once in a process."""
     around_waits(_watched)
-    before = sys.excepthook
+    before, process = sys.excepthook, os.getpid()
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for watch in _watches:
+        ends = os.getpid() == process and not hasattr(sys, "ps1")  # a forked child, or who types at a prompt, goes on
+        for watch in _watches if ends else ():
             watch.tell(error)
         before(kind, error, trace)
 
@@ -78,7 +80,7 @@ def _until_done(future: Any, watches: list[Watch]) -> None:
             waiting.enter_context(watch.waits())
         while not future.done():  # no callback, which torch might make as the process ends, and then abort it
             time.sleep(pause)
-            pause = min(2 * pause, LOOK)
+            pause = min(2 * pause, _LONGEST)
             for watch in watches:
                 if watch.failure is not None:
                     raise RankError(str(watch.failure))

@@ -101,8 +101,7 @@ def merged(lines: Sequence[str], others: Sequence[str], last: int) -> list[str]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        with files.regular(path) as file:
-            return file.read().decode(errors="replace").splitlines()
+        return files.read(path).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -166,8 +166,7 @@ def _seconds(microseconds: Any) -> float:
 def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A place and a record, for each record up to the end or the cut."""
     try:
-        with files.regular(path) as file:
-            text = file.read().decode(errors="replace")
+        text = files.read(path).decode(errors="replace")
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the trace: {error.strerror}") from error
     lines = text.splitlines()

@@ -232,7 +232,7 @@ class Backward:
         outer = Modes.capture(self._device_types, self._flags)
         with placed(buffers, call.attributes):
             try:
-                call.modes.apply(self._flags, outer)
+                call.modes.printing_as(outer).apply(self._flags, outer)
                 yield
             finally:
                 outer.apply(self._flags, Modes.capture(self._device_types, self._flags))

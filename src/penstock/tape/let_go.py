@@ -17,31 +17,48 @@ from penstock.errors import ModelError
 
 _LOOKS: Final = frozenset(
     (
-        *("__get__", "__set__", "__delete__", "__hash__", "__len__", "__repr__", "_is_view", "dim", "element_size"),
-        *("get_device", "is_complex", "is_contiguous", "is_floating_point", "is_signed", "ndimension", "nelement"),
-        *("numel", "register_hook", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage"),
+        *("__get__", "__set__", "__delete__", "__hash__", "__len__", "_is_view", "data_ptr", "dim", "element_size"),
+        *("get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_neg"),
+        *("is_shared", "is_signed", "ndimension", "nelement", "numel", "register_hook", "requires_grad_"),
+        *("register_post_accumulate_grad_hook", "result_type", "size", "storage_offset", "stride", "untyped_storage"),
     )
 )
-"""Functions of tensors that look at no value, and attributes."""
+"""Functions that look at no value of a tensor. Getting, setting and deleting are those of an attribute."""
 _VIEWS: Final = tuple(getattr(torch.Tensor, name).__get__ for name in ("H", "T", "data", "imag", "mH", "mT", "real"))
-"""Attributes whose values are."""
+"""Attributes that are tensors with its values."""
+_LIKE: Final = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
+"""Functions that look at no value of their second argument."""
 
 
 class LetGoError(ModelError):
-    """Somebody reads what has been let go of: its words name that."""
+    """Somebody reads ``what``, which has been let go of."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} is read while it is elsewhere: a step is under way")
+        self.what = what
 
 
 class _Away:
+    """The class of a tensor while it is away."""
+
     _what: str
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with without_subclasses():
-            if getattr(func, "__name__", None) in _LOOKS and func not in _VIEWS:
+        if _only_looks(func, args):
+            with without_subclasses():
                 return func(*args, **(kwargs or {}))
         raise LetGoError(next((found._what for found in _among((args, kwargs or {}))), "a tensor"))
+
+
+def _only_looks(func: Any, args: tuple[Any, ...]) -> bool:
+    """True if a function of a tensor that is away looks at no value of it."""
+    name = getattr(func, "__name__", None)
+    if name in _LIKE:
+        return not isinstance(args[0], _Away)
+    return (name in _LOOKS and func not in _VIEWS) or (name == "type" and len(args) == 1)
 
 
 class _Tensor(_Away, torch.Tensor):

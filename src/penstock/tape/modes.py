@@ -8,7 +8,7 @@ building on, is refused where a block is called inside of it.
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -113,7 +113,7 @@ _BESIDE: tuple[_Switch, ...] = (
     (private.is_multithreading_enabled, torch.autograd.set_multithreading_enabled),
     (torch.get_num_threads, torch.set_num_threads),
 )
-"""Switches of which a call is none other: debugging, and threads."""
+"""Switches that decide no number of a call: debugging, and threads."""
 
 
 class TrainingFlags:
@@ -162,6 +162,10 @@ class Modes:
             beside=tuple([read() for read, _ in _BESIDE]),
             python=_python(),
         )
+
+    def printing_as(self, other: "Modes") -> "Modes":
+        """These, but for where Python prints: a file that a call has printed to may be closed when it runs again."""
+        return replace(self, python=(*other.python[:2], *self.python[2:]))
 
     def apply(self, flags: TrainingFlags, now: "Modes") -> None:
         """Switch to these. ``now``: as they stand."""

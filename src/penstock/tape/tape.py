@@ -297,7 +297,7 @@ class Tape:
         except LetGoError as error:
             self.abort()
             raise ModelError(
-                f"{error} is read in stage {stage} ({self._stages[stage].name}) of micro-batch {mb}, which the "
+                f"{error.what} is read in stage {stage} ({self._stages[stage].name}) of micro-batch {mb}, which the "
                 "micro-batch that the plan was made from did not do there, so that it is elsewhere by now. What is "
                 "read where must not depend on the values of the data: where the model leaves it out, let it add "
                 "0 * x.sum() of it to what it computes"
@@ -337,6 +337,8 @@ class Tape:
     def abort(self) -> None:
         """End the step wherever it is. Suspended forwards are closed; the tape is ready for the next ``begin``."""
         set_at_work(self.model, False)
+        for group in self.groups:  # forwards that are closed may read a weight on their way out
+            group.take_back()
         all_suspended, self.suspended = self.suspended, []
         self.running.end()
         self.saved_activations.clear()

@@ -30,7 +30,7 @@ class Compute:
         tape.on_gradient = self._accumulate
 
     def begin(self) -> None:
-        """A step begins: a stage reads the weights that its ops have brought, and no others."""
+        """A step begins: weights that no op has brought cannot be read."""
         for g, group in enumerate(self.groups):
             if g not in self._attached:
                 group.let_go()
