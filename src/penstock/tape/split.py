@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from penstock.compat.torch import is_of_python, next_number, number_of
 
@@ -37,13 +37,14 @@ class NotInTwoError(Exception):
 
 
 class Product:
-    """A node on the way to an input, with the ``parameters`` beside it. ``gradients``: those that have come to it."""
+    """A node on the way to an input, with the edges to the ``parameters`` beside it, whose weights may have left when
+    it runs for them. ``gradients``: those that have come to it."""
 
     __slots__ = ("gradients", "node", "parameters")
 
     def __init__(self, node: Node, parameters: Sequence[nn.Parameter]) -> None:
         self.node = node
-        self.parameters = tuple(parameters)
+        self.parameters = tuple(map(get_gradient_edge, parameters))
         self.gradients: Gradients = ()
 
     def keep(self, gradients: Gradients) -> None:
