@@ -30,6 +30,10 @@ _LIKE: Final = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as")
 """Functions that look at no value of their second argument."""
 
 
+_WHAT: Final = "_penstock_what"
+"""The name of an attribute that a tensor has while it is away: what it is, in words."""
+
+
 class LetGoError(ModelError):
     """Somebody reads ``what``, which has been let go of."""
 
@@ -41,8 +45,6 @@ class LetGoError(ModelError):
 class _Away:
     """The class of a tensor while it is away."""
 
-    _what: str
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -50,7 +52,7 @@ class _Away:
         if _only_looks(func, args):
             with without_subclasses():
                 return func(*args, **(kwargs or {}))
-        raise LetGoError(next((found._what for found in _among((args, kwargs or {}))), "a tensor"))
+        raise LetGoError(next((vars(found)[_WHAT] for found in _among((args, kwargs or {}))), "a tensor"))
 
 
 def _only_looks(func: Any, args: tuple[Any, ...]) -> bool:
@@ -78,16 +80,16 @@ def let_go(tensor: torch.Tensor, what: str) -> None:
     is: it may be one without values of its own."""
     away = _AWAY.get(type(tensor))
     if away is not None:
+        vars(tensor)[_WHAT] = what
         tensor.__class__ = away
-        vars(tensor)["_what"] = what
 
 
 def take_back(tensor: torch.Tensor) -> None:
     """A tensor can be read again."""
     back = _BACK.get(type(tensor))
     if back is not None:
-        del vars(tensor)["_what"]
         tensor.__class__ = back
+        del vars(tensor)[_WHAT]
 
 
 def _among(value: Any) -> Iterable[_Away]:
