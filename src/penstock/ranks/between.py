@@ -31,7 +31,7 @@ def open_watch(watch: Watch) -> None:
 
 
 def close_watch(watch: Watch) -> None:
-    """Its engine is closed."""
+    """From now on ``watch`` says nothing: its engine is closed."""
     if watch in _watches:
         _watches.remove(watch)
 
