@@ -67,7 +67,7 @@ class ParamGroup:
     def let_go(self) -> None:
         """From now on to read a parameter, which is a placeholder, is an error that names it."""
         for s in self.slices:
-            let_go(s.parameter, f"parameter {s.name!r}")
+            let_go(s.parameter, "parameter {!r}", s.name)
 
     def take_back(self) -> None:
         """Parameters can be read again."""

@@ -31,7 +31,7 @@ _LIKE: Final = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as")
 
 
 _WHAT: Final = "_penstock_what"
-"""The name of an attribute that a tensor has while it is away: what it is, in words."""
+"""The name of an attribute that a tensor has while it is away: what ``let_go`` was told of it."""
 
 
 class LetGoError(ModelError):
@@ -52,7 +52,8 @@ class _Away:
         if _only_looks(func, args):
             with without_subclasses():
                 return func(*args, **(kwargs or {}))
-        raise LetGoError(next((vars(found)[_WHAT] for found in _among((args, kwargs or {}))), "a tensor"))
+        what, of = next((vars(found)[_WHAT] for found in _among((args, kwargs or {}))), ("a tensor", ()))
+        raise LetGoError(what.format(*of))
 
 
 def _only_looks(func: Any, args: tuple[Any, ...]) -> bool:
@@ -75,12 +76,12 @@ _AWAY: Final[dict[type, type]] = {torch.Tensor: _Tensor, nn.Parameter: _Paramete
 _BACK: Final = {away: kind for kind, away in _AWAY.items()}
 
 
-def let_go(tensor: torch.Tensor, what: str) -> None:
-    """From now on to read a tensor is an error that names it, ``what``. One of a class of somebody's own stays as it
-    is: it may be one without values of its own."""
+def let_go(tensor: torch.Tensor, what: str, *of: object) -> None:
+    """From now on to read a tensor is an error that names it: ``what``, formatted with ``of`` once it is needed. One of
+    a class of somebody's own stays as it is: it may be one without values of its own."""
     away = _AWAY.get(type(tensor))
     if away is not None:
-        vars(tensor)[_WHAT] = what
+        vars(tensor)[_WHAT] = what, of
         tensor.__class__ = away
 
 

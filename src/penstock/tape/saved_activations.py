@@ -69,7 +69,7 @@ class SavedActivations:
         for movable in self._movables.get((stage, mb), ()):
             take_back(movable.tensor)
             movable.tensor.data = self._hole(movable.tensor).expand(movable.tensor.shape)
-            let_go(movable.tensor, f"an output of stage {stage}, of shape {tuple(movable.tensor.shape)}")
+            let_go(movable.tensor, "an output of stage {}, of shape {}", stage, tuple(movable.tensor.shape))
 
     def restore(self, stage: int, mb: int, tensors: Sequence[torch.Tensor]) -> None:
         """Give what was dropped its data again: ``tensors`` in the order of ``of``."""
