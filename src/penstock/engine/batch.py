@@ -42,7 +42,8 @@ def check(micro_batches: Sequence[MicroBatch]) -> None:
     for m, mb in enumerate(micro_batches):
         if not isinstance(mb, Mapping):
             raise ModelError(f"micro-batch {m} is a {type(mb).__name__}: it must be a mapping of names to tensors")
-        for place, value in _tensors(mb).items():
+        found = _tensors(mb)
+        for place, value in found.items():
             what = ""
             if value.is_meta:
                 what = "is on the meta device, without values: give a real tensor"
@@ -50,7 +51,7 @@ def check(micro_batches: Sequence[MicroBatch]) -> None:
                 what = "is a nested tensor without shapes that can be asked for: pad it, or give layout=torch.jagged"
             if what:
                 raise ModelError(f"micro-batch {m}: {'.'.join(map(str, place))!r} {what}")
-        if not any(value.numel() for value in _tensors(mb).values()):
+        if not any(value.numel() for value in found.values()):
             raise ModelError(f"micro-batch {m} holds no tensor with elements")
         if set(mb) != set(micro_batches[0]):
             extra = sorted(set(mb) ^ set(micro_batches[0]))
@@ -169,6 +170,7 @@ def nbytes(micro_batch: MicroBatch, dtype: torch.dtype) -> int:
 
 
 _ORDERED: tuple[type, ...] = (Sequence, torch.Tensor, np.ndarray)
+"""Kinds of values that have their numbers in an order."""
 
 
 def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | None = None) -> list[float] | None:
