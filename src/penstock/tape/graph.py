@@ -5,9 +5,11 @@ the first). Nodes carry the number at which they were made, so the nodes of a st
 on, once everything later has been run. The gradients that arrive at older nodes wait there for those nodes' stage.
 """
 
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -181,7 +183,7 @@ def _backward_with_checkpoints(edges: list[GradientEdge], gradients: list[torch.
     torch.autograd.backward(edges, gradients)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, slots=True)  # not frozen: one is made of each tensor that a graph saves, in half of the time
 class WeightView:
     """A weight as autograd keeps it: the parameter, and the view of it that was saved (None: all of it)."""
 
@@ -189,12 +191,17 @@ class WeightView:
     geometry: tuple[torch.Size, tuple[int, ...], int] | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)  # as above
 class SavedTensor:
     """Any other tensor as autograd keeps it, without its graph, which would hold itself; and its version."""
 
     tensor: torch.Tensor
     version: int
+
+
+_FIRST = itemgetter(0)
+_Span = tuple[int, int, nn.Parameter]
+"""The bytes of a storage in which a parameter lies: where it begins and ends."""
 
 
 def _first_byte(tensor: torch.Tensor) -> int:
@@ -217,14 +224,16 @@ class WeightPacker:
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         self._known: dict[int, nn.Parameter] = {}
-        self._places: dict[int, list[nn.Parameter]] = {}
+        self._places: dict[int, list[_Span]] = {}  # of each storage, in order
         self.add(parameters)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Know parameters by their identity from here on, and by the storage that they live in now."""
         for p in parameters:
             self._known[id(p)] = p
-            self._places.setdefault(storage_key(p), []).append(p)
+            spans, first = self._places.setdefault(storage_key(p), []), _first_byte(p)
+            if p.numel():
+                insort(spans, (first, first + p.numel() * p.element_size(), p), key=_FIRST)
 
     def hooks(self) -> AbstractContextManager[None]:
         """Packs what graphs save inside."""
@@ -240,9 +249,10 @@ class WeightPacker:
         return storage_key(tensor) in self._places
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor | WeightView:
+        p = self._known.get(id(tensor))
+        if p is not None:
+            return WeightView(p, None)
         if trees.has_storage(tensor):
-            if id(tensor) in self._known:
-                return WeightView(parameter=self._known[id(tensor)], geometry=None)
             p = self.parameter_of(tensor)
             if p is not None:
                 if not is_plain_view(tensor, p):
@@ -251,14 +261,18 @@ class WeightPacker:
                         "or conjugated, and the weight leaves the device in between: copy the view (.clone())"
                     )
                 offset = int(tensor.storage_offset()) - int(p.storage_offset())
-                return WeightView(parameter=p, geometry=(tensor.size(), tensor.stride(), offset))
-        return SavedTensor(tensor=tensor.detach(), version=version(tensor))
+                return WeightView(p, (tensor.size(), tensor.stride(), offset))
+        return SavedTensor(tensor.detach(), version(tensor))
 
     def parameter_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
         """The known parameter that a tensor begins in."""
+        spans = self._places.get(storage_key(tensor))
+        if not spans:
+            return None
         start = _first_byte(tensor)  # not its first element: that of a view under another dtype has another number
-        here = self._places.get(storage_key(tensor), ())
-        return next((p for p in here if 0 <= start - _first_byte(p) < p.numel() * p.element_size()), None)
+        before = bisect_right(spans, start, key=_FIRST)
+        _, end, p = spans[before - 1]
+        return p if before and start < end else None
 
     def unpack(self, packed: SavedTensor | WeightView) -> torch.Tensor:
         """Raises:

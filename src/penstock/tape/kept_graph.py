@@ -123,7 +123,7 @@ class Footprint:
         weight = self._packer.parameter_of(tensor) if trees.has_storage(tensor) else None
         if not trees.has_storage(tensor) or (weight is not None and not graph.is_plain_view(tensor, weight)):
             self.refused = True
-            return graph.SavedTensor(tensor=tensor.detach(), version=version(tensor))
+            return graph.SavedTensor(tensor.detach(), version(tensor))
         packed = self._packer.pack(tensor)
         if isinstance(packed, graph.SavedTensor) and storage_key(tensor) not in self._inputs:
             self._saved.append(weakref.ref(packed))

@@ -10,9 +10,11 @@ what the first one has left in a cache).
 import copy
 import inspect
 import logging
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.compat import marks
@@ -22,7 +24,8 @@ from penstock.tape import trees
 log = logging.getLogger("penstock")
 
 _SETTING = "use_cache"
-
+_NO_CACHE = frozenset((torch.Tensor, nn.Parameter, types.NoneType, bool, int, float, str))
+"""Types of most arguments of blocks."""
 
 _OFF: dict[int, Any] = {}
 """Configurations that are switched off now, by their identity: transformers' own have no hash."""
@@ -181,7 +184,7 @@ class _Open(dict[str, bool]):
 
 
 def _has_cache(value: Any, kind: type) -> bool:
-    return any(isinstance(leaf, kind) for leaf in _leaves(value))
+    return type(value) not in _NO_CACHE and any(isinstance(leaf, kind) for leaf in _leaves(value))
 
 
 def _is_empty(cache: Any) -> bool:

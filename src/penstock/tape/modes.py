@@ -5,11 +5,13 @@ Python prints and warns), and ``training`` to each module. What cannot be carrie
 building on, is refused where a block is called inside of it.
 """
 
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -116,23 +118,30 @@ _BESIDE: tuple[_Switch, ...] = (
 """Switches that decide no number of a call: debugging, and threads."""
 
 
+_NO_MODULE = frozenset[nn.Module]()
+
+
 class TrainingFlags:
     """``training`` of modules that a forward may switch (``train()``, ``eval()``), as it was when this was made."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._before = {module: module.training for module in modules}
+        self._modules = [*dict.fromkeys(modules)]
+        self._before = [module.training for module in self._modules]
         self.seen: set[nn.Module] = set()
         """Modules that were switched when somebody asked."""
 
     def switched(self) -> frozenset[nn.Module]:
         """The modules that are in the other mode now."""
-        found = frozenset(module for module, before in self._before.items() if module.training != before)
+        now = [module.training for module in self._modules]
+        if now == self._before:  # as nearly always; this is asked at each call of a block, of all modules of the model
+            return _NO_MODULE
+        found = frozenset(compress(self._modules, map(operator.ne, now, self._before)))
         self.seen |= found
         return found
 
     def switch(self, modules: frozenset[nn.Module]) -> None:
         """Put these modules into the other mode, and the rest into the one that they were in."""
-        for module, before in self._before.items():
+        for module, before in zip(self._modules, self._before, strict=True):
             training = before != (module in modules)
             if module.training != training:
                 module.training = training
@@ -155,7 +164,7 @@ class Modes:
     def capture(cls, device_types: tuple[str, ...], flags: TrainingFlags) -> "Modes":
         return cls(
             grad=torch.is_grad_enabled(),
-            autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types),
+            autocast=tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types]),
             autocast_cache=torch.is_autocast_cache_enabled(),
             switches=tuple([read() for read, _ in _SWITCHES]),
             switched=flags.switched(),

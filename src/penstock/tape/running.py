@@ -64,12 +64,14 @@ class Running:
         suspended.backward.starts[stage] = next_number()
         return suspended.resume(stage)
 
-    def run_call(self, suspended: SuspendedForward, stage: int, facts: Facts) -> None:
-        """Run the block that a forward is suspended at, and cut the graph behind it."""
+    def run_call(self, suspended: SuspendedForward, stage: int, facts: Facts, *, goes_on: bool = False) -> Event:
+        """Run the block that a forward is suspended at, and cut the graph behind it; with ``goes_on`` the model's own
+        code behind that, too, up to its next event."""
         self._seed_for(suspended, stage, rng.FORWARD)
         suspended.facts = facts
-        event = suspended.resume(stage)
-        assert event == "cut"
+        event = suspended.resume(stage, goes_on=goes_on)
+        assert (event == "cut") is not goes_on
+        return event
 
     def run_loss(self, suspended: SuspendedForward, weight: float) -> torch.Tensor:
         """Take the loss of a forward that has ended and run the epilogue backward. Returns the loss, detached."""

@@ -82,6 +82,7 @@ class SuspendedForward:
         self.returned: Any = None  # by the latest call, in a probe
         self.beside: list[torch.Tensor] = []  # in a probe, beside ``outputs`` and an arrival's tensors
         self._stage = 0
+        self._goes_on = False
         self._device = device
         self._device_types = ("cpu",) if device.type in ("cpu", "meta") else ("cpu", device.type)
         self.backward = Backward(device=device, device_types=self._device_types, flags=flags)
@@ -107,10 +108,11 @@ class SuspendedForward:
     def _in_probe(self) -> bool:
         return self.backward.outputs is not None
 
-    def resume(self, stage: int) -> Event:
-        """Let the model's code run on, as part of ``stage``, up to its next event."""
+    def resume(self, stage: int, *, goes_on: bool = False) -> Event:
+        """Let the model's code run on, as part of ``stage``, up to its next event; with ``goes_on`` that a call has
+        been cut is none."""
         assert self._carrier is not None, "the forward has ended"
-        self._stage = stage
+        self._stage, self._goes_on = stage, goes_on
         outer, self._stacks = self.modes_now(), Stacks.capture()
         if self._modes is None:
             torch.set_grad_enabled(self.train)
@@ -170,7 +172,8 @@ class SuspendedForward:
         if self._in_probe:
             self.returned = output
         del args, kwargs, answer
-        self._suspend("cut")
+        if not self._goes_on:
+            self._suspend("cut")
         self.outputs = []
         return output
 
@@ -238,7 +241,7 @@ class SuspendedForward:
         saved, others = self._buffers(site)
         attributes = [(module, attributes_of(module)) for module in site.buffered]
         context.run(_forget, held)
-        modes = self.modes_now()
+        modes = self.modes  # which it goes on in from the call on
         wanted = modes.grad and (site.trainable or self.facts.trains or any(needed))
         hidden = opaque.hidden(live)
         opaque.refuse_inputs(site.name, hidden)

@@ -369,10 +369,8 @@ class Tape:
         else:
             suspended.expect_call(stage, facts.site)
             suspended.keeping = Keeping(self._packer(stage), next_number()) if keep else None
-            self.running.run_call(suspended, stage, facts.call)
-            event = "cut"
-            if self.facts[stage + 1].site is not None and (self.elsewhere is None or self.elsewhere.goes_on):
-                event = suspended.resume(stage)
+            goes_on = self.facts[stage + 1].site is not None and (self.elsewhere is None or self.elsewhere.goes_on)
+            event = self.running.run_call(suspended, stage, facts.call, goes_on=goes_on)
         if self.elsewhere is None or self.elsewhere.goes_on:
             self._check_event(suspended, stage, event)
         self._note_saved_activation(suspended, stage)

@@ -8,17 +8,32 @@ Traversal order is the order of the containers, so two runs of the same code mee
 import copy
 import dataclasses
 import inspect
+import operator
 import types
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from penstock.compat.torch import is_view
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 Place = tuple[Hashable, ...]
 """A tensor's place in nested containers: the indices, keys and names of fields on the way to it."""
+
+_Kind = Literal["tensor", "tuple", "container", "record", "other"]
+"""What is done with a value. ``container``: as of ``is_mutable_container``; ``record``: as of ``is_record``."""
+
+_KINDS: Mapping[type, _Kind] = {
+    torch.Tensor: "tensor",
+    nn.Parameter: "tensor",
+    tuple: "tuple",
+    list: "container",
+    dict: "container",
+    **dict.fromkeys((types.NoneType, bool, int, float, complex, str, torch.dtype, torch.device), "other"),
+}
+"""Of the types of nearly all arguments: each block call looks at its own a dozen times."""
 
 _MISSING = object()
 
@@ -30,9 +45,22 @@ def is_record(value: object) -> bool:
 
 def is_mutable_container(value: object) -> bool:
     """A list, or a mapping whose copy has entries of its own."""
-    if isinstance(value, list | dict):
+    if isinstance(value, (list, dict)):
         return True
     return isinstance(value, MutableMapping) and hasattr(type(value), "__copy__")
+
+
+def _kind_of(value: object) -> _Kind:
+    kind = _KINDS.get(type(value))
+    if kind is not None:
+        return kind
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, tuple):
+        return "tuple"
+    if is_mutable_container(value):
+        return "container"
+    return "record" if is_record(value) else "other"
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -67,8 +95,7 @@ def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
 def places(value: Any) -> dict[Place, torch.Tensor]:
     """Every distinct tensor in ``value`` under the place where it is first seen, in that order."""
     found: dict[int, tuple[Place, torch.Tensor]] = {}
-    for place, tensor in _walk(value, (), lambda item: isinstance(item, torch.Tensor), set()):
-        found.setdefault(id(tensor), (place, tensor))
+    _find(value, (), found, set())
     return dict(found.values())
 
 
@@ -104,6 +131,20 @@ def settle(value: Any, before: Any, fn: Replace) -> Any:
     return _settle(value, before, fn, set())
 
 
+def _find(value: Any, place: Place, found: dict[int, tuple[Place, torch.Tensor]], seen: set[int]) -> None:
+    """Note the tensors in a value. A container is looked into once."""
+    kind = _kind_of(value)
+    if kind == "tensor":
+        found.setdefault(id(value), (place, value))
+    elif kind == "tuple":
+        for index, item in enumerate(value):
+            _find(item, (*place, index), found, seen)
+    elif kind != "other" and id(value) not in seen:
+        seen.add(id(value))
+        for key, item in entries(value):
+            _find(item, (*place, key), found, seen)
+
+
 def _walk(
     value: Any, place: Place, wanted: Callable[[Any], bool], seen: set[int], *, within: bool = False
 ) -> Iterator[tuple[Place, Any]]:
@@ -124,13 +165,16 @@ def _walk(
 
 
 def _map(value: Any, fn: Replace, memo: dict[int, Any], keep: bool) -> Any:
-    if isinstance(value, torch.Tensor):
+    kind = _kind_of(value)
+    if kind == "other":
+        return value
+    if kind == "tensor":
         return fn(value)
-    if isinstance(value, tuple):
+    if kind == "tuple":
         return _rebuild(value, [_map(item, fn, memo, keep) for item in value])
-    if is_record(value) and not is_mutable_container(value):
+    if kind == "record":
         return _map_record(value, fn, memo, keep)
-    if not is_mutable_container(value) or (keep and not tensors(value)):
+    if keep and not tensors(value):
         return value
     if id(value) in memo:
         return memo[id(value)]
@@ -153,13 +197,14 @@ def _map_record(value: Any, fn: Replace, memo: dict[int, Any], keep: bool) -> An
 
 
 def _settle(value: Any, before: Any, fn: Replace, seen: set[int]) -> Any:
-    if isinstance(value, torch.Tensor):
+    kind = _kind_of(value)
+    if kind == "tensor":
         return value if value is before else fn(value)
-    if isinstance(value, tuple):
+    if kind == "tuple":
         old = before if isinstance(before, tuple) else ()
         items = [_settle(v, old[i] if i < len(old) else _MISSING, fn, seen) for i, v in enumerate(value)]
         return _rebuild(value, items)
-    if not (is_mutable_container(value) or is_record(value)) or id(value) in seen:
+    if kind == "other" or id(value) in seen:
         return value
     seen.add(id(value))
     old_entries = dict(entries(before)) if type(before) is type(value) else {}
@@ -174,6 +219,8 @@ def entries(value: Any) -> Iterator[tuple[Any, Any]]:
     """The items of a list, a mapping or a dataclass, with their indices, keys or names."""
     if isinstance(value, list):
         return iter(enumerate(value))
+    if type(value) is dict:
+        return iter([*value.items()])
     if is_mutable_container(value):
         return iter([(key, value[key]) for key in value])
     return iter([(f.name, item) for f in dataclasses.fields(value) if (item := _field(value, f.name)) is not _MISSING])
@@ -194,13 +241,13 @@ def _field(record: Any, name: str) -> Any:
 
 
 def _store(value: Any, key: Any, item: Any) -> None:
-    if is_mutable_container(value):
+    if type(value) is dict or is_mutable_container(value):
         value[key] = item
     else:
         object.__setattr__(value, key, item)
 
 
 def _rebuild(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    if all(a is b for a, b in zip(items, value, strict=True)):
+    if all(map(operator.is_, items, value)):
         return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
