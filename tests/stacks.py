@@ -92,12 +92,16 @@ def unequal(case: Case, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list
     return [case.micro_batches(1, seed=seed + m, length=length)[0] for m, length in enumerate(lengths)]
 
 
-def beside_vertical(case: Case, order: Order, *, splits: bool = False) -> tuple[Bench, Gradients, Gradients]:
+def beside_vertical(
+    case: Case, order: Order, *, splits: bool = False, moving: bool = True
+) -> tuple[Bench, Gradients, Gradients]:
     """The gradients of a vertical step, and of one in another order, whose losses are the same; weights leave between
-    any two stages. ``splits``: as of ``Bench``."""
-    bench = Bench(case, case.model(), moving=True, splits=splits)
+    any two stages, unless they stay (``moving``). ``splits``: as of ``Bench``."""
+    bench = Bench(case, case.model(), moving=moving, splits=splits)
     micro_batches = case.micro_batches(3) if case in MODELS.values() else unequal(case)
     bench.probe(micro_batches[0])
+    if not moving:
+        bench.load_all()
     (losses, usual), (others, found) = (bench.step(micro_batches, WEIGHTS, each) for each in (vertical, order))
     assert losses == others
     return bench, usual, found

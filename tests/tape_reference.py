@@ -144,7 +144,7 @@ class Bench:
                 self.tape.saved_activations.restore(stage - 1, mb, [t.clone() for t in away[stage - 1, mb]])
             with self.weights(reads):
                 if forward:
-                    self.tape.forward(stage, mb, keep=direction == "forward_kept")
+                    self.tape.forward(stage, mb, keep=direction == "forward_kept", stay=not self.moving)
                 else:
                     getattr(self.tape, direction)(stage, mb)
             if self.moving and direction == "forward":

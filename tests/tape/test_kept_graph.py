@@ -98,10 +98,11 @@ COMPUTED_AGAIN = (
 
 
 @pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
-@pytest.mark.sampled(8, values=False)
+@pytest.mark.sampled(12, values=False)
+@pytest.mark.parametrize("moving", [True, False], ids=["moving", "staying"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_backward_through_a_kept_graph_has_the_bits_of_one_that_computes_again(name: str) -> None:
-    bench, again, kept = beside_vertical(CASES[name], with_graphs)
+def test_a_backward_through_a_kept_graph_has_the_bits_of_one_that_computes_again(name: str, moving: bool) -> None:
+    bench, again, kept = beside_vertical(CASES[name], with_graphs, moving=moving)
     assert_same_gradients(kept, again)
     assert all(stage.graph is None for stage in bench.stages if stage.kind == "segment")
     if not name.startswith("model "):
@@ -133,7 +134,8 @@ def test_a_block_is_computed_once(name: str) -> None:
     "name",
     ["model llama_sdpa", "model gpt2", "model mixtral", "model t5", "dropout, casts and pieces", "closes over"],
 )
-def test_a_graph_holds_no_more_than_the_probe_has_found(name: str) -> None:
+@pytest.mark.parametrize("stay", [False, True])
+def test_a_graph_holds_no_more_than_the_probe_has_found(name: str, stay: bool) -> None:
     case = (CASES | ASKED)[name]
     bench = Bench(case, case.model())
     (micro_batch,) = case.micro_batches(1)
@@ -144,7 +146,7 @@ def test_a_graph_holds_no_more_than_the_probe_has_found(name: str) -> None:
     with watch:
         for stage in bench.stages[:-1]:
             before = watch.peak = watch.live
-            bench.tape.forward(stage.index, 0, keep=stage.graph is not None)
+            bench.tape.forward(stage.index, 0, keep=stage.graph is not None, stay=stay)
             if stage.graph is not None:
                 put_out = stage.activation + stage.kept
                 assert watch.live - before <= stage.graph + put_out
@@ -176,7 +178,8 @@ def test_what_is_changed_in_place_after_a_graph_has_saved_it_is_an_error() -> No
         bench.probe(unequal(case)[0])
 
 
-def test_a_step_that_is_broken_off_lets_its_graphs_go() -> None:
+@pytest.mark.parametrize("stay", [False, True])
+def test_a_step_that_is_broken_off_lets_its_graphs_go(stay: bool) -> None:
     case = CASES["model gpt2"]
     bench = Bench(case, case.model())
     (micro_batch,) = case.micro_batches(1)
@@ -187,7 +190,7 @@ def test_a_step_that_is_broken_off_lets_its_graphs_go() -> None:
     with watch:
         before = watch.live
         for stage in bench.stages[:-1]:
-            bench.tape.forward(stage.index, 0, keep=True)
+            bench.tape.forward(stage.index, 0, keep=True, stay=stay)
         held = watch.live - before
         bench.tape.abort()
     assert held > sum(stage.graph or 0 for stage in bench.stages) // 2
@@ -307,9 +310,10 @@ ASKED: dict[str, Case] = {
 }
 
 
+@pytest.mark.parametrize("moving", [True, False], ids=["moving", "staying"])
 @pytest.mark.parametrize("name", ASKED)
-def test_what_a_graph_cannot_follow_is_computed_again(name: str) -> None:
-    bench, again, kept = beside_vertical(ASKED[name], with_graphs)
+def test_what_a_graph_cannot_follow_is_computed_again(name: str, moving: bool) -> None:
+    bench, again, kept = beside_vertical(ASKED[name], with_graphs, moving=moving)
     assert_same_gradients(kept, again)
     able = [stage.graph is not None for stage in bench.stages if stage.kind == "call"]
     assert all(able) if name in ("changes what is returned", "odd outputs", "closes over") else not any(able)

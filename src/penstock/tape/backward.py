@@ -81,6 +81,10 @@ class Backward:
         self.calls.clear()
         self.pending = graph.Pending()
 
+    def has_code(self, stage: int) -> bool:
+        """True if a gradient waits in the model's own code that ran as part of ``stage``."""
+        return self.pending.waits(self.starts[stage])
+
     def run_code(self, stage: int, root: tuple[GradientEdge, torch.Tensor] | None = None) -> None:
         """Backward of the model's own code that ran as part of ``stage``: from what waits there, and ``root``."""
         start = self.starts[stage]
@@ -88,8 +92,6 @@ class Backward:
         if root is not None:
             roots.append(root)
             del root
-        if not roots:
-            return
         starts = sorted({s for s in self.starts.values() if s <= start}, reverse=True)
         for edge, gradient in graph.backward_part(roots, starts, self.hooked):
             self.pending.add(edge, gradient)

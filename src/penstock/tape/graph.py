@@ -45,6 +45,10 @@ class Pending:
             gradient = self._waiting[key][1] + gradient
         self._waiting[key] = (edge, gradient)
 
+    def waits(self, start: int) -> bool:
+        """True if a gradient waits at a node numbered ``start`` or later."""
+        return any(number_of(node) >= start for node, _ in self._waiting)
+
     def take(self, start: int) -> list[tuple[GradientEdge, torch.Tensor]]:
         """Remove and return the gradients that wait at nodes numbered ``start`` or later."""
         keys = [key for key in self._waiting if number_of(key[0]) >= start]

@@ -21,7 +21,7 @@ Where a model changes what a block has returned, which may be in the block's gra
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,37 +52,53 @@ def on_leaves(value: Any, leaves: Leaves) -> Any:
 
 
 class Keeping:
-    """Packs what the graph of a call saves that is to be kept. ``number``: of the first node that the call makes."""
+    """The graph of a call is to be kept. ``packer``: of what it saves; None: the weights stay where they are, so that
+    autograd keeps it by itself. ``number``: of the first node that the call makes."""
 
-    def __init__(self, packer: graph.WeightPacker, number: int) -> None:
+    def __init__(self, packer: graph.WeightPacker | None, number: int) -> None:
         self._packer = packer
         self.number = number
-        self.saved: list[weakref.ref[graph.SavedTensor]] = []  # a node that is dropped lets go of its own
+        self._saved: list[weakref.ref[graph.SavedTensor]] = []  # a node that is dropped lets go of its own
 
     def hooks(self) -> AbstractContextManager[None]:
         """On while the call runs."""
-        return saved_tensors_hooks(self._pack, self._packer.unpack)
+        return nullcontext() if self._packer is None else saved_tensors_hooks(self._pack, self._packer.unpack)
 
     def _pack(self, tensor: torch.Tensor) -> graph.SavedTensor | graph.WeightView:
+        assert self._packer is not None
         packed = self._packer.pack(tensor)
         if isinstance(packed, graph.SavedTensor):
-            self.saved.append(weakref.ref(packed))
+            self._saved.append(weakref.ref(packed))
         return packed
+
+    def watched(self, made: Iterable[torch.Tensor]) -> tuple["weakref.ref[graph.SavedTensor] | graph.SavedTensor", ...]:
+        """What of the graph may be changed before its backward. ``made``: what the call returns, of which others' code
+        gets views; of all else that autograd keeps by itself it sees that, too, and says so."""
+        return tuple(self._saved) if self._packer is not None else tuple(map(_counted, made))
+
+
+def _counted(tensor: torch.Tensor) -> graph.SavedTensor:
+    """A tensor that counts changes of another one in place, whose memory it does not hold, unless that is of several
+    pieces."""
+    counter = tensor.detach()
+    if trees.has_storage(tensor):
+        counter.data = tensor.new_empty(0)
+    return graph.SavedTensor(counter, version(tensor))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptGraph:
     """The graph of one call. ``edges``: of its outputs, in their order, None of those without a gradient. ``random``:
-    as the block has left it; ``saved``: by the graph."""
+    as the block has left it; ``watched``: as of ``Keeping``."""
 
     edges: tuple[GradientEdge | None, ...]
     leaves: Leaves
     random: TorchState
-    saved: Sequence["weakref.ref[graph.SavedTensor]"]
+    watched: Sequence["weakref.ref[graph.SavedTensor] | graph.SavedTensor"]
 
     def is_intact(self) -> bool:
-        """True if nothing that it has saved was changed since: what a block returns may be, and is in its graph too."""
-        found = (saved() for saved in self.saved)
+        """True if nothing that is watched was changed since: what a block returns may be, and is in its graph too."""
+        found = (saved() if isinstance(saved, weakref.ref) else saved for saved in self.watched)
         return all(packed.version == version(packed.tensor) for packed in found if packed is not None)
 
 

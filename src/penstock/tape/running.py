@@ -89,7 +89,9 @@ class Running:
         return value
 
     def backward_code(self, suspended: SuspendedForward, stage: int) -> None:
-        """Backward of the model's own code that belongs to ``stage``."""
+        """Backward of the model's own code that belongs to ``stage``, if a gradient waits there."""
+        if not suspended.backward.has_code(stage):
+            return
         self._seed_for(suspended, stage, rng.BACKWARD)
         with self._backward_of(stage, "segment"):
             suspended.backward.run_code(stage)

@@ -323,7 +323,7 @@ class SuspendedForward:
         if reads and not is_closed(edges, number=keeping.number):
             return None
         random = TorchState.capture(self._device)
-        return KeptGraph(edges=edges, leaves=leaves, random=random, saved=keeping.saved)
+        return KeptGraph(edges=edges, leaves=leaves, random=random, watched=keeping.watched(made))
 
     @contextmanager
     def _in_block(self, site: Site) -> Iterator[None]:

@@ -239,9 +239,10 @@ class Tape:
         runs_model = self.elsewhere is None or self.elsewhere.has(0)
         return self._loss_fn if runs_model or self.elsewhere is None else self.elsewhere.code(index)
 
-    def forward(self, stage: int, mb: int, *, keep: bool = False) -> None:
+    def forward(self, stage: int, mb: int, *, keep: bool = False, stay: bool = False) -> None:
         """Run one stage of one micro-batch; the epilogue's backward too, when training. ``keep``: the graph of a call
-        (``Stage.graph``) for its backward, which then does not compute the block again.
+        (``Stage.graph``) for its backward, which then does not compute the block again; ``stay``: until that the
+        weights that the stage reads stay where they are.
 
         Raises:
             ModelError: the micro-batch takes another way through the model than the probe did.
@@ -252,7 +253,7 @@ class Tape:
         with self._or_abort(stage, mb):
             if self.elsewhere is not None:
                 self.elsewhere.before(self.suspended[mb], stage)
-            self._forward(stage, self.suspended[mb], keep=keep)
+            self._forward(stage, self.suspended[mb], keep=keep, stay=stay)
             if self.elsewhere is not None:
                 self.elsewhere.behind(self.suspended[mb], stage)
         self._next[mb] = stage + 1
@@ -361,14 +362,14 @@ class Tape:
 
     # -- one stage ------------------------------------------------------------------------------------------------
 
-    def _forward(self, stage: int, suspended: SuspendedForward, *, keep: bool) -> None:
+    def _forward(self, stage: int, suspended: SuspendedForward, *, keep: bool, stay: bool) -> None:
         facts, last = self.facts[stage], len(self._stages) - 1
         if facts.site is None:
             with self._packing(stage):
                 event = self.running.run_code(suspended, stage)
         else:
             suspended.expect_call(stage, facts.site)
-            suspended.keeping = Keeping(self._packer(stage), next_number()) if keep else None
+            suspended.keeping = Keeping(None if stay else self._packer(stage), next_number()) if keep else None
             goes_on = self.facts[stage + 1].site is not None and (self.elsewhere is None or self.elsewhere.goes_on)
             event = self.running.run_call(suspended, stage, facts.call, goes_on=goes_on)
         if self.elsewhere is None or self.elsewhere.goes_on:

@@ -75,7 +75,8 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The order of dimensions in which a tensor is contiguous in memory; None if there is none."""
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
     return order if tensor.permute(order).is_contiguous() else None
 
 

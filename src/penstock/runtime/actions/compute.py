@@ -1,7 +1,8 @@
 """Forwards and backwards of stages, with weights in their place and gradients added up."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -9,6 +10,7 @@ from penstock.errors import ModelError, NonFiniteError
 from penstock.runtime.access import Access
 from penstock.runtime.context import Mode, NonFinite
 from penstock.schedule.ir.ops import Op, has_graph
+from penstock.schedule.ir.references import Buffer
 from penstock.tape.groups import ParamGroup
 from penstock.tape.tape import Tape
 
@@ -25,7 +27,10 @@ class Compute:
         self._specs = access.bound.program.groups
         self._attached: dict[int, str] = {}
         """group -> the buffer that its parameters are views of; empty: its array"""
-        self._accumulators: dict[int, torch.Tensor] = {}
+        self._accumulators: Mapping[int, torch.Tensor] = {}
+        """by identity of a parameter, where its gradient is added up in the op under way"""
+        self._places: dict[str, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
+        """buffer of a group's gradient -> its bytes, and the view of them that each parameter's gradient is added to"""
         self._under_way: Op | None = None  # while gradients are made
         tape.on_gradient = self._accumulate
 
@@ -48,7 +53,8 @@ class Compute:
     def forward(self, op: Op) -> None:
         self._attach(op)
         sent = self._tape.sent
-        self._tape.forward(op.id.stage, op.id.micro_batch, keep=has_graph(op))
+        stay = all(self._attached.get(g) == "" for g in self._stages[op.id.stage].forward_reads)
+        self._tape.forward(op.id.stage, op.id.micro_batch, keep=has_graph(op), stay=stay)
         self._to.moved += self._tape.sent - sent
         self._detach(op)
 
@@ -109,22 +115,27 @@ class Compute:
             if self._arrays.found_on(g) == "device":
                 self.groups[g].attach(self._arrays.weights(g))
                 self._attached[g] = ""
-        taken = {name for name, _ in op.takes}
-        for name in op.writes:
-            if name.kind == "G":
-                g = name.group
-                flat = self._to.view(name, self._to.bound.whole(self._specs[g].trainable))
-                if name in taken:
-                    flat.zero_()
-                for piece, view in self.groups[g].views(flat):
-                    self._accumulators[id(piece.parameter)] = view
+        of_groups = [self._gradient_views(op, name) for name in op.writes if name.kind == "G"]
+        self._accumulators = of_groups[0] if len(of_groups) == 1 else dict(ChainMap(*of_groups))
+
+    def _gradient_views(self, op: Op, name: Buffer) -> dict[int, torch.Tensor]:
+        """The places of parameters' gradients in a buffer that an op writes, with zeros in one that it takes."""
+        there, known = self._to.pools.buffer(name), self._places.get(name)
+        begins = any(name == taken for taken, _ in op.takes)
+        if begins or known is None or known[0] is not there:
+            flat = self._to.view(name, self._to.bound.whole(self._specs[name.group].trainable))
+            if begins:
+                flat.zero_()
+            views = self.groups[name.group].views(flat)
+            known = self._places[name] = there, {id(piece.parameter): view for piece, view in views}
+        return known[1]
 
     def _detach(self, op: Op) -> None:
         for g in [g for g, name in self._attached.items() if name and name in op.gives]:
             self.groups[g].detach(self._arrays.dtype, self._arrays.device)
             self.groups[g].let_go()
             del self._attached[g]
-        self._accumulators.clear()
+        self._accumulators = {}
 
     def _accumulate(self, parameter: torch.nn.Parameter, stage: int, gradient: torch.Tensor) -> None:
         """Add a parameter's gradient to its place; called by the tape."""
@@ -160,4 +171,5 @@ class Compute:
         for g in self._attached:
             self.groups[g].detach(self._arrays.dtype, self._arrays.device)
         self._attached.clear()
-        self._accumulators.clear()
+        self._accumulators = {}
+        self._places.clear()
