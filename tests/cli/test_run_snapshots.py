@@ -12,6 +12,7 @@ from penstock.cli import main, run_snapshots
 from penstock.cli.run_snapshots import RunSnapshots, snapshots_of, step_kept
 from penstock.config import Budget
 from penstock.engine.engine import Engine
+from penstock.errors import StoreError
 from penstock.ranks.group import ALONE
 from penstock.store.snapshot import SnapshotReader
 
@@ -58,6 +59,27 @@ def test_a_run_in_memory_that_is_killed_goes_on_from_its_last_snapshot(
     assert main(["resume", str(run), "--steps", "5"]) == 0
     assert losses(run)[:4] == losses(whole_run)
     assert losses(run)[4][0] == 5
+
+
+def test_a_run_in_memory_whose_last_snapshot_could_not_be_written_is_not_complete(
+    config: Path,
+    tmp_path: Path,
+    whole_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(self: RunSnapshots, engine: Engine) -> None:
+        raise StoreError("no space left")
+
+    run, words = tmp_path / "run", ["train", str(config), *MEMORY, "--resume"]
+    with monkeypatch.context() as patched:
+        patched.setattr(RunSnapshots, "write", full)
+        assert main(words) == 1
+    assert losses(run) == losses(whole_run), "all steps are done, and what they did is nowhere"
+    assert main(words) == 0
+    assert "what its 4 steps did is lost, and it begins again" in caplog.text
+    assert step_kept(run) == 4
+    assert losses(run) == losses(whole_run)
 
 
 def test_a_damaged_snapshot_is_passed_over_and_a_run_may_say_that_it_keeps_none(

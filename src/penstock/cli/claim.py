@@ -227,11 +227,14 @@ class Claim:
             )
 
     def _without_disk(self, config: TrainConfig, before: TrainConfig, done: int) -> int | None:
-        """A run that keeps no state: it is complete, or begins again. What epochs come to is known from ``before``."""
+        """A run without state: complete if it was to keep none, else it begins again. ``before`` knows what epochs come
+        to."""
         self.steps = before.steps if config.steps is None else config.steps
-        if self.steps is not None and done >= self.steps:
+        if before.budget.durability == "none" and self.steps is not None and done >= self.steps:
             return done
-        log.warning("run=%r has no snapshot to go on from: what its %d steps did is lost", config.run, done)
+        log.warning(
+            "run=%r has no snapshot to go on from: what its %d steps did is lost, and it begins again", config.run, done
+        )
         return None
 
     def _require_not_missing(self, record: RunRecord, before: TrainConfig) -> None:
