@@ -317,6 +317,19 @@ def test_a_copy_of_a_run_goes_on_with_a_copy_of_its_state_alone(tmp_path: Path, 
     assert step_found(config) == 3, "of the one that was copied"
 
 
+@pytest.mark.parametrize("name", ["data/0123456789abcdef", "model"])
+def test_a_folder_of_a_run_that_is_a_link_is_replaced_with_what_is_there_left_alone(tmp_path: Path, name: str) -> None:
+    config = run_of(settings_for(tmp_path / "run"), step=3)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/config.json").write_text("{}")
+    (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    with claimed(config, "overwrite") as claim:
+        claim.begin(config)
+        assert not (tmp_path / "run" / name).is_symlink()
+    assert (tmp_path / "elsewhere/config.json").read_text() == "{}"
+
+
 # ---- one start at a time
 
 

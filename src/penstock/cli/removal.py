@@ -8,13 +8,13 @@ store has a step it removes nothing.
 
 import errno
 import logging
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace as with_changes
 from pathlib import Path
 
+from penstock import files
 from penstock.cli.run_folder import has_steps, own_files, own_folders, settings_path
 from penstock.cli.run_record import Replaced, RunRecord
 from penstock.cli.run_snapshots import remove_abandoned_snapshots, snapshots_of
@@ -143,13 +143,13 @@ def _remove_part(path: Path, owner: str) -> None:
     _remove_if_empty(path)
 
 
-def _remove_files(folder: Path, files: Sequence[Path]) -> None:
-    for path in files:
+def _remove_files(folder: Path, own: Sequence[Path]) -> None:
+    for path in own:
         path.unlink(missing_ok=True)
     remove_abandoned_snapshots(folder)
     for path in (*own_folders(folder), *snapshots_of(folder)):
         with suppress(FileNotFoundError):
-            shutil.rmtree(path)
+            files.remove(path)
     sync_directory(folder)
 
 
