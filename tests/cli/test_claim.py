@@ -317,6 +317,33 @@ def test_a_copy_of_a_run_goes_on_with_a_copy_of_its_state_alone(tmp_path: Path, 
     assert step_found(config) == 3, "of the one that was copied"
 
 
+def test_a_copy_of_all_that_a_run_has_goes_on_where_its_settings_name_relative_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same words name another store from where the copy is; but not if a link there leads to the same one."""
+    (tmp_path / "a/drive").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a")
+    config = run_of(on(settings_for(Path("runs/x")), Path("drive/x")), step=3)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "c").mkdir()
+    shutil.copytree(tmp_path / "a/runs", tmp_path / "c/runs")
+    (tmp_path / "c/drive").symlink_to(tmp_path / "a/drive")
+    monkeypatch.chdir(tmp_path / "c")
+    with pytest.raises(StoreError, match=f"is a copy of the run in {tmp_path}/a/runs/x"):
+        step_found(config)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match=rf"its state is not in drive/x \(relative to {tmp_path}\) any more"):
+        step_found(replace(config, run="a/runs/x"))
+    with pytest.raises(ConfigError, match=rf"^drive/x \(relative to {tmp_path}\) holds no store"):
+        require_own_stores(tmp_path / "a/runs/x", config.budget)
+    monkeypatch.chdir(tmp_path / "b")
+    assert step_found(config) == 3
+    with claimed(config, "overwrite") as claim:
+        claim.begin(config)
+    monkeypatch.chdir(tmp_path / "a")
+    assert step_found(config) == 3, "of the one that was copied"
+
+
 @pytest.mark.parametrize("name", ["data/0123456789abcdef", "model"])
 def test_a_folder_of_a_run_that_is_a_link_is_replaced_with_what_is_there_left_alone(tmp_path: Path, name: str) -> None:
     config = run_of(settings_for(tmp_path / "run"), step=3)

@@ -23,7 +23,7 @@ from penstock import files
 from penstock.cli import removal
 from penstock.cli.launch import how_to_start, in_words
 from penstock.cli.located import is_plain_text
-from penstock.cli.own_store import original_of, require_no_copy
+from penstock.cli.own_store import original_of, placed, require_no_copy
 from penstock.cli.reach import Reach, Stores
 from penstock.cli.run_folder import (
     RUN_LOCK,
@@ -250,8 +250,8 @@ class Claim:
             )
         if record.has_state:
             raise StoreError(
-                f"run={str(self.folder)!r}: its state is not in {(there or self._stores)[0][0]} any more: is the drive "
-                "mounted? "
+                f"run={str(self.folder)!r}: its state is not in {placed((there or self._stores)[0][0])} any more: is "
+                "the drive mounted? "
                 + (_NUMBERS if record.hosts > 1 else "")
                 + "If the state is gone for good, --overwrite begins again"
             )

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.cli.reach import Stores
-from penstock.cli.run_folder import settings_of
+from penstock.cli.run_folder import settings_of, started_in
 from penstock.cli.run_record import RunRecord
 from penstock.config import Budget
 from penstock.errors import ConfigError, StoreError
@@ -23,7 +23,8 @@ def original_of(folder: Path, owners: Sequence[Owner], stores: Stores) -> Path |
             found = RunRecord.read(original)
             if found is None or found.owner.id != owners[0].id or original.samefile(folder):
                 continue
-            if _real(settings_of(original).budget.stores(found.ranks, found.hosts)) == _real(stores):
+            theirs = settings_of(original).budget.stores(found.ranks, found.hosts)
+            if _real(theirs, started_in(original)) == _real(stores, Path()):
                 return original
     return None
 
@@ -40,8 +41,13 @@ def require_no_copy(folder: Path, owners: Sequence[Owner], stores: Stores) -> No
         )
 
 
-def _real(stores: Stores) -> list[list[Path]]:
-    return [[path.resolve() for path in paths] for paths in stores]
+def placed(path: Path) -> str:
+    """A directory as settings name it, and from where, if that depends on where the command runs."""
+    return str(path) if path.is_absolute() else f"{path} (relative to {Path.cwd()})"
+
+
+def _real(stores: Stores, base: Path) -> list[list[Path]]:
+    return [[(base / path).resolve() for path in paths] for paths in stores]
 
 
 def require_own_stores(run: Path, budget: Budget) -> tuple[tuple[tuple[Path, ...], ...], StoreFacts]:
@@ -70,6 +76,6 @@ def require_own_stores(run: Path, budget: Budget) -> tuple[tuple[tuple[Path, ...
             "directories here, and ask again"
         )
     if facts is None:
-        raise ConfigError(f"{stores[0][0]} holds no store: the run has not begun, or it was removed")
+        raise ConfigError(f"{placed(stores[0][0])} holds no store: the run has not begun, or it was removed")
     check_owner(facts.owner, record.owner, str(stores[0][0]))
     return stores, facts

@@ -94,12 +94,31 @@ def settings_of(folder: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainCon
         return config
     if any(key.replace("-", "_") == "budget.disk" and "{run}" not in value for key, value in flags):
         return replace(config, run=str(folder))  # a place that is named now is meant as it is
-    moved = tuple(
-        str(folder / path.relative_to(before)) if path.is_relative_to(before) else str(path)
-        for path in config.budget.disk_paths
+
+    def moved(path: Path) -> str:
+        return str(folder / path.relative_to(before)) if path.is_relative_to(before) else str(path)
+
+    disks = tuple(map(moved, config.budget.disk_paths))
+    disk = None if not disks else disks[0] if len(disks) == 1 else disks
+    prepared = config.data.prepared and moved(Path(config.data.prepared))
+    return replace(
+        config,
+        run=str(folder),
+        data=replace(config.data, prepared=prepared),
+        budget=replace(config.budget, disk=disk),
     )
-    disk = None if not moved else moved[0] if len(moved) == 1 else moved
-    return replace(config, run=str(folder), budget=replace(config.budget, disk=disk))
+
+
+def started_in(folder: Path) -> Path:
+    """The directory that was current when the run in ``folder`` was started, as far as its settings say: that from
+    which they name the folder; else the one that is current now.
+
+    Raises:
+        ConfigError: its settings cannot be read.
+    """
+    run = Path(load_text(_settings_text(settings_file(folder)), str(folder / _SETTINGS)).run)
+    at = len(folder.parts) - len(run.parts)
+    return Path(*folder.parts[:at]) if folder.parts[at:] == run.parts and not run.is_absolute() else Path()
 
 
 def trusts_code(flags: Sequence[tuple[str, str]]) -> bool:
