@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -504,3 +505,20 @@ def test_brackets_in_what_is_done_are_shown() -> None:
     with display.working("Disk /mnt/a[/b]: reading") as note:
         note("half of [it]")
     assert "Disk /mnt/a[/b]: reading" in drawn.getvalue()
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_no_file_that_a_command_opens_has_the_number_of_a_standard_stream_that_was_closed(
+    tmp_path: Path, closed: tuple[int, ...]
+) -> None:
+    child = os.fork()
+    if not child:
+        code = 99
+        with suppress(BaseException):
+            for number in closed:
+                os.close(number)
+                setattr(sys, ("stdin", "stdout", "stderr")[number], None)  # as Python does where it starts so
+            code = main(["train", str(tmp_path / "no.yaml")])
+            code += 10 * (os.open(tmp_path, os.O_RDONLY) in closed)
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2

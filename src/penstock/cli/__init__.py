@@ -39,6 +39,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if words is None else list(words)
     warnings.showwarning = _show_warning
+    _replace_closed_streams()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for; stderr escapes it
     try:
@@ -52,6 +53,14 @@ def main(words: Sequence[str] | None = None) -> int:
             return 141
         fail(f"cannot write the output: {error.strerror}")
         return 1
+
+
+def _replace_closed_streams() -> None:
+    """Standard streams that the process was started without (``>&-``) lead nowhere: else the next file to be opened,
+    such as the store's, would have a stream's number, and get what libraries print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process; takes the lowest number
 
 
 _LOST = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO}
