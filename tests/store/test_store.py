@@ -1,5 +1,6 @@
 """The store on real files with real processes: what is written is what is read, and one run at a time."""
 
+import errno
 import json
 import os
 import shutil
@@ -8,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from penstock.errors import StoreError
-from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, digests
+from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, digests, records
 from penstock.store.directory import in_memory
 from penstock.store.facts import facts_of, store_exists
 from penstock.store.removal import delete_store
@@ -303,6 +304,26 @@ def test_wrong_manifests_are_refused(store: Store, change: str, message: str) ->
         Store.create(store.paths, LAYOUT, model=MODEL)
 
 
+def test_a_file_that_may_not_be_read_or_grow_says_what_to_do(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(number: int) -> Callable[..., None]:
+        def call(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    store.commit({"step": 1})
+    store.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(records.files, "update", refused(errno.EFBIG))
+        with pytest.raises(StoreError, match=r"File too large: raise the limit on the size of files \(ulimit -f\)"):
+            Store.open(store.paths)
+    monkeypatch.setattr(records, "read_bounded", refused(errno.EACCES))
+    with pytest.raises(
+        StoreError, match=r"Permission denied \(EACCES\): .*manifest.json belongs to user .* with mode 600"
+    ):
+        Store.open(store.paths)
+
+
 def test_a_data_file_of_the_wrong_size_is_refused(store: Store) -> None:
     store.close()
     os.truncate(store.paths[-1] / "penstock.store", ALIGN)
@@ -363,7 +384,7 @@ def test_a_second_process_is_kept_out_until_the_first_dies(paths: list[Path], ki
 
 
 def test_a_second_store_in_the_same_process_is_kept_out(store: Store) -> None:
-    with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
+    with pytest.raises(StoreError, match=rf"in use by process {os.getpid()}, which is this one: close what"):
         Store.open(store.paths)
     store.close()
     Store.open(store.paths).close()

@@ -226,10 +226,17 @@ def _holder(fd: int) -> str | None:
         os.close(fd)
 
 
-def _in_use(directory: Path, holder: str, cause: OSError) -> StoreError:
-    return store_error(
-        f"{directory} is in use by {holder}: wait for it to end, or give this run another directory", cause
-    )
+def _is_at(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _in_use(lock: Path, holder: str, cause: OSError) -> StoreError:
+    ours = any(held.is_at(lock) for held in _held)
+    wait = ", which is this one: close what has it open here (an engine's close())" if ours else ": wait for it to end"
+    return store_error(f"{lock.parent} is in use by {holder}{wait}, or give this run another directory", cause)
 
 
 class DirectoryLock:
@@ -247,7 +254,7 @@ class DirectoryLock:
         """
         self._path = directory / name
         try:
-            self._fd: int | None = self._take(directory) if writes else self._share(directory)
+            self._fd: int | None = self._take() if writes else self._share(directory)
         except StoreError:
             raise
         except OSError as e:
@@ -257,17 +264,17 @@ class DirectoryLock:
             raise store_error(f"{self._path} cannot be locked: {said}", e) from e
         _held.add(self)
 
-    def _take(self, directory: Path) -> int:
+    def _take(self) -> int:
         while True:
             fd = files.descriptor(self._path, os.O_RDWR | os.O_CREAT)
             try:
                 _have_alone(fd)
-                if self._still_there(fd):
+                if _is_at(self._path, fd):
                     self._sign(fd)
                     return fd
             except BlockingIOError as e:
                 if (holder := _holder(fd)) is not None:
-                    raise _in_use(directory, holder, e) from e
+                    raise _in_use(self._path, holder, e) from e
                 continue
             except BaseException:
                 os.close(fd)
@@ -286,7 +293,7 @@ class DirectoryLock:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError as e:
                 if (holder := _holder(fd)) is not None:
-                    raise _in_use(directory, holder, e) from e
+                    raise _in_use(self._path, holder, e) from e
                 continue
             except BaseException:
                 os.close(fd)
@@ -305,13 +312,11 @@ class DirectoryLock:
     @property
     def in_place(self) -> bool:
         """True if the file that is locked is the one that has its name: the directory is where it was."""
-        return self._fd is not None and self._still_there(self._fd)
+        return self.is_at(self._path)
 
-    def _still_there(self, fd: int) -> bool:
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(fd))
-        except FileNotFoundError:
-            return False
+    def is_at(self, path: Path) -> bool:
+        """True if the file that is locked is there."""
+        return self._fd is not None and _is_at(path, self._fd)
 
     def release(self, *, remove: bool = False) -> None:
         """Give the lock back; with ``remove``, delete its file first, while nobody else can hold it."""

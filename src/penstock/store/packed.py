@@ -32,6 +32,7 @@ ADVICE = {
     errno.EDQUOT: "the disk quota is used up: raise it, or use another directory",
     errno.ELOOP: "remove the link, or put what it leads to in its place",
     errno.EROFS: "the file system has become read-only: see the kernel's log (dmesg)",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the limit of open files (sysctl fs.file-max)",
 }

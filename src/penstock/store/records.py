@@ -14,6 +14,7 @@ from penstock.documents import typed
 from penstock.documents.text import MalformedError, parse_json, read_bounded
 from penstock.documents.typed import shown
 from penstock.errors import StoreError
+from penstock.store.directory import in_the_way
 from penstock.store.packed import ADVICE, store_error
 
 log = logging.getLogger("penstock")
@@ -79,8 +80,7 @@ def read_document(path: Path, kind: str) -> Any:
     try:
         text = read_bounded(path, _LARGEST)
     except OSError as e:
-        advice = ADVICE.get(e.errno or 0, "is this the right directory?")
-        raise store_error(f"{path} cannot be read: {e.strerror}: {advice}", e) from e
+        raise store_error(f"{path} cannot be read: {in_the_way(path, e)}", e) from e
     except MalformedError as e:
         raise StoreError(f"{path} is damaged: {e}") from e
     return decode(kind, text, path)
@@ -324,4 +324,5 @@ def _write_again(path: Path) -> None:
             file.flush()
             os.fdatasync(file.fileno())
     except OSError as e:
-        raise store_error(f"{path} cannot be made durable: {e.strerror}: check the drive", e) from e
+        advice = ADVICE.get(e.errno or 0, "check the drive")
+        raise store_error(f"{path} cannot be made durable: {e.strerror}: {advice}", e) from e
