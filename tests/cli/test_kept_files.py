@@ -126,7 +126,7 @@ def test_an_account_that_is_whole_and_not_the_runs_is_refused(a_run: Path, capsy
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
     (trained,) = (a_run / "data").glob("tokenizer-*")
     others = [path for path in (a_run / "data").iterdir() if path != trained]
-    KeptFiles.of(a_run, [a_run / "model", trained, *others]).write(a_run)
+    KeptFiles.of(a_run, a_run / "data", [a_run / "model", trained, *others]).write(a_run)
     for words in (["resume", str(a_run), "--steps", "4"], ["export", str(a_run), str(a_run / "out")]):
         assert main(words) == 1
         assert f"{a_run / KEPT} is not that of the run whose state is in the store" in capsys.readouterr().err
@@ -150,6 +150,20 @@ def test_an_account_names_each_file_once_and_in_order() -> None:
             KeptFiles(files=wrong)
 
 
+@pytest.mark.parametrize("prepared", ["run/data", "run", "run/other", ".", "elsewhere"])
+def test_each_kept_file_is_found_by_its_name_wherever_prepared_data_are(tmp_path: Path, prepared: str) -> None:
+    run, place = tmp_path / "run", tmp_path / prepared
+    folders = [run / "model", place / "0123456789abcdef"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "a.json").write_text(folder.name)
+    kept = KeptFiles.of(run, place, folders)
+    assert [file.nbytes for file in kept.below("model").files] == [len("model")]
+    assert list(kept.damage(run, place)) == []
+    (folders[1] / "a.json").write_text("")
+    assert len(list(kept.damage(run, place))) == 1
+
+
 def test_shared_prepared_data_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_run(tmp_path)
     shared = tmp_path / "shared"
@@ -167,6 +181,29 @@ def test_shared_prepared_data_are_compared_too(tmp_path: Path, capsys: pytest.Ca
                 assert main(["resume", str(tmp_path / "run"), "--steps", "2"]) == 1
                 assert str(path) in capsys.readouterr().err
     assert main(["resume", str(tmp_path / "run"), "--steps", "2"]) == 0
+
+
+def test_shared_prepared_data_are_those_that_the_settings_name_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was moved with them, or copied, goes on with what came with it."""
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    config = write_run(Path(), run=Path("run"))
+    few = ["--data.prepared", "shared", "--budget.disk", "store", "--evaluate", "null"]
+    assert main(["train", str(config), "--steps", "1", *few]) == 0
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a").rename(tmp_path / "c")
+    monkeypatch.chdir(tmp_path / "c")
+    assert main(["verify", "run"]) == 0
+    assert main(["resume", "run", "--steps", "2"]) == 0
+    monkeypatch.chdir(tmp_path / "b")
+    (sums,) = Path("shared").glob("*/train-0.xxh3")
+    with flipped(sums, 10):
+        assert main(["verify", "run"]) == 1
+        assert str(sums) in capsys.readouterr().out
+        assert main(["resume", "run", "--steps", "2"]) == 1
+    assert main(["resume", "run", "--steps", "2"]) == 0
 
 
 def test_settings_changed_by_hand_say_so(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +284,7 @@ def test_a_file_that_cannot_be_read_says_what_the_system_has_said(tmp_path: Path
     (tmp_path / "model" / "config.json").write_bytes(b"{}")
     kept = KeptFiles(files=(KeptFile(name="model/config.json", nbytes=2, digest="0" * 32),))
     with intercepted(tmp_path, Nth(0, error(errno.EIO), lambda call: call.name == "read")):
-        (said,) = kept.damage(tmp_path)
+        (said,) = kept.damage(tmp_path, tmp_path / "data")
     assert said == f"{tmp_path}/model/config.json cannot be read: Input/output error"
     ours = store_error("what was done", OSError(errno.ENOSPC, "No space"))
     assert (str(ours), ours.errno, ours.strerror) == ("what was done", errno.ENOSPC, "No space")

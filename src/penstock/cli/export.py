@@ -85,7 +85,9 @@ def run(arguments: Arguments) -> int:
         )
     state, record = _state(config, arguments.folder)
     keeps = kept_of(arguments.folder, vouched_by(record))
-    keeps.below(model_folder(arguments.folder).name).require(arguments.folder)
+    keeps.below(model_folder(arguments.folder).name).require(
+        arguments.folder, config.data.prepared_in(arguments.folder)
+    )
     # Being ended is no reason to leave half a folder behind: as Ctrl-C does, this unwinds what has been begun.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

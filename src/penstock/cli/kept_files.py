@@ -42,7 +42,8 @@ ADVICE = (
 
 @dataclass(frozen=True, kw_only=True)
 class KeptFile:
-    """A file: its name below the run's folder (elsewhere all of its path), its size in bytes, its hash (xxh3, 128)."""
+    """A file: its name below the run's folder, its size in bytes, its hash (xxh3, 128). Below ``data/`` are those of
+    the folder of prepared data, wherever that is; older runs have all of the path of a file that is elsewhere."""
 
     name: str
     nbytes: int
@@ -60,14 +61,17 @@ class KeptFiles:
         assert names == sorted(set(names)), names
 
     @classmethod
-    def of(cls, run: Path, folders: Sequence[Path]) -> "KeptFiles":
-        """The files that are in ``folders`` now, at any depth.
+    def of(cls, run: Path, prepared: Path, folders: Sequence[Path]) -> "KeptFiles":
+        """The files that are in ``folders`` now, at any depth; each is in ``run`` or in ``prepared``, its data.
 
         Raises:
             StoreError: a file cannot be read.
         """
         paths = {path for folder in folders for path in _files_in(folder)}
-        found = (KeptFile(name=_name(run, path), nbytes=path.stat().st_size, digest=_digest(path)) for path in paths)
+        found = [
+            KeptFile(name=_name(run, prepared, path), nbytes=path.stat().st_size, digest=_digest(path))
+            for path in paths
+        ]
         return cls(files=tuple(sorted(found, key=lambda file: file.name)))
 
     @classmethod
@@ -105,10 +109,10 @@ class KeptFiles:
         """The files in one folder of the run's."""
         return KeptFiles(files=tuple(file for file in self.files if file.name.startswith(f"{folder}/")))
 
-    def damage(self, run: Path, *, missing_in: Sequence[Path] = ()) -> Iterator[str]:
+    def damage(self, run: Path, prepared: Path, *, missing_in: Sequence[Path] = ()) -> Iterator[str]:
         """Each file that is not as it was, in words. ``missing_in``: what is gone from there is made again."""
         for file in self.files:
-            path = run / file.name
+            path = _place(run, prepared, file.name)
             if any(path.is_relative_to(folder) and not _folder_of(path, folder).exists() for folder in missing_in):
                 continue
             try:
@@ -121,20 +125,20 @@ class KeptFiles:
                 sizes = f"{file.nbytes:,} bytes then, {size:,} now" if size != file.nbytes else "other bytes"
                 yield f"{path} is not what the run wrote there ({sizes})"
 
-    def require(self, run: Path, *, missing_in: Sequence[Path] = ()) -> None:
+    def require(self, run: Path, prepared: Path, *, missing_in: Sequence[Path] = ()) -> None:
         """Raises:
         StoreError: a file is not as it was; names the first.
         """
-        for found in self.damage(run, missing_in=missing_in):
+        for found in self.damage(run, prepared, missing_in=missing_in):
             raise StoreError(f"{found}: check the drive. {ADVICE}")
 
-    def require_made_again(self, run: Path) -> None:
+    def require_made_again(self, run: Path, prepared: Path) -> None:
         """After all has been opened, so that what was gone has been made again.
 
         Raises:
             StoreError: it was made otherwise; names the first file.
         """
-        for found in self.damage(run):
+        for found in self.damage(run, prepared):
             raise StoreError(
                 f"{found}, although it was made again from the same data in the same way: is another version of the "
                 "tokenizer's library installed? Put back the one that was"
@@ -174,9 +178,9 @@ def vouched_by(record: Mapping[str, Any] | None) -> str | None:
     return None if position is None else position.get(KEPT_KEY)
 
 
-def corpora(kept: KeptFiles, run: Path) -> Iterator[Path]:
+def corpora(kept: KeptFiles, run: Path, prepared: Path) -> Iterator[Path]:
     """The token ids that belong to what a run keeps: a file ``NAME.tokens`` each."""
-    paths = (run / file.name for file in kept.files)
+    paths = (_place(run, prepared, file.name) for file in kept.files)
     yield from (path.with_suffix(".tokens") for path in paths if path.suffix == SUMS and path.name[:5] != "given")
 
 
@@ -185,9 +189,15 @@ def _folder_of(path: Path, folder: Path) -> Path:
     return folder / path.relative_to(folder).parts[0]
 
 
-def _name(run: Path, path: Path) -> str:
-    real, root = path.resolve(), run.resolve()
-    return str(real.relative_to(root)) if real.is_relative_to(root) else str(real)
+_PREPARED = "data/"
+
+
+def _name(run: Path, prepared: Path, path: Path) -> str:
+    return str(path.relative_to(run)) if path.is_relative_to(run) else f"{_PREPARED}{path.relative_to(prepared)}"
+
+
+def _place(run: Path, prepared: Path, name: str) -> Path:
+    return prepared / name.removeprefix(_PREPARED) if name.startswith(_PREPARED) else run / name
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

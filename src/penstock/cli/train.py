@@ -38,7 +38,7 @@ from penstock.cli.stretch import Stretch
 from penstock.config import Family, Precision, RunConfig, Tier, TrainConfig, fields_of, format_size
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
-from penstock.data.opening import Data, for_model, open_data, prepared_in
+from penstock.data.opening import Data, for_model, open_data
 from penstock.data.stream import Prepared
 from penstock.data.summary import summary_of
 from penstock.engine.arguments import WrapArguments, check_compile
@@ -144,7 +144,7 @@ def _start(
     measure = yardstick(config, machine, kind=device_kind(config.device))
     data = ranks.after_first("data", lambda: _open_data(config, display, run, model, position, new=new))
     ranks.agree("data", data.identity.fingerprint)
-    kept = ranks.once("what the run keeps", lambda: _keep(run.folder, data))
+    kept = ranks.once("what the run keeps", lambda: _keep(config, run.folder, data))
     count = parameter_count(model.model)
     return _train(config, display, run, make_engine, count, data, kept, cut, measure, weighed, profile)
 
@@ -181,23 +181,23 @@ def _require_kept(config: TrainConfig, folder: Path, ranks: Ranks) -> Mapping[st
         record = None if facts is None else facts.record
     else:
         record = record_kept(folder)
-    place = prepared_in(config.data, folder)
-    kept_of(folder, vouched_by(record)).require(folder, missing_in=(place, place.resolve()))
+    place = config.data.prepared_in(folder)
+    kept_of(folder, vouched_by(record)).require(folder, place, missing_in=(place, place.resolve()))
     return None if record is None else record.get("position")
 
 
-def _keep(folder: Path, data: Data) -> str:
+def _keep(config: TrainConfig, folder: Path, data: Data) -> str:
     """From now on the run keeps what is there, which is flushed; returns its digest.
 
     Raises:
         StoreError: it goes on, and what was gone and has been made again is not what it was.
     """
-    kept = KeptFiles.read(folder)
+    kept, place = KeptFiles.read(folder), config.data.prepared_in(folder)
     if kept is None:
-        kept = KeptFiles.of(folder, [model_folder(folder), *data.folders])
+        kept = KeptFiles.of(folder, place, [model_folder(folder), *data.folders])
         kept.write(folder)
     else:
-        kept.require_made_again(folder)
+        kept.require_made_again(folder, place)
     return kept.digest
 
 

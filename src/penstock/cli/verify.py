@@ -51,12 +51,13 @@ class Arguments(Words):
 @dataclass(frozen=True, kw_only=True)
 class Checked:
     """The state to check. ``stores``: the directories of each rank's store; empty: the run has a ``snapshot`` instead.
-    ``run``: the folder of its run, if that was given; else there is one store, of whatever rank. ``record``: the last
-    commit, as it was when the command began."""
+    ``run``: the folder of its run, if that was given; else there is one store, of whatever rank. ``prepared``: the
+    folder of its prepared data. ``record``: the last commit, as it was when the command began."""
 
     stores: tuple[tuple[Path, ...], ...]
     snapshot: Path | None = None
     run: Path | None = None
+    prepared: Path = Path()
     record: Mapping[str, Any] | None = None
 
 
@@ -71,11 +72,12 @@ def _to_check(folders: Sequence[Path]) -> Checked:
         found = " and ".join(map(str, folders))
         raise ConfigError(f"penstock verify takes one run's folder, and was given {found}. Try: penstock verify --help")
     config = settings_of(folders[0])
+    prepared = config.data.prepared_in(folders[0])
     if not config.budget.disk_paths:
         snapshot = require_newest(folders[0])
-        return Checked(stores=(), snapshot=snapshot, run=folders[0], record=record_in(snapshot))
+        return Checked(stores=(), snapshot=snapshot, run=folders[0], prepared=prepared, record=record_in(snapshot))
     stores, facts = require_own_stores(folders[0], config.budget)
-    return Checked(stores=stores, run=folders[0], record=facts.record)
+    return Checked(stores=stores, run=folders[0], prepared=prepared, record=facts.record)
 
 
 def run(arguments: Arguments) -> int:
@@ -95,7 +97,7 @@ def run(arguments: Arguments) -> int:
         with opened_parts(asked.stores) as stores:
             damage = [found for store in stores for found in _store(store)]
             records = [found for store in stores for found in _records(store)]
-    beside = [] if asked.run is None else list(_beside(asked.run, asked.record))
+    beside = [] if asked.run is None else list(_beside(asked.run, asked.prepared, asked.record))
     if not damage and not records and not beside:
         print("Every checksum is right.")
         return 0
@@ -177,7 +179,7 @@ def _identity(run: Path, record: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"{run / IDENTITY} is of other data than the last commit: it is made again as the run goes on"
 
 
-def _beside(run: Path, record: Mapping[str, Any] | None) -> Iterator[str]:
+def _beside(run: Path, prepared: Path, record: Mapping[str, Any] | None) -> Iterator[str]:
     """Check what a run keeps beside its store; yields what is damaged, in words. Says what it has read."""
     yield from _identity(run, record)
     try:
@@ -186,8 +188,8 @@ def _beside(run: Path, record: Mapping[str, Any] | None) -> Iterator[str]:
         yield str(error)
         return
     done = sum(file.nbytes for file in kept.files)
-    yield from kept.damage(run)
-    for corpus in corpora(kept, run):
+    yield from kept.damage(run, prepared)
+    for corpus in corpora(kept, run, prepared):
         try:
             found = open_tokens(corpus)
             for array in filter(None, (found.ids, found.answers)):

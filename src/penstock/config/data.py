@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from penstock.config.sizes import TEXT_LEAST, check_size, parse_size
@@ -228,6 +229,10 @@ class DataConfig:
     @property
     def each_source(self) -> tuple[SourceConfig, ...]:
         return each_source(self.sources)
+
+    def prepared_in(self, run: Path) -> Path:
+        """The folder of prepared data: in the run's own folder, or one that several runs share."""
+        return Path(self.prepared) if self.prepared else run / "data"
 
     @property
     def training(self) -> TokenizerTrainingConfig | None:

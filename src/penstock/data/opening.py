@@ -85,7 +85,7 @@ def open_data(
     before, trained_on = known.files if known else (), [p for one in opened for p in one.files]
     facts = facts_of(trained_on, before[: len(trained_on)], whole=not stream)  # a file of both has two digests
     facts += facts_of([p for one in held_out for p in one.files], before[len(trained_on) :], whole=True)
-    folder = prepared_in(config, run)
+    folder = config.prepared_in(run)
     tokenizer, *used = _tokenizer(config, own, opened, facts, folder, say)
     identity = Identity(files=facts, settings=_settings(config, tokenizer, [*opened, *held_out], seed, stream))
     if known is not None and (changed := identity.difference(known)) is not None:
@@ -145,11 +145,6 @@ def _without_end(tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], c
             f"{paths[0]}: the tokenizer has no end-of-text token, so no document ends with one{runs_on}. Set eos_token "
             "in its tokenizer_config.json, or take a tokenizer that has one (data.tokenizer)"
         )
-
-
-def prepared_in(config: DataConfig, run: Path) -> Path:
-    """The folder of prepared data: in the run's own folder, or one that several runs share."""
-    return Path(config.prepared) if config.prepared else run / "data"
 
 
 def choose_tokenizer(
