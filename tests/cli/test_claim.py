@@ -142,6 +142,22 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", ["new", "overwrite", "resume"])
+def test_a_place_for_state_that_cannot_be_made_is_said_before_anything_is_prepared_or_removed(
+    start: Start, tmp_path: Path
+) -> None:
+    config = settings_for(tmp_path / "run")
+    if start == "overwrite":
+        run_of(config, step=3)
+    before = content(tmp_path)
+    with (
+        pytest.raises(StoreError, match=f"{tmp_path}/no/drive does not exist and neither does {tmp_path}/no"),
+        claimed(on(config, tmp_path / "no/drive"), start) as claim,
+    ):
+        claim.begin(on(config, tmp_path / "no/drive"))
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("start", ["new", "overwrite", "resume"])
 def test_a_folder_of_something_else_is_no_place_for_a_run(start: Start, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ConfigError, match=r"already holds thesis\.tex"):

@@ -287,6 +287,7 @@ class Claim:
             ConfigError, StoreError: that cannot be done. The rest is done by whoever starts the run next.
         """
         self._require_no_others()
+        self._reach.require_parents(self._disks, self.folder)
         self._reach.check_free(self._replaces)
         pending = Pending(replaces=self._replaces, settings=dump(config))
         self._record = self._began = RunRecord(

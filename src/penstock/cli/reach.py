@@ -16,6 +16,7 @@ from penstock.cli.removal import check_free, remove_stores
 from penstock.cli.run_record import Replaced
 from penstock.errors import ConfigError, StoreError
 from penstock.ranks.group import ALONE, Ranks
+from penstock.store.directory import require_parent
 from penstock.store.facts import StoreFacts, facts_of, facts_of_all
 from penstock.store.owner import Owner, owner_in
 
@@ -96,6 +97,12 @@ class Reach:
         """
         self.on_each(partial(_require_run, folder, owner))
 
+    def require_parents(self, disks: Sequence[Path], run: Path) -> None:
+        """Raises:
+        StoreError: on a host there is nothing to make a directory for stores in, and ``run`` will not have it either.
+        """
+        self.on_each(partial(_require_parents, [path for path in disks if not path.is_relative_to(run)]))
+
     def check_free(self, replaced: Sequence[Replaced]) -> None:
         """As ``removal.check_free``, on each host."""
         self.on_each(partial(_check_free, replaced))
@@ -133,6 +140,11 @@ def _require_run(folder: Path, owner: Owner, host: int) -> None:
 
 _LOOKS, _APART = 5, 0.5
 """Number of looks for a run's folder, and the seconds between two of them."""
+
+
+def _require_parents(disks: Sequence[Path], host: int) -> None:
+    for path in disks:
+        require_parent(path)
 
 
 def _check_free(replaced: Sequence[Replaced], host: int) -> None:

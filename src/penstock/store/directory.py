@@ -79,6 +79,16 @@ def check_distinct(paths: Sequence[Path]) -> None:
         seen[real] = path
 
 
+def require_parent(path: Path) -> None:
+    """Raises:
+    StoreError: there is no directory to make ``path`` in.
+    """
+    if not path.parent.is_dir():
+        raise StoreError(
+            f"{path} does not exist and neither does {path.parent}: is the drive mounted? create {path.parent}"
+        )
+
+
 def make_directory(path: Path) -> bool:
     """Create the last component of ``path`` if it is missing, for its owner only. True if it was created.
 
@@ -93,10 +103,7 @@ def make_directory(path: Path) -> bool:
         if path.stat().st_uid == os.geteuid() and not any(path.iterdir()):
             path.chmod(0o700)
         return False
-    if not path.parent.is_dir():
-        raise StoreError(
-            f"{path} does not exist and neither does {path.parent}: is the drive mounted? create {path.parent}"
-        )
+    require_parent(path)
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:  # another process has made it in this moment
