@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import penstock
 from penstock.config.optimizer import Moments
@@ -129,3 +130,35 @@ def test_small_parameters_keep_fp32_and_what_is_moved_is_what_the_form_says(tmp_
 def test_an_optimizer_without_moments_has_no_form_of_them() -> None:
     with pytest.raises(ConfigError, match="moments has no effect without momentum"):
         penstock.SGD(lr=0.1, moments="int8")
+
+
+class _WithNothing(nn.Module):
+    """A parameter without elements beside a matrix of a compact moment's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing, self.lin = nn.Parameter(torch.empty(0, 3)), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.lin(x) + self.nothing.sum()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [penstock.AdamW(moments="bf16"), penstock.AdamW(moments="int8"), penstock.Muon()],
+    ids=["bf16", "int8", "muon"],
+)
+def test_parameters_without_elements_may_be_all_that_is_stepped_apart(
+    optimizer: penstock.AdamW | penstock.Muon, tmp_path: Path
+) -> None:
+    """Small parameters, and those that are no matrices, have groups of their own."""
+    settings: dict[str, Any] = {"optimizer": optimizer, "precision": "fp32", "plan": None, "device": "cpu"}
+    settings |= {"loss_fn": lambda model, batch: model(batch["x"]).square().mean()}
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(4, 64), nn.Sequential(_WithNothing(), _WithNothing()))
+        with penstock.wrap(model, budget=budget(tmp_path / "store"), **settings) as engine:
+            losses.append(engine.step([{"x": torch.arange(4)}]).loss)
+            assert dict(engine.master_parameters())["1.0.nothing"].shape == (0, 3)
+    assert losses[1] < losses[0]

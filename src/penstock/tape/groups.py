@@ -107,7 +107,8 @@ def lay_out(
     whole: Whole | None = None,
 ) -> ParamGroup:
     """Place parameters in a flat buffer: trainable ones first, each part padded to ``ALIGN`` elements for each of the
-    ``ranks`` that share it. ``compact``, ``whole``: as in ``GroupSpec``."""
+    ``ranks`` that share it. Where no parameter has an element, there is frozen padding alone: every group has arrays.
+    ``compact``, ``whole``: as in ``GroupSpec``."""
     slices: list[ParamSlice] = []
     ranks_group = Mesh(data=ranks).everyone()
     offset = 0
@@ -124,6 +125,7 @@ def lay_out(
                 offset += round_up(p.numel(), VIEW_ALIGN)
         offset = start + ranks_group.padded(offset - start)
         sizes[trainable] = offset - start
+    sizes[False] = sizes[False] or (0 if offset else ranks_group.padded(1))
     spec = GroupSpec(index=index, name=name, trainable=sizes[True], frozen=sizes[False], compact=compact, whole=whole)
     return ParamGroup(spec=spec, slices=tuple(slices))
 
