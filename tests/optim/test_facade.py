@@ -195,6 +195,17 @@ def test_settings_that_are_written_into_param_groups_are_checked(
         optimizer.hypers()
 
 
+def test_param_groups_that_are_taken_away_are_refused() -> None:
+    """Parameters have the settings of a group by its number."""
+    optimizer = StreamedOptimizer(AdamW(lr=0.1, overrides=(Override(match=NAMES[0], lr=0.2),)), named())
+    optimizer.param_groups[0]["params"] = []
+    with pytest.raises(ConfigError, match="1 have parameters, and 2 had"):
+        optimizer.hypers()
+    optimizer.param_groups.clear()
+    with pytest.raises(ConfigError, match="0 have parameters"):
+        optimizer.hypers()
+
+
 def test_settings_survive_a_state_dict_and_moments_are_refused() -> None:
     optimizer = StreamedOptimizer(AdamW(lr=0.1), named())
     optimizer.param_groups[0]["lr"] = 0.025

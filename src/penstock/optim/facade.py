@@ -49,16 +49,23 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if isinstance(spec, Muon):  # its groups say all; what is here would be added to those of the other kind, too
             defaults = {key: defaults[key] for key in ("lr", "weight_decay")}
         super().__init__(groups, defaults)
-        self._sealed = True
+        self._sealed, self._built = True, len(self.param_groups)
         self._group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
 
     def hypers(self) -> tuple[Hyper, ...]:
         """The settings of each param group that has parameters, as they are now.
 
         Raises:
-            ConfigError: one is missing, no number, or out of the range that the optimizer's class allows.
+            ConfigError: one is missing, no number, or out of the range that the optimizer's class allows; or there are
+                not as many as the optimizer was built with.
         """
-        return tuple(_hyper(_kind(self.spec, group), group) for group in self.param_groups if group["params"])
+        groups = [group for group in self.param_groups if group["params"]]
+        if len(groups) != self._built:
+            raise ConfigError(
+                f"param_groups: {len(groups)} have parameters, and {self._built} had when the engine was built: change "
+                "their settings alone (lr=0 and weight_decay=0 leave parameters as they are)"
+            )
+        return tuple(_hyper(_kind(self.spec, group), group) for group in groups)
 
     def group_of(self, parameter: torch.nn.Parameter) -> int:
         """The index of the parameter's param group, among those that have any."""
