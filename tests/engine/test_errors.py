@@ -1,6 +1,6 @@
 """Bad input gets an error that says what to do, and nothing is lost by it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -136,14 +136,22 @@ def test_a_model_that_returns_no_loss(tmp_path: Path) -> None:
             pass
 
 
-def test_a_loss_of_several_elements(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda logits: logits, r"tensor of shape \(2, 12, 96\)"),
+        (lambda logits: logits.mean().to(torch.complex64), r"complex tensor of shape \(\)"),
+    ],
+)
+def test_a_loss_that_is_not_one_real_number(
+    change: Callable[[torch.Tensor], torch.Tensor], what: str, tmp_path: Path
+) -> None:
     def loss_fn(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-        logits: torch.Tensor = model(**micro_batch).logits
-        return logits
+        return change(model(**micro_batch).logits)
 
     with (
         wrap(CASE, budget(tmp_path / "store"), loss_fn=loss_fn) as engine,
-        pytest.raises(ModelError, match=r"loss must be a tensor of one element, but .* of shape \(2, 12, 96\)"),
+        pytest.raises(ModelError, match=f"loss must be a real tensor of one element, but loss_fn returned a {what}"),
     ):
         engine.step(STEPS[0])
 

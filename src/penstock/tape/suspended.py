@@ -203,10 +203,12 @@ class SuspendedForward:
         with _explained("the model itself"):
             loss: object = loss_fn(model, micro_batch)
         self._shared.look()
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
+            got = type(loss).__name__
+            if isinstance(loss, torch.Tensor):
+                got = f"a {'complex ' * loss.is_complex()}tensor of shape {tuple(loss.shape)}"
             raise ModelError(
-                f"the loss must be a tensor of one element, but loss_fn returned {got}: "
+                f"the loss must be a real tensor of one element, but loss_fn returned {got}: "
                 "return the mean loss of the micro-batch (do its labels go with it?)"
             )
         self.loss = loss.reshape(())
