@@ -49,7 +49,8 @@ class BufferBefore:
 class ModulesBefore:
     """The buffers and the plain attributes of a module and those within it, as they are when this is made.
 
-    An attribute is put back as the object that it was: of a list or a dict, what is in it by then.
+    An attribute is put back as the object that it was: of a list or a dict, what is in it by then. A generator of
+    torch's has its state again, too.
     """
 
     def __init__(self, module: nn.Module, changing: Collection[tuple[nn.Module, str]] | None = None) -> None:
@@ -57,6 +58,12 @@ class ModulesBefore:
         of them."""
         modules = list(module.named_modules())
         self._attributes = [(owner, attributes_of(owner)) for _, owner in modules]
+        self._generators = [
+            (value, value.get_state())
+            for _, attributes in self._attributes
+            for value in attributes.values()
+            if isinstance(value, torch.Generator)
+        ]
         self.buffers = [
             _before(owner, name, path, keeps=changing is None or (owner, name) in changing or name in persistent)
             for path, owner in modules
@@ -88,6 +95,8 @@ class ModulesBefore:
             set_attributes(owner, before)
         for buffer in self.buffers:
             buffer.put_back()
+        for generator, state in self._generators:
+            generator.set_state(state)
 
 
 def _before(module: nn.Module, name: str, path: str, *, keeps: bool) -> BufferBefore:
