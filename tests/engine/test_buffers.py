@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import penstock
-from tests.stacks import Stack, of, stack
+from penstock.errors import ModelError
+from tests.stacks import Layer, Stack, of, stack
 from tests.training import budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,6 +42,100 @@ def assert_plain(build: Callable[[], nn.Module], where: penstock.Budget, clip: f
         assert [engine.step(s).loss for s in STEPS] == pytest.approx(wanted, rel=1e-6)
         found = engine.values().buffers
         assert all(torch.allclose(found[name], buffer) for name, buffer in model.named_buffers() if name in found)
+
+
+def refused(build: Callable[[], nn.Module], where: penstock.Budget, **settings: Any) -> str:
+    def train() -> None:
+        with wrap(of(build), where, optimizer=SGD, plan=None, **settings) as engine:
+            for micro_batches in STEPS:
+                engine.step(micro_batches)
+
+    with pytest.raises(ModelError) as caught:
+        train()
+    return str(caught.value)
+
+
+# -- their place in commits and in memory ---------------------------------------------------------------------------
+
+
+class Grows(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, self.seen.new_ones(1)])
+        return super().forward(x) + self.seen.mean()
+
+
+class Widens(Layer):
+    """Has another dtype once it has seen a long micro-batch, after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, None
+        self.register_buffer("wide", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.wide = (self.wide + 1).to(torch.float64 if x.shape[1] > 12 else self.wide.dtype)
+        return super().forward(x)
+
+
+def test_persistent_buffers_keep_their_shape_and_dtype(tmp_path: Path) -> None:
+    """A commit has the place that they had before: a run went on with other bytes, or without those that were new."""
+    assert "'layers.0.seen' is (2,) of torch.float32 before a forward, and (3,)" in refused(
+        lambda: Stack(Grows), budget(tmp_path / "grows")
+    )
+
+
+def test_one_that_changes_them_later_on_is_refused_then(tmp_path: Path) -> None:
+    case = stack(Widens)
+    longer = steps_of(case, 1, first=9, lengths=(14, 8, 10))[0]
+    with wrap(case, budget(tmp_path), optimizer=SGD, plan=None) as engine:
+        engine.step(STEPS[0])
+        with pytest.raises(ModelError, match=r"'layers\.0\.wide' is \(2,\) of torch\.float32 before a forward"):
+            engine.step(longer)
+        assert engine.step_count == 1
+        engine.step(STEPS[1])
+
+
+class Held(Layer):
+    """Has a buffer of a kind. ``persistent``: it is part of the state."""
+
+    def __init__(self, buffer: torch.Tensor, *, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("held", buffer, persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.1 * self.get_buffer("held").to_dense()[0].sum()
+
+
+def holding(make: Callable[[], torch.Tensor], *, persistent: bool = True) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = Stack()
+        model.layers = nn.ModuleList(Held(make(), persistent=persistent) for _ in range(3))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_elements_of_a_buffer_may_lie_in_one_memory(tmp_path: Path, persistent: bool) -> None:
+    build = holding(lambda: torch.ones(1, 3).expand(4, 3), persistent=persistent)
+    assert_plain(build, budget(tmp_path))
+    with wrap(of(build), budget(tmp_path), optimizer=SGD, plan=None) as engine:
+        assert engine.step_count == len(STEPS)
+        engine.step(STEPS[0])
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_buffers_are_no_state(tmp_path: Path, layout: str) -> None:
+    def made() -> torch.Tensor:
+        return getattr(torch.eye(3), layout)()  # type: ignore[no-any-return]
+
+    assert "buffer 'layers.0.held' is sparse or nested" in refused(holding(made), budget(tmp_path / "refused"))
+    assert_plain(holding(made, persistent=False), budget(tmp_path / "trained"))
 
 
 def noisy(model: Any, x: torch.Tensor) -> torch.Tensor:

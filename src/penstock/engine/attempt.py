@@ -105,6 +105,7 @@ class Attempt:
                 raise failure
             finally:
                 del failure  # its traceback holds this frame, which would hold it and the micro-batches
+        self.before.refuse_unplaced()
         self._sync_buffers()
         if self.skipped and not self.resources.arrays.droppable:
             raise NonFiniteError(

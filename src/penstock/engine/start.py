@@ -24,6 +24,7 @@ from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.splits import SPLITS
 from penstock.tape.groups import ParamGroup
 from penstock.tape.init import initialise, materialise_buffers
+from penstock.tape.refusals import overlaps_itself
 
 
 class WeightSource(Protocol):
@@ -196,11 +197,13 @@ def make_buffers(
 
 
 def buffers_to(model: nn.Module, device: torch.device) -> None:
-    """Move a model's buffers to the device; they are small and stay there."""
+    """Move a model's buffers to the device; they are small and stay there. One whose elements lie in the same memory,
+    where they could not be put back, gets memory for each."""
     for module in model.modules():
         for name, buffer in buffers_of(module).items():
-            if buffer is not None and buffer.device != device:
-                buffers_of(module)[name] = buffer.to(device)
+            if buffer is not None:
+                apart = buffer.contiguous() if overlaps_itself(buffer) else buffer
+                buffers_of(module)[name] = apart.to(device)
 
 
 def describe_model(

@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.compat.torch import buffers_of, persistent_buffers, version
 from penstock.errors import ModelError
+from penstock.tape import trees
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -76,6 +77,24 @@ class ModulesBefore:
         """The buffers that have changed since."""
         return [buffer for buffer in self.buffers if buffer.has_changed()]
 
+    def refuse_unplaced(self) -> None:
+        """Raise ModelError for a persistent buffer that commits and snapshots have no place for, or one for another
+        shape or dtype than it has now: what a run goes on with would be other bytes."""
+        for buffer in self.buffers:
+            now, was = persistent_buffers(buffer.module).get(buffer.name), buffer.value
+            if now is not None and buffer.tensor is None:
+                raise ModelError(
+                    f"buffer {buffer.path!r} is None until a forward puts a tensor there, so that commits and "
+                    "snapshots have no place for it: register it with a tensor, or with persistent=False if it is no "
+                    "state"
+                )
+            if now is not None and was is not None and (now.shape, now.dtype) != (was.shape, was.dtype):
+                raise ModelError(
+                    f"buffer {buffer.path!r} is {tuple(was.shape)} of {was.dtype} before a forward, and "
+                    f"{tuple(now.shape)} of {now.dtype} behind it, for which commits and snapshots have no place: let "
+                    "it keep its shape and dtype, or register it with persistent=False if it is no state"
+                )
+
     def copies(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
         """The copies that there are of buffers, by (module, name in it)."""
         return {(buffer.module, buffer.name): buffer.value for buffer in self.buffers if buffer.value is not None}
@@ -106,7 +125,7 @@ def _before(module: nn.Module, name: str, path: str, *, keeps: bool) -> BufferBe
         name=name,
         path=f"{path}.{name}" if path else name,
         tensor=buffer,
-        value=buffer.clone() if keeps and buffer is not None else None,
+        value=buffer.clone() if keeps and buffer is not None and trees.has_storage(buffer) else None,
         version=0 if buffer is None else version(buffer),
     )
 

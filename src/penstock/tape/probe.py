@@ -6,7 +6,7 @@ storage is freed. What an op uses inside itself (a library's workspace) is not s
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.compat.torch import persistent_buffers, unwatched, without_functions
+from penstock.compat.torch import unwatched, without_functions
 from penstock.errors import ModelError
 from penstock.schedule.program import OF_BLOCK, Stage
 from penstock.schedule.work import BothWays, Work
 from penstock.tape import graph, trees
 from penstock.tape.asked import Asked
-from penstock.tape.buffers import BufferBefore, ModulesBefore, attributes_of, copies
+from penstock.tape.buffers import ModulesBefore, attributes_of, copies
 from penstock.tape.facts import Facts, Site, StageFacts
 from penstock.tape.handed import Calls, Handed
 from penstock.tape.kept_graph import Footprint
@@ -106,7 +106,7 @@ class Probe:
             self._refuse_kept()
             self._views.refuse()
             self._smuggled.refuse()
-            _refuse_unplaced(before.buffers)
+            before.refuse_unplaced()
             found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
             if train:
                 self._run_backward(suspended)
@@ -409,15 +409,6 @@ def _graph(footprint: Footprint, segment: Segment) -> int | None:
         return None
     forward, recomputed = segment.forward.peak - segment.forward.start, footprint.peak - segment.backward.start
     return max(footprint.nbytes, recomputed - forward, 1)
-
-
-def _refuse_unplaced(before: Iterable[BufferBefore]) -> None:
-    for buffer in before:
-        if buffer.tensor is None and buffer.name in persistent_buffers(buffer.module):
-            raise ModelError(
-                f"buffer {buffer.path!r} is None until a forward puts a tensor there, so that commits and snapshots "
-                "have no place for it: register it with a tensor, or with persistent=False if it is no state"
-            )
 
 
 def _tensor_attributes(site: Site) -> TensorAttributes:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from penstock.compat.marks import is_moved
-from penstock.compat.torch import accumulation_hooks, gradient_hooks, is_compiled, storage_key
+from penstock.compat.torch import accumulation_hooks, gradient_hooks, is_compiled, persistent_buffers, storage_key
 from penstock.errors import ModelError
+from penstock.tape import trees
 
 NO_GRAPHS = (
     "recompute=False: no block's graph can be kept, as they have backwards written in Python, change buffers, are "
@@ -86,7 +87,7 @@ def _refuse_parameters(model: nn.Module) -> None:
                 "yet. Give a model with plain parameters (without quantisation)"
             )
         _refuse_inference(f"parameter {name!r}", parameter)
-        if parameter.requires_grad and _overlaps_itself(parameter):
+        if parameter.requires_grad and overlaps_itself(parameter):
             raise ModelError(
                 f"elements of parameter {name!r} lie in the same memory (expand, as_strided), and would be trained "
                 "apart: give each its own (.clone()), or let the forward expand what is one number"
@@ -96,6 +97,13 @@ def _refuse_parameters(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if not isinstance(buffer, nn.UninitializedBuffer):
             _refuse_inference(f"buffer {name!r}", buffer)
+    for path, module in model.named_modules():
+        for name, buffer in persistent_buffers(module).items():
+            if not trees.has_storage(buffer):
+                raise ModelError(
+                    f"buffer {(f'{path}.{name}' if path else name)!r} is sparse or nested, for which commits and "
+                    "snapshots have no place: let it be dense, or register it with persistent=False if it is no state"
+                )
     if len(devices) > 1:
         (one, first), (other, second), *_ = devices.items()
         raise ModelError(
@@ -113,9 +121,9 @@ def _refuse_inference(what: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _overlaps_itself(parameter: nn.Parameter) -> bool:
+def overlaps_itself(parameter: torch.Tensor) -> bool:
     """True if elements share memory, other than in the placeholder that an engine leaves behind, which is NaN."""
-    if parameter.is_meta or not parameter.numel():
+    if parameter.is_meta or not parameter.numel() or not trees.has_storage(parameter):
         return False
     last = 0  # the last element of those along the dimensions with smaller steps
     for step, count in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
