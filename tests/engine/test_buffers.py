@@ -1,5 +1,6 @@
 """Buffers of a model that are out of the ordinary: the numbers of a plain loop, or a refusal that says what to do."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ModelError
-from tests.stacks import Layer, Stack, of, stack
+from tests.stacks import WIDTH, Layer, Stack, of, stack
 from tests.training import budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,6 +54,167 @@ def refused(build: Callable[[], nn.Module], where: penstock.Budget, **settings: 
     with pytest.raises(ModelError) as caught:
         train()
     return str(caught.value)
+
+
+# -- what passes from one micro-batch to the next -------------------------------------------------------------------
+
+
+class Normed(Layer):
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH) if norm is None else norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x.flatten(0, 1)).view(x.shape))
+
+
+def mean_behind(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x + model.mean
+    for layer in model.layers:
+        x = layer(x)
+    if model.training:
+        model.mean.mul_(0.5).add_(x.detach().mean((0, 1)))
+    return x
+
+
+def replaced_behind(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x + model.mean
+    for layer in model.layers:
+        x = layer(x)
+    model.mean = 0.5 * model.mean + x.detach().mean((0, 1))
+    return x
+
+
+def counted_behind(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x * (1 + 0.1 * model.count)
+    for layer in model.layers:
+        x = layer(x)
+    model.count += 1
+    return x
+
+
+def twice(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in (*model.layers, model.layers[0]):
+        x = layer(x)
+    return x
+
+
+def around(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = model.norm(x.flatten(0, 1)).view(x.shape)
+    for layer in model.layers:
+        x = layer(x)
+    return model.norm(x.flatten(0, 1)).view(x.shape)  # type: ignore[no-any-return]
+
+
+def shared_norm() -> nn.Module:
+    norm = nn.BatchNorm1d(WIDTH)
+    model = Stack()
+    model.layers = nn.ModuleList(Normed(norm) for _ in range(3))
+    return model
+
+
+def with_mean(run: Any) -> nn.Module:
+    model = Stack(run=run)
+    model.register_buffer("mean", torch.zeros(WIDTH))
+    model.register_buffer("count", torch.zeros((), dtype=torch.long))
+    return model
+
+
+def with_norm() -> nn.Module:
+    model = Stack(run=around)
+    model.norm = nn.BatchNorm1d(WIDTH)
+    return model
+
+
+CARRIED: dict[str, Callable[[], nn.Module]] = {
+    "written behind the blocks": lambda: with_mean(mean_behind),
+    "replaced behind the blocks": lambda: with_mean(replaced_behind),
+    "counted behind the blocks": lambda: with_mean(counted_behind),
+    "a block called twice": lambda: Stack(Normed, twice),
+    "a norm of several blocks": shared_norm,
+    "a norm before the blocks and behind them": with_norm,
+}
+
+
+@pytest.mark.parametrize("build", CARRIED.values(), ids=CARRIED.keys())
+def test_what_passes_to_the_next_micro_batch_through_several_stages_goes_horizontally(
+    build: Callable[[], nn.Module],
+) -> None:
+    """Block by block, a stage would find there what another micro-batch has left in another stage."""
+    message = refused(build, budget(None))
+    assert "passes from one micro-batch to the next through several stages" in message
+    assert "schedule='horizontal'" in message
+    assert_plain(build, budget(None), schedule="horizontal")
+    with wrap(of(build), budget(None), optimizer=SGD, plan=None) as engine:
+        engine.step(STEPS[0][:1])
+
+
+class Rows(Layer):
+    """Keeps statistics in a row of a buffer that all blocks have, and counts calls in a number of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = 0
+        self.shared: Any = nn.Module()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.shared.get_buffer("rows")[self.row].mul_(0.9).add_(x.detach().mean((0, 1)))
+        self.shared.get_buffer("calls").add_(1)
+        return x
+
+
+def with_rows(layer: type[Rows] = Rows) -> nn.Module:
+    model, shared = Stack(layer), nn.Module()
+    shared.register_buffer("rows", torch.zeros(3, WIDTH))
+    shared.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    for row, layer in enumerate(model.layers):
+        layer.row, layer.shared = row, shared
+    return model
+
+
+class Adds(Rows):
+    """Adds to what all blocks keep, and reads it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.shared.get_buffer("rows")[0]
+        kept.add_(x.detach().mean((0, 1)))
+        return super(Rows, self).forward(x) + kept
+
+
+def running_sum(model: Any, x: torch.Tensor) -> torch.Tensor:
+    kept = torch.zeros(())
+    for layer in model.layers:
+        layer.kept = kept
+        x = layer(x)
+    return x + kept
+
+
+class AddsToSum(Layer):
+    kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.add_(x.mean())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: with_rows(Adds), "block 'layers.1' reads a tensor .* that block 'layers.0' has written to before"),
+        (lambda: Stack(AddsToSum, running_sum), "block 'layers.1' reads a tensor .* that is none of its arguments"),
+    ],
+    ids=["a buffer", "a tensor of this forward"],
+)
+def test_what_blocks_add_to_and_others_read_is_handed_on_beside_them(
+    build: Callable[[], nn.Module], message: str
+) -> None:
+    assert re.match(message, refused(build, budget(None), schedule="horizontal"))
+
+
+@pytest.mark.parametrize("build", [lambda: Stack(Normed), with_rows], ids=["norms", "rows of one buffer"])
+def test_what_one_stage_alone_keeps_goes_block_by_block(build: Callable[[], nn.Module]) -> None:
+    assert_plain(build, budget(None))
 
 
 # -- their place in commits and in memory ---------------------------------------------------------------------------

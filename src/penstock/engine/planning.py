@@ -18,7 +18,7 @@ from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, s
 from penstock.engine.following import Following, Searched, Step, better, change_in_words, wear_in_words
 from penstock.engine.labels import LabelCount
 from penstock.engine.mixing import check_on_first
-from penstock.engine.probed import HandedOn, Probed, join, join_facts, slowest_of, within
+from penstock.engine.probed import HandedOn, Probed, check_probed, join, join_facts, slowest_of, within
 from penstock.engine.repeats import Repeats
 from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
@@ -41,7 +41,6 @@ from penstock.planner.search import best
 from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
 from penstock.schedule.check.worlds import check_world
-from penstock.schedule.dealt import check_split
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement, Settings
@@ -53,7 +52,6 @@ from penstock.sim.simulate import simulate
 from penstock.tape import trees
 from penstock.tape.facts import Facts, StageFacts
 from penstock.tape.parameters import refuse_given_values
-from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
 from penstock.tape.waits import sentence
 
 log = logging.getLogger("penstock")
@@ -193,12 +191,7 @@ class Planning:
         ranks, every = self._shared.ranks, list(probed.values())
         facts = join_facts([p.facts for p in every])
         stages = self._join_ranks(every)
-        if train and not any(stage.gradients for stage in stages):
-            raise ModelError(NOTHING_TRAINS)
-        if train and not isinstance(self._schedule, Schedule):
-            check_split(stages, self._schedule)
-        if train and self._asked.recompute is False and all(stage.graph is None for stage in stages):
-            raise ModelError(NO_GRAPHS)
+        check_probed(every, stages, self._asked, count, train=train)
         calls = {p.moved: p.handed for p in every}
         largest = max(nbytes, *(p.nbytes for p in every))
         request = self._request(self._program(stages, facts, calls), count, largest, train=train)
@@ -597,4 +590,5 @@ class Planning:
             nbytes=nbytes,
             moved=moved,
             handed=HandedOn(calls=shared.tape.handed, shared=shared.tape.shared),
+            carried=shared.tape.carried,
         )

@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine import batch
+from penstock.engine.arguments import WrapArguments
 from penstock.errors import ModelError
+from penstock.schedule.dealt import check_split
+from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.program import Stage
 from penstock.shape.model import StageTimes
 from penstock.tape import trees
 from penstock.tape.facts import Facts, StageFacts
 from penstock.tape.handed import Handed, Kind
+from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
 
 _SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak", "split_peak")
 
@@ -86,7 +90,7 @@ class HandedOn:
 class Probed:
     """Results of the probe for one shape of micro-batch. ``times``: only where there is a machine to predict for.
     ``flops``: of the model, forward and backward, without what is computed again; ``tokens``, ``nbytes``: of the
-    micro-batch; ``moved``: its shapes as it is on the device, in the compute dtype.
+    micro-batch; ``moved``: its shapes as it is on the device, in the compute dtype; ``carried``: as of ``Tape``.
     """
 
     stages: tuple[Stage, ...]
@@ -97,6 +101,28 @@ class Probed:
     nbytes: int
     moved: batch.Shapes
     handed: HandedOn
+    carried: str | None
+
+
+def check_probed(
+    probed: Sequence[Probed], stages: Sequence[Stage], asked: WrapArguments, count: int, *, train: bool
+) -> None:
+    """Look at what the probe has found of ``count`` micro-batches, with their ``stages``, before a plan is made.
+
+    Raises:
+        ModelError: the schedule that is ``asked`` for would change the numbers, or cannot be; or nothing trains.
+    """
+    carried = next((p.carried for p in probed if p.carried is not None), None)
+    if carried is not None and count > 1 and asked.schedule != "horizontal":
+        raise ModelError(carried)
+    if not train:
+        return
+    if not any(stage.gradients for stage in stages):
+        raise ModelError(NOTHING_TRAINS)
+    if not isinstance(asked.schedule, Schedule):
+        check_split(stages, asked.schedule)
+    if asked.recompute is False and all(stage.graph is None for stage in stages):
+        raise ModelError(NO_GRAPHS)
 
 
 def slowest_of(times: Sequence[StageTimes | None]) -> StageTimes | None:

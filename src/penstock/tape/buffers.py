@@ -73,6 +73,20 @@ class ModulesBefore:
             for name in buffers_of(owner)
         ]
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """The buffers that are one piece of memory, and attributes: in words, as they were, and what is there now."""
+        held = [(f"buffer {b.path!r}", b.tensor, buffers_of(b.module).get(b.name)) for b in self.buffers]
+        for module, before in self._attributes:
+            kind, now = type(module).__name__, vars(module)
+            held += [
+                (f"attribute {key!r} of a {kind}", value, found)
+                for key, value in before.items()
+                if isinstance(value, torch.Tensor) and isinstance(found := now.get(key), torch.Tensor)
+            ]
+        for what, old, new in held:
+            if old is not None and new is not None and trees.has_storage(old) and trees.has_storage(new):
+                yield what, old, new
+
     def changed(self) -> list[BufferBefore]:
         """The buffers that have changed since."""
         return [buffer for buffer in self.buffers if buffer.has_changed()]

@@ -84,6 +84,8 @@ class Probe:
         self._forward_done = False  # what comes then is computed again, and waits again
         self.losses = Losses()
         """Losses of torch that the model's own code has called."""
+        self.carried: str | None = None
+        """``Smuggled.carries``, after ``run``."""
         self.loss: float | None = None
         """The value of the model's loss, where it has one."""
 
@@ -106,6 +108,7 @@ class Probe:
             self._refuse_kept()
             self._views.refuse()
             self._smuggled.refuse()
+            self.carried = self._smuggled.carries(before)
             before.refuse_unplaced()
             found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
             if train:

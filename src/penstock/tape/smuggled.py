@@ -15,6 +15,8 @@ from torch import nn
 from penstock.compat.torch import packet_of, storage_key
 from penstock.errors import ModelError
 from penstock.tape import trees
+from penstock.tape.buffers import ModulesBefore
+from penstock.tape.carried import Carried, Replaced
 from penstock.tape.watch import Birth
 
 _ATEN = torch.ops.aten
@@ -30,7 +32,7 @@ _OF_SHAPES = frozenset(
 class Smuggled:
     """Follows what depends on the micro-batch or on weights that train, op by op.
 
-    ``found``: the first that is smuggled, in words.
+    ``found``: the first that is smuggled, in words. ``carried``: what passes to the next micro-batch.
     """
 
     def __init__(self, birth: Callable[[torch.Tensor], Birth | None]) -> None:
@@ -38,12 +40,13 @@ class Smuggled:
         self._birth = birth
         self._own: set[int] = set()
         self._views: set[int] = set()  # storages of weights that the segment has taken views of
-        self._written: dict[int, tuple[int, str | None]] = {}  # storages from before the probe -> segment and block
+        self._written: dict[int, dict[int, str | None]] = {}  # storages from before the probe -> segments and blocks
         self._segment: int | None = None
         self._block: str | None = None
         self._handed: set[int] = set()
         self._blocks: dict[int, str] = {}  # segment -> block, of calls
         self.found: str | None = None
+        self.carried = Carried()
 
     def given(self, micro_batch: Any) -> None:
         """The forward is about to begin with this micro-batch."""
@@ -75,15 +78,44 @@ class Smuggled:
                 "arguments, and let blocks return them"
             )
 
+    def carries(self, before: ModulesBefore) -> str | None:
+        """The first tensor that passes from one micro-batch to the next through several stages, in words; or None.
+
+        ``before``: the model's modules as they were when its forward, which has ended, began.
+        """
+        replaced: list[tuple[Replaced, int]] = []
+        names: dict[int, str] = {}
+        for what, old, now in before.tensors():
+            names.setdefault(storage_key(old), what)
+            birth = None if now is old else self._birth(now)
+            if birth is not None:
+                replaced.append(((what, old, now), birth.segment))
+        for carried, segments in self.carried.found(replaced):
+            what = carried if isinstance(carried, str) else names.get(carried, "a tensor that is no buffer")
+            who = " and ".join(dict.fromkeys(_who(self._blocks.get(segment)) for segment in sorted(segments)))
+            return (
+                f"{what} passes from one micro-batch to the next through several stages of the model ({who}). Block by "
+                "block, each of several micro-batches would find there what others have left: give each step one "
+                "micro-batch, or schedule='horizontal', or let one block, or one stretch of the model's own code, read "
+                "and change it alone"
+            )
+        return None
+
     def on_op(
         self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], results: list[torch.Tensor]
     ) -> None:
         """Take note of an op of the forward: the tensors that it read, changed (``written``) and made."""
         if self._segment is None:
             return
-        for tensor in inputs:
-            self._check(tensor)
-        if packet_of(func) in _OF_SHAPES or not any(self._depends(t) for t in inputs):
+        depends, changed = any(self._depends(t) for t in inputs), {id(tensor) for tensor in written}
+        if written or not {storage_key(t) for t in results} <= {storage_key(t) for t in inputs}:  # a view reads nothing
+            for tensor in inputs:
+                if id(tensor) not in changed or self._birth(tensor) is not None:  # what is kept may be added to
+                    self._check(tensor)
+            old = [t for t in inputs if self._birth(t) is None and storage_key(t) not in self._own]
+            if packet_of(func) not in _OF_SHAPES:
+                self.carried.on_op(func, self._segment, old, changed, depends=depends)
+        if packet_of(func) in _OF_SHAPES or not depends:
             return
         for tensor in results:
             birth = self._birth(tensor)
@@ -93,7 +125,7 @@ class Smuggled:
                 self._views.add(storage_key(tensor))
         for tensor in written:
             if self._birth(tensor) is None and storage_key(tensor) not in self._own:
-                self._written[storage_key(tensor)] = (self._segment, self._block)
+                self._written.setdefault(storage_key(tensor), {})[self._segment] = self._block
 
     def _depends(self, tensor: torch.Tensor) -> bool:
         birth = self._birth(tensor)
@@ -110,11 +142,11 @@ class Smuggled:
             return
         shape = tuple(tensor.shape)
         if birth is None:
-            segment, block = self._written.get(storage_key(tensor), (self._segment, self._block))
-            if segment != self._segment and (block != self._block or block is None):
-                self.found = (
-                    f"{_who(self._block)} reads a tensor of shape {shape} that {_who(block)} has written to before"
-                )
+            for segment, block in self._written.get(storage_key(tensor), {}).items():
+                if segment != self._segment and (block != self._block or block is None):
+                    self.found = (
+                        f"{_who(self._block)} reads a tensor of shape {shape} that {_who(block)} has written to before"
+                    )
         elif birth.segment != self._segment:
             if self._block is not None and storage_key(tensor) not in self._handed:
                 self.found = f"{_who(self._block)} reads a tensor of shape {shape} that is none of its arguments"

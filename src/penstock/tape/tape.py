@@ -94,6 +94,8 @@ class Tape:
         """In a step of a rank of a pipeline: what is between its stages and those of others."""
         self.waits: tuple[Wait, ...] = ()
         """The waits for the device of the forward of the latest probe's micro-batch."""
+        self.carried: str | None = None
+        """The tensor that passes there from one micro-batch to the next through several stages, in words."""
         self.switched: set[nn.Module] = set()
         """The modules that forwards put into the other mode (``train()``, ``eval()``), as far as probes have seen."""
         self.changing: set[tuple[nn.Module, str]] = set()
@@ -159,7 +161,7 @@ class Tape:
         stages, self.facts = probe.run(micro_batch, train)
         self.handed, self.shared = probe.handed, tuple(probe.seen.shared)
         self.work, self.compared = probe.work, (tuple(probe.losses.seen), probe.loss)
-        self.waits = tuple(probe.waits.found)
+        self.waits, self.carried = tuple(probe.waits.found), probe.carried
         return stages
 
     def before(self) -> ModulesBefore:

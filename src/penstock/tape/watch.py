@@ -142,7 +142,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if formula is not None:
                 self.flops += _flop(formula, args, kwargs, result)
             unwaited = kwargs.get("non_blocking", packet_of(func) is torch.ops.aten.copy_ and len(args) > 2 and args[2])
-            new = self._behind(func, inputs, written, result, bool(unwaited))
+            new = self._behind(func, inputs, [*written, *_updated(func, args)], result, bool(unwaited))
             if formula is None:
                 self.traffic += _traffic(packet_of(func), inputs, written or new)
         return result
@@ -263,6 +263,15 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     if not places:
         return []
     return _tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
+
+
+_NORMS = {_ATEN.native_batch_norm, _ATEN.cudnn_batch_norm, _ATEN.miopen_batch_norm}
+"""Ops that change running statistics, and do not say so."""
+
+
+def _updated(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The running statistics that an op changes: its fourth and fifth argument, if the sixth says that it trains."""
+    return _tensors(args[3:5]) if packet_of(func) in _NORMS and args[5] else []
 
 
 @cache

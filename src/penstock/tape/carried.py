@@ -1,0 +1,87 @@
+"""Tensors that pass from one micro-batch to the next through several stages of a model.
+
+A running mean that one stage alone reads and changes takes all micro-batches in their order under any schedule. One
+that another stage changes, too, or reads before, does not: block by block, all micro-batches pass the one stage before
+any comes to the other.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.compat.torch import packet_of, storage_key
+
+_ATEN = torch.ops.aten
+_OVERWRITES = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
+_COUNTS = frozenset({_ATEN.add_, _ATEN.sub_})
+
+Replaced = tuple[str, torch.Tensor, torch.Tensor]
+"""A buffer or attribute in words, its tensor before the forward and the one behind it."""
+
+
+@dataclass(kw_only=True)
+class _Uses:
+    """Segments that have used a range of a storage. ``counted``: they have added to whole numbers, in any order."""
+
+    read: set[int] = field(default_factory=set)
+    changed: set[int] = field(default_factory=set)
+    counted: set[int] = field(default_factory=set)
+
+    def all(self) -> set[int]:
+        return self.read | self.changed | self.counted
+
+    def carry(self) -> bool:
+        """True if the order of micro-batches in one segment matters to another one."""
+        return len(self.all()) > 1 and bool(self.changed or (self.counted and self.read))
+
+
+class Carried:
+    """Follows the tensors from before the forward, op by op."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, dict[tuple[int, int], _Uses]] = {}  # storage -> bytes -> uses
+
+    def on_op(self, func: Any, segment: int, old: Iterable[torch.Tensor], written: set[int], *, depends: bool) -> None:
+        """Note an op's use of tensors that are ``old``. ``written``: ids of those that it changes; ``depends``: what it
+        does depends on the micro-batch or on weights that train."""
+        for tensor in old:
+            if isinstance(tensor, nn.Parameter) or not tensor.numel():
+                continue
+            uses = self._uses.setdefault(storage_key(tensor), {}).setdefault(_range(tensor), _Uses())
+            if id(tensor) not in written:
+                uses.read.add(segment)
+            elif packet_of(func) in _COUNTS and not tensor.is_floating_point():
+                uses.counted.add(segment)
+            elif depends or packet_of(func) not in _OVERWRITES:
+                uses.changed.add(segment)
+
+    def _together(self, storage: int) -> Iterator[_Uses]:
+        """Of each range of a storage, the uses of all that overlap it."""
+        found = self._uses.get(storage, {})
+        for start, end in found:
+            over = [uses for (first, last), uses in found.items() if first < end and start < last]
+            yield _Uses(
+                read=set().union(*(uses.read for uses in over)),
+                changed=set().union(*(uses.changed for uses in over)),
+                counted=set().union(*(uses.counted for uses in over)),
+            )
+
+    def found(self, replaced: Iterable[tuple[Replaced, int]]) -> Iterator[tuple[str | int, set[int]]]:
+        """The tensors that are carried, in words or as their storage, with the segments that use each. ``replaced``:
+        what has other tensors now, with the segments that made them."""
+        for (what, before, _), segment in replaced:
+            used = {segment}.union(*(uses.all() for uses in self._together(storage_key(before))))
+            if len(used) > 1:
+                yield what, used
+        for storage in self._uses:
+            yield from ((storage, uses.all()) for uses in self._together(storage) if uses.carry())
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor has, with what lies between them."""
+    first = int(tensor.storage_offset())
+    last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
