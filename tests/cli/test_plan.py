@@ -16,9 +16,11 @@ import pytest
 import penstock
 from penstock.cli import main
 from penstock.cli.durable import with_durability
+from penstock.cli.plan import ModelArguments, read_arguments
 from penstock.cli.settings import load
 from penstock.cli.split import cut_batch
 from penstock.cli.task import as_free_here
+from penstock.cli.words import declared, takes_no_value
 from penstock.hardware.machine import Between, Network, parse_machine
 from penstock.hardware.profiles import save_profile
 from penstock.planner.ask import PlanReport, plan, report
@@ -467,6 +469,18 @@ def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.Cap
 )
 def test_bad_words(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
     assert said in refused(capsys, *words)
+
+
+def test_every_switch_of_a_model_is_taken_without_a_value_wherever_it_stands() -> None:
+    """Of a file they would be settings, which have values."""
+    switches = [option.flag for option in declared(ModelArguments) if takes_no_value(option.hint)]
+    assert "--momentum" in switches
+    words = ["--model", "llama-8b", "--optimizer", "sgd"]
+    for switch in switches:
+        for at in (0, 2, 4):
+            found = read_arguments([*words[:at], switch, *words[at:]])
+            assert isinstance(found, ModelArguments)
+            assert getattr(found, switch.removeprefix("--")) is True
 
 
 def test_what_is_written_a_day_is_told_beside_what_may_be(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

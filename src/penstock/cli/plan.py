@@ -14,7 +14,7 @@ from penstock.cli.plan_hosts import check_hosts, compare
 from penstock.cli.settings import load
 from penstock.cli.split import check_of_pipeline, dealt, other_batch
 from penstock.cli.task import as_free_here, shape_of, shipped_shape, task_of
-from penstock.cli.words import Words, help_of, read_words, split_words
+from penstock.cli.words import Words, declared, help_of, read_words, split_words, takes_no_value
 from penstock.config import Durability, TrainConfig, fields_of, format_size, parse_size
 from penstock.config.counts import parse_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
@@ -135,16 +135,22 @@ def help_text() -> str:
 
 def read_arguments(words: Sequence[str]) -> Arguments:
     """Raises ConfigError: as ``read_words``; or there is no model."""
-    plain, flags = split_words(FileArguments, words)
+    switches = _switches(ModelArguments) - _switches(FileArguments)  # of a file they would be settings, with a value
+    plain, flags = split_words(FileArguments, [word for word in words if word not in switches])
     if plain:
         return read_words(FileArguments, words)
     given = {flag.removeprefix("--").replace("-", "_") for flag, _ in flags}
     settings = {key for key in given if key.partition(".")[0] in hints_of(TrainConfig)}
     own = {*hints_of(FileArguments), *hints_of(ModelArguments)}
     # Without a file an option that is none of either form is a misspelt one, perhaps --model.
-    if "model" in given or given - own - settings:
+    if "model" in given or given - own - settings or switches.intersection(words):
         return read_words(ModelArguments, words)
     return read_words(FileArguments, words)
+
+
+def _switches(kind: type[Words]) -> set[str]:
+    """The options that take no value."""
+    return {option.flag for option in declared(kind) if takes_no_value(option.hint)}
 
 
 def run(arguments: Arguments) -> int:
