@@ -262,7 +262,7 @@ def test_the_live_view_keeps_its_lines_and_its_width(width: int) -> None:
         return captured.get().splitlines()
 
     first = lines(_measured())
-    for words in ("256 tokens/s  1 TFLOP/s, MFU 20%", "1.6 s predicted (+25%)", "compute 75%", "disk read 12%"):
+    for words in ("256 tokens/s  1 TFLOP/s, MFU 20%", "1.6 s predicted (-20%)", "compute 75%", "disk read 12%"):
         assert any(words in line for line in first), words
     assert any("1.86 GiB written, new drives last 2 days (assumed)" in line for line in first)
     meter = _measured()

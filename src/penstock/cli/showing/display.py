@@ -193,11 +193,11 @@ def speed(meter: Meter) -> str:
 
 
 def step_time(meter: Meter) -> str:
-    """The time of the last step, and what was predicted."""
+    """The time of the last step, and what was predicted; the error is relative to the measurement, as everywhere."""
     seconds = format_time(meter.last.seconds)
     if meter.predicted is None:
         return f"{seconds} a step"
-    error = 100 * (meter.last.seconds / meter.predicted - 1)
+    error = 100 * (meter.predicted / meter.last.seconds - 1)
     return f"{seconds} a step, {format_time(meter.predicted)} predicted ({error:+.0f}%)"
 
 
