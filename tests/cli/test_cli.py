@@ -275,6 +275,18 @@ def test_the_live_view_keeps_its_lines_and_its_width(width: int) -> None:
         assert drawn[0].startswith(f"step {step}/10")
 
 
+@pytest.mark.parametrize("width", [40, 63, 64])
+def test_in_few_columns_the_live_view_has_all_of_its_numbers(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=True)
+    with console.capture() as captured:
+        console.print(screen(_measured(), width, waited=1.0))
+    lines = captured.get().splitlines()
+    tables = lines[next(n for n, line in enumerate(lines) if line.startswith("lane ")) :]
+    assert len(tables) > 5
+    assert not [line for line in tables if "…" in line]
+    assert max(map(len, tables)) <= width
+
+
 def test_every_lane_has_words() -> None:
     assert set(plan_text.LANES) == set(LANE_WORDS) == set(LANES)
 

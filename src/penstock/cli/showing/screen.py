@@ -21,6 +21,9 @@ _LABEL = 12
 _BESIDE = 104
 """Columns from which the two tables stand side by side."""
 
+_BARS = 64
+"""Columns from which they have bars: in fewer the numbers need the room."""
+
 _LANES: Mapping[Lane, tuple[str, str]] = {
     "compute": ("compute", "green"),
     "h2d": ("host to device", "cyan"),
@@ -96,6 +99,8 @@ def _held_up(meter: Meter, width: int) -> Text:
 
 
 def _tables(meter: Meter, width: int) -> RenderableType:
+    if width < _BARS:
+        return Group(_lanes(meter, bar=0), "", _tiers(meter, bar=0))
     if width < _BESIDE:
         return Group(_lanes(meter), "", _tiers(meter, bar=16))
     both = Table.grid(padding=(0, 4))
@@ -103,31 +108,36 @@ def _tables(meter: Meter, width: int) -> RenderableType:
     return both
 
 
-def _lanes(meter: Meter) -> RenderableType:
-    table = _table("lane", "busy", "GB/s", "of peak", "")
+def _lanes(meter: Meter, *, bar: int = 10) -> RenderableType:
+    table = _table("lane", "busy", "GB/s", "of peak", bar=bar)
     for lane, use in meter.lanes().items():
         rate = f"{use.sustained / 1e9:.2f}" if use.rate and lane != "compute" else ""
         share = use.of_peak if lane != "compute" else meter.of_product
-        bar: RenderableType = "" if share is None else _bar(min(share, 1.0), 10, _LANES[lane][1])
+        drawn: RenderableType = "" if share is None else _bar(min(share, 1.0), bar, _LANES[lane][1])
         of_peak = "" if share is None else f"{share:.0%}"
-        table.add_row(Text(_LANES[lane][0], style=_LANES[lane][1]), f"{use.busy:.0%}", rate, of_peak, bar)
+        cells = (Text(_LANES[lane][0], style=_LANES[lane][1]), f"{use.busy:.0%}", rate, of_peak, drawn)
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 
 def _tiers(meter: Meter, *, bar: int) -> RenderableType:
-    table = _table("memory", "peak", "planned", "given", "")
+    table = _table("memory", "peak", "planned", "given", bar=bar)
     for tier, given in meter.outline.given.items():
         peak, planned = meter.peak.get(tier, 0), meter.planned_peak.get(tier, 0)
         drawn = _bar(min(peak / given, 1.0) if given else 0.0, bar, "green")
-        table.add_row(tier, format_size(peak), format_size(planned), format_size(given), drawn)
+        cells = (tier, format_size(peak), format_size(planned), format_size(given), drawn)
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 
-def _table(*names: str) -> Table:
+def _table(*names: str, bar: int) -> Table:
+    """A table with a column of words, columns of numbers, and where there is room for a ``bar`` one for that."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     for i, name in enumerate(names):
-        table.add_column(name, justify="right" if 0 < i < len(names) - 1 else "left", no_wrap=True)
-    table.columns[0].min_width = _LABEL
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    if bar:
+        table.add_column("", no_wrap=True)
+        table.columns[0].min_width = _LABEL
     return table
 
 
