@@ -412,7 +412,11 @@ def test_layouts_of_several_hosts_are_compared_and_the_fastest_is_named(
         (("--hosts", "2x2xa100-40g", "--latency", "1ms"), "latency is that of --network"),
         (("--hosts", "2xa100-40g"), "names no hosts. Write how many, the ranks of each and their machine"),
         (("--hosts", "1x2xh100-80g+1x4xh100-80g"), "has as many ranks on each of its hosts"),
-        (("--hosts", "2x8xa100-40g", "--network", "fast"), "'fast' is not a network's rate"),
+        (("--hosts", "2x8xa100-40g", "--network", "fast"), "penstock: --network: 'fast' is not a network's rate"),
+        (
+            ("--hosts", "2x8xh100-80g", "--network", "1Gbit/s", "--latency", "-1us"),
+            "penstock: --latency: '-1us' is not a message's delay",
+        ),
         (("--hosts", "2x8xa100-40g", "--network", "1Gbit/s"), "does not tell how fast ranks send to each other"),
         (("--hosts", "2x8xh100-80g"), "does not tell how fast hosts send to each other: give --network"),
         (("--hosts", "2x8xh100-80g", "--ranks", "2"), "ranks does not go with --hosts"),

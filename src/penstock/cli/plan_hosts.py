@@ -72,7 +72,8 @@ def compare(arguments: "Arguments") -> int:
 def _network(arguments: "Arguments") -> Network | None:
     if arguments.network is None:
         return None
-    return Network(bandwidth=parse_rate(arguments.network), latency=parse_delay(arguments.latency or _LATENCY))
+    bandwidth = parse_rate("network", arguments.network)
+    return Network(bandwidth=bandwidth, latency=parse_delay("latency", arguments.latency or _LATENCY))
 
 
 def _hosts(arguments: "Arguments", paths: tuple[Path, ...]) -> Hosts:
