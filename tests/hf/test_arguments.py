@@ -142,6 +142,17 @@ def test_a_subclass_that_would_train_past_the_engine_is_refused(tmp_path: Path, 
         cls(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory()).train()
 
 
+def test_what_a_class_behind_the_engine_overrides_in_vain_is_refused(tmp_path: Path) -> None:
+    def nothing(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    for name in ("training_step", "create_optimizer"):
+        theirs = type("Theirs", (transformers.Trainer,), {name: nothing})
+        mine = type("Mine", (penstock.hf.EngineMixin, theirs), {})
+        with pytest.raises(penstock.ConfigError, match="nothing cannot be honoured: the engine's own comes before it"):
+            mine(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
+
+
 def test_a_checkpoint_without_the_engines_state_is_refused(tmp_path: Path) -> None:
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     trainer = Trainer(model=llama(), args=arguments(tmp_path, **settings), train_dataset=DATA, engine=in_memory())

@@ -49,6 +49,8 @@ T = TypeVar("T")
 
 _PIECE, _BATCH = "penstock_piece", "penstock_batch"
 _FOREIGN = ("optimizers", "model_init")
+_REPLACED = ("training_step", "create_optimizer")
+_LIBRARIES = ("transformers", "trl")
 
 
 class Notes:
@@ -96,6 +98,13 @@ class EngineMixin(TrainerSteps):
             if any(part is not None for part in _parts(given.get(name))):
                 raise ConfigError(
                     f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
+                )
+        for name in _REPLACED:
+            behind = getattr(super(), name)
+            if behind.__module__.partition(".")[0] not in _LIBRARIES:
+                raise ConfigError(
+                    f"{behind.__qualname__} cannot be honoured: the engine's own comes before it. Override it in the "
+                    "class that EngineMixin is a base of, where super() is the engine's, or, for a loss, compute_loss"
                 )
         if given.get("args") is not None:
             self.check_args(given["args"])  # before datasets are prepared; and again, as the library has filled them in
