@@ -1,5 +1,6 @@
 """Bad input gets an error that says what to do, and nothing is lost by it."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -134,6 +135,17 @@ def test_a_model_that_returns_no_loss(tmp_path: Path) -> None:
             engine.step([{"input_ids": mb["input_ids"]} for mb in STEPS[0]])
         with unharmed(engine):
             pass
+
+
+@pytest.mark.parametrize(("returned", "kind"), [(lambda o: o.logits, "Tensor"), (lambda o: (None, 1), "tuple")])
+def test_a_model_that_returns_something_else(returned: Any, kind: str, tmp_path: Path) -> None:
+    model = CASE.build()
+    model.register_forward_hook(lambda module, args, output: returned(output))
+    with (
+        wrap(CASE, budget(tmp_path / "store"), model=model, loss_fn=None) as engine,
+        pytest.raises(ConfigError, match=f"pass loss_fn to wrap.*what it returned is a {kind} without a tensor"),
+    ):
+        engine.step(STEPS[0])
 
 
 @pytest.mark.parametrize(
@@ -333,7 +345,7 @@ def test_a_disk_directory_whose_parent_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_disk_directory_that_is_in_use(engine: penstock.Engine, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="in use"):
+    with pytest.raises(StoreError, match=r"in use by process \d+, which is this one: close what has it open"):
         wrap(CASE, budget(tmp_path / "store"))
     code = (
         "import sys; from pathlib import Path; from tests.models import MODELS; "
@@ -341,7 +353,7 @@ def test_a_disk_directory_that_is_in_use(engine: penstock.Engine, tmp_path: Path
     )
     other = warm.run(["-c", code, tmp_path / "store"])
     assert other.returncode != 0
-    assert "in use" in other.stderr.splitlines()[-1]
+    assert f"in use by process {os.getpid()}: wait for it to end" in other.stderr.splitlines()[-1]
     with unharmed(engine):
         pass
 

@@ -208,8 +208,11 @@ def _machine(
 
 
 def _model_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    loss = model(**micro_batch).loss
-    if loss is None:
-        raise ConfigError("the model returned no loss: give micro-batches with 'labels', or pass loss_fn to wrap()")
-    assert isinstance(loss, torch.Tensor)
+    output = model(**micro_batch)
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(
+            "the model returned no loss: give micro-batches with 'labels', or pass loss_fn to wrap(), as what it "
+            f"returned is a {type(output).__name__} without a tensor in .loss"
+        )
     return loss

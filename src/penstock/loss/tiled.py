@@ -43,7 +43,7 @@ def tiled_loss(tile: int = DEFAULT_TILE) -> Loss:
 
     def loss_fn(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
         with in_tiles(model, tile):
-            loss = model(**micro_batch).loss
+            loss = getattr(model(**micro_batch), "loss", None)
         if not isinstance(loss, torch.Tensor) or isinstance(loss, Logits):
             raise ConfigError("the model returned no loss: give micro-batches with 'labels'")
         return loss

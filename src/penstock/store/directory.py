@@ -241,9 +241,10 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def _in_use(lock: Path, holder: str, cause: OSError) -> StoreError:
-    ours = any(held.is_at(lock) for held in _held)
-    wait = ", which is this one: close what has it open here (an engine's close())" if ours else ": wait for it to end"
-    return store_error(f"{lock.parent} is in use by {holder}{wait}, or give this run another directory", cause)
+    until = ": wait for it to end"
+    if any(held.is_at(lock) for held in _held):
+        until = ", which is this one: close what has it open here (engine.close(), trainer.end())"
+    return store_error(f"{lock.parent} is in use by {holder}{until}, or give this run another directory", cause)
 
 
 class DirectoryLock:
