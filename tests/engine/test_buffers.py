@@ -93,6 +93,13 @@ def counted_behind(model: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def counted_anew(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.count = model.count + 1
+    for layer in model.layers:
+        x = layer(x)
+    return x * (1 + 0.1 * model.count)
+
+
 def twice(model: Any, x: torch.Tensor) -> torch.Tensor:
     for layer in (*model.layers, model.layers[0]):
         x = layer(x)
@@ -130,6 +137,7 @@ CARRIED: dict[str, Callable[[], nn.Module]] = {
     "written behind the blocks": lambda: with_mean(mean_behind),
     "replaced behind the blocks": lambda: with_mean(replaced_behind),
     "counted behind the blocks": lambda: with_mean(counted_behind),
+    "counted anew before the blocks, and read behind them": lambda: with_mean(counted_anew),
     "a block called twice": lambda: Stack(Normed, twice),
     "a norm of several blocks": shared_norm,
     "a norm before the blocks and behind them": with_norm,
@@ -212,7 +220,27 @@ def test_what_blocks_add_to_and_others_read_is_handed_on_beside_them(
     assert re.match(message, refused(build, budget(None), schedule="horizontal"))
 
 
-@pytest.mark.parametrize("build", [lambda: Stack(Normed), with_rows], ids=["norms", "rows of one buffer"])
+def left_and_looked_up(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """What nothing reads may be left anywhere, and a table that is as for any other micro-batch read everywhere."""
+    model.count += 1
+    model.mean = x.detach().mean((0, 1))
+    table = model.table[: x.shape[1]]
+    table.copy_(torch.arange(x.shape[1]).unsqueeze(1).cos().expand(-1, WIDTH))
+    x = x + table
+    for layer in model.layers:
+        x = layer(x)
+    return x + model.table[: x.shape[1]]
+
+
+def with_table() -> nn.Module:
+    model = with_mean(left_and_looked_up)
+    model.register_buffer("table", torch.zeros(16, WIDTH), persistent=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: Stack(Normed), with_rows, with_table], ids=["norms", "rows of one buffer", "a table"]
+)
 def test_what_one_stage_alone_keeps_goes_block_by_block(build: Callable[[], nn.Module]) -> None:
     assert_plain(build, budget(None))
 

@@ -18,8 +18,8 @@ _ATEN = torch.ops.aten
 _OVERWRITES = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 _COUNTS = frozenset({_ATEN.add_, _ATEN.sub_})
 
-Replaced = tuple[str, torch.Tensor, torch.Tensor]
-"""A buffer or attribute in words, its tensor before the forward and the one behind it."""
+Replaced = tuple[str, torch.Tensor]
+"""A buffer or attribute in words, and its tensor before the forward."""
 
 
 @dataclass(kw_only=True)
@@ -69,11 +69,12 @@ class Carried:
                 counted=set().union(*(uses.counted for uses in over)),
             )
 
-    def found(self, replaced: Iterable[tuple[Replaced, int]]) -> Iterator[tuple[str | int, set[int]]]:
+    def found(self, replaced: Iterable[tuple[Replaced, set[int]]]) -> Iterator[tuple[str | int, set[int]]]:
         """The tensors that are carried, in words or as their storage, with the segments that use each. ``replaced``:
-        what has other tensors now, with the segments that made them."""
-        for (what, before, _), segment in replaced:
-            used = {segment}.union(*(uses.all() for uses in self._together(storage_key(before))))
+        what has other tensors now, with the segments that made them, and that use one that follows from the tensor
+        before it."""
+        for (what, before), segments in replaced:
+            used = segments.union(*(uses.all() for uses in self._together(storage_key(before))))
             if len(used) > 1:
                 yield what, used
         for storage in self._uses:

@@ -83,13 +83,14 @@ class Smuggled:
 
         ``before``: the model's modules as they were when its forward, which has ended, began.
         """
-        replaced: list[tuple[Replaced, int]] = []
+        replaced: list[tuple[Replaced, set[int]]] = []
         names: dict[int, str] = {}
         for what, old, now in before.tensors():
             names.setdefault(storage_key(old), what)
             birth = None if now is old else self._birth(now)
             if birth is not None:
-                replaced.append(((what, old, now), birth.segment))
+                goes_on = birth.touched if storage_key(old) in birth.of else ()
+                replaced.append(((what, old), {birth.segment, *goes_on}))
         for carried, segments in self.carried.found(replaced):
             what = carried if isinstance(carried, str) else names.get(carried, "a tensor that is no buffer")
             who = " and ".join(dict.fromkeys(_who(self._blocks.get(segment)) for segment in sorted(segments)))
@@ -115,6 +116,7 @@ class Smuggled:
             old = [t for t in inputs if self._birth(t) is None and storage_key(t) not in self._own]
             if packet_of(func) not in _OF_SHAPES:
                 self.carried.on_op(func, self._segment, old, changed, depends=depends)
+                self._follow(inputs, results)
         if packet_of(func) in _OF_SHAPES or not depends:
             return
         for tensor in results:
@@ -126,6 +128,18 @@ class Smuggled:
         for tensor in written:
             if self._birth(tensor) is None and storage_key(tensor) not in self._own:
                 self._written.setdefault(storage_key(tensor), {})[self._segment] = self._block
+
+    def _follow(self, inputs: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
+        """Note what the results of an op follow from."""
+        of = frozenset[int]()
+        for tensor in inputs:
+            birth = self._birth(tensor)
+            if birth is not None:
+                of |= birth.of
+            elif not isinstance(tensor, nn.Parameter):
+                of |= {storage_key(tensor)}
+        for birth in filter(None, map(self._birth, results)):
+            birth.of |= of
 
     def _depends(self, tensor: torch.Tensor) -> bool:
         birth = self._birth(tensor)

@@ -23,7 +23,7 @@ Place = tuple[Hashable, ...]
 """A tensor's place in nested containers: the indices, keys and names of fields on the way to it."""
 
 _Kind = Literal["tensor", "tuple", "container", "record", "other"]
-"""What is done with a value. ``container``: as of ``is_mutable_container``; ``record``: as of ``is_record``."""
+"""A value, by what is done with it. ``container``: as of ``is_mutable_container``; ``record``: as of ``is_record``."""
 
 _KINDS: Mapping[type, _Kind] = {
     torch.Tensor: "tensor",
