@@ -72,8 +72,9 @@ class Keeping:
         return packed
 
     def watched(self, made: Iterable[torch.Tensor]) -> tuple["weakref.ref[graph.SavedTensor] | graph.SavedTensor", ...]:
-        """What of the graph may be changed before its backward. ``made``: what the call returns, of which others' code
-        gets views; of all else that autograd keeps by itself it sees that, too, and says so."""
+        """The tensors by which it is seen that something of the graph was changed before its backward. ``made``: those
+        that the call returns, of which others' code gets views; of all else that autograd keeps by itself it sees that
+        itself, and says so."""
         return tuple(self._saved) if self._packer is not None else tuple(map(_counted, made))
 
 

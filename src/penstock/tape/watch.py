@@ -52,8 +52,8 @@ def put_back(weights: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> bool:
 class Birth:
     """A storage that an op made: its bytes, the segment that made it, and what has happened to it since.
 
-    ``depends``: its numbers follow from the micro-batch, or from weights that train. ``of``: the storages from before the
-    forward, but for weights, that they follow from. ``returned``: a block returned it.
+    ``depends``: its numbers follow from the micro-batch, or from weights that train. ``of``: the storages from before
+    the forward, but for weights, that they follow from. ``returned``: a block returned it.
     """
 
     __slots__ = ("depends", "nbytes", "of", "returned", "saved", "segment", "touched")
