@@ -150,7 +150,7 @@ def test_an_account_names_each_file_once_and_in_order() -> None:
             KeptFiles(files=wrong)
 
 
-@pytest.mark.parametrize("prepared", ["run/data", "run", "run/other", ".", "elsewhere"])
+@pytest.mark.parametrize("prepared", ["run/data", "run", "run/other", "run/data/shared", ".", "elsewhere"])
 def test_each_kept_file_is_found_by_its_name_wherever_prepared_data_are(tmp_path: Path, prepared: str) -> None:
     run, place = tmp_path / "run", tmp_path / prepared
     folders = [run / "model", place / "0123456789abcdef"]

@@ -127,6 +127,19 @@ def with_mean(run: Any) -> nn.Module:
     return model
 
 
+def drawn_around(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x + torch.randn(WIDTH, generator=model.generator)
+    for layer in model.layers:
+        x = layer(x)
+    return x + torch.randn(WIDTH, generator=model.generator)
+
+
+def with_generator() -> nn.Module:
+    model: Any = Stack(run=drawn_around)
+    model.generator = torch.Generator().manual_seed(3)
+    return model  # type: ignore[no-any-return]
+
+
 def with_norm() -> nn.Module:
     model = Stack(run=around)
     model.norm = nn.BatchNorm1d(WIDTH)
@@ -141,6 +154,7 @@ CARRIED: dict[str, Callable[[], nn.Module]] = {
     "a block called twice": lambda: Stack(Normed, twice),
     "a norm of several blocks": shared_norm,
     "a norm before the blocks and behind them": with_norm,
+    "a generator before the blocks and behind them": with_generator,
 }
 
 
@@ -238,8 +252,26 @@ def with_table() -> nn.Module:
     return model
 
 
+def cast_and_grown(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Tables that are made to fit the first micro-batch that asks for it."""
+    model.table, length = model.table.to(x), x.shape[1]
+    if len(model.rows) < length:
+        model.rows = torch.cat([model.rows, torch.arange(len(model.rows), length).to(x).sin()])
+    for layer in model.layers:
+        x = layer(x) + model.rows[:length, None] * model.table
+    return x
+
+
+def with_tables() -> nn.Module:
+    model: Any = Stack(run=cast_and_grown)
+    model.table, model.rows = torch.linspace(0, 1, WIDTH, dtype=torch.float64), torch.zeros(1)
+    return model  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
-    "build", [lambda: Stack(Normed), with_rows, with_table], ids=["norms", "rows of one buffer", "a table"]
+    "build",
+    [lambda: Stack(Normed), with_rows, with_table, with_tables],
+    ids=["norms", "rows of one buffer", "a table", "tables that are made to fit"],
 )
 def test_what_one_stage_alone_keeps_goes_block_by_block(build: Callable[[], nn.Module]) -> None:
     assert_plain(build, budget(None))

@@ -193,7 +193,9 @@ _PREPARED = "data/"
 
 
 def _name(run: Path, prepared: Path, path: Path) -> str:
-    return str(path.relative_to(run)) if path.is_relative_to(run) else f"{_PREPARED}{path.relative_to(prepared)}"
+    if path.is_relative_to(prepared) and not (run.is_relative_to(prepared) and path.is_relative_to(run)):
+        return f"{_PREPARED}{path.relative_to(prepared)}"
+    return str(path.relative_to(run))
 
 
 def _place(run: Path, prepared: Path, name: str) -> Path:

@@ -81,6 +81,14 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor, and what this looks by
 
 
+def generator_key(generator: torch.Generator) -> int:
+    """The identity of a generator of random numbers, which ops are handed in a new object each time.
+
+    Without: one that two stretches of a model's own code draw from could not be told from two.
+    """
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
 def version(tensor: torch.Tensor) -> int:
     """The number of times that a tensor was changed in place. Not for tensors made in inference mode.
 

@@ -73,7 +73,12 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
     for same in zip(*probed, strict=True):
         buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
         written = tuple(dict.fromkeys(p for f in same for p in f.call.written))
-        call = Facts(buffers=buffers, written=written, trains=any(f.call.trains for f in same))
+        call = Facts(
+            buffers=buffers,
+            written=written,
+            trains=any(f.call.trains for f in same),
+            saves_older=any(f.call.saves_older for f in same),
+        )
         joined.append(replace(same[0], call=call, offload=_movable_for_all(same)))
     return tuple(joined)
 

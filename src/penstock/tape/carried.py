@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.compat.torch import packet_of, storage_key
+from penstock.compat.torch import generator_key, packet_of, storage_key
 
 _ATEN = torch.ops.aten
 _OVERWRITES = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
@@ -42,7 +42,7 @@ class Carried:
     """Follows the tensors from before the forward, op by op."""
 
     def __init__(self) -> None:
-        self._uses: dict[int, dict[tuple[int, int], _Uses]] = {}  # storage -> bytes -> uses
+        self._uses: dict[int, dict[tuple[int, int], _Uses]] = {}  # storage (or generator) -> bytes -> uses
 
     def on_op(self, func: Any, segment: int, old: Iterable[torch.Tensor], written: set[int], *, depends: bool) -> None:
         """Note an op's use of tensors that are ``old``. ``written``: ids of those that it changes; ``depends``: what it
@@ -57,6 +57,12 @@ class Carried:
                 uses.counted.add(segment)
             elif depends or packet_of(func) not in _OVERWRITES:
                 uses.changed.add(segment)
+
+    def draws(self, generator: torch.Generator, segment: int) -> None:
+        """Note that an op draws from a generator, whose state is for the next one to go on with."""
+        key = generator_key(generator)
+        if key != generator_key(torch.default_generator):
+            self._uses.setdefault(key, {}).setdefault((0, 1), _Uses()).changed.add(segment)
 
     def _together(self, storage: int) -> Iterator[_Uses]:
         """Of each range of a storage, the uses of all that overlap it."""

@@ -52,8 +52,9 @@ def on_leaves(value: Any, leaves: Leaves) -> Any:
 
 
 class Keeping:
-    """The graph of a call is to be kept. ``packer``: of what it saves; None: the weights stay where they are, so that
-    autograd keeps it by itself. ``number``: of the first node that the call makes."""
+    """The graph of a call is to be kept. ``packer``: of what it saves; None: the weights stay where they are, and it
+    saves nothing from before the call (``Footprint.older``), so that autograd keeps it by itself. ``number``: of the
+    first node that the call makes."""
 
     def __init__(self, packer: graph.WeightPacker | None, number: int) -> None:
         self._packer = packer
@@ -73,8 +74,7 @@ class Keeping:
 
     def watched(self, made: Iterable[torch.Tensor]) -> tuple["weakref.ref[graph.SavedTensor] | graph.SavedTensor", ...]:
         """The tensors by which it is seen that something of the graph was changed before its backward. ``made``: those
-        that the call returns, of which others' code gets views; of all else that autograd keeps by itself it sees that
-        itself, and says so."""
+        that the call returns, of which others' code gets views: no other one reaches what autograd keeps by itself."""
         return tuple(self._saved) if self._packer is not None else tuple(map(_counted, made))
 
 
@@ -118,7 +118,8 @@ def _is_plain(value: Any) -> bool:
 
 class Footprint:
     """In a probe: what a call's graph holds, seen while the call is recomputed. ``nbytes``: besides weights and the
-    call's inputs, None where it cannot be kept; ``peak``: of live bytes, when the call had run."""
+    call's inputs, None where it cannot be kept; ``peak``: of live bytes, when the call had run; ``older``: it has
+    tensors from before the call besides, which a later one may change in place, as a table that grows."""
 
     def __init__(self, packer: graph.WeightPacker, watch: Watch) -> None:
         self._packer = packer
@@ -128,6 +129,7 @@ class Footprint:
         self._saved: list[weakref.ref[graph.SavedTensor]] = []  # a node that is dropped lets go of its own
         self.nbytes: int | None = None
         self.peak = 0
+        self.older = False
         self.refused = False
 
     def hooks(self, inputs: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
@@ -144,6 +146,8 @@ class Footprint:
         packed = self._packer.pack(tensor)
         if isinstance(packed, graph.SavedTensor) and storage_key(tensor) not in self._inputs:
             self._saved.append(weakref.ref(packed))
+            birth = self._watch.birth(tensor)
+            self.older |= birth is None or birth.segment != self._watch.segment
         return packed
 
     def look(self, made: Iterable[torch.Tensor], edges: Sequence[GradientEdge | None], beside: Collection[int]) -> None:

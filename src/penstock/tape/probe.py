@@ -252,7 +252,7 @@ class Probe:
         unwaited: bool,
     ) -> None:
         elsewhere = [t for t in written if not self._packer.holds(t)]  # parameters end as they were
-        self._smuggled.on_op(func, inputs, elsewhere, results)
+        self._smuggled.on_op(func, inputs, elsewhere, results, self._watch.generator)
         self._views.on_op(self._who(), inputs, results)
         if not self._forward_done:
             self.waits.on_op(self._block(), func, inputs, results, unwaited)
@@ -390,7 +390,8 @@ class Probe:
                     footprint = Footprint(self._packer, self._watch) if self._tape.keeps else None
                     suspended.backward.footprint = footprint
                     self._running.backward_call(suspended, index)
-                    segment.graph = None if footprint is None else _graph(footprint, segment)
+                    if footprint is not None:
+                        segment.graph, segment.saves_older = _graph(footprint, segment), footprint.older
 
     def _split(self, suspended: SuspendedForward, index: int) -> InTwo | None:
         """Run a call's backward in two parts, besides: what each takes. None: it can only be run as a whole."""

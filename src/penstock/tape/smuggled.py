@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.compat.torch import packet_of, storage_key
+from penstock.compat.torch import COPY_TO, packet_of, storage_key
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
@@ -27,6 +27,8 @@ _OF_SHAPES = frozenset(
     }
 )
 """Ops that take a tensor for its shape alone."""
+_COPIES = frozenset({COPY_TO, _ATEN.clone, _ATEN.cat, _ATEN.constant_pad_nd})
+"""Ops that put a tensor elsewhere as it is, perhaps beside others."""
 
 
 class Smuggled:
@@ -89,10 +91,12 @@ class Smuggled:
             names.setdefault(storage_key(old), what)
             birth = None if now is old else self._birth(now)
             if birth is not None:
+                if storage_key(old) in birth.copies - birth.of and not birth.depends:
+                    continue  # it is the same, elsewhere or longer
                 goes_on = birth.touched if storage_key(old) in birth.of else ()
                 replaced.append(((what, old), {birth.segment, *goes_on}))
         for carried, segments in self.carried.found(replaced):
-            what = carried if isinstance(carried, str) else names.get(carried, "a tensor that is no buffer")
+            what = carried if isinstance(carried, str) else names.get(carried, "a tensor or generator of its own")
             who = " and ".join(dict.fromkeys(_who(self._blocks.get(segment)) for segment in sorted(segments)))
             return (
                 f"{what} passes from one micro-batch to the next through several stages of the model ({who}). Block by "
@@ -103,11 +107,19 @@ class Smuggled:
         return None
 
     def on_op(
-        self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], results: list[torch.Tensor]
+        self,
+        func: Any,
+        inputs: list[torch.Tensor],
+        written: list[torch.Tensor],
+        results: list[torch.Tensor],
+        generator: torch.Generator | None = None,
     ) -> None:
-        """Take note of an op of the forward: the tensors that it read, changed (``written``) and made."""
+        """Take note of an op of the forward: the tensors that it read, changed (``written``) and made. ``generator``:
+        the one that it draws from, where that is not torch's own."""
         if self._segment is None:
             return
+        if generator is not None:
+            self.carried.draws(generator, self._segment)
         depends, changed = any(self._depends(t) for t in inputs), {id(tensor) for tensor in written}
         if written or not {storage_key(t) for t in results} <= {storage_key(t) for t in inputs}:  # a view reads nothing
             for tensor in inputs:
@@ -116,7 +128,7 @@ class Smuggled:
             old = [t for t in inputs if self._birth(t) is None and storage_key(t) not in self._own]
             if packet_of(func) not in _OF_SHAPES:
                 self.carried.on_op(func, self._segment, old, changed, depends=depends)
-                self._follow(inputs, results)
+                self._follow(func, inputs, results)
         if packet_of(func) in _OF_SHAPES or not depends:
             return
         for tensor in results:
@@ -129,17 +141,19 @@ class Smuggled:
             if self._birth(tensor) is None and storage_key(tensor) not in self._own:
                 self._written.setdefault(storage_key(tensor), {})[self._segment] = self._block
 
-    def _follow(self, inputs: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
+    def _follow(self, func: Any, inputs: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
         """Note what the results of an op follow from."""
-        of = frozenset[int]()
+        of, copies = frozenset[int](), frozenset[int]()
         for tensor in inputs:
             birth = self._birth(tensor)
             if birth is not None:
-                of |= birth.of
+                of, copies = of | birth.of, copies | birth.copies
             elif not isinstance(tensor, nn.Parameter):
-                of |= {storage_key(tensor)}
+                copies |= {storage_key(tensor)}
+        if packet_of(func) not in _COPIES:
+            of, copies = of | copies, frozenset()
         for birth in filter(None, map(self._birth, results)):
-            birth.of |= of
+            birth.of, birth.copies = birth.of | of, birth.copies | copies
 
     def _depends(self, tensor: torch.Tensor) -> bool:
         birth = self._birth(tensor)

@@ -371,7 +371,8 @@ class Tape:
                 event = self.running.run_code(suspended, stage)
         else:
             suspended.expect_call(stage, facts.site)
-            suspended.keeping = Keeping(None if stay else self._packer(stage), next_number()) if keep else None
+            apart = stay and not facts.call.saves_older
+            suspended.keeping = Keeping(None if apart else self._packer(stage), next_number()) if keep else None
             goes_on = self.facts[stage + 1].site is not None and (self.elsewhere is None or self.elsewhere.goes_on)
             event = self.running.run_call(suspended, stage, facts.call, goes_on=goes_on)
         if self.elsewhere is None or self.elsewhere.goes_on:

@@ -53,10 +53,11 @@ class Birth:
     """A storage that an op made: its bytes, the segment that made it, and what has happened to it since.
 
     ``depends``: its numbers follow from the micro-batch, or from weights that train. ``of``: the storages from before
-    the forward, but for weights, that they follow from. ``returned``: a block returned it.
+    the forward, but for weights, that they follow from; ``copies``: those that they are merely copied from.
+    ``returned``: a block returned it.
     """
 
-    __slots__ = ("depends", "nbytes", "of", "returned", "saved", "segment", "touched")
+    __slots__ = ("copies", "depends", "nbytes", "of", "returned", "saved", "segment", "touched")
 
     def __init__(self, nbytes: int, segment: int) -> None:
         self.nbytes = nbytes
@@ -65,6 +66,7 @@ class Birth:
         self.saved: set[int] = set()
         self.depends = False
         self.of: frozenset[int] = frozenset()
+        self.copies: frozenset[int] = frozenset()
         self.returned = False
 
 
@@ -117,6 +119,8 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_weight = on_weight
         self._on_write = on_write
         self._on_op = on_op
+        self.generator: torch.Generator | None = None
+        """The one that the op under way was given."""
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def hold(self, nbytes: int) -> None:
@@ -136,6 +140,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.generator = kwargs.get("generator")
         with private.without_functions():  # of ops, and looks of our own, ``Ahead`` and others need not hear
             inputs, written = self._before(func, args, kwargs)
             result = func(*args, **kwargs)
