@@ -91,8 +91,9 @@ def jobs() -> list[Job]:
     return sorted(found.values(), key=lambda job: job.name)
 
 
-def run(job: Job, disk: Path) -> Result:
-    """Train a type of model by the engine and by the plain loop. ``disk``: an empty folder for the engine's store."""
+def run(job: Job, disk: Path, *, in_memory: bool = False) -> Result:
+    """Train a type of model by the engine and by the plain loop. ``disk``: an empty folder for the engine's store;
+    ``in_memory``: there is none, and everything has room on the device."""
     about: dict[str, Any] = asdict(job)
     try:
         with torch.device("meta"):
@@ -120,15 +121,21 @@ def run(job: Job, disk: Path) -> Result:
         return Result(**about, verdict="skipped", reason=f"plain training fails: {_line(error)}")
     if not all(math.isfinite(n) for n in wanted):
         return Result(**about, verdict="skipped", reason="plain training is not finite")
-    result = _by_engine(copy.deepcopy(model), plain, steps, wanted, disk, about)
+
+    def budget(folder: Path) -> penstock.Budget:
+        if in_memory:
+            return penstock.Budget(device="1GiB", host="1GiB", durability="none")
+        return penstock.Budget(device="1GiB", host="1GiB", disk=folder, weights="disk", state="disk")
+
+    result = _by_engine(copy.deepcopy(model), plain, steps, wanted, budget(disk), about)
     given: dict[str, Any] = {}
     ways = [("blocks=", "blocks", names) for names in _called_blocks(model, [mbs[0] for mbs in steps])]
     for number, (asked, key, value) in enumerate([*ways, ("loss_weights", "weights", weights)]):
         if result.verdict == "refused" and asked in result.reason:
             given[key] = value
             said = about | {"given": ", ".join(given).replace("weights", "loss_weights")}
-            folder = disk.with_name(f"again{number}")
-            result = _by_engine(copy.deepcopy(model), plain, steps, wanted, folder, said, **given)
+            again = budget(disk.with_name(f"again{number}"))
+            result = _by_engine(copy.deepcopy(model), plain, steps, wanted, again, said, **given)
     if result.verdict != "equal":
         return result
     folder = _from_folder(model, steps[0][0], disk.with_name("folder"), given.get("blocks"))
@@ -140,13 +147,12 @@ def _by_engine(
     plain: nn.Module,
     steps: Sequence[Sequence[MicroBatch]],
     wanted: Sequence[float],
-    disk: Path,
+    budget: penstock.Budget,
     about: dict[str, Any],
     weights: Sequence[Sequence[float] | None] = (None, None, None),
     blocks: Sequence[str] | None = None,
 ) -> Result:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    budget = penstock.Budget(device="1GiB", host="1GiB", disk=disk, weights="disk", state="disk")
     optimizer = penstock.AdamW(**ADAMW)  # type: ignore[arg-type]
     try:
         with wrap(
