@@ -277,6 +277,27 @@ def test_what_one_stage_alone_keeps_goes_block_by_block(build: Callable[[], nn.M
     assert_plain(build, budget(None))
 
 
+class Smooths(Layer):
+    """Keeps of its first call what the graph of that has saved, and changes it in the next ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(super().forward(x))
+        if self.kept is None:
+            self.kept = [y.detach()]
+        else:
+            self.kept[0].mul_(0.5)
+        return x + y * y
+
+
+def test_what_a_block_keeps_of_a_call_may_be_changed_before_its_backward() -> None:
+    """With weights on the device, too, where autograd by itself would end the step."""
+    assert_plain(lambda: Stack(Smooths), budget(None))
+
+
 # -- their place in commits and in memory ---------------------------------------------------------------------------
 
 

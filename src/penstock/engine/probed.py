@@ -77,7 +77,7 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
             buffers=buffers,
             written=written,
             trains=any(f.call.trains for f in same),
-            saves_older=any(f.call.saves_older for f in same),
+            reachable=any(f.call.reachable for f in same),
         )
         joined.append(replace(same[0], call=call, offload=_movable_for_all(same)))
     return tuple(joined)

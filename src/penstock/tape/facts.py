@@ -28,13 +28,14 @@ class Facts:
     Not which outputs need a gradient: that may depend on the data, and an output without one would lose another
     micro-batch's. ``buffers``: the buffers that the call changes, as (module, name). ``written``: parameters that it
     writes to, and that are to be what they were. ``trains``: it reads parameters that train, be they the block's own.
-    ``saves_older``: its graph has tensors from before the call that are neither weights nor its inputs.
+    ``reachable``: its graph may have tensors that others reach, besides weights, inputs and what it returns: from
+    before the call, or such as it leaves behind.
     """
 
     buffers: tuple[tuple[nn.Module, str], ...] = ()
     written: tuple[nn.Parameter, ...] = ()
     trains: bool = False
-    saves_older: bool = False
+    reachable: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,8 +53,8 @@ def on_leaves(value: Any, leaves: Leaves) -> Any:
 
 class Keeping:
     """The graph of a call is to be kept. ``packer``: of what it saves; None: the weights stay where they are, and it
-    saves nothing from before the call (``Footprint.older``), so that autograd keeps it by itself. ``number``: of the
-    first node that the call makes."""
+    saves nothing that others reach (``Facts.reachable``), so that autograd keeps it by itself. ``number``: of the first
+    node that the call makes."""
 
     def __init__(self, packer: graph.WeightPacker | None, number: int) -> None:
         self._packer = packer

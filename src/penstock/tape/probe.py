@@ -332,7 +332,9 @@ class Probe:
             before.attributes(b.module for b in changed),
         )
         segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
-        segment.kept_attributes = self._kept(site, attributes, {id(seen.birth) for seen in segment.outputs})
+        returned_births = {id(seen.birth) for seen in segment.outputs}
+        segment.kept_attributes = self._kept(site, attributes, returned_births)
+        segment.reachable = self._watch.has_left(self._watch.segment, returned_births)
 
     def _see_call(self, suspended: SuspendedForward, arrival: Arrival) -> None:
         """Note what a call is handed."""
@@ -391,7 +393,8 @@ class Probe:
                     suspended.backward.footprint = footprint
                     self._running.backward_call(suspended, index)
                     if footprint is not None:
-                        segment.graph, segment.saves_older = _graph(footprint, segment), footprint.older
+                        segment.graph = _graph(footprint, segment)
+                        segment.reachable |= footprint.older
 
     def _split(self, suspended: SuspendedForward, index: int) -> InTwo | None:
         """Run a call's backward in two parts, besides: what each takes. None: it can only be run as a whole."""

@@ -68,7 +68,7 @@ class Segment:
     they were, and ``trains`` says whether it read any that train; for each output, ``needed`` says whether it depends
     on anything that trains, and ``reached`` whether a gradient came to it; ``in_two`` what its backward takes in two
     parts, None where it is run as a whole; ``graph`` the bytes that its graph takes if it is kept, None where it cannot
-    be; ``saves_older`` is that of ``Facts``.
+    be; ``reachable`` is that of ``Facts``.
     """
 
     site: Site | None
@@ -84,7 +84,7 @@ class Segment:
     reached: tuple[bool, ...] = ()
     in_two: InTwo | None = None
     graph: int | None = None
-    saves_older: bool = False
+    reachable: bool = False
 
 
 def see(place: trees.Place, tensor: torch.Tensor, birth: Birth | None, device: torch.device) -> Seen:
@@ -132,7 +132,7 @@ class Stages:
                 buffers=segment.changed,
                 written=segment.written,
                 trains=segment.trains,
-                saves_older=segment.saves_older,
+                reachable=segment.reachable,
             )
             boundary = self._boundary(stage)
             offload = tuple(boundary[p].place for p in self._offload[stage])

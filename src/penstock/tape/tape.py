@@ -371,7 +371,7 @@ class Tape:
                 event = self.running.run_code(suspended, stage)
         else:
             suspended.expect_call(stage, facts.site)
-            apart = stay and not facts.call.saves_older
+            apart = stay and not facts.call.reachable
             suspended.keeping = Keeping(None if apart else self._packer(stage), next_number()) if keep else None
             goes_on = self.facts[stage + 1].site is not None and (self.elsewhere is None or self.elsewhere.goes_on)
             event = self.running.run_call(suspended, stage, facts.call, goes_on=goes_on)

@@ -1,7 +1,7 @@
 """Sees every op of a probe: the weights that it reads, the memory that lives at each moment, and its work."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from math import prod
 from typing import Any
@@ -132,6 +132,10 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def work(self) -> Work:
         """All that was computed so far."""
         return Work(flops=self.flops, traffic=self.traffic, ops=self.ops)
+
+    def has_left(self, segment: int, returned: Collection[int]) -> bool:
+        """True if bytes that a segment made are there, besides those it has ``returned``, by the identity of births."""
+        return any(b.segment == segment and b.nbytes and id(b) not in returned for b in self.births.values())
 
     def birth(self, tensor: torch.Tensor) -> Birth | None:
         return self.births.get(storage_key(tensor)) if trees.has_storage(tensor) else None
