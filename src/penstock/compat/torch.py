@@ -165,6 +165,14 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {key: buffer for key, buffer in module._buffers.items() if buffer is not None and key not in skipped}
 
 
+def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
+    """The hooks of a module's own forward.
+
+    Without: what they keep of one micro-batch for later code would be another one's.
+    """
+    return (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+
+
 def entries_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
     """The modules that a module holds, in order; a list may hold one module twice, or None, which ``named_children``
     leaves out.

@@ -139,6 +139,7 @@ def dealt_program(
     of_stages = [0 if fact.site is None else dealt[fact.site.index] for fact in facts]
     refused: str | None = None
     try:
+        _refuse_assigned(facts, of_stages)
         for of_shape in handed:
             _refuse(of_shape, facts, of_stages)
     except ModelError as error:
@@ -154,6 +155,25 @@ def dealt_program(
     most = [max(by_rank) for by_rank in zip(*of_all, strict=True)]
     program = Mesh(data=share.size).everyone().part(program)
     return program_of_rank(program, of_stages, share.place, ranks.stages, besides=most, holders=share.holders)
+
+
+def _refuse_assigned(facts: Sequence[StageFacts], of_stages: Sequence[int]) -> None:
+    """Raise ModelError where one rank puts an attribute on a block that another rank has."""
+    blocks = [(fact.site, of_stages[k]) for k, fact in enumerate(facts) if fact.site is not None]
+    has = {(site, rank): {id(vars(module)) for module in site.module.modules()} for site, rank in blocks}
+    for k, fact in enumerate(facts):
+        for holder in fact.assigned:
+            owners = [(site, rank) for (site, rank), within in has.items() if id(holder.of) in within]
+            if any(site is fact.site for site, _ in owners):
+                continue
+            for site, rank in owners:
+                if rank != of_stages[k]:
+                    who = "the model's own code" if fact.site is None else f"block {fact.site.name!r}"
+                    raise ModelError(
+                        f"{who} assigns attribute {holder.key!r} of block {site.name!r}, which another rank of the "
+                        "pipeline has: hand it to the block as an argument, or train with ranks that share all state "
+                        "(dp_shard)"
+                    )
 
 
 def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[int]) -> None:

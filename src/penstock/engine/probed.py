@@ -79,7 +79,8 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
             trains=any(f.call.trains for f in same),
             reachable=any(f.call.reachable for f in same),
         )
-        joined.append(replace(same[0], call=call, offload=_movable_for_all(same)))
+        assigned = tuple(dict.fromkeys(a for f in same for a in f.assigned))
+        joined.append(replace(same[0], call=call, offload=_movable_for_all(same), assigned=assigned))
     return tuple(joined)
 
 

@@ -27,6 +27,8 @@ from penstock.tape.facts import Site
 from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, has_plain_arguments, on_leaves
 from penstock.tape.likeness import FirstOutputs
 from penstock.tape.modes import Modes, TrainingFlags
+from penstock.tape.own_values import Held as HeldValues
+from penstock.tape.own_values import held
 from penstock.tape.rng import RandomState
 from penstock.tape.split import Held, Splitting
 
@@ -36,7 +38,8 @@ class Call:
     """One block call as it is kept for its recomputation. ``inputs`` is (args, kwargs, values of ``containers``) as
     they were before it; ``versions`` and ``needed`` are theirs: of each, its version, and whether it needed a gradient.
     ``buffers``: those that it may have changed, as they were before it, and ``attributes``: the plain ones of the
-    modules that have them. ``graph``: the one that its backward goes through; None: that has to be computed again.
+    modules that have them; ``own``: the micro-batch's own values. ``graph``: the one that its backward goes through;
+    None: that has to be computed again.
     """
 
     site: Site
@@ -49,6 +52,7 @@ class Call:
     outputs: tuple[Leaf, ...]
     buffers: tuple[Buffer, ...]
     attributes: tuple[Attributes, ...]
+    own: HeldValues
     graph: KeptGraph | None = None
 
 
@@ -230,9 +234,9 @@ class Backward:
 
     @contextmanager
     def _as_it_was(self, call: Call, buffers: tuple[Buffer, ...]) -> Iterator[None]:
-        """Inside, a block has ``buffers``, the attributes beside them, and the modes that it was called in."""
+        """Inside, a block has ``buffers``, the attributes beside them, and the values and modes of its call."""
         outer = Modes.capture(self._device_types, self._flags)
-        with placed(buffers, call.attributes):
+        with held(call.own), placed(buffers, call.attributes):
             try:
                 call.modes.printing_as(outer).apply(self._flags, outer)
                 yield

@@ -146,7 +146,12 @@ def _before(module: nn.Module, name: str, path: str, *, keeps: bool) -> BufferBe
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes that are none of torch's, and not its forward."""
-    return {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+    return {key: value for key, value in vars(module).items() if is_own(key)}
+
+
+def is_own(name: str) -> bool:
+    """True if a module's attribute of this name is none of torch's, and not its forward."""
+    return name not in _OF_TORCH
 
 
 def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:

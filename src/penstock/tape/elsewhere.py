@@ -220,6 +220,7 @@ class Elsewhere:
             suspended.answer = self._answer(k, mb, self._placeholder(site.name, call.result))
             assert tape.running.resume(suspended, k) == "cut"
             suspended.resume(k)
+            suspended.own.note(tape.facts[k].assigned)
             if not random.is_now():
                 raise ModelError(
                     f"the model's own code draws random numbers behind block {site.name!r}, which another rank of the "

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from penstock.tape import trees
+from penstock.tape.holders import Holder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,10 @@ class StageFacts:
     ``site``: the block of a call, None for the model's own code. ``offload``: which tensors are the stage's saved
     activation, by their places among the next call's inputs, or (before the epilogue) in the order of this call's
     outputs. Places and not numbers, as another micro-batch may have no tensor where this one has a mask.
+    ``assigned``: the places of values that its forward assigns, and that later stages may read.
     """
 
     site: Site | None
     call: Facts
     offload: tuple[trees.Place, ...]
+    assigned: tuple[Holder, ...] = ()

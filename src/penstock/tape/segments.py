@@ -16,6 +16,7 @@ from penstock.schedule.program import Stage
 from penstock.schedule.work import NOTHING, BothWays, Work
 from penstock.tape import trees
 from penstock.tape.facts import Facts, Site, StageFacts
+from penstock.tape.holders import Holder
 from penstock.tape.watch import Birth
 
 
@@ -68,7 +69,7 @@ class Segment:
     they were, and ``trains`` says whether it read any that train; for each output, ``needed`` says whether it depends
     on anything that trains, and ``reached`` whether a gradient came to it; ``in_two`` what its backward takes in two
     parts, None where it is run as a whole; ``graph`` the bytes that its graph takes if it is kept, None where it cannot
-    be; ``reachable`` is that of ``Facts``.
+    be; ``reachable`` is that of ``Facts``, and ``assigned`` that of ``StageFacts``.
     """
 
     site: Site | None
@@ -85,6 +86,7 @@ class Segment:
     in_two: InTwo | None = None
     graph: int | None = None
     reachable: bool = False
+    assigned: set[Holder] = field(default_factory=set)
 
 
 def see(place: trees.Place, tensor: torch.Tensor, birth: Birth | None, device: torch.device) -> Seen:
@@ -136,7 +138,8 @@ class Stages:
             )
             boundary = self._boundary(stage)
             offload = tuple(boundary[p].place for p in self._offload[stage])
-            found.append(StageFacts(site=segment.site, call=call, offload=offload))
+            assigned = tuple(dict.fromkeys(a for index in members for a in self._segments[index].assigned))
+            found.append(StageFacts(site=segment.site, call=call, offload=offload, assigned=assigned))
         return tuple(found)
 
     # -- which tensors may leave the device -------------------------------------------------------------------------

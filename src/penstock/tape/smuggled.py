@@ -17,6 +17,7 @@ from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.carried import Carried, Replaced
+from penstock.tape.holders import Holder, Way
 from penstock.tape.watch import Birth
 
 _ATEN = torch.ops.aten
@@ -48,6 +49,8 @@ class Smuggled:
         self._handed: set[int] = set()
         self._blocks: dict[int, str] = {}  # segment -> block, of calls
         self.found: str | None = None
+        self.read: dict[Holder, int] = {}
+        """Where the model's own code keeps tensors for a later segment, and the last one that reads one from there."""
         self.carried = Carried()
 
     def given(self, micro_batch: Any) -> None:
@@ -63,14 +66,19 @@ class Smuggled:
         if block is not None:
             self._blocks[segment] = block
 
-    def end(self, returned: Iterable[torch.Tensor] = ()) -> None:
-        """The segment has ended, and has ``returned`` these tensors."""
+    def end(self, returned: Iterable[torch.Tensor] = (), kept: Iterable[tuple[torch.Tensor, Way]] = ()) -> None:
+        """The segment has ended, and has ``returned`` these tensors; places of the model's own code hold those that are
+        ``kept``."""
         self._segment = None
         self._views.clear()
         for tensor in returned:
             birth = self._birth(tensor)
             if birth is not None:
                 birth.returned = True
+        for tensor, way in kept:
+            birth = self._birth(tensor)
+            if birth is not None:
+                birth.kept = way
 
     def refuse(self) -> None:
         if self.found is not None:
@@ -163,7 +171,7 @@ class Smuggled:
         return tensor.requires_grad or storage in self._own or storage in self._views or storage in self._written
 
     def _check(self, tensor: torch.Tensor) -> None:
-        if self.found is not None or isinstance(tensor, nn.Parameter):
+        if self._segment is None or self.found is not None or isinstance(tensor, nn.Parameter):
             return
         birth = self._birth(tensor)
         if birth is not None and not birth.depends:
@@ -181,6 +189,8 @@ class Smuggled:
             elif self._block is None and birth.segment in self._blocks and not birth.returned:
                 made = self._blocks[birth.segment]
                 self.found = f"the model itself reads a tensor of shape {shape} that {_who(made)} made, not returned"
+            elif self._block is None:
+                self.read.update((holder, self._segment) for holder in birth.kept)
 
 
 def _who(block: str | None) -> str:

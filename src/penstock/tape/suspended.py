@@ -29,6 +29,7 @@ from penstock.tape.facts import Facts, Site
 from penstock.tape.kept_graph import Keeping, KeptGraph, Leaves, has_plain_arguments, is_closed, on_leaves
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.modes import Modes, Stacks, TrainingFlags, refuse_stacked
+from penstock.tape.own_values import OwnValues
 from penstock.tape.rng import TorchState
 from penstock.tape.watch import CHANGES, put_back
 
@@ -75,6 +76,7 @@ class SuspendedForward:
         self.outputs: list[torch.Tensor] = []  # what the latest call made, until the next event
         self.loss: torch.Tensor | None = None
         self.facts = Facts()
+        self.own = OwnValues()
         self.keeping: Keeping | None = None  # of the next call, whose graph is kept
         self.answer: Callable[[], Any] | None = (
             None  # what the call it is suspended at returns, which is made elsewhere
@@ -241,7 +243,7 @@ class SuspendedForward:
         inputs = trees.tensors(before)
         versions, needed = tuple(version(t) for t in inputs), tuple(t.requires_grad for t in inputs)
         saved, others = self._buffers(site)
-        attributes = [(module, attributes_of(module)) for module in site.buffered]
+        attributes, own = [(module, attributes_of(module)) for module in site.buffered], self.own.now()
         context.run(_forget, held)
         modes = self.modes  # which it goes on in from the call on
         wanted = modes.grad and (site.trainable or self.facts.trains or any(needed))
@@ -292,6 +294,7 @@ class SuspendedForward:
                 outputs=tuple(cuts.leaves),
                 buffers=saved,
                 attributes=attributes_beside(attributes, saved),
+                own=own,
                 graph=self._kept(cuts.originals, leaves, before, keeping),
             )
         return output

@@ -100,7 +100,7 @@ class Tape:
         """The modules that forwards put into the other mode (``train()``, ``eval()``), as far as probes have seen."""
         self.changing: set[tuple[nn.Module, str]] = set()
         """The buffers, as (module, name), that forwards or backwards change, as far as probes have seen."""
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self._ulysses = ulysses
         forwards = [b.module.forward for b in blocks] if compile is None else compiled_forwards(blocks, compile)
         self.caches = CachesOff(model)
@@ -239,7 +239,7 @@ class Tape:
     def _code(self, index: int) -> LossFn:
         """The code that the forward of a micro-batch runs."""
         runs_model = self.elsewhere is None or self.elsewhere.has(0)
-        return self._loss_fn if runs_model or self.elsewhere is None else self.elsewhere.code(index)
+        return self.loss_fn if runs_model or self.elsewhere is None else self.elsewhere.code(index)
 
     def forward(self, stage: int, mb: int, *, keep: bool = False, stay: bool = False) -> None:
         """Run one stage of one micro-batch; the epilogue's backward too, when training. ``keep``: the graph of a call
@@ -252,12 +252,17 @@ class Tape:
         between = range(self._next[mb], stage)
         assert self._next[mb] <= stage, f"stage {stage} of micro-batch {mb} is not next"
         assert all(self.elsewhere is not None and not self.elsewhere.has(k) for k in between), "nor those before it"
+        suspended = self.suspended[mb]
         with self._or_abort(stage, mb):
+            suspended.own.put()
             if self.elsewhere is not None:
-                self.elsewhere.before(self.suspended[mb], stage)
-            self._forward(stage, self.suspended[mb], keep=keep, stay=stay)
+                self.elsewhere.before(suspended, stage)
+            self._forward(stage, suspended, keep=keep, stay=stay)
+            suspended.own.note(self.facts[stage].assigned)
             if self.elsewhere is not None:
-                self.elsewhere.behind(self.suspended[mb], stage)
+                self.elsewhere.behind(suspended, stage)
+            if stage == len(self._stages) - 1:
+                suspended.own.clear()
         self._next[mb] = stage + 1
 
     def backward(self, stage: int, mb: int) -> None:

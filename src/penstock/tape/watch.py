@@ -14,6 +14,7 @@ from penstock.compat import torch as private
 from penstock.compat.torch import packet_of, schema_of, storage_key
 from penstock.schedule.work import Work
 from penstock.tape import trees
+from penstock.tape.holders import Way
 
 _ATEN = torch.ops.aten
 
@@ -54,10 +55,10 @@ class Birth:
 
     ``depends``: its numbers follow from the micro-batch, or from weights that train. ``of``: the storages from before
     the forward, but for weights, that they follow from; ``copies``: those that they are merely copied from.
-    ``returned``: a block returned it.
+    ``returned``: a block returned it. ``kept``: the places where the model's own code keeps it.
     """
 
-    __slots__ = ("copies", "depends", "nbytes", "of", "returned", "saved", "segment", "touched")
+    __slots__ = ("copies", "depends", "kept", "nbytes", "of", "returned", "saved", "segment", "touched")
 
     def __init__(self, nbytes: int, segment: int) -> None:
         self.nbytes = nbytes
@@ -68,6 +69,7 @@ class Birth:
         self.of: frozenset[int] = frozenset()
         self.copies: frozenset[int] = frozenset()
         self.returned = False
+        self.kept: Way = ()
 
 
 OnOp = Callable[[Any, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], bool], None]

@@ -1,0 +1,169 @@
+"""Where a model's own code keeps values from one stage for another: attributes, entries of dicts, lists, variables.
+
+There is one such place for all micro-batches that are under way. So each has its own values, which are put there when
+its forward goes on (``own_values``).
+"""
+
+import builtins
+import functools
+import logging
+import types
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.compat.torch import forward_hooks
+from penstock.tape.buffers import attributes_of
+
+ABSENT: Any = object()
+"""The value where there is none."""
+
+_MOST = 2_000
+"""Objects that one search looks at, the nearest first."""
+
+_WITHOUT = (
+    *(types.NoneType, str, bytes, bool, int, float, complex, type, range, slice, types.ModuleType),
+    *(types.BuiltinFunctionType, nn.Module, torch.dtype, torch.device, torch.Generator, logging.Logger),
+)
+"""Types that hold no tensors, or (modules) such as are looked at by themselves."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Holder(ABC):
+    """A place for a value: in ``of``, by ``key``. Two are equal if they are the same place."""
+
+    of: Any
+    key: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.of is other.of and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash((id(self.of), self.key))
+
+    @abstractmethod
+    def now(self) -> Any:
+        """The value that is there, or ``ABSENT``."""
+
+    @abstractmethod
+    def put(self, value: Any) -> None: ...
+
+
+class Entry(Holder):
+    """An entry of a dict, be it that of an object's attributes or of globals."""
+
+    def now(self) -> Any:
+        return self.of.get(self.key, ABSENT)
+
+    def put(self, value: Any) -> None:
+        if value is ABSENT:
+            self.of.pop(self.key, None)
+        else:
+            self.of[self.key] = value
+
+
+class Contents(Holder):
+    """All of a list, a set or a deque."""
+
+    def now(self) -> Any:
+        return tuple(self.of)
+
+    def put(self, value: Any) -> None:
+        self.of.clear()
+        (self.of.update if isinstance(self.of, set) else self.of.extend)(value)
+
+
+class Variable(Holder):
+    """A variable that functions share: a cell of their closures."""
+
+    def now(self) -> Any:
+        try:
+            return self.of.cell_contents
+        except ValueError:
+            return ABSENT
+
+    def put(self, value: Any) -> None:
+        if value is not ABSENT:
+            self.of.cell_contents = value
+        elif self.now() is not ABSENT:
+            del self.of.cell_contents
+
+
+Way = tuple[Holder, ...]
+"""The holders on the way to a value, from the outermost to its own."""
+
+
+class Search:
+    """Finds the tensors that are kept by the attributes of a model's own modules, and by the variables and globals that
+    its code, its hooks and its loss function refer to."""
+
+    def __init__(self, own: Iterable[nn.Module], every: Iterable[nn.Module], loss_fn: Callable[..., Any]) -> None:
+        """``own``: modules that are in no block; ``every``: all of the model."""
+        self._own = tuple(own)
+        self._others: list[Any] = [loss_fn, *(hook for module in every for hook in forward_hooks(module))]
+        code = {cls for module in self._own for cls in type(module).__mro__ if issubclass(cls, nn.Module)} - {nn.Module}
+        members = [member for cls in code for member in vars(cls).values()]
+        self._others += [member for member in members if isinstance(member, list | dict | set | deque)]
+        functions = [member for member in members if isinstance(member, types.FunctionType)]
+        self._globals = {entry for function in functions for entry in _globals(function)}
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, Way]]:
+        queue: deque[tuple[Way, Any]] = deque(((), other) for other in self._others)
+        queue += (((entry,), entry.now()) for entry in self._globals)
+        for module in self._own:
+            queue += (((Entry(vars(module), name),), value) for name, value in attributes_of(module).items())
+        seen: set[int] = set()
+        while queue and len(seen) < _MOST:
+            way, item = queue.popleft()
+            if isinstance(item, torch.Tensor):
+                yield item, way
+            elif not issubclass(type(item), _WITHOUT) and id(item) not in seen:
+                seen.add(id(item))
+                queue += (((*way, *holders), part) for holders, part in _within(item))
+
+
+def _within(item: Any) -> Iterator[tuple[Way, Any]]:
+    """What an object has, each with the holder of it, if the object itself is none that could be put back whole."""
+    if isinstance(item, tuple | frozenset):
+        yield from (((), part) for part in item)
+    elif isinstance(item, list | set | deque):
+        yield from (((Contents(item),), part) for part in item)
+    elif isinstance(item, types.MethodType):
+        yield from (((), part) for part in (item.__self__, item.__func__))
+    elif isinstance(item, functools.partial):
+        yield from (((), part) for part in (item.func, item.args, item.keywords))
+    elif isinstance(item, types.FunctionType):
+        holders = (*(Variable(cell) for cell in item.__closure__ or ()), *_globals(item))
+        yield from (((holder,), holder.now()) for holder in holders)
+    else:
+        entries = item if isinstance(item, dict) else _attributes(item)
+        yield from (((Entry(entries, key),), value) for key, value in list(entries.items()))
+
+
+def _attributes(item: object) -> dict[str, Any]:
+    """An object's attributes, without running code of its own."""
+    try:
+        found = object.__getattribute__(item, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _globals(function: types.FunctionType) -> Iterator[Entry]:
+    """The globals that a function may refer to, but for modules and code."""
+    known = function.__globals__
+    for name in _names(function.__code__):
+        if not (callable(known.get(name)) or isinstance(known.get(name), types.ModuleType) or hasattr(builtins, name)):
+            yield Entry(known, name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """The names that code refers to, of globals and of attributes."""
+    inner = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return frozenset(code.co_names).union(*inner)

@@ -1,0 +1,210 @@
+"""Attributes that a forward puts on the model, and that later stages of the same forward read."""
+
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.stacks import WEIGHTS, WIDTH, Layer, Stack, assert_exact, of, stack
+from tests.tape_reference import Order, horizontal, vertical, with_graphs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def through(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+def a_tensor(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.mask = torch.sigmoid(x.detach().mean(-1, keepdim=True))
+    return through(model, x) * model.mask
+
+
+def a_tensor_with_a_gradient(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.first = x.sin()
+    return through(model, x) + model.first
+
+
+def a_number(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.length = x.shape[1]
+    return through(model, x) / model.length
+
+
+def a_number_of_the_data(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.scale = float(x.detach().abs().max())
+    return through(model, x) * model.scale
+
+
+def one_that_goes_away(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.length = x.shape[1]
+    x = through(model, x) / model.length
+    del model.length
+    return x
+
+
+def a_new_list(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.seen = []
+    for layer in model.layers:
+        model.seen.append(x.mean())
+        x = layer(x)
+    return x + torch.stack(model.seen).sum()
+
+
+def between_blocks(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        model.scale = float(x.detach().mean())
+        x = layer(x) * (1 + model.scale)
+    return x
+
+
+def a_buffer(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.held = x.detach().mean((0, 1))
+    return through(model, x) + model.held
+
+
+class Scaled(Layer):
+    """Is told a number by an attribute, and notes one."""
+
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.largest = float(x.detach().abs().max())
+        return super().forward(x) * self.scale
+
+
+def told(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        layer.scale = 1 / x.shape[1]
+    return through(model, x)
+
+
+def told_one_after_the_other(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """All blocks read one attribute, which is another one's when they are computed again."""
+    for i, layer in enumerate(model.layers):
+        model.layers[0].scale = 1 + i + float(x.detach().mean())
+        layer.scale = model.layers[0].scale
+        x = layer(x)
+    return x
+
+
+def read_of_blocks(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return through(model, x) * sum(layer.largest for layer in model.layers)
+
+
+PATTERNS = {
+    pattern.__name__: pattern
+    for pattern in (
+        *(a_tensor, a_tensor_with_a_gradient, a_number, a_number_of_the_data, one_that_goes_away, a_new_list),
+        *(between_blocks, a_buffer, told, told_one_after_the_other, read_of_blocks),
+    )
+}
+
+
+class Holding(Stack):
+    def __init__(self, run: Any) -> None:
+        super().__init__(Scaled, run)
+        self.register_buffer("held", torch.zeros(WIDTH), persistent=False)
+
+
+Pattern = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def see(model: Any) -> None:
+    """So that the probe puts the same numbers where they are already."""
+    model(torch.zeros(1, 12, dtype=torch.long))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_attributes_are_those_of_the_micro_batch(pattern: Pattern) -> None:
+    assert_exact(of(lambda: Holding(pattern)), see, vertical, steps=2)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_where_graphs_are_kept_too(pattern: Pattern) -> None:
+    assert_exact(of(lambda: Holding(pattern)), order=with_graphs)
+
+
+def test_a_block_that_is_computed_again_finds_those_of_its_call() -> None:
+    assert_exact(of(lambda: Holding(told_one_after_the_other)), order=horizontal)
+
+
+def a_list_of_its_own(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.kept.clear()
+    for layer in model.layers:
+        model.kept.append(x.mean())
+        x = layer(x)
+    return x + torch.stack(model.kept).sum()
+
+
+def an_object(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.object.mask = torch.sigmoid(x.mean(-1, keepdim=True))
+    return through(model, x) * model.object.mask
+
+
+KEPT: dict[str, Any] = {}
+LAST: torch.Tensor | None = None
+
+
+def a_global_dict(model: Any, x: torch.Tensor) -> torch.Tensor:
+    KEPT["mask"] = torch.sigmoid(x.mean(-1, keepdim=True))
+    return through(model, x) * KEPT.pop("mask")
+
+
+def a_global(model: Any, x: torch.Tensor) -> torch.Tensor:
+    global LAST
+    LAST = torch.sigmoid(x.mean(-1, keepdim=True))
+    x = through(model, x)
+    assert LAST is not None
+    return x * LAST
+
+
+class Keeping(Stack):
+    def __init__(self, run: Any) -> None:
+        super().__init__(run=run)
+        self.kept: list[torch.Tensor] = []
+        self.object = types.SimpleNamespace()
+
+
+@pytest.mark.parametrize("run", [a_list_of_its_own, an_object, a_global_dict, a_global])
+def test_objects_from_before_the_forward_hold_what_is_the_micro_batchs(run: Pattern) -> None:
+    assert_exact(of(lambda: Keeping(run)), steps=2)
+
+
+def a_log(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.kept.append(x.detach().mean())
+    return through(model, x)
+
+
+def test_a_log_that_nobody_reads_is_as_it_was() -> None:
+    _, bench = assert_exact(of(lambda: Keeping(a_log)))
+    assert len(bench.tape.model.kept) == 1 + len(WEIGHTS), "with the probe's"
+
+
+def loss_of_features(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**micro_batch)
+    return loss + sum(feature.square().mean() for feature in KEPT["features"])
+
+
+@pytest.mark.parametrize("pre", [False, True])
+@pytest.mark.parametrize("order", [vertical, horizontal, with_graphs])
+def test_features_that_hooks_keep_for_the_loss(order: Order, pre: bool) -> None:
+    KEPT["features"] = []
+
+    def change(model: Any) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            KEPT["features"].append(args[0])
+
+        def behind(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            KEPT["features"].append(output)
+
+        model.register_forward_pre_hook(lambda module, args, kwargs: KEPT["features"].clear(), with_kwargs=True)
+        for module in model.layers if pre else (model.embed, *model.layers):
+            _ = module.register_forward_pre_hook(before) if pre else module.register_forward_hook(behind)
+
+    assert_exact(replace(stack(), loss_fn=loss_of_features), change, order)
