@@ -434,3 +434,18 @@ def test_parameters_on_several_devices_are_refused(tmp_path: Path) -> None:
     model = Stack()
     model.head.to(DEVICE)
     assert "parameters are on several devices ('embed.weight' on cpu:0" in refused(model, tmp_path, steps=False)
+
+
+class Extra(Layer):
+    def get_extra_state(self) -> Any:
+        return {"scale": 2.0}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_state_that_no_commit_has_a_place_for_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"'layers\.0' has state besides parameters and buffers \(get_extra_state of Ex"
+    ):
+        refuse(Stack(Extra))

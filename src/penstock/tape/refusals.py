@@ -56,6 +56,11 @@ def refuse(model: nn.Module) -> None:
             raise ModelError(
                 f"{where} has been compiled by its compile(): leave that out and use compile=True of penstock.wrap"
             )
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ModelError(
+                f"{where} has state besides parameters and buffers (get_extra_state of {type(module).__name__}), for "
+                "which commits and snapshots have no place, so that a run would go on without it: keep it in buffers"
+            )
     _refuse_parameters(model)
 
 
