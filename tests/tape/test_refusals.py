@@ -445,7 +445,5 @@ class Extra(Layer):
 
 
 def test_state_that_no_commit_has_a_place_for_is_refused() -> None:
-    with pytest.raises(
-        ModelError, match=r"'layers\.0' has state besides parameters and buffers \(get_extra_sta"
-    ):
+    with pytest.raises(ModelError, match=r"'layers\.0' has state besides parameters and buffers \(get_extra_sta"):
         refuse(Stack(Extra))

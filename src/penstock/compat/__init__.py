@@ -1,6 +1,7 @@
-"""Private names of other libraries, one file for each library: what each stands for, and what breaks without it.
+"""Private names of other libraries, by library: what each stands for, and what breaks without it.
 
-    torch          storages, versions, graph nodes, modes, kernels, what modules keep
+    torch          storages, versions, graph nodes, modes, kernels
+    modules        what torch's modules keep, and the hooks on them
     transformers   its loading and saving, and the steps of its Trainer's loop
     accelerate     its wrapper of an optimizer
     peft           the names and the layers of adapters

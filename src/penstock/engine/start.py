@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import nn
 
-from penstock.compat.torch import buffers_of, persistent_buffers
+from penstock.compat.modules import buffers_of, persistent_buffers
 from penstock.config.optimizer import Orthogonal
 from penstock.errors import ModelError
 from penstock.optim import kernels

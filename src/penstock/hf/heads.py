@@ -15,8 +15,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from penstock.compat.modules import has_backward_hooks
 from penstock.compat.peft import is_adapted, is_plain
-from penstock.compat.torch import has_backward_hooks
 from penstock.errors import ConfigError, ModelError, is_out_of_memory
 from penstock.tape.blocks import find_blocks
 from penstock.tape.likeness import alike, sample

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.compat.torch import has_backward_hooks
+from penstock.compat.modules import has_backward_hooks
 from penstock.errors import ConfigError, ModelError
 from penstock.tape import trees
 from penstock.tape.blocks import find_blocks

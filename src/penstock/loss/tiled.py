@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from penstock.compat.torch import has_backward_hooks, new_wrapper, without_subclasses
+from penstock.compat.modules import has_backward_hooks
+from penstock.compat.torch import new_wrapper, without_subclasses
 from penstock.errors import ConfigError, ModelError
 from penstock.loss import DEFAULT_TILE
 from penstock.loss.tiles import Elementwise, Entropy, linear_cross_entropy

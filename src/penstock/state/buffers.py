@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
-from penstock.compat.torch import buffers_of, persistent_buffers
+from penstock.compat.modules import buffers_of, persistent_buffers
 from penstock.config.step import SyncBuffers
 from penstock.ranks.group import Ranks
 from penstock.schedule.place import page_up

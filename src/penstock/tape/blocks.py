@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from penstock.compat.torch import entries_of
+from penstock.compat.modules import entries_of
 from penstock.errors import ModelError
 from penstock.tape.refusals import refuse
 

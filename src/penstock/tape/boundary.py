@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.compat.torch import buffers_of
+from penstock.compat.modules import buffers_of
 from penstock.errors import ModelError
 from penstock.tape.blocks import Block
 from penstock.tape.facts import Site

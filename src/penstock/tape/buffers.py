@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.compat.torch import buffers_of, persistent_buffers, version
+from penstock.compat.modules import buffers_of, persistent_buffers
+from penstock.compat.torch import version
 from penstock.errors import ModelError
 from penstock.tape import trees
 

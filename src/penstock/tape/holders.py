@@ -1,4 +1,4 @@
-"""Where a model's own code keeps values from one stage for another: attributes, entries of dicts, lists, variables.
+"""Places in which a model's own code keeps values for later: attributes, entries of dicts, lists, variables.
 
 There is one such place for all micro-batches that are under way. So each has its own values, which are put there when
 its forward goes on (``own_values``).
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.compat.torch import forward_hooks
+from penstock.compat.modules import forward_hooks
 from penstock.tape.buffers import attributes_of
 
 ABSENT: Any = object()
@@ -128,7 +128,7 @@ class Search:
 
 
 def _within(item: Any) -> Iterator[tuple[Way, Any]]:
-    """What an object has, each with the holder of it, if the object itself is none that could be put back whole."""
+    """The values within an object, each with its holder; with none where it can only be put back with the object."""
     if isinstance(item, tuple | frozenset):
         yield from (((), part) for part in item)
     elif isinstance(item, list | set | deque):

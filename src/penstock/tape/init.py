@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.compat.marks import has_adapters, initialiser_of, set_initialised
-from penstock.compat.torch import buffers_of, parameters_of, reset_method
+from penstock.compat.modules import buffers_of, parameters_of, reset_method
 from penstock.errors import ModelError
 from penstock.tape import rng
 from penstock.tape.groups import ParamGroup

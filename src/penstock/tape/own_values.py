@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.compat.torch import buffers_of
+from penstock.compat.modules import buffers_of, watched_attributes
 from penstock.tape.buffers import is_own
 from penstock.tape.holders import Entry, Holder
 
@@ -20,25 +20,13 @@ from penstock.tape.holders import Entry, Holder
 def assignments(modules: Container[nn.Module]) -> Iterator[set[Entry]]:
     """Inside, the attributes of ``modules`` that code assigns or deletes are noted."""
     found: set[Entry] = set()
-    assign, delete = nn.Module.__setattr__, nn.Module.__delattr__
 
     def note(module: nn.Module, name: str) -> None:
         if module in modules and is_own(name):
             found.add(Entry(buffers_of(module) if name in buffers_of(module) else vars(module), name))
 
-    def noted(module: nn.Module, name: str, value: Any) -> None:
-        note(module, name)
-        assign(module, name, value)
-
-    def noted_delete(module: nn.Module, name: str) -> None:
-        note(module, name)
-        delete(module, name)
-
-    nn.Module.__setattr__, nn.Module.__delattr__ = noted, noted_delete  # type: ignore[assignment, method-assign]
-    try:
+    with watched_attributes(note):
         yield found
-    finally:
-        nn.Module.__setattr__, nn.Module.__delattr__ = assign, delete  # type: ignore[method-assign]
 
 
 Held = tuple[tuple[Holder, Any], ...]

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from penstock.compat.marks import is_moved
-from penstock.compat.torch import accumulation_hooks, gradient_hooks, is_compiled, persistent_buffers, storage_key
+from penstock.compat.modules import is_compiled, persistent_buffers
+from penstock.compat.torch import accumulation_hooks, gradient_hooks, storage_key
 from penstock.errors import ModelError
 from penstock.tape import trees
 

@@ -50,7 +50,7 @@ class Smuggled:
         self._blocks: dict[int, str] = {}  # segment -> block, of calls
         self.found: str | None = None
         self.read: dict[Holder, int] = {}
-        """Where the model's own code keeps tensors for a later segment, and the last one that reads one from there."""
+        """places in which the model's own code keeps tensors for later -> the last segment that reads one from there"""
         self.carried = Carried()
 
     def given(self, micro_batch: Any) -> None:

@@ -19,7 +19,8 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.compat.torch import buffers_of, is_view_of_parameter, next_number, version
+from penstock.compat.modules import buffers_of
+from penstock.compat.torch import is_view_of_parameter, next_number, version
 from penstock.errors import ModelError
 from penstock.tape import opaque, trees
 from penstock.tape.backward import Backward, Call

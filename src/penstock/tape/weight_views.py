@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from penstock.compat.torch import buffers_of, storage_key
+from penstock.compat.modules import buffers_of
+from penstock.compat.torch import storage_key
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.buffers import attributes_of

@@ -1,0 +1,102 @@
+"""Private names of torch's modules: what they keep, and the hooks on them.
+
+Each function says what the name stands for, and (*Without*) what Penstock could not do if torch took it away.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters by attribute, to be read and put in place without ``__setattr__``.
+
+    Without: initialisers could not be run on one param group alone, as setting the attribute runs a class's own code.
+    """
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers by attribute, to be read and put in place without ``__setattr__``.
+
+    Without: a recomputation could not be given the buffers that the call had.
+    """
+    return module._buffers
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own buffers that are in its ``state_dict``.
+
+    Without: what follows from the configuration (rotary frequencies) would be kept and moved as state.
+    """
+    skipped = module._non_persistent_buffers_set
+    return {key: buffer for key, buffer in module._buffers.items() if buffer is not None and key not in skipped}
+
+
+@contextmanager
+def watched_attributes(note: Callable[[nn.Module, str], None]) -> Iterator[None]:
+    """Inside, ``note`` is told of each attribute of a module, by name, that is about to be assigned or deleted.
+
+    Functions are put in the place of ``Module.__setattr__`` and ``__delattr__``. Without: what a forward keeps on a
+    module of one micro-batch for later code would be another one's.
+    """
+    assign, delete = nn.Module.__setattr__, nn.Module.__delattr__
+
+    def noted(module: nn.Module, name: str, value: Any) -> None:
+        note(module, name)
+        assign(module, name, value)
+
+    def noted_delete(module: nn.Module, name: str) -> None:
+        note(module, name)
+        delete(module, name)
+
+    nn.Module.__setattr__, nn.Module.__delattr__ = noted, noted_delete  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__, nn.Module.__delattr__ = assign, delete  # type: ignore[method-assign]
+
+
+def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
+    """The hooks of a module's own forward.
+
+    Without: what they keep of one micro-batch for later code would be another one's.
+    """
+    return (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+
+
+def entries_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """The modules that a module holds, in order; a list may hold one module twice, or None, which ``named_children``
+    leaves out.
+
+    Without: a block that stands in a list twice would be found once.
+    """
+    return module._modules
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """True if somebody looks at a module's gradients (``register_full_backward_hook`` and the like).
+
+    Without: a hook on a head whose logits are never made would not be called, and nobody would say so.
+    """
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True if ``module.compile()`` was called, which leaves the module's class as it is.
+
+    Without: its calls would go past the boundary of the tape, into code that was compiled with it.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def reset_method(module: nn.Module) -> Callable[[], object] | None:
+    """``reset_parameters``, under either of the names that torch's own modules have it by.
+
+    Without: ``MultiheadAttention`` and the transformer layers of torch could not be made on the meta device.
+    """
+    found: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
