@@ -34,7 +34,7 @@ Held = tuple[tuple[Holder, Any], ...]
 
 
 class OwnValues:
-    """Those of one micro-batch, as its forward has left them."""
+    """The values of one micro-batch, as its forward has left them."""
 
     def __init__(self) -> None:
         self._values: dict[Holder, Any] = {}
