@@ -171,8 +171,10 @@ def test_what_builds_no_mask_from_positions_is_refused() -> None:
             check_keeps_apart(model)
 
 
-def test_a_model_without_values_is_asked_too() -> None:
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_without_values_is_asked_too(kind: str) -> None:
+    """Also one with a token for padding, for which GPT-2 and its like look among the ids first."""
     with torch.device("meta"):
-        model = build("llama", TINY).train()
+        model = build(kind, {**MODELS[kind], "pad_token_id": 1}).train()
     check_keeps_apart(model)
     assert model.training

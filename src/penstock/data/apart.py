@@ -7,6 +7,7 @@ masks of their own. Which it is is found out by running the model's own code, wi
 """
 
 import inspect
+from contextlib import nullcontext
 from typing import NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from penstock.compat.marks import carries_state
 from penstock.compat.transformers import ReachedError, noticed
 from penstock.errors import ConfigError
 from penstock.tape.kv_cache import CachesOff
+from penstock.tape.values import Values
 
 _REMEDY = "Set data.packing to false (one document in a sequence), or to continuous (documents attend to those before)"
 
@@ -53,12 +55,13 @@ def _innermost(model: nn.Module) -> nn.Module:
 def _asks(model: nn.Module) -> tuple[bool, str]:
     """Run the model up to its masks. Returns if it asks which tokens belong together, and words on what it raised."""
     device = next(model.parameters()).device
-    ids = torch.zeros((1, 4), dtype=torch.int64, device=device)
-    positions = torch.tensor([[0, 1, 0, 1]], device=device)
+    words = {"input_ids": torch.zeros((1, 4), dtype=torch.int64), "position_ids": torch.tensor([[0, 1, 0, 1]])}
+    values = Values("cpu") if device.type == "meta" else None  # some models look at token ids before their masks
+    given = {name: value.to(device) for name, value in words.items()} if values is None else values.give(words)
     training, caches = model.training, CachesOff(model)  # beside a cache, models take all for one document
     try:
-        with noticed(), torch.no_grad():
-            model.eval()(input_ids=ids, position_ids=positions)
+        with values or nullcontext(), noticed(), torch.no_grad():
+            model.eval()(**given)
     except ReachedError:
         return True, ""
     except Exception as error:  # noqa: BLE001  whatever a model makes of a run without weights

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from penstock.compat.torch import TorchDispatchMode, WeakTensorKeyDictionary, schema_of, storage_key
 from penstock.errors import ModelError
@@ -32,8 +33,18 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """``kind``: the kind of device that the run stands for."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._kind = kind
+        self._constants = _Constants()
         self._values: Any = WeakTensorKeyDictionary()
         self._lost: set[int] = set()  # storages of values that were overwritten by something unknown
+
+    def __enter__(self) -> "Values":
+        self._constants.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._constants.__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def give(self, micro_batch: Mapping[str, Any]) -> dict[str, Any]:
         """The micro-batch on the meta device; values of tensors that have some are kept."""
@@ -91,6 +102,33 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 value = values.get(id(tensor))
                 if value is not None and tensor.is_meta:
                     self._lost.add(storage_key(value))
+
+
+class _Constants(TorchFunctionMode):
+    """Tensors of Python's numbers with their values: torch makes those of the meta device without, and no op tells."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _INDEXED:
+            args = (args[0], _index(args[1]), *args[2:])
+        elif func in _MADE and str(kwargs.get("device")) == "meta" and not trees.tensors(args):
+            made = func(*args, **{**kwargs, "device": "cpu"})
+            return made.detach().to("meta").requires_grad_(made.requires_grad)
+        return func(*args, **kwargs)
+
+
+_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_MADE = (torch.tensor, torch.as_tensor)
+
+
+def _index(index: Any) -> Any:
+    """An index of a tensor, with lists of whole numbers as tensors on the CPU."""
+    if isinstance(index, tuple):
+        return tuple(_index(part) for part in index)
+    numbers = isinstance(index, list | range) and len(index) and all(isinstance(part, int) for part in index)
+    return torch.tensor(index) if numbers else index
 
 
 def _is_kept(tensor: torch.Tensor) -> bool:
