@@ -163,19 +163,21 @@ class Given:
         out.copy_(self._values[name].detach())
 
 
-def on_meta() -> nn.Module:
+def on_meta(name: str = "llama") -> nn.Module:
     with torch.device("meta"):
-        return models.llama()
+        return ZOO[name].build()
 
 
-def test_adapters_on_a_model_without_memory_begin_as_pefts_do(tmp_path: Path) -> None:
-    source = built(ZOO["llama"])
-    model = with_adapters(on_meta(), LORA)
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_adapters_on_a_model_without_memory_begin_as_pefts_do(kind: str, tmp_path: Path) -> None:
+    """Those of experts, too, which are one within the other, and set a parameter in each forward."""
+    source = built(ZOO[kind])
+    model = with_adapters(on_meta(kind), LORA)
     assert all(p.is_meta for p in model.parameters())
-    wanted = {n for n, _ in adapted(models.llama()).named_parameters()}
+    wanted = {n for n, _ in adapted(ZOO[kind].build()).named_parameters()}
     assert {n for n, _ in model.named_parameters()} == wanted
     plain = dict(source.named_parameters())
-    micro_batches = steps_of(ZOO["llama"])[0]
+    micro_batches = steps_of(ZOO[kind])[0]
     with wrapped(model, tmp_path, weights=BaseWeights(Given(source))) as engine:
         for name, value in engine.master_parameters():
             base = base_name(name)
@@ -189,10 +191,12 @@ def test_adapters_on_a_model_without_memory_begin_as_pefts_do(tmp_path: Path) ->
                 assert not value.any(), name
         # B is zero, so that the model begins as its base.
         assert engine.evaluate(micro_batches) == pytest.approx(
-            sum(ZOO["llama"].items(mb) * source.eval()(**mb).loss.item() for mb in micro_batches)
-            / sum(ZOO["llama"].items(mb) for mb in micro_batches),
+            sum(ZOO[kind].items(mb) * source.eval()(**mb).loss.item() for mb in micro_batches)
+            / sum(ZOO[kind].items(mb) for mb in micro_batches),
             rel=8 * ROUNDING,
         )
+        engine.step(micro_batches)
+        assert all(value.any() for name, value in engine.master_parameters() if "lora_B" in name)
 
 
 class Around(nn.Module):

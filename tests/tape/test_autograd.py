@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ModelError
+from penstock.tape.groups import group_parameters
 from tests.stacks import WIDTH, Change, Layer, Run, Stack, assert_exact, of, one_step, refused, stack, unequal
 from tests.tape_reference import Bench, Order, horizontal, vertical
 
@@ -556,3 +557,16 @@ def test_a_hook_that_comes_later_is_honoured() -> None:
         hook.remove()
     _, after = bench.step(unequal(case), [1.0] * 3)
     assert all(torch.equal(after[name], g) for name, g in before.items())
+
+
+def test_parameters_that_leave_the_meta_device_count_their_own_changes_in_place() -> None:
+    """As in a plain model: what a forward sets in one of them is no change of another that a graph has saved."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    (group,) = group_parameters(model, [])
+    group.attach(torch.ones(group.spec.numel))
+    saved = model.weight.square().sum()
+    with torch.no_grad():
+        model.bias.set_(model.bias.detach())
+    saved.backward()
+    assert model.weight.grad is not None

@@ -1,8 +1,8 @@
 """Private names of peft: how its models name parameters, and its kinds of layers.
 
 A model with adapters has its base's parameters under other names: ``base_model.model.`` before them, and
-``.base_layer`` in those of a layer with an adapter; of a module that is trained whole there are two, and of one whose
-rows for some tokens are trained the embedding lies a step deeper.
+``.base_layer`` in those of a layer with an adapter, or of experts one for each parameter with one; of a module that is
+trained whole there are two, and of one whose rows for some tokens are trained the embedding lies a step deeper.
 """
 
 import re
@@ -14,6 +14,7 @@ _ADAPTER = re.compile(
     r"\.(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|trainable_tokens_(delta|original))(\.|$)"
 )
 _TOKENS = ".token_adapter."
+_LAYER = re.compile(r"\.base_layer(?=\.)")
 
 
 def base_name(name: str) -> str | None:
@@ -23,7 +24,7 @@ def base_name(name: str) -> str | None:
     """
     if _ADAPTER.search(name):
         return None
-    return _COPY.sub(".", name.removeprefix(_PREFIX).replace(_TOKENS, ".").replace(".base_layer.", "."))
+    return _COPY.sub(".", _LAYER.sub("", name.removeprefix(_PREFIX).replace(_TOKENS, ".")))
 
 
 def is_adapted(layer: Any) -> bool:

@@ -90,7 +90,8 @@ def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """``parameter.data = data``, also off the meta device, which torch does not let a parameter leave that way."""
     if parameter.is_meta and not data.is_meta:
         assert not gradient_hooks(parameter), "the hooks of this parameter would be lost"
-        real = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        # Of ``data`` itself it would share the count of changes in place, and so with all parameters of the group.
+        real = nn.Parameter(data.data, requires_grad=parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
     else:
