@@ -157,8 +157,6 @@ def test_a_text_has_one_end_even_if_it_brings_its_own(bpe: PreTrainedTokenizerBa
     one, two = _documents(bpe, path)
     assert one.ids.tolist() == two.ids.tolist()
     assert one.ids.tolist().count(0) == 1
-    with pytest.raises(ConfigError, match="no effect on text"):
-        _documents(bpe, path, loss_on="all")
 
 
 def test_keys_that_are_null_in_a_table_are_not_there_for_the_template(

@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from penstock.config import SourceConfig, ValidationConfig
-from penstock.data import opening
+from penstock.data import opening, write_tokens
 from penstock.data.forms import form_of, recognised
 from penstock.data.opening import Data, open_data
 from penstock.data.prepare import Opened
@@ -319,6 +319,29 @@ def test_fields_are_refused_for_sources_that_have_none(tmp_path: Path, name: str
 def _open(bpe: PreTrainedTokenizerBase, run: Path, *sources: SourceConfig, **changes: Any) -> Data:
     run.mkdir(exist_ok=True)
     return open_data(settings(sources, **changes), run, seed=0, own=bpe)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_prompts_count_beside_text_that_counts_whole(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path, streaming: bool
+) -> None:
+    """Which is trained on, or evaluated on. Without prompts anywhere the setting has no effect, and is refused."""
+    text = SourceConfig(path=str(_written(tmp_path / "text.jsonl", [{"text": "one two"}])))
+    asked = SourceConfig(path=str(_written(tmp_path / "asked.jsonl", [{"prompt": "one two", "completion": "three"}])))
+    changes: dict[str, Any] = {
+        "loss_on": "all",
+        "streaming": streaming,
+        "validation": ValidationConfig(sources=(text,)),
+    }
+    weighted = [replace(source, weight=1.0) for source in (text, asked)]
+    data = _open(bpe, tmp_path / "run", *weighted, **changes)
+    for row, _ in islice(data.train.rows(None), 4):
+        assert all((row.labels != -100) == (row.positions > 0))
+    ids = tmp_path / "ids.tokens"
+    write_tokens(ids, [[1, 2, 3]], loss=[[0, 1, 1]])
+    for sources in ((text,), (SourceConfig(path=str(ids)),)):
+        with pytest.raises(ConfigError, match=r"data.loss_on='all' has no effect on text, .* nor on token ids"):
+            _open(bpe, tmp_path / "other", *sources, **changes | {"streaming": False})
 
 
 def test_what_is_recognised_is_said_and_the_mapping_is_part_of_what_the_data_are(

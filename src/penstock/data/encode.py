@@ -14,7 +14,6 @@ from penstock.data.example import read_as
 from penstock.data.forms import Form
 from penstock.data.sources.reader import Cursor, Example
 from penstock.data.token_files import Document
-from penstock.errors import ConfigError
 
 _BATCH = 128  # examples encoded at once: enough for every core
 
@@ -48,8 +47,6 @@ class Encoder:
 
     def _encode(self, examples: Sequence[Example]) -> list[Document]:
         kind = self._form.kind
-        if kind == "text" and self._loss_on is not None:
-            raise ConfigError(f"data.loss_on={self._loss_on!r} has no effect on text, which counts whole: drop it")
         examples = [read_as(example, self._form, answers=self.answers) for example in examples]
         if kind == "chat":
             if self._chat is None:

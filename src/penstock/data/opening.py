@@ -82,6 +82,8 @@ def open_data(
     template = own.chat_template is not None if own is not None else config.chat_template is not None
     opened, forms = _opened(config.each_source, template, known, streaming=stream)
     held_out, held_out_forms = _validation(config, template, known)
+    if known is None:
+        _check_loss_on(config, [*opened, *held_out])
     before, trained_on = known.files if known else (), [p for one in opened for p in one.files]
     facts = facts_of(trained_on, before[: len(trained_on)], whole=not stream)  # a file of both has two digests
     facts += facts_of([p for one in held_out for p in one.files], before[len(trained_on) :], whole=True)
@@ -134,6 +136,17 @@ def _known(run: Path, position: Mapping[str, Any] | None) -> Identity | None:
         log.warning("%s is of other data than the run's last commit, and is made again", run / IDENTITY)
         return None
     return known
+
+
+def _check_loss_on(config: DataConfig, opened: Sequence[Opened]) -> None:
+    """Raises:
+    ConfigError: ``loss_on`` is given, and no source has prompts.
+    """
+    if config.loss_on is not None and all(one.form is None or one.form.kind == "text" for one in opened):
+        raise ConfigError(
+            f"data.loss_on={config.loss_on!r} has no effect on text, which counts whole, nor on token ids, which say "
+            "themselves what counts: drop it"
+        )
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], config: DataConfig) -> Iterator[str]:
