@@ -201,6 +201,12 @@ def unlike(mesh: DeviceMesh, what: str) -> None:
             engine.optimizer.param_groups[0]["lr"] = 0.5
         if own and what == "evaluates":
             engine.evaluate(second)
+        if own and what == "reads":
+            list(engine.master_parameters())
+        if what == "order":
+            values = engine.values()
+            for name in sorted(values.parameters, reverse=own):
+                values.parameter(name)
         engine.step(second)
 
 
@@ -209,6 +215,8 @@ UNLIKE = {
     "values": "values of the model, before its first step",
     "lr": "settings of the optimizer",
     "evaluates": "call, and theirs differ (rank 0: step; rank 1: evaluate)",
+    "reads": "call, and theirs differ (rank 0: step; rank 1: values)",
+    "order": "values to read",
 }
 
 

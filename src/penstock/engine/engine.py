@@ -382,10 +382,16 @@ class Engine:
     @in_turn
     def values(self) -> Values:
         """Every parameter and persistent buffer, to be read piece by piece while no step runs. Several ranks read the
-        same pieces in the same order."""
-        self._check_usable()
-        self._rest()
-        return self._resources.values()
+        same pieces in the same order, as each lends the others what it has.
+
+        Raises:
+            ConfigError: another rank makes another call, or reads something else.
+        """
+        with self._ranks.together():
+            self._check_usable()
+            self._ranks.agree_on_each({"call": "values"})
+            self._rest()
+            return self._resources.values()
 
     @in_turn
     def on_first(self, what: str, work: Callable[[Values], None]) -> None:

@@ -14,8 +14,8 @@ from penstock.state.values import Arrays
 
 
 class SharedArrays:
-    """All arrays of whole groups. All ranks read the same ranges, in the same order; each reads what it has, and lends
-    it to the others."""
+    """All arrays of whole groups. All ranks read the same ranges, in the same order, which is compared; each reads what
+    it has, and lends it to the others."""
 
     def __init__(self, arrays: StateArrays, groups: Sequence[GroupSpec], ranks: Ranks, share: Share) -> None:
         """``arrays``: of this rank's ``share`` of the ``groups``."""
@@ -30,10 +30,15 @@ class SharedArrays:
         return self._arrays.form
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
-        """As ``StateArrays.fetch``."""
+        """As ``StateArrays.fetch``.
+
+        Raises:
+            ConfigError: another rank reads something else.
+        """
         part = self._parts[names[0]]
         group, per = self._groups[part.group], part.per
         with self._ranks.together():
+            self._ranks.agree("values to read", (tuple(names), offset, flat.numel()))
             for piece in self._share.pieces(group, offset, flat.numel() * per):
                 into = flat[piece.first // per : (piece.first + piece.numel) // per]
                 if piece.rank == self._share.rank:
