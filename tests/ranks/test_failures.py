@@ -301,6 +301,20 @@ def test_one_process_does_not_take_a_ranks_store_for_its_own(stored: Path) -> No
         alone_on(stored)
 
 
+def test_one_process_does_not_begin_anew_beside_the_stores_of_ranks(stored: Path) -> None:
+    said = "rank-0 has the state of a rank of several, and this run, of 1, would begin anew"
+    with pytest.raises(StoreError, match=said), wrap(CASE, budget(stored)):
+        pass
+
+
+def test_ranks_do_not_begin_anew_beside_the_store_of_one_process(tmp_path: Path) -> None:
+    with wrap(CASE, budget(tmp_path)) as engine:
+        run_steps(engine, steps_of(CASE, 1))
+    for found in World(2, steps, tmp_path, 1).outcomes():
+        assert found.kind == "StoreError"
+        assert "has the state of one process, and this run, of 2, would begin anew" in found.said
+
+
 def test_fewer_ranks_do_not_take_the_stores_of_more_that_each_have_all_of_the_state(tmp_path: Path) -> None:
     """They would leave the others behind, who could not go on."""
     together(2, steps, tmp_path / "store", 1, stage=0)

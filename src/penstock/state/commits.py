@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.config import Budget, format_size
-from penstock.config.budget import folder_of_rank
+from penstock.config.budget import folder_of_rank, is_of_rank
 from penstock.errors import BudgetError, ConfigError, StoreError
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import WHOLE, Share
@@ -133,6 +133,7 @@ class Commits:
                 raise StoreError(f"{paths[0]} holds no store, and other ranks have theirs: give each its own again")
             self.ranks.agree("way to begin", anew)
             self._require_same_hosts()
+            self.ranks.jointly("stores of another number of ranks", self._require_same_number)
             if facts is not None:
                 check_owner(facts.owner, self._owner, str(paths[0]))
                 delete_store(paths, only=lambda facts: facts.untouched)
@@ -162,6 +163,23 @@ class Commits:
                     "numbers. Start each with the number that it had (--node-rank with --master-addr), or move it away"
                 )
             )
+
+    def _require_same_number(self) -> None:
+        """Before a run begins: one process has not left its state where ranks have their folders, nor ranks theirs
+        where one process has its own.
+
+        Raises:
+            StoreError: it has.
+        """
+        alone = self.ranks.size == 1
+        for path in self._budget.disk_paths:
+            for place in sorted(filter(is_of_rank, path.glob("*"))) if alone else [path.parent]:
+                if (facts := facts_of([place])) is not None and not facts.untouched:
+                    whose = "a rank of several" if alone else "one process"
+                    raise StoreError(
+                        f"{place} has the state of {whose}, and this run, of {self.ranks.size}, would begin anew: go "
+                        "on with as many as there were, or give another directory"
+                    )
 
     def _givers(self, facts: StoreFacts | None) -> Mapping[int, int] | None:
         """By rank that has lost its state the one that it is taken over from; nothing where that cannot be, or need
