@@ -1,5 +1,6 @@
 """A model's profile without the model: a dry run finds what a probe of the real model finds, and so does a formula."""
 
+import gc
 import json
 import operator
 import subprocess
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, PreTrainedConfig
 
 import penstock
+from penstock.compat.torch import TorchDispatchMode
 from penstock.config.optimizer import Orthogonal
 from penstock.errors import ConfigError, ModelError
 from penstock.hardware.machine import DeviceKind, Machine
@@ -215,6 +217,34 @@ def test_a_callable_is_run_on_the_meta_device() -> None:
 def test_a_callable_that_cannot_be_built_says_so(build: Any, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         meta.from_callable(build, lambda rows, length: {}).profile(1, 8, FP32)
+
+
+@pytest.mark.parametrize("config", [CONFIGS["llama-8b"], CONFIGS["gpt-13b"]], ids=["llama", "gpt2"])
+def test_what_is_built_without_values_is_not_initialized(config: dict[str, Any]) -> None:
+    """Of a deep model that takes longer than all else; nor does Python look for cycles meanwhile, and then it may."""
+    ran, searched = set[str](), list[bool]()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.add(str(func.overloadpacket))
+            return func(*args, **kwargs or {})
+
+    shape = model_shape({**config, "num_hidden_layers": 2, "n_layer": 2, "tie_word_embeddings": True})
+    run = meta.from_config(shape.config, name="small")
+
+    def seen() -> nn.Module:
+        searched.append(gc.isenabled())
+        with Seen():
+            return run.build()
+
+    model = build_on_meta(seen)
+    assert not ran & {"aten.uniform_", "aten.normal_"}
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight  # type: ignore[operator]
+    replace(run, build=seen).profile(1, 8, BF16)
+    assert searched == [True, False]
+    assert gc.isenabled()
+    norm = build_on_meta(lambda: nn.Linear(2, 2, device="cpu")).get_parameter("weight").norm()
+    assert 0 < norm < 2, "what has memory has values"
 
 
 # ---- by formula

@@ -27,6 +27,7 @@ from penstock.cli.showing.display import fail
 from penstock.cli.words import help_of, read_words
 from penstock.config import TrainConfig
 from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, RankError, StoreError
+from penstock.schedule.collection import no_collection
 from penstock.store.directory import in_the_way
 
 
@@ -173,7 +174,7 @@ def _run(config: TrainConfig, start: Start, *, own_code: bool) -> int:
     # Threads of torch that wait by spinning take the cores from the lanes' own threads. OpenMP reads this when torch is
     # loaded, which is here: on a busy two-core machine it makes a step several times faster (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    with _needing_hf("train"):
+    with _needing_hf("train"), no_collection():
         from penstock.cli.train import train  # torch and transformers take seconds to import
     return train(config, start, own_code=own_code)
 

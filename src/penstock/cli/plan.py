@@ -28,6 +28,7 @@ from penstock.planner.arguments import PlanSettings, check_drives
 from penstock.planner.ask import PlanReport, measured, plan, rated, report
 from penstock.planner.dealt import Pipeline
 from penstock.planner.task import own_budget
+from penstock.schedule.collection import no_collection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,7 @@ def _switches(kind: type[Words]) -> set[str]:
     return {option.flag for option in declared(kind) if takes_no_value(option.hint)}
 
 
+@no_collection()
 def run(arguments: Arguments) -> int:
     """Plan, and print. Returns the exit code.
 

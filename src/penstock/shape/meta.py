@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind
+from penstock.schedule.collection import no_collection
 from penstock.schedule.place import FP32, Format
 from penstock.schedule.program import ELEMENTWISE, EXACT, OF_BLOCK, GroupSpec, Program, Stage
 from penstock.schedule.work import BothWays
@@ -47,6 +48,7 @@ class MetaModel:
     cp: int = 1
     splits: bool = False
 
+    @no_collection()  # torch and transformers are a million objects without a cycle
     def profile(self, micro_batch_size: int, sequence_length: int, form: Format) -> ModelProfile:
         """See ``ModelShape.profile``."""
         import torch

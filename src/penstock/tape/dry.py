@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 
 from penstock.errors import ModelError
 from penstock.schedule.place import Format
@@ -43,13 +45,25 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         ModelError: it makes a tensor's value part of how it is built, or returns no module.
     """
     try:
-        with _META:
+        with _META, _Unset():
             model = build()
     except (RuntimeError, NotImplementedError) as error:
         raise ModelError(f"the model cannot be built on the meta device: {_first_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"the callable returned {type(model).__name__}: it must build and return a torch.nn.Module")
     return model.train()
+
+
+class _Unset(TorchFunctionMode):
+    """torch's own initialization is left out: without values, all that it takes is time."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (init.kaiming_uniform_, init.normal_, init.uniform_) and kwargs["tensor"].is_meta:
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def dry_run(
