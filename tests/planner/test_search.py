@@ -10,14 +10,14 @@ from bench.lp_vs_brute_force import WITHIN, brute_force
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.config import Budget, Tier, format_size
+from penstock.config import Budget, Family, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine, Network, Sustained
 from penstock.hardware.profiles import machine_named
 from penstock.hardware.sharing import room_of_each
 from penstock.planner.advice import advice, refusal, round_up, smallest
 from penstock.planner.ask import plan, report
-from penstock.planner.batches import choose, curve, saturating, splits
+from penstock.planner.batches import choose, curve, cuts, saturating, splits
 from penstock.planner.fit import fit, fitted
 from penstock.planner.forecast import forecast
 from penstock.planner.request import DEVICE_TEMPORARIES, Request
@@ -515,6 +515,18 @@ def large(name: str, machine: str, host: int | None = None) -> Task:
         families=("vertical", "horizontal"),
         disk_free=room_of_each(found.drives, 1),
     )
+
+
+@pytest.mark.parametrize("family", ["vertical", "horizontal"])
+@pytest.mark.parametrize("device", [3, 4, 6, 12])
+def test_no_size_fits_that_is_larger_than_one_which_does_not(device: int, family: Family) -> None:
+    """So none of them is looked at, which may be a dry run each: unless smaller ones have too many ops."""
+    for name, host in (("llama-8b", 24), ("gpt-13b", 8)):
+        asked = replace(large(name, "workstation", host << 30), families=(family,))
+        asked = replace(asked, budget=replace(asked.budget, device=device << 30))
+        found = {split.micro_batch_size for split in splits(asked, 64)}
+        sizes = [size for size, count in cuts(64) if estimate(asked.question(size, count), family) is not None]
+        assert found == set(sizes)
 
 
 def test_a_plan_takes_no_more_than_the_machine_has_in_any_phase() -> None:

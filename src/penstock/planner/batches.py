@@ -56,9 +56,13 @@ def splits(task: Task, batch: int) -> list[Split]:
 
 
 def _splits(task: Task, batch: int) -> Iterator[Split]:
+    fits = False
     for size, count in cuts(batch):
         seconds = estimate(task.question(size, count), task.families[0])
+        if seconds is None and fits:  # larger ones hold more at once, and have no more ops
+            return
         if seconds is not None:
+            fits = True
             yield Split(micro_batch_size=size, micro_batches=count, seconds=seconds)
 
 
