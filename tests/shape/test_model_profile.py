@@ -279,6 +279,11 @@ FORMULAS: Mapping[str, dict[str, Any]] = {
 }
 
 
+def by_dry_run(shape: HuggingFaceModel, rows: int, length: int, form: Format) -> ModelProfile:
+    run = meta.from_config(shape.config, name=shape.name, kind=shape.kind, loss_tile=shape.loss_tile, splits=True)
+    return run.profile(rows, length, form)
+
+
 def assert_equal_but_for_small_tensors(found: ModelProfile, exact: ModelProfile) -> None:
     """A formula's bytes are those of what grows with tokens times widths; a token's own few numbers, masks and tables
     of positions are left out: of a stage that computes 3%, and of the prologue a MiB, or a third. Outside of blocks it
@@ -330,7 +335,7 @@ def test_a_formula_knows_the_loss_in_tiles(
     name: str, rows: int, length: int, form: Format, kind: DeviceKind, tile: int
 ) -> None:
     shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind=kind, loss_tile=tile)
-    exact = replace(shape, exact=True, splits=True).profile(rows, length, form)
+    exact = by_dry_run(shape, rows, length, form)
     formula = decoders.from_config(FORMULAS[name], name=name)
     assert formula is not None
     assert_equal_but_for_small_tensors(formula.profile(rows, length, form, loss_tile=tile), exact)
@@ -348,8 +353,8 @@ def test_where_hidden_states_take_more_than_a_tile_what_is_planned_is_what_a_dry
 ) -> None:
     shape = HuggingFaceModel(name=name, config=FORMULAS[name], kind="cuda" if form is BF16 else "cpu", loss_tile=tile)
     for rows in (1, tile // 2):
-        found, exact = (replace(shape, exact=exact, splits=True).profile(rows, 128, form) for exact in (False, True))
-        assert_equal_but_for_small_tensors(found, exact)
+        found = replace(shape, splits=True).profile(rows, 128, form)
+        assert_equal_but_for_small_tensors(found, by_dry_run(shape, rows, 128, form))
 
 
 @pytest.mark.parametrize("name", ["gpt-175b", "llama-70b", "qwen3-8b"])
@@ -456,21 +461,20 @@ def test_where_a_formula_does_not_hold_the_model_is_run() -> None:
         (window, BF16),
     ):
         shape = HuggingFaceModel(name="odd", config=LLAMA | changes)
-        assert replace(shape, splits=True).profile(2, 64, form) == replace(shape, exact=True, splits=True).profile(
-            2, 64, form
-        )
+        assert replace(shape, splits=True).profile(2, 64, form) == by_dry_run(shape, 2, 64, form)
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["formula", "dry run"])
-def test_what_is_planned_is_what_the_engine_runs(exact: bool) -> None:
+@pytest.mark.parametrize("by_formula", [True, False], ids=["formula", "dry run"])
+def test_what_is_planned_is_what_the_engine_runs(by_formula: bool) -> None:
     """The program of a step, from a configuration alone."""
-    shape = model_shape(LLAMA | {"num_hidden_layers": 2, "use_cache": False}, kind="cpu", exact=exact)
+    shape = model_shape(LLAMA | {"num_hidden_layers": 2, "use_cache": False}, kind="cpu")
     model = build_on_meta(meta.from_config(shape.config, name="same").build)
     tokens = torch.randint(0, 4096, (2, 64))
     where = penstock.Budget(device="512MiB", host="256MiB", disk=None)
     with penstock.wrap(model, optimizer=penstock.AdamW(), budget=where, precision="fp32", device="cpu") as engine:
         engine.step([{"input_ids": tokens, "labels": tokens}])
-        planned = shape.profile(2, 64, FP32).program
+        profile = shape.profile(2, 64, FP32) if by_formula else by_dry_run(shape, 2, 64, FP32)
+        planned = profile.program
         stages = tuple(replace(stage, split=None, split_peak=0) for stage in planned.stages)  # this order asks for none
         assert replace(planned, stages=stages) == engine.plan.program
 
@@ -499,11 +503,8 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
         model_shape({"model_type": "ilama"}).profile(1, 8, BF16)
     with pytest.raises(ConfigError, match=r"hidden_size=-1 must be a positive whole number"):
         model_shape(LLAMA | {"hidden_size": -1}).profile(1, 8, BF16)
-    for shape in (
-        named("gpt-13b"),
-        model_shape(LLAMA),
-        model_shape({**LLAMA, "max_position_embeddings": 2048}, exact=True),
-    ):
+    mixtral = {**LLAMA, "model_type": "mixtral", "max_position_embeddings": 2048}  # which has no formula
+    for shape in (named("gpt-13b"), model_shape(LLAMA), model_shape(mixtral)):
         with pytest.raises(ConfigError, match=r"sequence_length=4096: .* takes at most 2048"):
             shape.profile(1, 4096, BF16)
 

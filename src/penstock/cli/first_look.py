@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ def _parameters(config: Mapping[str, Any], folder: Path | None) -> int | None:
     """By formula where there is one, else by the bytes of the weights."""
     formula = decoders.from_config(config, name="model")
     if formula is not None:
-        return sum(n for end in formula.ends for n in end.sizes) + formula.layers * sum(map(prod, formula.block))
+        return formula.parameters
     if folder is None:
         return None
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -24,15 +24,14 @@ _POSITIONS = ("max_position_embeddings", "n_positions")
 class HuggingFaceModel:
     """A causal language model. A ``ModelShape``.
 
-    ``kind``: of the device that it is planned for, as kernels differ in what they keep. ``exact``: always a dry run,
-    which imports torch and transformers. ``loss_tile``: tokens whose logits are alive at a time in the loss; None: all.
-    ``change``: what is done to the model once it is built, such as adapters; there is no formula then.
+    ``kind``: of the device that it is planned for, as kernels differ in what they keep. ``loss_tile``: tokens whose
+    logits are alive at a time in the loss; None: all. ``change``: what is done to the model once it is built, such as
+    adapters; there is no formula then.
     """
 
     name: str
     config: Mapping[str, Any]
     kind: DeviceKind = "cuda"
-    exact: bool = False
     loss_tile: int | None = None
     change: Change | None = None
     cp: int = 1
@@ -54,7 +53,7 @@ class HuggingFaceModel:
                 "or plan for a model with more positions"
             )
         by_name = form.whole is not None and (form.whole.splits or form.whole.elementwise)
-        if not (self.exact or self.change or by_name or self.cp > 1):
+        if not (self.change or by_name or self.cp > 1):
             formula = decoders.from_config(self.config, name=self.name)
             if formula is not None and self._holds(formula, sequence_length, form):
                 found = formula.profile(micro_batch_size, sequence_length, form, loss_tile=self.loss_tile)
@@ -109,7 +108,6 @@ def model_shape(
     source: str | Path | Mapping[str, Any],
     *,
     kind: DeviceKind = "cuda",
-    exact: bool = False,
     loss_tile: int | None = None,
 ) -> HuggingFaceModel:
     """A model from a configuration, from a ``config.json`` or the folder that it is in, or by a name that ships, also
@@ -122,14 +120,14 @@ def model_shape(
 
     if isinstance(source, Mapping):
         config = _typed(source, "the model's configuration")
-        return HuggingFaceModel(name=config["model_type"], config=config, kind=kind, exact=exact, loss_tile=loss_tile)
+        return HuggingFaceModel(name=config["model_type"], config=config, kind=kind, loss_tile=loss_tile)
     path, is_path = Path(source), isinstance(source, Path) or source.endswith(".json") or "/" in source
     shipped = shipped_name(str(source))
     if str(source) in CONFIGS or not (path.exists() or (is_path and shipped is None)):
-        return replace(named(shipped or str(source), kind=kind), exact=exact, loss_tile=loss_tile)
+        return replace(named(shipped or str(source), kind=kind), loss_tile=loss_tile)
     file = (path / "config.json" if path.is_dir() else path).resolve()
     name = file.parent.name if file.name == "config.json" else file.stem
-    return HuggingFaceModel(name=name, config=_read(file), kind=kind, exact=exact, loss_tile=loss_tile)
+    return HuggingFaceModel(name=name, config=_read(file), kind=kind, loss_tile=loss_tile)
 
 
 def _read(file: Path) -> Mapping[str, Any]:

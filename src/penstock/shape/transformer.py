@@ -93,8 +93,13 @@ class Transformer:
             program=Program(groups=self.groups(form), stages=stages),
             work=(sizes.prologue_work(), *(sizes.block_work(),) * self.layers, sizes.epilogue_work(loss_tile)),
             tokens=sizes.tokens,
-            parameters=sum(n for end in self.ends for n in end.sizes) + self.layers * sum(map(prod, self.block)),
+            parameters=self.parameters,
         )
+
+    @property
+    def parameters(self) -> int:
+        """The elements of all parameters, tied ones counted once."""
+        return sum(n for end in self.ends for n in end.sizes) + self.layers * sum(map(prod, self.block))
 
     @property
     def is_usual(self) -> bool:
