@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.tape.holders import Search
 from tests.stacks import WEIGHTS, WIDTH, Layer, Stack, assert_exact, of, stack
 from tests.tape_reference import Order, horizontal, vertical, with_graphs
 
@@ -208,3 +209,47 @@ def test_features_that_hooks_keep_for_the_loss(order: Order, pre: bool) -> None:
             _ = module.register_forward_pre_hook(before) if pre else module.register_forward_hook(behind)
 
     assert_exact(replace(stack(), loss_fn=loss_of_features), change, order)
+
+
+def counted_twice(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.count += 1
+    x = through(model, x)
+    model.count += 1
+    return x
+
+
+def counted_by_blocks(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x)
+        layer.shared[0].count += 1
+    return x
+
+
+@pytest.mark.parametrize(("run", "each"), [(counted_twice, 2), (counted_by_blocks, 3)])
+def test_counts_that_several_stages_go_on_with_lose_nothing(run: Pattern, each: int) -> None:
+    def change(model: Any) -> None:
+        model.count = 0
+        for layer in model.layers:
+            layer.shared = [model]
+
+    _, bench = assert_exact(of(lambda: Stack(run=run)), change, steps=2)
+    assert bench.tape.model.count == each * 2 * len(WEIGHTS)  # a probe's are put back
+
+
+def never_read(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        model.seen = x.detach() + 1
+        x = layer(x)
+    return x
+
+
+def test_a_tensor_that_nobody_reads_is_not_kept() -> None:
+    _, bench = assert_exact(of(lambda: Stack(run=never_read)))
+    assert not any(stage.assigned or stage.call.finds for stage in bench.tape.facts)
+
+
+def test_a_search_is_short_whatever_there_is() -> None:
+    vocabulary = {i: i for i in range(100_000)}
+    kept = [torch.ones(1)]
+    found = list(Search([], [], lambda: (vocabulary, kept)))
+    assert [tensor is kept[0] for tensor, _ in found] == [True]

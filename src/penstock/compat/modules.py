@@ -37,26 +37,34 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def watched_attributes(note: Callable[[nn.Module, str], None]) -> Iterator[None]:
-    """Inside, ``note`` is told of each attribute of a module, by name, that is about to be assigned or deleted.
+def watched_attributes(
+    read: Callable[[nn.Module, str], None], written: Callable[[nn.Module, str], None]
+) -> Iterator[None]:
+    """Inside, these are told of each attribute of a module, by name, that is about to be read, and assigned or deleted.
 
-    Functions are put in the place of ``Module.__setattr__`` and ``__delattr__``. Without: what a forward keeps on a
-    module of one micro-batch for later code would be another one's.
+    Functions are put in the place of ``Module.__setattr__`` and others. Without: what a forward keeps on a module of
+    one micro-batch for later code would be another one's.
     """
     assign, delete = nn.Module.__setattr__, nn.Module.__delattr__
 
+    def noted_read(module: nn.Module, name: str) -> Any:
+        read(module, name)
+        return object.__getattribute__(module, name)
+
     def noted(module: nn.Module, name: str, value: Any) -> None:
-        note(module, name)
+        written(module, name)
         assign(module, name, value)
 
     def noted_delete(module: nn.Module, name: str) -> None:
-        note(module, name)
+        written(module, name)
         delete(module, name)
 
     nn.Module.__setattr__, nn.Module.__delattr__ = noted, noted_delete  # type: ignore[assignment, method-assign]
+    nn.Module.__getattribute__ = noted_read  # type: ignore[assignment]
     try:
         yield
     finally:
+        del nn.Module.__getattribute__  # it is object's again
         nn.Module.__setattr__, nn.Module.__delattr__ = assign, delete  # type: ignore[method-assign]
 
 

@@ -78,6 +78,7 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
             written=written,
             trains=any(f.call.trains for f in same),
             reachable=any(f.call.reachable for f in same),
+            finds=tuple(dict.fromkeys(h for f in same for h in f.call.finds)),
         )
         assigned = tuple(dict.fromkeys(a for f in same for a in f.assigned))
         joined.append(replace(same[0], call=call, offload=_movable_for_all(same), assigned=assigned))

@@ -177,6 +177,11 @@ class Backward:
         if stage in self.calls:
             self.calls[stage] = replace(self.calls[stage], buffers=buffers, attributes=attributes)
 
+    def see_own(self, stage: int, own: HeldValues) -> None:
+        """In a probe: keep the micro-batch's own values that a call has found, for its recomputation."""
+        if stage in self.calls:
+            self.calls[stage] = replace(self.calls[stage], own=own)
+
     def call_elsewise(self, stage: int) -> None:
         """In a probe: run the block on other numbers, as another micro-batch may between a call and its recomputation.
 

@@ -30,13 +30,14 @@ class Facts:
     micro-batch's. ``buffers``: the buffers that the call changes, as (module, name). ``written``: parameters that it
     writes to, and that are to be what they were. ``trains``: it reads parameters that train, be they the block's own.
     ``reachable``: its graph may have tensors that others reach, besides weights, inputs and what it returns: from
-    before the call, or such as it leaves behind.
+    before the call, or such as it leaves behind. ``finds``: the places of values that earlier stages assign for it.
     """
 
     buffers: tuple[tuple[nn.Module, str], ...] = ()
     written: tuple[nn.Parameter, ...] = ()
     trains: bool = False
     reachable: bool = False
+    finds: tuple[Holder, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class StageFacts:
     ``site``: the block of a call, None for the model's own code. ``offload``: which tensors are the stage's saved
     activation, by their places among the next call's inputs, or (before the epilogue) in the order of this call's
     outputs. Places and not numbers, as another micro-batch may have no tensor where this one has a mask.
-    ``assigned``: the places of values that its forward assigns, and that later stages may read.
+    ``assigned``: the places of values that its forward assigns for later stages.
     """
 
     site: Site | None

@@ -1,12 +1,12 @@
 """The values that one micro-batch's forward has put into places which it shares with others (``holders``).
 
-The probe learns in which stages code assigns attributes, and which other places the model's own code reads tensors of
-earlier stages from. Behind each such stage the micro-batch's own values are noted, and when it goes on, or a block is
-computed again, they are there as its forward has left them.
+The probe learns which attributes are assigned in one stage and read in a later one, and which other places the model's
+own code reads tensors of earlier stages from. Behind each such stage the micro-batch's own values are noted, and when
+it goes on, or a block that reads them is computed again, they are there as its forward has left them.
 """
 
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -15,18 +15,61 @@ from penstock.compat.modules import buffers_of, watched_attributes
 from penstock.tape.buffers import is_own
 from penstock.tape.holders import Entry, Holder
 
+Attribute = tuple[nn.Module, str]
+"""A module and the name of one of its attributes."""
 
-@contextmanager
-def assignments(modules: Container[nn.Module]) -> Iterator[set[Entry]]:
-    """Inside, the attributes of ``modules`` that code assigns or deletes are noted."""
-    found: set[Entry] = set()
 
-    def note(module: nn.Module, name: str) -> None:
-        if module in modules and is_own(name):
-            found.add(Entry(buffers_of(module) if name in buffers_of(module) else vars(module), name))
+class Accesses:
+    """The attributes of modules that each segment of a probe's forward reads and assigns."""
 
-    with watched_attributes(note):
-        yield found
+    def __init__(self, modules: Container[nn.Module]) -> None:
+        self._modules = modules
+        self._written: dict[Attribute, list[int]] = {}  # -> segments
+        self._read: dict[Attribute, set[int]] = {}
+        self._read_first: set[Attribute] = set()
+
+    def during(self, segment: int) -> AbstractContextManager[None]:
+        """Inside, a segment runs."""
+
+        def read(module: nn.Module, name: str) -> None:
+            if is_own(name) and module in self._modules:
+                self._read.setdefault((module, name), set()).add(segment)
+
+        def written(module: nn.Module, name: str) -> None:
+            if is_own(name) and module in self._modules:
+                attribute = module, name
+                if attribute in self._read and attribute not in self._written:
+                    self._read_first.add(attribute)
+                self._written.setdefault(attribute, []).append(segment)
+
+        return watched_attributes(read, written)
+
+    def written_in(self, segment: int) -> list[Holder]:
+        """The places of the attributes that a segment assigns."""
+        return [_place(attribute) for attribute, segments in self._written.items() if segment in segments]
+
+    def found_by(self, segment: int) -> list[Holder]:
+        """The places of the attributes that a segment reads and that earlier ones have assigned."""
+        found = (a for a in self._handed_on() if segment in self._read.get(a, ()))
+        return [_place(attribute) for attribute in found if self._written[attribute][0] < segment]
+
+    def handed_on(self) -> Iterator[tuple[int, Holder]]:
+        """Each segment with the place of an attribute that it assigns and that a later one reads."""
+        for attribute in self._handed_on():
+            last = max(self._read.get(attribute, ()), default=-1)
+            yield from ((s, _place(attribute)) for s in set(self._written[attribute]) if s < last)
+
+    def _handed_on(self) -> Iterator[Attribute]:
+        """The attributes that may be handed on within a forward. One that is read before it is assigned, by several
+        segments, goes on from one forward to the next instead, as a count does."""
+        for attribute, segments in self._written.items():
+            if attribute not in self._read_first or len(set(segments)) == 1:
+                yield attribute
+
+
+def _place(attribute: Attribute) -> Holder:
+    module, name = attribute
+    return Entry(buffers_of(module) if name in buffers_of(module) else vars(module), name)
 
 
 Held = tuple[tuple[Holder, Any], ...]
@@ -51,8 +94,9 @@ class OwnValues:
         """The forward has ended."""
         self._values.clear()
 
-    def now(self) -> Held:
-        return tuple(self._values.items())
+    def now(self, holders: Iterable[Holder]) -> Held:
+        """The values in some places, where there are any."""
+        return tuple((holder, self._values[holder]) for holder in holders if holder in self._values)
 
 
 def put(values: Iterable[tuple[Holder, Any]]) -> None:

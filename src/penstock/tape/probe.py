@@ -24,12 +24,12 @@ from penstock.tape.asked import Asked
 from penstock.tape.buffers import ModulesBefore, attributes_of, copies
 from penstock.tape.facts import Facts, Site, StageFacts
 from penstock.tape.handed import Calls, Handed
-from penstock.tape.holders import Search
+from penstock.tape.holders import Holder, Search
 from penstock.tape.kept_graph import Footprint
 from penstock.tape.likeness import FirstOutputs
 from penstock.tape.losses import Losses
 from penstock.tape.modes import TrainingFlags
-from penstock.tape.own_values import assignments
+from penstock.tape.own_values import Accesses
 from penstock.tape.segments import InTwo, Kept, Seen, Segment, Stages, Usage, see
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, SuspendedForward
@@ -55,9 +55,9 @@ class Probe:
     def __init__(self, tape: "Tape", load: Callable[[int], None], unload: Callable[[int], None]) -> None:
         self._tape = tape
         self._running = tape.running
-        self._modules = frozenset(tape.model.modules())
-        own = self._modules.difference(*(site.module.modules() for site in tape.sites))
-        self._search = Search(own, self._modules, tape.loss_fn)
+        modules = frozenset(tape.model.modules())
+        own = modules.difference(*(site.module.modules() for site in tape.sites))
+        self._search, self._accesses = Search(own, modules, tape.loss_fn), Accesses(modules)
         self._load, self._unload = load, unload
         self._loaded: set[int] = set()
         self._usage = Usage()
@@ -115,7 +115,7 @@ class Probe:
             self._smuggled.refuse()
             self.carried = self._smuggled.carries(before)
             before.refuse_unplaced()
-            self._note_read()
+            self._note_handed_on()
             found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
             if train:
                 self._run_backward(suspended)
@@ -305,9 +305,10 @@ class Probe:
         held = suspended.outputs  # saved for a run's epilogue, also where the model has let go of them
         with self._measuring(segment.forward):
             self._smuggled.begin(self._watch.segment, None, ())
-            with self._asked, self.losses, self._assigning(suspended, segment):
+            with self._asked, self.losses, self._accesses.during(self._watch.segment):
                 event = self._running.run_code(suspended, self._watch.segment)
             self._smuggled.end(kept=self._search)
+            suspended.own.note(self._accesses.written_in(self._watch.segment))
             if event == "done":
                 assert suspended.loss is not None
                 self.loss = None if suspended.loss.is_meta else float(suspended.loss.detach())
@@ -322,9 +323,9 @@ class Probe:
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = ModulesBefore(site.module), _tensor_attributes(site)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
-        # torch.compile has a look at what assigns attributes, and would take the watch for code of the block.
-        assigning = nullcontext() if self._tape.compiled else self._assigning(suspended, segment)
-        with self._measuring(segment.forward, site), self._asked, assigning:
+        # torch.compile looks at what reads and assigns attributes, and would take the watch for code of the block.
+        watching = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
+        with self._measuring(segment.forward, site), self._asked, watching:
             self._running.run_call(suspended, self._watch.segment, Facts())
         self._smuggled.end([*suspended.outputs, *suspended.beside])
         suspended.beside = []
@@ -339,24 +340,24 @@ class Probe:
             copies((b.module, b.name, b.value) for b in changed),
             before.attributes(b.module for b in changed),
         )
+        segment.finds = tuple(self._accesses.found_by(self._watch.segment))
+        suspended.backward.see_own(self._watch.segment, suspended.own.now(segment.finds))
+        suspended.own.note(self._accesses.written_in(self._watch.segment))
         segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
         returned_births = {id(seen.birth) for seen in segment.outputs}
         segment.kept_attributes = self._kept(site, attributes, returned_births)
         segment.reachable = self._watch.has_left(self._watch.segment, returned_births)
 
-    def _note_read(self) -> None:
-        """Note behind which segments there are values that later ones read of the model's own code."""
+    def _note_handed_on(self) -> None:
+        """Note behind which segments there are values that later ones read."""
+        attributes = set[Holder]()
+        for index, holder in self._accesses.handed_on():
+            attributes.add(holder)
+            self._segments[index].assigned.add(holder)
         for holder, last in self._smuggled.read.items():
-            for segment in self._segments[:last]:
-                segment.assigned.add(holder)
-
-    @contextmanager
-    def _assigning(self, suspended: SuspendedForward, segment: Segment) -> Iterator[None]:
-        """Note the attributes that code inside assigns."""
-        with assignments(self._modules) as assigned:
-            yield
-        segment.assigned |= assigned
-        suspended.own.note(assigned)
+            if holder not in attributes:
+                for segment in self._segments[:last]:
+                    segment.assigned.add(holder)
 
     def _see_call(self, suspended: SuspendedForward, arrival: Arrival) -> None:
         """Note what a call is handed."""

@@ -69,7 +69,7 @@ class Segment:
     they were, and ``trains`` says whether it read any that train; for each output, ``needed`` says whether it depends
     on anything that trains, and ``reached`` whether a gradient came to it; ``in_two`` what its backward takes in two
     parts, None where it is run as a whole; ``graph`` the bytes that its graph takes if it is kept, None where it cannot
-    be; ``reachable`` is that of ``Facts``, and ``assigned`` that of ``StageFacts``.
+    be; ``reachable`` and ``finds`` are those of ``Facts``, and ``assigned`` that of ``StageFacts``.
     """
 
     site: Site | None
@@ -86,6 +86,7 @@ class Segment:
     in_two: InTwo | None = None
     graph: int | None = None
     reachable: bool = False
+    finds: tuple[Holder, ...] = ()
     assigned: set[Holder] = field(default_factory=set)
 
 
@@ -135,6 +136,7 @@ class Stages:
                 written=segment.written,
                 trains=segment.trains,
                 reachable=segment.reachable,
+                finds=segment.finds,
             )
             boundary = self._boundary(stage)
             offload = tuple(boundary[p].place for p in self._offload[stage])

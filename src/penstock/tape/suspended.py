@@ -145,6 +145,7 @@ class SuspendedForward:
         self.outputs = []
         self._copies.clear()
         self.backward.clear()
+        self.own.clear()
 
     def expect_call(self, stage: int, site: Site) -> None:
         """Raise ModelError where it is not suspended at the call of a block."""
@@ -244,7 +245,7 @@ class SuspendedForward:
         inputs = trees.tensors(before)
         versions, needed = tuple(version(t) for t in inputs), tuple(t.requires_grad for t in inputs)
         saved, others = self._buffers(site)
-        attributes, own = [(module, attributes_of(module)) for module in site.buffered], self.own.now()
+        attributes = [(module, attributes_of(module)) for module in site.buffered]
         context.run(_forget, held)
         modes = self.modes  # which it goes on in from the call on
         wanted = modes.grad and (site.trainable or self.facts.trains or any(needed))
@@ -295,7 +296,7 @@ class SuspendedForward:
                 outputs=tuple(cuts.leaves),
                 buffers=saved,
                 attributes=attributes_beside(attributes, saved),
-                own=own,
+                own=self.own.now(self.facts.finds),
                 graph=self._kept(cuts.originals, leaves, before, keeping),
             )
         return output
