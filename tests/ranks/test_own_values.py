@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.ranks.test_bits import equal, results
 from tests.ranks.worlds import RankFailedError, pipeline
 from tests.stacks import Stack, of
+from tests.tape.test_own_values import Scaled
 from tests.training import budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +31,7 @@ def put_on_blocks(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def trained(mesh: DeviceMesh | None, run: Any, disk: Path) -> Any:
-    case = of(lambda: Stack(run=run))
+    case = of(lambda: Stack(Scaled, run))
     with wrap(case, budget(disk), mesh=mesh) as engine:
         return results(engine, run_steps(engine, steps_of(case, 2, lengths=(12, 8, 12))))
 
