@@ -52,13 +52,13 @@ def test_a_run_goes_on_from_its_folder_wherever_that_is_now(
 def test_a_run_in_tiles_goes_on_to_the_same_bits_and_exports_the_models_own_names(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles are 3 of the 32 tokens of a sequence."""
+    """Tiles are 11 of the 32 tokens of both sequences of a micro-batch."""
     monkeypatch.chdir(tmp_path)
     for run, steps in (("whole", "3"), ("run", "2")):
-        words = ["--run", run, "--budget.disk", f"{run}/store", "--steps", steps, "--mlp_tile", "3"]
+        words = ["--run", run, "--budget.disk", f"{run}/store", "--steps", steps, "--mlp_tile", "22"]
         assert main(["train", str(config), *words]) == 0
     assert main(["resume", "run", "--steps", "3"]) == 0
-    assert settings.load(Path("run/config.yaml")).mlp_tile == 3
+    assert settings.load(Path("run/config.yaml")).mlp_tile == 22
     assert _numbers(Path("run"))[-1] == _numbers(Path("whole"))[-1]
     for run in ("whole", "run"):
         assert main(["export", run, f"{run}-out"]) == 0
