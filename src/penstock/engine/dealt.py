@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.compat.modules import buffers_of
 from penstock.config import Family
 from penstock.engine.probed import HandedOn, slowest_of
 from penstock.errors import BudgetError, ConfigError, ModelError
@@ -160,7 +161,10 @@ def dealt_program(
 def _refuse_assigned(facts: Sequence[StageFacts], of_stages: Sequence[int]) -> None:
     """Raise ModelError where one rank puts an attribute on a block that another rank has."""
     blocks = [(fact.site, of_stages[k]) for k, fact in enumerate(facts) if fact.site is not None]
-    has = {(site, rank): {id(vars(module)) for module in site.module.modules()} for site, rank in blocks}
+    has = {
+        (site, rank): {id(of) for module in site.module.modules() for of in (vars(module), buffers_of(module))}
+        for site, rank in blocks
+    }
     for k, fact in enumerate(facts):
         for holder in fact.assigned:
             owners = [(site, rank) for (site, rank), within in has.items() if id(holder.of) in within]

@@ -28,7 +28,7 @@ ABSENT: Any = object()
 _MOST = 20_000
 """Values that one search looks at, the nearest first."""
 _MOST_OF_ONE = 1_000
-"""Values of one object of these."""
+"""Values of one object of these, taken at once: other threads may change it."""
 
 _WITHOUT = (
     *(types.NoneType, str, bytes, bool, int, float, complex, type, range, slice, types.ModuleType),
@@ -140,7 +140,7 @@ def _within(item: Any) -> Iterator[tuple[Way, Any]]:
     if isinstance(item, tuple | frozenset):
         yield from (((), part) for part in item)
     elif isinstance(item, list | set | deque):
-        yield from (((Contents(item),), part) for part in item)
+        yield from (((Contents(item),), part) for part in list(islice(item, _MOST_OF_ONE)))
     elif isinstance(item, types.MethodType):
         yield from (((), part) for part in (item.__self__, item.__func__))
     elif isinstance(item, functools.partial):
@@ -150,7 +150,7 @@ def _within(item: Any) -> Iterator[tuple[Way, Any]]:
         yield from (((holder,), holder.now()) for holder in holders)
     else:
         entries = item if isinstance(item, dict) else _attributes(item)
-        yield from (((Entry(entries, key),), value) for key, value in entries.items())
+        yield from (((Entry(entries, key),), value) for key, value in list(islice(entries.items(), _MOST_OF_ONE)))
 
 
 def _attributes(item: object) -> dict[str, Any]:
