@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.compat.torch import generator_key, packet_of, storage_key
+from penstock.compat.torch import generator_key, storage_key
+from penstock.tape.watch import Operand
 
 _ATEN = torch.ops.aten
 _OVERWRITES = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
@@ -44,18 +45,18 @@ class Carried:
     def __init__(self) -> None:
         self._uses: dict[int, dict[tuple[int, int], _Uses]] = {}  # storage (or generator) -> bytes -> uses
 
-    def on_op(self, func: Any, segment: int, old: Iterable[torch.Tensor], written: set[int], *, depends: bool) -> None:
+    def on_op(self, packet: Any, segment: int, old: Iterable[Operand], written: set[int], *, depends: bool) -> None:
         """Note an op's use of tensors that are ``old``. ``written``: ids of those that it changes; ``depends``: what it
         does depends on the micro-batch or on weights that train."""
-        for tensor in old:
+        for tensor, storage, _ in old:
             if isinstance(tensor, nn.Parameter) or not tensor.numel():
                 continue
-            uses = self._uses.setdefault(storage_key(tensor), {}).setdefault(_range(tensor), _Uses())
+            uses = self._uses.setdefault(storage, {}).setdefault(_range(tensor), _Uses())
             if id(tensor) not in written:
                 uses.read.add(segment)
-            elif packet_of(func) in _COUNTS and not tensor.is_floating_point():
+            elif packet in _COUNTS and not tensor.is_floating_point():
                 uses.counted.add(segment)
-            elif depends or packet_of(func) not in _OVERWRITES:
+            elif depends or packet not in _OVERWRITES:
                 uses.changed.add(segment)
 
     def draws(self, generator: torch.Generator, segment: int) -> None:

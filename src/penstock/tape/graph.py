@@ -250,7 +250,11 @@ class WeightPacker:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if a tensor lies where a known parameter does."""
-        return storage_key(tensor) in self._places
+        return self.has(storage_key(tensor))
+
+    def has(self, storage: int) -> bool:
+        """True if a known parameter lies in a storage (``storage_key``)."""
+        return storage in self._places
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor | WeightView:
         p = self._known.get(id(tensor))

@@ -24,25 +24,36 @@ class Accesses:
 
     def __init__(self, modules: Container[nn.Module]) -> None:
         self._modules = modules
+        self._segment: int | None = None
         self._written: dict[Attribute, list[int]] = {}  # -> segments
         self._read: dict[Attribute, set[int]] = {}
         self._read_first: set[Attribute] = set()
 
-    def during(self, segment: int) -> AbstractContextManager[None]:
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, what happens ``during`` segments is seen. To begin and to end it takes long: all kinds of modules
+        that there are hear of it."""
+        return watched_attributes(self._note_read, self._note_written)
+
+    @contextmanager
+    def during(self, segment: int) -> Iterator[None]:
         """Inside, a segment runs."""
+        self._segment = segment
+        try:
+            yield
+        finally:
+            self._segment = None
 
-        def read(module: nn.Module, name: str) -> None:
-            if is_own(name) and module in self._modules:
-                self._read.setdefault((module, name), set()).add(segment)
+    def _note_read(self, module: nn.Module, name: str) -> None:
+        if self._segment is not None and is_own(name) and module in self._modules:
+            self._read.setdefault((module, name), set()).add(self._segment)
 
-        def written(module: nn.Module, name: str) -> None:
-            if is_own(name) and module in self._modules:
-                attribute = module, name
-                if attribute in self._read and attribute not in self._written:
-                    self._read_first.add(attribute)
-                self._written.setdefault(attribute, []).append(segment)
-
-        return watched_attributes(read, written)
+    def _note_written(self, module: nn.Module, name: str) -> None:
+        if self._segment is None or not is_own(name) or module not in self._modules:
+            return
+        attribute = module, name
+        if attribute in self._read and attribute not in self._written:
+            self._read_first.add(attribute)
+        self._written.setdefault(attribute, []).append(self._segment)
 
     def written_in(self, segment: int) -> list[Holder]:
         """The places of the attributes that a segment assigns."""

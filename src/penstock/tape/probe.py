@@ -34,7 +34,7 @@ from penstock.tape.segments import InTwo, Kept, Seen, Segment, Stages, Usage, se
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, SuspendedForward
 from penstock.tape.waits import Waits
-from penstock.tape.watch import CHANGES, Ahead, Watch, put_back
+from penstock.tape.watch import CHANGES, Ahead, Op, Operand, Watch, put_back
 from penstock.tape.weight_views import WeightViews
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Probe:
         self._calling: Site | None = None  # the block that runs, forward or again
         self._before: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # what a call has written to, as it was
         self._watch = Watch(self._group_of, self._touch, self._note_write, self._on_op)
-        self._smuggled = Smuggled(self._watch.birth)
+        self._smuggled = Smuggled(self._watch)
         names = {id(s.parameter): s.name for g in tape.groups for s in g.slices}
         self._views = WeightViews(self._packer, names, tape.aliases)
         self._ahead = Ahead(self._group_of, self._bring)
@@ -81,6 +81,7 @@ class Probe:
         """The arguments of each stage's call, after ``run``."""
         self.work: tuple[BothWays, ...] = ()
         """Of each stage, after ``run``."""
+        self._waiting = tape.device.type not in ("cpu", "meta")
         self.waits = Waits()
         """The waits of the forward for the device."""
         self.seen = Calls()
@@ -107,7 +108,9 @@ class Probe:
             suspended = tape.suspended[0]
             suspended.backward.outputs = FirstOutputs(bits=tape.keeps)
             suspended.backward.hooked = self._asked.hooked
-            self._run_forward(suspended)
+            # torch.compile looks at what reads and assigns attributes, and would take the watch for code of the block.
+            with nullcontext() if tape.compiled else self._accesses.watching():
+                self._run_forward(suspended)
             self._forward_done = True
             self._refuse_replaced(tape.model)
             self._refuse_kept()
@@ -144,13 +147,13 @@ class Probe:
             self._loaded.add(group)
             self._packer.add(s.parameter for s in self._tape.groups[group].slices)
 
-    def _note_write(self, tensor: torch.Tensor) -> None:
+    def _note_write(self, written: Operand) -> None:
         """A block may write to a parameter what is there already, as a clipping does within its bound: it is compared
         when the call has ended.
         """
-        if not self._packer.holds(tensor):
+        if not self._packer.has(written.storage):
             return
-        parameter = self._packer.parameter_of(tensor)
+        parameter = self._packer.parameter_of(written.tensor)
         if parameter is None or self._calling is None:
             self._refuse_changed("a parameter")
         elif id(parameter) not in self._before:
@@ -249,27 +252,21 @@ class Probe:
                 "the hook would see each of them. Remove it"
             )
 
-    def _on_op(
-        self,
-        func: Any,
-        inputs: list[torch.Tensor],
-        written: list[torch.Tensor],
-        results: list[torch.Tensor],
-        unwaited: bool,
-    ) -> None:
-        elsewhere = [t for t in written if not self._packer.holds(t)]  # parameters end as they were
-        self._smuggled.on_op(func, inputs, elsewhere, results, self._watch.generator)
-        self._views.on_op(self._who(), inputs, results)
+    def _on_op(self, op: Op) -> None:
+        elsewhere = [o for o in op.written if not self._packer.has(o.storage)]  # parameters end as they were
+        self._smuggled.on_op(op, elsewhere)
+        self._views.on_op(self._who(), op)
         if not self._forward_done:
-            self.waits.on_op(self._block(), func, inputs, results, unwaited)
-            self._note_trained(inputs)
+            if self._waiting:
+                self.waits.on_op(self._block(), op)
+            self._note_trained(op)
 
-    def _note_trained(self, inputs: list[torch.Tensor]) -> None:
+    def _note_trained(self, op: Op) -> None:
         """Note if a call reads parameters that train, which need not be its block's own."""
         segment, suspended = self._segments[self._watch.segment], self._tape.suspended[0]
         if self._calling is None or segment.trains:
             return
-        if any(t.requires_grad and id(t) in self._group_of for t in inputs):
+        if any(id(o.tensor) in self._group_of and o.tensor.requires_grad for o in op.inputs):
             segment.trains = True
             suspended.facts = replace(suspended.facts, trains=True)
 
@@ -305,7 +302,8 @@ class Probe:
         held = suspended.outputs  # saved for a run's epilogue, also where the model has let go of them
         with self._measuring(segment.forward):
             self._smuggled.begin(self._watch.segment, None, ())
-            with self._asked, self.losses, self._accesses.during(self._watch.segment):
+            watching = self._accesses.watching() if self._tape.compiled else nullcontext()
+            with self._asked, self.losses, watching, self._accesses.during(self._watch.segment):
                 event = self._running.run_code(suspended, self._watch.segment)
             self._smuggled.end(kept=self._search)
             suspended.own.note(self._accesses.written_in(self._watch.segment))
@@ -323,9 +321,8 @@ class Probe:
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = ModulesBefore(site.module), _tensor_attributes(site)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
-        # torch.compile looks at what reads and assigns attributes, and would take the watch for code of the block.
-        watching = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
-        with self._measuring(segment.forward, site), self._asked, watching:
+        seen = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
+        with self._measuring(segment.forward, site), self._asked, seen:
             self._running.run_call(suspended, self._watch.segment, Facts())
         self._smuggled.end([*suspended.outputs, *suspended.beside])
         suspended.beside = []

@@ -6,29 +6,27 @@ watched for what they read: a block may read what it was handed and what does no
 own code may read of a block what it has returned.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.compat.torch import COPY_TO, packet_of, storage_key
+from penstock.compat.torch import COPY_TO, storage_key
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.carried import Carried, Replaced
 from penstock.tape.holders import Holder, Way
-from penstock.tape.watch import Birth
+from penstock.tape.watch import Op, Operand, Watch, packets
 
 _ATEN = torch.ops.aten
-_OF_SHAPES = frozenset(
-    {
-        *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.rand_like, _ATEN.randn_like),
-        *(_ATEN.new_empty, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full, _ATEN.new_empty_strided),
-    }
+_OF_SHAPES = packets(
+    *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.rand_like, _ATEN.randn_like),
+    *(_ATEN.new_empty, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full, _ATEN.new_empty_strided),
 )
 """Ops that take a tensor for its shape alone."""
-_COPIES = frozenset({COPY_TO, _ATEN.clone, _ATEN.cat, _ATEN.constant_pad_nd})
+_COPIES = packets(COPY_TO, _ATEN.clone, _ATEN.cat, _ATEN.constant_pad_nd)
 """Ops that put a tensor elsewhere as it is, perhaps beside others."""
 
 
@@ -38,9 +36,9 @@ class Smuggled:
     ``found``: the first that is smuggled, in words. ``carried``: what passes to the next micro-batch.
     """
 
-    def __init__(self, birth: Callable[[torch.Tensor], Birth | None]) -> None:
-        """``birth``: gives the birth of a tensor's storage, if an op of the probe has made it."""
-        self._birth = birth
+    def __init__(self, watch: Watch) -> None:
+        """``watch``: knows the storages that the ops of the probe have made."""
+        self._birth = watch.birth
         self._own: set[int] = set()
         self._views: set[int] = set()  # storages of weights that the segment has taken views of
         self._written: dict[int, dict[int, str | None]] = {}  # storages from before the probe -> segments and blocks
@@ -114,83 +112,72 @@ class Smuggled:
             )
         return None
 
-    def on_op(
-        self,
-        func: Any,
-        inputs: list[torch.Tensor],
-        written: list[torch.Tensor],
-        results: list[torch.Tensor],
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """Take note of an op of the forward: the tensors that it read, changed (``written``) and made. ``generator``:
-        the one that it draws from, where that is not torch's own."""
+    def on_op(self, op: Op, written: list[Operand]) -> None:
+        """Take note of an op of the forward, which has ``written`` to these, besides parameters."""
         if self._segment is None:
             return
-        if generator is not None:
-            self.carried.draws(generator, self._segment)
-        depends, changed = any(self._depends(t) for t in inputs), {id(tensor) for tensor in written}
-        if written or not {storage_key(t) for t in results} <= {storage_key(t) for t in inputs}:  # a view reads nothing
-            for tensor in inputs:
-                if id(tensor) not in changed or self._birth(tensor) is not None:  # what is kept may be added to
-                    self._check(tensor)
-            old = [t for t in inputs if self._birth(t) is None and storage_key(t) not in self._own]
-            if packet_of(func) not in _OF_SHAPES:
-                self.carried.on_op(func, self._segment, old, changed, depends=depends)
-                self._follow(func, inputs, results)
-        if packet_of(func) in _OF_SHAPES or not depends:
+        if op.generator is not None:
+            self.carried.draws(op.generator, self._segment)
+        depends, of_shapes = any(map(self._depends, op.inputs)), id(op.packet) in _OF_SHAPES
+        if written or not op.is_view():  # a view reads nothing
+            changed = {id(operand.tensor) for operand in written}
+            for operand in op.inputs:
+                if operand.birth is not None or id(operand.tensor) not in changed:  # what is kept may be added to
+                    self._check(operand)
+            if not of_shapes:
+                old = [o for o in op.inputs if o.birth is None and o.storage not in self._own]
+                self.carried.on_op(op.packet, self._segment, old, changed, depends=depends)
+                self._follow(op)
+        if of_shapes or not depends:
             return
-        for tensor in results:
-            birth = self._birth(tensor)
-            if birth is not None:
-                birth.depends = True
-            elif storage_key(tensor) not in self._own:
-                self._views.add(storage_key(tensor))
-        for tensor in written:
-            if self._birth(tensor) is None and storage_key(tensor) not in self._own:
-                self._written.setdefault(storage_key(tensor), {})[self._segment] = self._block
+        for operand in op.results:
+            if operand.birth is not None:
+                operand.birth.depends = True
+            elif operand.storage not in self._own:
+                self._views.add(operand.storage)
+        for operand in written:
+            if operand.birth is None and operand.storage not in self._own:
+                self._written.setdefault(operand.storage, {})[self._segment] = self._block
 
-    def _follow(self, func: Any, inputs: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
+    def _follow(self, op: Op) -> None:
         """Note what the results of an op follow from."""
         of, copies = frozenset[int](), frozenset[int]()
-        for tensor in inputs:
-            birth = self._birth(tensor)
+        for tensor, storage, birth in op.inputs:
             if birth is not None:
                 of, copies = of | birth.of, copies | birth.copies
             elif not isinstance(tensor, nn.Parameter):
-                copies |= {storage_key(tensor)}
-        if packet_of(func) not in _COPIES:
+                copies |= {storage}
+        if id(op.packet) not in _COPIES:
             of, copies = of | copies, frozenset()
-        for birth in filter(None, map(self._birth, results)):
-            birth.of, birth.copies = birth.of | of, birth.copies | copies
+        for operand in op.results:
+            if (birth := operand.birth) is not None:
+                birth.of, birth.copies = birth.of | of, birth.copies | copies
 
-    def _depends(self, tensor: torch.Tensor) -> bool:
-        birth = self._birth(tensor)
+    def _depends(self, operand: Operand) -> bool:
+        tensor, storage, birth = operand
         if birth is not None:
             return birth.depends
-        storage = storage_key(tensor)
         return tensor.requires_grad or storage in self._own or storage in self._views or storage in self._written
 
-    def _check(self, tensor: torch.Tensor) -> None:
-        if self._segment is None or self.found is not None or isinstance(tensor, nn.Parameter):
+    def _check(self, operand: Operand) -> None:
+        tensor, storage, birth = operand
+        if self._segment is None or self.found is not None or (birth is not None and not birth.depends):
             return
-        birth = self._birth(tensor)
-        if birth is not None and not birth.depends:
-            return
-        shape = tuple(tensor.shape)
         if birth is None:
-            for segment, block in self._written.get(storage_key(tensor), {}).items():
+            for segment, block in self._written.get(storage, {}).items():
                 if segment != self._segment and (block != self._block or block is None):
-                    self.found = (
-                        f"{_who(self._block)} reads a tensor of shape {shape} that {_who(block)} has written to before"
-                    )
+                    self._find(f"{{}} reads {{}} that {_who(block)} has written to before", tensor)
         elif birth.segment != self._segment:
-            if self._block is not None and storage_key(tensor) not in self._handed:
-                self.found = f"{_who(self._block)} reads a tensor of shape {shape} that is none of its arguments"
+            if self._block is not None and storage not in self._handed:
+                self._find("{} reads {} that is none of its arguments", tensor)
             elif self._block is None and birth.segment in self._blocks and not birth.returned:
-                made = self._blocks[birth.segment]
-                self.found = f"the model itself reads a tensor of shape {shape} that {_who(made)} made, not returned"
-            elif self._block is None:
+                self._find(f"{{}} reads {{}} that {_who(self._blocks[birth.segment])} made, not returned", tensor)
+            elif self._block is None and not isinstance(tensor, nn.Parameter):
                 self.read.update((holder, self._segment) for holder in birth.kept)
+
+    def _find(self, what: str, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            self.found = what.format(_who(self._block), f"a tensor of shape {tuple(tensor.shape)}")
 
 
 def _who(block: str | None) -> str:

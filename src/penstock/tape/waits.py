@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from penstock.compat.torch import COPY_TO, packet_of
+from penstock.compat.torch import COPY_TO
+from penstock.tape.watch import Op
 
 _ATEN = torch.ops.aten
 _BY_INDEX = frozenset((_ATEN.index, _ATEN.index_put, _ATEN.index_put_))
 _COPIES = frozenset((COPY_TO, _ATEN.copy_))
 _SHAPED_BY_VALUES = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _HOST = frozenset(("cpu", "meta"))
-_WATCHING = frozenset(("on_op", "_on_op", "_behind", "__torch_dispatch__", "__torch_function__", "_of_model"))
+_WATCHING = frozenset(("on_op", "_on_op", "__torch_dispatch__", "__torch_function__", "_of_model"))
 _MOST = 4
 
 
@@ -39,38 +40,32 @@ class Waits:
     def __init__(self) -> None:
         self.found: list[Wait] = []
 
-    def on_op(
-        self,
-        block: str | None,
-        func: Any,
-        inputs: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        unwaited: bool,
-    ) -> None:
-        """An op has run, called from where the caller of this was. ``unwaited``: a copy that nobody is to wait for."""
-        if all(t.device.type in _HOST for t in (*inputs, *results)):
+    def on_op(self, block: str | None, op: Op) -> None:
+        """An op has run, called from where the caller of this was."""
+        if all(operand.tensor.device.type in _HOST for operand in (*op.inputs, *op.results)):
             return
-        if not (_waits(func, inputs, results) or (not unwaited and _comes_up(func, inputs, results))):
+        if not (_waits(op) or (not op.unwaited and _comes_up(op))):
             return
         where = _of_model()
         if where is not None:
-            self.found.append(Wait(block=block, where=where, op=str(packet_of(func))))
+            self.found.append(Wait(block=block, where=where, op=str(op.packet)))
 
 
-def _waits(func: Any, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
-    if packet_of(func) in _BY_INDEX:  # by numbers of rows, the shape is known
-        indices = inputs[1:] if packet_of(func) is _ATEN.index else inputs[1:-1]  # the last are the values
-        return any(t.dtype in (torch.bool, torch.uint8) for t in indices)
-    return _needs_values(func) or any(t.device.type == "cpu" for t in results)
+def _waits(op: Op) -> bool:
+    if op.packet in _BY_INDEX:  # by numbers of rows, the shape is known
+        indices = op.inputs[1:] if op.packet is _ATEN.index else op.inputs[1:-1]  # the last are the values
+        return any(operand.tensor.dtype in (torch.bool, torch.uint8) for operand in indices)
+    return _needs_values(op.func) or any(operand.tensor.device.type == "cpu" for operand in op.results)
 
 
-def _comes_up(func: Any, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+def _comes_up(op: Op) -> bool:
     """True of a copy from the host to the device. ``lift_fresh`` of a tensor there is of values of Python's, which were
     copied."""
-    there = [t for t in results if t.device.type not in _HOST and t.numel()]
-    if packet_of(func) in _COPIES:
-        return bool(there) and inputs[-1].device.type == "cpu"
-    return bool(there) and packet_of(func) is _ATEN.lift_fresh
+    if not any(o.tensor.device.type not in _HOST and o.tensor.numel() for o in op.results):
+        return False
+    if op.packet in _COPIES:
+        return op.inputs[-1].tensor.device.type == "cpu"
+    return op.packet is _ATEN.lift_fresh
 
 
 @cache

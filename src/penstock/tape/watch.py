@@ -2,9 +2,8 @@
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +32,9 @@ FLOP: Mapping[Any, Callable[..., int]] = {
     private.FLASH_CPU_BACKWARD: private.flop_registry[private.FLASH_BACKWARD],
 }
 """The FLOP of an op, from its arguments: none of what is no product, those of the whole square of causal attention."""
+
+_FORMULAS = {id(packet): formula for packet, formula in FLOP.items()}
+"""``FLOP``, as ``Packets`` has ops."""
 
 
 CHANGES = (
@@ -72,7 +74,43 @@ class Birth:
         self.kept: Way = ()
 
 
-OnOp = Callable[[Any, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], bool], None]
+Packets = frozenset[int]
+"""Ops by identity, which lasts as long as torch is there: their hash is a function in Python, and takes longer than
+most looks at a tensor."""
+
+
+def packets(*ops: Any) -> Packets:
+    return frozenset(map(id, ops))
+
+
+class Operand(NamedTuple):
+    """A tensor of an op that is one piece of memory: with its storage (``storage_key``), which takes longer to ask for
+    than to look up, and the birth of that, if an op of the probe has made it."""
+
+    tensor: torch.Tensor
+    storage: int
+    birth: Birth | None
+
+
+class Op(NamedTuple):
+    """An op that has run. ``packet``: of all its overloads; ``generator``: the one that it was given.
+
+    ``inputs``: the distinct tensors among its arguments; ``written``: those of them that it has changed; ``unwaited``:
+    it is a copy that nobody is to wait for (``non_blocking``).
+    """
+
+    func: Any
+    packet: Any
+    generator: torch.Generator | None
+    inputs: list[Operand]
+    written: list[Operand]
+    results: list[Operand]
+    unwaited: bool
+
+    def is_view(self) -> bool:
+        """True if it has made nothing, but perhaps views of what it was given."""
+        given = {operand.storage for operand in self.inputs}
+        return all(operand.storage in given for operand in self.results)
 
 
 class Ahead(TorchFunctionMode):
@@ -97,17 +135,16 @@ class Ahead(TorchFunctionMode):
 
 
 class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every op below autograd: follows live bytes, and calls ``on_weight`` before an op that reads a parameter and
-    ``on_write`` before one that writes to a tensor; ``on_op(func, inputs, written, results, unwaited)`` behind each:
-    ``unwaited`` is True of a copy that nobody is to wait for (``non_blocking``).
+    """Sees every op below autograd: follows live bytes, and calls ``on_weight`` before an op that reads a parameter,
+    ``on_write`` before one that writes to a tensor, and ``on_op`` behind each.
     """
 
     def __init__(
         self,
         parameters: Mapping[int, int],
         on_weight: Callable[[int], None],
-        on_write: Callable[[torch.Tensor], None] | None = None,
-        on_op: OnOp | None = None,
+        on_write: Callable[[Operand], None] | None = None,
+        on_op: Callable[[Op], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
@@ -117,12 +154,11 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.traffic = 0
         self.ops = 0
         self.births: dict[int, Birth] = {}
+        """of storages that are there, by ``storage_key``"""
         self._parameters = parameters  # identity of a parameter -> its group
         self._on_weight = on_weight
         self._on_write = on_write
         self._on_op = on_op
-        self.generator: torch.Generator | None = None
-        """The one that the op under way was given."""
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def hold(self, nbytes: int) -> None:
@@ -146,51 +182,56 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.generator = kwargs.get("generator")
+        packet = packet_of(func)
         with private.without_functions():  # of ops, and looks of our own, ``Ahead`` and others need not hear
             inputs, written = self._before(func, args, kwargs)
             result = func(*args, **kwargs)
             self.ops += 1
-            formula = FLOP.get(packet_of(func))
+            formula = _FORMULAS.get(id(packet))
             if formula is not None:
                 self.flops += _flop(formula, args, kwargs, result)
-            unwaited = kwargs.get("non_blocking", packet_of(func) is torch.ops.aten.copy_ and len(args) > 2 and args[2])
-            new = self._behind(func, inputs, [*written, *_updated(func, args)], result, bool(unwaited))
+            if packet is _ATEN.set_:
+                inputs = self._operands(operand.tensor for operand in inputs)  # they lie elsewhere now
+            results = self._results(inputs, result)
+            if self._on_op is not None:
+                unwaited = kwargs.get("non_blocking", packet is _ATEN.copy_ and len(args) > 2 and args[2])
+                changed = [*written, *self._operands(_updated(packet, args))]
+                self._on_op(Op(func, packet, kwargs.get("generator"), inputs, changed, results, bool(unwaited)))
             if formula is None:
-                self.traffic += _traffic(packet_of(func), inputs, written or new)
+                self.traffic += _traffic(packet, inputs, written or _new(inputs, results))
         return result
 
     def _before(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[list[Operand], list[Operand]]:
         """The tensors that an op is about to read, and those of them that it changes."""
-        inputs = _tensors((*args, *kwargs.values()))
-        for tensor in inputs:
+        given = _tensors((*args, *kwargs.values()))
+        for tensor in given:
             group = self._parameters.get(id(tensor))
             if group is not None:
-                self._on_weight(group)
-            birth = self.birth(tensor)
-            if birth is not None:
-                birth.touched.add(self.segment)
-        written = _written(func, args, kwargs)
+                self._on_weight(group)  # which moves it
+        inputs = self._operands(given)
+        for operand in inputs:
+            if operand.birth is not None:
+                operand.birth.touched.add(self.segment)
+        written = self._operands(_written(func, args, kwargs))
         if self._on_write is not None:
-            for tensor in written:
-                self._on_write(tensor)
+            for operand in written:
+                self._on_write(operand)
         return inputs, written
 
-    def _behind(
-        self, func: Any, inputs: list[torch.Tensor], written: list[torch.Tensor], result: Any, unwaited: bool
-    ) -> list[torch.Tensor]:
-        """The results that are no views of what the op was given."""
-        old = {storage_key(t) for t in inputs}
-        results = _tensors((result,))
-        new = [tensor for tensor in results if storage_key(tensor) not in old]
-        for tensor in new:
-            if (key := storage_key(tensor)) not in self.births:
+    def _results(self, inputs: list[Operand], result: Any) -> list[Operand]:
+        """The tensors that an op has returned, each of which is followed from here on."""
+        old = {operand.storage for operand in inputs}
+        found = _tensors((result,))
+        for tensor in found:
+            if (key := storage_key(tensor)) not in old and key not in self.births:
                 self.follow(key, tensor.untyped_storage())
-        if self._on_op is not None:
-            self._on_op(func, inputs, written, results, unwaited)
-        return new
+        return self._operands(found)
+
+    def _operands(self, tensors: Iterable[torch.Tensor]) -> list[Operand]:
+        births = self.births
+        return [Operand(tensor, key := storage_key(tensor), births.get(key)) for tensor in tensors]
 
     def follow(self, key: int, storage: torch.UntypedStorage) -> None:
         nbytes = storage.nbytes()
@@ -216,34 +257,42 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [item for item in found.values() if trees.has_storage(item)]
 
 
-_PICKING = {_ATEN.embedding, _ATEN.gather, _ATEN.index, _ATEN.index_select, _ATEN.nll_loss_forward}
+_PICKING = packets(_ATEN.embedding, _ATEN.gather, _ATEN.index, _ATEN.index_select, _ATEN.nll_loss_forward)
 """Ops that read as much of what they pick from as they return."""
-_PUTTING = {_ATEN.index_add_, _ATEN.index_copy_, _ATEN.index_put_, _ATEN.scatter_, _ATEN.scatter_add_}
+_PUTTING = packets(_ATEN.index_add_, _ATEN.index_copy_, _ATEN.index_put_, _ATEN.scatter_, _ATEN.scatter_add_)
 """Ops that read and write as much of what they change as there is to put there."""
-_FILLING = {
+_FILLING = packets(
     *(_ATEN.zero_, _ATEN.fill_, _ATEN.bernoulli_, _ATEN.uniform_, _ATEN.normal_, _ATEN.random_, _ATEN.exponential_),
     *(_ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.rand_like, _ATEN.randn_like),
     *(_ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full, _ATEN.nll_loss_backward),
-}
+)
 """Ops that read next to nothing of the tensors that they are given."""
-_MAKING = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
+_MAKING = packets(_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided)
 """Ops that return memory as it is."""
 
 
-def _traffic(packet: Any, inputs: list[torch.Tensor], made: list[torch.Tensor]) -> int:
+def _new(inputs: list[Operand], results: list[Operand]) -> list[Operand]:
+    """The results of an op that are no views of what it was given."""
+    old = {operand.storage for operand in inputs}
+    return [operand for operand in results if operand.storage not in old]
+
+
+def _traffic(packet: Any, inputs: list[Operand], made: list[Operand]) -> int:
     """Bytes of memory that an op which is no product moves: each argument's, and those of what it has ``made``, or
     changed; but for ops that look at a part of them. A view is nothing."""
-    if not made or packet in _MAKING:
+    if not made or id(packet) in _MAKING:
         return 0
-    put = sum(map(_nbytes, made))
-    if packet in _PICKING:
+    put = sum(_nbytes(operand.tensor) for operand in made)
+    if id(packet) in _PICKING:
         return 2 * put
-    if packet in _FILLING:
+    if id(packet) in _FILLING:
         return put
-    changed = {id(tensor) for tensor in made}
-    if packet in _PUTTING:
-        return 3 * max((_nbytes(tensor) for tensor in inputs if id(tensor) not in changed), default=0)
-    return put + sum(_nbytes(tensor) for tensor in inputs if packet is not _ATEN.copy_ or id(tensor) not in changed)
+    putting = id(packet) in _PUTTING
+    if putting or packet is _ATEN.copy_:
+        changed = {id(operand.tensor) for operand in made}
+        inputs = [operand for operand in inputs if id(operand.tensor) not in changed]
+    read = [_nbytes(operand.tensor) for operand in inputs]
+    return 3 * max(read, default=0) if putting else put + sum(read)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -272,22 +321,27 @@ def _shape(value: Any) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an op changes."""
-    places = _places_written(func)
+    places = _PLACES.get(id(func))
+    if places is None:
+        places = _PLACES[id(func)] = _places_written(func)
     if not places:
         return []
     return _tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
 
 
-_NORMS = {_ATEN.native_batch_norm, _ATEN.cudnn_batch_norm, _ATEN.miopen_batch_norm}
+_PLACES: dict[int, tuple[tuple[int, str], ...]] = {}
+"""``_places_written`` of the ops that were seen, which stay where they are as ``Packets`` do."""
+
+
+_NORMS = packets(_ATEN.native_batch_norm, _ATEN.cudnn_batch_norm, _ATEN.miopen_batch_norm)
 """Ops that change running statistics, and do not say so."""
 
 
-def _updated(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+def _updated(packet: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The running statistics that an op changes: its fourth and fifth argument, if the sixth says that it trains."""
-    return _tensors(args[3:5]) if packet_of(func) in _NORMS and args[5] else []
+    return _tensors(args[3:5]) if id(packet) in _NORMS and args[5] else []
 
 
-@cache
 def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
     """Place and name of the arguments that an op changes."""
     schema = schema_of(func)

@@ -6,7 +6,7 @@ was taken before the engine had the model (a buffer in a weight's memory) still 
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.buffers import attributes_of
 from penstock.tape.graph import WeightPacker
+from penstock.tape.watch import Op
 
 Alias = tuple["weakref.ref[torch.Tensor]", str]
 """A buffer or attribute in the memory of a parameter that is trained, and the name of that."""
@@ -53,15 +54,17 @@ class WeightViews:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._found: str | None = None
 
-    def on_op(self, who: str, inputs: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
-        """Take note of an op of ``who``: the tensors that it read and made."""
-        for tensor in inputs:
-            taken = self._taken.get(storage_key(tensor))
-            if taken is not None and not isinstance(tensor, nn.Parameter) and not self._packer.holds(tensor):
+    def on_op(self, who: str, op: Op) -> None:
+        """Take note of an op of ``who``."""
+        for tensor, storage, _ in op.inputs:
+            taken = self._taken.get(storage)
+            if taken is not None and not self._packer.has(storage) and not isinstance(tensor, nn.Parameter):
                 self._find(who, tensor, taken)
-        for tensor in results:
+        for tensor, storage, _ in op.results:
+            if not self._packer.has(storage) or isinstance(tensor, nn.Parameter):
+                continue
             parameter = self._packer.parameter_of(tensor)
-            if parameter is not None and not isinstance(tensor, nn.Parameter):
+            if parameter is not None:
                 self._follow(tensor)[int(tensor.storage_offset())] = self._names[id(parameter)]
 
     def refuse(self) -> None:
