@@ -10,10 +10,14 @@ import pytest
 from penstock.cli import main
 from penstock.cli.pipeline import expected, fastest
 from penstock.cli.settings import load
-from penstock.cli.task import shape_of
+from penstock.cli.showing.pace import Pace
+from penstock.cli.task import form_of, shape_of
 from penstock.hardware.machine import Network
 from penstock.hardware.profiles import save_profile
 from penstock.schedule.check.worlds import check_world
+from penstock.schedule.ir.lanes import Lane
+from penstock.shape.model import stage_times
+from penstock.state.stats import StepStats
 from tests.cli.test_plan import CONFIG
 from tests.machines import measured_here
 from tests.questions import DRIVE, MACHINE
@@ -83,6 +87,33 @@ def test_split_backwards_send_as_much_and_hold_more(config: Path, capsys: pytest
     assert "another schedule than zero-bubble, which holds there what waits of backwards" in said
 
 
+def test_ranks_of_one_processor_have_a_part_of_it_each(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, config, "--recompute", "true")
+    settings = load(config, ())
+    profile = shape_of(settings, "cpu").profile(found["micro_batch_size"], 128, form_of(settings, "cpu"))
+    alone = stage_times(profile, MACHINE, "fp32")
+    work = sum(rank["work_seconds"]["compute"] for rank in found["ranks"])
+    assert work == pytest.approx(2 * found["micro_batches"] * (sum(alone.forward) + sum(alone.backward)), rel=0.01)
+
+
+def test_ranks_that_share_each_sequence_have_a_part_of_it(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, parts = (planned(capsys, config, "--cp", cp, "--ranks", 2 * cp) for cp in (1, 2))
+    assert (parts["pipelines"], parts["cp"]) == (2, 2)
+    assert parts["step"]["tokens"] == whole["step"]["tokens"]
+    for one, other in zip(parts["ranks"], whole["ranks"], strict=True):
+        assert one["bytes"]["send"] == other["bytes"]["send"] // 2, "of its tokens"
+        assert one["memory"]["device"] < other["memory"]["device"]
+    slow = replace(MACHINE, drives=(replace(DRIVE, path=str(tmp_path)),), network=replace(NETWORK, bandwidth=1e5))
+    save_profile(measured_here(slow))
+    found = planned(capsys, config, "--cp", 2, "--ranks", 4)
+    for one, other in zip(found["ranks"], parts["ranks"], strict=True):
+        assert one["work_seconds"]["compute"] > 3 * other["work_seconds"]["compute"], "it waits for what is exchanged"
+    assert main(["plan", str(config), "--cp", "2", "--ranks", "4"]) == 0
+    assert "2 pipelines of 2 ranks beside each other, which share each sequence 2 by 2" in capsys.readouterr().out
+
+
 def test_a_slower_network_makes_a_longer_step_of_the_same_bytes(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +136,39 @@ def test_the_cut_is_the_one_whose_world_is_fastest(config: Path) -> None:
         assert one.size * one.count == settings.sequences_per_step
 
 
+def test_a_slow_step_is_told_by_a_lane_that_had_something_to_do(config: Path) -> None:
+    """A rank's ``recv`` lane, of which nothing is planned, is busy for as long as it waits for the other."""
+    settings = load(config, ())
+    machine = replace(MACHINE, drives=(replace(DRIVE, path="/disk"),), network=NETWORK)
+    prediction = expected(settings, shape_of(settings, "cpu"), machine, *settings.split, ranks=2).step.simulation
+    planned, seconds = prediction.busy(0), 10 * prediction.time
+    assert planned["recv"] == 0
+    moved = prediction.world.ranks[0].bytes_per_lane()
+    lanes = {**planned, "recv": seconds, "compute": 3 * planned["compute"]}
+    pace = Pace()
+    assert pace.check(stats_of(seconds, moved, lanes), prediction) is None, "the first counts for nothing"
+    said = pace.check(stats_of(seconds, moved, lanes), prediction)
+    assert said is not None
+    assert "10x the" in said
+    assert "the compute lane was busy for" in said
+
+
+def stats_of(seconds: float, moved: dict[Lane, int], lanes: dict[Lane, float]) -> StepStats:
+    return StepStats(
+        step=1,
+        loss=1.0,
+        grad_norm=1.0,
+        tokens=1,
+        seconds=seconds,
+        lr=1.0,
+        clipped=False,
+        skipped=False,
+        loss_scale=1.0,
+        bytes_moved=moved,
+        lane_seconds=lanes,
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -112,7 +176,6 @@ def test_the_cut_is_the_one_whose_world_is_fastest(config: Path) -> None:
         (("--stage", "2"), "stage=2 is not for the ranks of a pipeline (pipeline=2 of 2 ranks)"),
         (("--longest",), "--longest is not there yet for a pipeline"),
         (("--tbw", "100"), "--tbw is not there yet for a pipeline"),
-        (("--cp", "2", "--ranks", "4"), "nothing is predicted for the two together yet"),
         (("--disk_free", "1MiB"), "the stores take"),
         (("--pipeline", "9"), "use at most 7 ranks"),
         (("--budget.host", "1MiB"), "rank 0 of the pipeline: budget.host=512 KiB for each rank is too small"),

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.hardware.machine import Between, Machine
 from penstock.planner import dealt
@@ -17,7 +17,7 @@ from tests.models import MODELS, Case, causal_lm, llama
 from tests.questions import DRIVE, MACHINE
 from tests.ranks.test_bits import equal, results
 from tests.ranks.test_copies import copies_of
-from tests.ranks.worlds import pipeline, together
+from tests.ranks.worlds import pipeline, sharing, together
 from tests.training import budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,14 +35,16 @@ def machine(folder: Path) -> Machine:
     return replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),), between=(BETWEEN,))
 
 
-def planned(mesh: DeviceMesh, folder: Path, known: Machine | None) -> dict[str, Any]:
+def planned(mesh: DeviceMesh, folder: Path, known: Machine | None, *, alike: bool = False) -> dict[str, Any]:
+    """``alike``: all ranks have the same micro-batches."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
+    micro_batches = CASE.micro_batches(2, seed=0 if alike else mesh.get_rank())
     with wrap(CASE, budget(folder), mesh=mesh, clip_grad_norm=1.0, plan=known) as engine:
-        engine.step(CASE.micro_batches(2, seed=mesh.get_rank()))
-        stats = engine.step(CASE.micro_batches(2, seed=mesh.get_rank()))
+        engine.step(micro_batches)
+        stats = engine.step(micro_batches)
         prediction = engine.prediction
         return {
             "time": None if prediction is None else prediction.time,
@@ -69,12 +71,28 @@ def test_a_profile_that_does_not_tell_is_said_once_and_nothing_is_predicted(tmp_
     assert sum("nothing is predicted" in line for line in one["said"] + other["said"]) == 1
 
 
-def predicted(mesh: DeviceMesh, folder: Path) -> Any:
+def test_what_attention_sends_between_ranks_that_share_each_sequence_is_predicted_as_time(tmp_path: Path) -> None:
+    """By a link that takes a second for a tenth of it no step is faster, whatever is computed meanwhile."""
+    bandwidth = 2e4
+    slow = replace(machine(tmp_path), between=(replace(BETWEEN, bandwidth=bandwidth),))
+    found = sharing(2, planned, tmp_path, slow, alike=True)
+    for rank in found:
+        assert not any("nothing is predicted" in line for line in rank["said"])
+        assert rank["time"] == found[0]["time"] >= rank["moved"]["compute"] / bandwidth > 1
+        for lane in ("net", "h2d", "d2h"):
+            assert rank["bytes"][lane] == rank["moved"][lane] > 0
+
+
+def predicted(mesh: DeviceMesh, folder: Path, cp: int = 1) -> Any:
+    """``cp``: ranks that share each sequence at one place of a pipeline."""
+    place = mesh.get_rank() // cp
+    if cp > 1:
+        mesh = init_device_mesh("cpu", (mesh.size() // cp, cp), mesh_dim_names=("pp", "cp"))
     with wrap(CASE, budget(folder), mesh=mesh, clip_grad_norm=1.0, plan=machine(folder)) as engine:
         engine.step(CASE.micro_batches(4))
         stats, own, found = engine.step(CASE.micro_batches(4)), engine.plan.schedule, engine.prediction
         assert found is not None
-        mine = found.world.ranks[mesh.get_rank()]
+        mine = found.world.ranks[place]
         moved = {lane: (stats.bytes_moved[lane], mine.bytes_per_lane()[lane]) for lane in ("send", "h2d", "d2h", "net")}
         return str(mine) == str(own), moved, found.time, found.lower_bound, engine.plan.settings.delay
 
@@ -87,6 +105,14 @@ def test_what_is_predicted_of_a_pipeline_is_the_very_world_that_runs(tmp_path: P
         assert all(done == said > 0 for done, said in moved.values())
         assert time > bound > 0
     assert len({(time, delay) for _, _, time, _, delay in found}) == 1
+
+
+def test_so_is_that_of_a_pipeline_whose_ranks_share_each_sequence(tmp_path: Path) -> None:
+    found = pipeline(4, predicted, tmp_path, 2)
+    for is_own, moved, time, bound, _ in found:
+        assert is_own
+        assert all(done == said > 0 for done, said in moved.values())
+        assert time == found[0][2] > bound > 0
 
 
 def found_and_trained(mesh: DeviceMesh | None, folder: Path, known: Machine | None) -> Any:

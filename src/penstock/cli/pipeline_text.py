@@ -22,7 +22,8 @@ def _lines(found: Pipeline, config: TrainConfig, machine: Machine, steps: int | 
     if found.beside == 1:
         yield f"on {machine.name}, a pipeline of {len(plans)} ranks, each with blocks of its own"
     else:
-        yield f"on {machine.name}, {found.beside} pipelines of {len(plans)} ranks beside each other"
+        shared = f", which share each sequence {config.cp} by {config.cp}" if config.cp > 1 else ""
+        yield f"on {machine.name}, {found.beside} pipelines of {len(plans)} ranks beside each other{shared}"
     early = any(steps_early(plan.program, plan.settings) for plan in plans)
     norm = ("optimizer steps before the gradient norm is known" if early else "optimizer waits for the gradient norm",)
     yield ", ".join(
@@ -68,6 +69,7 @@ def as_json(found: Pipeline, config: TrainConfig, machine: Machine, steps: int |
         "machine": machine.name,
         "pipeline": len(found.step.plans),
         "pipelines": found.beside,
+        "cp": config.cp,
         "micro_batches": found.count,
         "micro_batch_size": found.size,
         "delay": step.plans[0].settings.delay,

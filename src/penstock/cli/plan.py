@@ -210,11 +210,6 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
             f"--ranks {ranks}, and the file says pipeline: {config.pipeline}: give a multiple of that, or leave one out"
         )
     check_of_pipeline(config, ranks)
-    if config.cp > 1:
-        raise ConfigError(
-            f"pipeline={config.pipeline} with cp={config.cp}: nothing is predicted for the two together yet. Give "
-            "--cp 1, or --pipeline 1"
-        )
     beside = config.sharing(ranks)
     for name, given in (("longest", arguments.longest), ("tbw", arguments.tbw is not None)):
         if given:

@@ -129,7 +129,7 @@ def _start(
     among = ranks.size if ranks.hosts == 1 else 1
     profile = ranks.once("machine", lambda: profile_for_plan(config, display, among))
     known = ranks.size == 1 or (profile is not None and knows_ranks(profile, ranks.size, ranks.hosts, config.copies))
-    machine = profile if known and ranks.cp == 1 else None
+    machine = profile if known else None
     kind, precision = device_kind(config.device), _precision(config)  # what follows depends on what is free just now
     cut = ranks.once("cut", lambda: cut_batch(config, schedule, machine, kind, ranks.size, ranks.hosts))
     config, weighed = ranks.once(

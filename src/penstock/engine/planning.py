@@ -46,7 +46,7 @@ from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program, Stage
 from penstock.schedule.work import model_flops
-from penstock.shape.model import StageTimes
+from penstock.shape.model import StageTimes, with_exchanges
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 from penstock.tape import trees
@@ -581,6 +581,10 @@ class Planning:
                 shared.ranks.gather_objects("beginning of the times", None)
             times = time_stages(shared.tape, program, facts, fresh, weights.load, weights.unload)
             times = replace(times, orthogonal=self._orthogonal)
+            if shared.spans is not None:  # nobody has waited for the others
+                assert self._machine is not None
+                assert self._machine.network is not None
+                times = with_exchanges(times, shared.tape.work, self._machine.network)
         return Probed(
             stages=stages,
             facts=facts,

@@ -189,9 +189,6 @@ def _machine_of_all(
     if ranks.size > 1 and unknown is not None:
         log.warning("nothing is predicted: %s", unknown)
         found = None
-    if ranks.cp > 1 and found is not None:
-        log.warning("nothing is predicted: that is not there yet for ranks that share each sequence")
-        found = None
     return ranks.gather_objects("machine", found)[0]
 
 

@@ -7,11 +7,12 @@ Three sources give a shape: a name that ships with the package (``shipped.named`
 (``huggingface.model_shape``), and a callable that builds a module (``meta.from_callable``).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from penstock.errors import ConfigError
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import Machine, Network
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
 from penstock.schedule.work import BothWays, Work, model_flops
@@ -127,14 +128,28 @@ def stage_times(profile: ModelProfile, machine: Machine, precision: str) -> Stag
             f"the profile of {machine.name} does not tell how fast ranks send to each other: measure the machine anew "
             "with penstock doctor, or add a network (bandwidth, latency) to its profile"
         )
-    pace = 0.0 if network is None else 1 / network.bandwidth
 
     def seconds(work: Work) -> float:
         computed = work.flops / products + work.traffic / memory
         queued = work.ops * machine.dispatch
-        return (computed + queued if machine.device.kind == "cpu" else max(computed, queued)) + work.sent * pace
+        return computed + queued if machine.device.kind == "cpu" else max(computed, queued)
 
-    return StageTimes(
+    times = StageTimes(
         forward=tuple(seconds(forward) for forward, _ in profile.work),
         backward=tuple(seconds(backward) for _, backward in profile.work),
+    )
+    return times if network is None else with_exchanges(times, profile.work, network)
+
+
+def with_exchanges(times: StageTimes, work: Sequence[BothWays], network: Network) -> StageTimes:
+    """Times of a rank's stages, with those in which it waits for what the attention of ranks that share each sequence
+    sends over a network. ``work``: of each stage."""
+
+    def longer(seconds: Sequence[float], sent: Iterable[int]) -> tuple[float, ...]:
+        return tuple(own + nbytes / network.bandwidth for own, nbytes in zip(seconds, sent, strict=True))
+
+    return replace(
+        times,
+        forward=longer(times.forward, (forward.sent for forward, _ in work)),
+        backward=longer(times.backward, (backward.sent for _, backward in work)),
     )

@@ -154,7 +154,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.traffic = 0
         self.ops = 0
         self.births: dict[int, Birth] = {}
-        """of storages that are there, by ``storage_key``"""
+        """births of the storages that are there, by ``storage_key``"""
         self._parameters = parameters  # identity of a parameter -> its group
         self._on_weight = on_weight
         self._on_write = on_write

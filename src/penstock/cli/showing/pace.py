@@ -32,7 +32,9 @@ class Pace:
 
 
 def _words(stats: StepStats, prediction: Simulation) -> str:
-    planned, moved = prediction.busy(0), prediction.world.ranks[0].bytes_per_lane()
+    # A lane of which nothing is planned waits for another rank: what it receives is that one's work.
+    planned = {lane: seconds for lane, seconds in prediction.busy(0).items() if seconds > 0}
+    moved = prediction.world.ranks[0].bytes_per_lane()
     lane: Lane = max(planned, key=lambda lane: stats.lane_seconds.get(lane, 0.0) - planned[lane])
     head = (
         f"step {stats.step} took {format_time(stats.seconds)}, {stats.seconds / prediction.time:.3g}x the "
