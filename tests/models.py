@@ -6,7 +6,7 @@ to block, skips over all blocks.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -322,6 +322,41 @@ class _Residual(nn.Module):
     def forward(self, x: torch.Tensor, again: torch.Tensor | None = None) -> torch.Tensor:
         y = self.drop(torch.relu(self.linear(self.norm(x.flatten(0, 1)).view_as(x))))
         return x + y if again is None else x + y * again
+
+
+class Plain(nn.Module):
+    """Three layers with dropout between an embedding and a head, which may be tied."""
+
+    def __init__(self, *, tied: bool = False, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(_Widened(width) for _ in range(3))
+        self.head = nn.Linear(width, VOCABULARY)
+        if tied:
+            nn.init.normal_(self.embed.weight, std=0.02)  # else each token is told from the others already
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class _Widened(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(x))))
+
+
+PLAIN = Case(build=Plain, micro_batch=causal_lm, blocks=3, loss_fn=lambda m, mb: m(**mb))
+"""For tests that are about no model: an engine on it costs a third of one on a transformer."""
+TIED = replace(PLAIN, build=lambda: Plain(tied=True))
 
 
 MODELS: dict[str, Case] = {

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.state.values import kept
 from tests.conftest import Campaign
-from tests.models import MODELS
-from tests.ranks.test_bits import BF16, FP16, FP32, LENGTHS, STEPS, STRANDS, Numbers, Run, equal, results
+from tests.models import PLAIN, Case
+from tests.ranks.test_bits import BF16, CASES, FP16, FP32, LENGTHS, STEPS, STRANDS, Numbers, Run, equal, results
 from tests.ranks.test_failures import learns
 from tests.ranks.test_prediction import machine
 from tests.ranks.worlds import World, together
@@ -27,9 +27,9 @@ def beside(mesh: DeviceMesh, stages: int = 2) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, (stages, mesh.size() // stages), mesh_dim_names=("pp", "dp_shard"))
 
 
-def of_rank(model: str, mesh: DeviceMesh | None, count: int, first: int = 1) -> list[Any]:
+def of_rank(case: Case, mesh: DeviceMesh | None, count: int, first: int = 1) -> list[Any]:
     """The micro-batches of each step that are those of a rank's pipeline."""
-    steps = steps_of(MODELS[model], count, first=first, lengths=LENGTHS)
+    steps = steps_of(case, count, first=first, lengths=LENGTHS)
     place, pipelines = (0, 1) if mesh is None else (mesh.get_local_rank("dp_shard"), mesh.size(1))
     share = len(LENGTHS) // pipelines
     return [micro_batches[place * share : (place + 1) * share] for micro_batches in steps]
@@ -37,10 +37,10 @@ def of_rank(model: str, mesh: DeviceMesh | None, count: int, first: int = 1) -> 
 
 def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | None) -> dict[str, Any]:
     """What a run has found, and left."""
-    where = budget(disk if run.disk else None, **run.budget)
-    with wrap(MODELS[numbers.model], where, mesh=mesh, strands=STRANDS, **numbers.settings(), **run.settings) as engine:
-        found = results(engine, run_steps(engine, of_rank(numbers.model, mesh, STEPS)))
-        found["evaluated"] = engine.evaluate(of_rank(numbers.model, mesh, 1, first=50)[0])
+    where, case = budget(disk if run.disk else None, **run.budget), CASES[numbers.model]
+    with wrap(case, where, mesh=mesh, strands=STRANDS, **numbers.settings(), **run.settings) as engine:
+        found = results(engine, run_steps(engine, of_rank(case, mesh, STEPS)))
+        found["evaluated"] = engine.evaluate(of_rank(case, mesh, 1, first=50)[0])
         return found
 
 
@@ -86,7 +86,7 @@ def test_two_pipelines_of_two_ranks_have_the_bits_of_one_process(way: str, tmp_p
 # ---- what is kept
 
 
-CASE = "llama"
+CASE = PLAIN
 
 
 def steps(
@@ -94,7 +94,7 @@ def steps(
 ) -> tuple[int, list[float]]:
     """The step that a run on a store began after, and its losses."""
     found = None if mesh is None else mesh if stages == 1 else beside(mesh, stages)
-    with wrap(MODELS[CASE], budget(disk), mesh=found, strands=STRANDS, **AT_ONCE, **settings) as engine:
+    with wrap(CASE, budget(disk), mesh=found, strands=STRANDS, **AT_ONCE, **settings) as engine:
         begun = engine.step_count
         return begun, run_steps(engine, mine(found, count, begun + 1)).losses
 
@@ -106,7 +106,7 @@ def mine(mesh: DeviceMesh | None, count: int, first: int) -> list[Any]:
 def of_flat(mesh: DeviceMesh, count: int, first: int) -> list[Any]:
     share = len(LENGTHS) // mesh.size()
     begin = mesh.get_rank() * share
-    return [step[begin : begin + share] for step in steps_of(MODELS[CASE], count, first=first, lengths=LENGTHS)]
+    return [step[begin : begin + share] for step in steps_of(CASE, count, first=first, lengths=LENGTHS)]
 
 
 @cache
@@ -117,12 +117,12 @@ def whole_of(count: int) -> list[float]:
 def killed(mesh: DeviceMesh, disk: Path) -> None:
     """The third rank in its third step, in the forward of its block."""
     both = beside(mesh)
-    with wrap(MODELS[CASE], budget(disk), mesh=both, strands=STRANDS, **AT_ONCE) as engine:
+    with wrap(CASE, budget(disk), mesh=both, strands=STRANDS, **AT_ONCE) as engine:
         *before, last = of_rank(CASE, both, 3)
         run_steps(engine, before)
         if mesh.get_rank() == 2:
-            block = engine.model.model.layers[engine.inside.resources.dealt.index(1)]
-            block.mlp.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            block = engine.model.layers[engine.inside.resources.dealt.index(1)]
+            block.down.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         engine.step(last)
 
 
@@ -142,7 +142,7 @@ def test_a_rank_that_is_killed_ends_all_and_they_go_on_from_their_last_commit(tm
 def saves(mesh: DeviceMesh | None, stages: int, path: Path, load: Path | None) -> list[float]:
     """The losses of two steps that follow on a snapshot, of which another one is saved."""
     found = None if mesh is None else mesh if stages == 1 else beside(mesh, stages)
-    with wrap(MODELS[CASE], budget(None), mesh=found, strands=STRANDS) as engine:
+    with wrap(CASE, budget(None), mesh=found, strands=STRANDS) as engine:
         if load is not None:
             engine.load(load)
         losses = run_steps(engine, mine(found, 1, engine.step_count + 1)).losses
@@ -169,9 +169,8 @@ def of_other_shapes(mesh: DeviceMesh, folder: Path) -> tuple[list[float], bool]:
     """Steps in which one pipeline meets new shapes, the other or none; and whether they are predicted."""
     both = beside(mesh)
     lengths = [[(12, 8), (12, 8)], [(9, 7), (12, 8)], [(12, 12), (11, 10)], [(12, 8), (6, 12)]]
-    case = MODELS[CASE]
-    with wrap(case, budget(folder), mesh=both, plan=machine(folder), **AT_ONCE) as engine:
-        steps = [[case.micro_batches(1, seed=n, length=n)[0] for n in of[both.get_local_rank(1)]] for of in lengths]
+    with wrap(CASE, budget(folder), mesh=both, plan=machine(folder), **AT_ONCE) as engine:
+        steps = [[CASE.micro_batches(1, seed=n, length=n)[0] for n in of[both.get_local_rank(1)]] for of in lengths]
         losses = [engine.step(micro_batches).loss for micro_batches in steps]
         return losses, engine.prediction is not None
 
@@ -184,8 +183,8 @@ def test_pipelines_that_meet_new_shapes_in_other_steps_wait_for_nobody(tmp_path:
 
 def not_a_number(mesh: DeviceMesh, disk: Path, what: str) -> tuple[str, float]:
     """A loss of one pipeline is none, where the ranks of the first place have nothing that trains."""
-    both, model = beside(mesh), MODELS[CASE].model()
-    for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
+    both, model = beside(mesh), CASE.model()
+    for module in (model.embed, model.head):
         module.requires_grad_(False)
     mine, batches = mesh.get_rank() == 0, of_rank(CASE, both, 2)
     return learns(what, batches, budget(disk), mine=mine, mesh=both, model=model, deal=[0, 3])

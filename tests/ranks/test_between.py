@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.ranks import watch
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.patience import PATIENCE
 from tests.ranks.launched import Launched
 from tests.ranks.worlds import World, together
@@ -23,7 +23,7 @@ from tests.training import budget, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 COLLECTIVES: dict[str, Callable[[], Any]] = {
     "barrier": dist.barrier,
     "sum": lambda: dist.all_reduce(torch.ones(2)),

@@ -20,13 +20,13 @@ from penstock.errors import ConfigError, ModelError, NonFiniteError, RankError, 
 from penstock.ranks import watch
 from penstock.state.values import committed
 from penstock.store.store import Store
-from tests.models import MODELS
+from tests.models import MODELS, PLAIN
 from tests.ranks.worlds import RankFailedError, World, refusals, together
 from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 LENGTHS = (12, 8, 10, 12)
 
 
@@ -79,7 +79,7 @@ def to_be_ended(mesh: DeviceMesh, disk: Path, how: int, victim: int) -> None:
         if how == signal.SIGSTOP:
             watch.SILENT = 3.0
         if mesh.get_rank() == victim:
-            engine.model.lm_head.register_forward_hook(lambda *_: os.kill(os.getpid(), how))
+            engine.model.head.register_forward_hook(lambda *_: os.kill(os.getpid(), how))
         engine.step(third)
 
 
@@ -118,7 +118,7 @@ def failing(mesh: DeviceMesh, disk: Path | None, where: str, **settings: Any) ->
             if where == "caller":
                 raise OSError("no more data")
             if where == "forward":
-                engine.model.lm_head.register_forward_hook(_fails)
+                engine.model.head.register_forward_hook(_fails)
             if where == "commit":
                 engine.inside.resources.commits.store.commits.append = _fails  # type: ignore[union-attr, method-assign]
             if where == "fill":
@@ -193,7 +193,7 @@ def test_other_settings_on_one_rank_are_said_on_all() -> None:
 
 def unlike(mesh: DeviceMesh, what: str) -> None:
     own = mesh.get_rank() == 1
-    model = MODELS["qwen3" if own and what == "model" else "llama"].model(seed=int(own and what == "values"))
+    model = (MODELS["qwen3"] if own and what == "model" else CASE).model(seed=int(own and what == "values"))
     with wrap(CASE, budget(None), mesh=mesh, model=model) as engine:
         first, second = micro_batches(mesh, 2)
         engine.step(first)
@@ -437,7 +437,7 @@ def learns(
     broken = False
 
     def loss_fn(model: Any, micro_batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = model(**micro_batch).loss
+        loss = CASE.loss_fn(model, micro_batch)
         return loss * float("nan") if broken else loss
 
     with wrap(CASE, where, loss_fn=loss_fn, **settings) as engine:

@@ -12,13 +12,13 @@ import penstock
 from penstock.engine.due import Due
 from penstock.errors import RankError, StoreError
 from penstock.store.store import Store
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.ranks.worlds import RankFailedError, World, pipeline, together
 from tests.training import budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 STEPS = 7
 LOSSES = list[float]
 

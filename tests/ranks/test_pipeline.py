@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import penstock
 from penstock.schedule.dealt import sent_bytes
 from tests.conftest import Campaign
-from tests.models import MODELS
+from tests.models import MODELS, PLAIN
 from tests.ranks.test_bits import equal, results
 from tests.ranks.worlds import RankFailedError, World, pipeline, refusals, together
 from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
@@ -186,7 +186,7 @@ def test_a_pipeline_of_any_size_has_the_bits_of_one_rank(campaign: Campaign, tmp
 # ---- what fails, and what is kept
 
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 
 
 def steps(mesh: DeviceMesh | None, disk: Path, count: int, schedule: str = "vertical") -> tuple[int, list[float]]:
@@ -204,8 +204,8 @@ def to_be_killed(mesh: DeviceMesh, disk: Path, schedule: str) -> None:
         engine.step(second)
         if mesh.get_rank() == 1:
             of_rank = engine.inside.resources.dealt.index(1)
-            block = engine.model.model.layers[of_rank]
-            block.mlp.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            block = engine.model.layers[of_rank]
+            block.down.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         engine.step(third)
 
 
@@ -244,9 +244,9 @@ def steps_in(
 ) -> tuple[list[float], str, tuple[int, ...]]:
     """The losses of a step, the order in which it went, and the deal of the blocks. Where the
     backward is split, that of each block is."""
-    with wrap(MODELS["gpt2"], budget(disk), mesh=mesh, schedule=schedule, deal=deal) as engine:
+    with wrap(CASE, budget(disk), mesh=mesh, schedule=schedule, deal=deal) as engine:
         first = engine.step_count + 1
-        losses = run_steps(engine, steps_of(MODELS["gpt2"], 1, first=first, lengths=LENGTHS)).losses
+        losses = run_steps(engine, steps_of(CASE, 1, first=first, lengths=LENGTHS)).losses
         own, parts = (
             engine.inside.resources.dealt.count(mesh.get_rank()),
             [op.id.kind for op in engine.plan.schedule.ops],
@@ -256,8 +256,7 @@ def steps_in(
 
 
 def test_a_run_changes_its_order_where_the_deal_of_its_store_fits(tmp_path: Path) -> None:
-    with wrap(MODELS["gpt2"], budget(tmp_path / "alone")) as engine:
-        whole = run_steps(engine, steps_of(MODELS["gpt2"], 3, lengths=LENGTHS)).losses
+    whole = steps(None, tmp_path / "alone", 3)[1]
     loops, piece = tmp_path / "loops", tmp_path / "one piece"
     for step, order in enumerate(("interleaved-1f1b", "vertical", "interleaved-1f1b")):
         found = pipeline(2, steps_in, loops, order, None if step else [2, 1])
@@ -396,10 +395,10 @@ def test_a_loss_that_is_no_number_is_one_for_all_ranks_and_nothing_is_updated(sc
 def alternating(mesh: DeviceMesh | None) -> Any:
     """Steps of two lengths in turn: losses, and the number of plans from the third step on."""
     plans, losses = [], []
-    with wrap(MODELS["gpt2"], budget(None), mesh=mesh) as engine:
+    with wrap(CASE, budget(None), mesh=mesh) as engine:
         for step in range(6):
             lengths = ((12, 12), (8, 8))[step % 2]
-            losses.append(engine.step(steps_of(MODELS["gpt2"], 1, first=1 + step, lengths=lengths)[0]).loss)
+            losses.append(engine.step(steps_of(CASE, 1, first=1 + step, lengths=lengths)[0]).loss)
             plans.append(engine.plan)
     return losses, len({id(plan) for plan in plans[1:]})
 
@@ -490,8 +489,8 @@ def refused(mesh: DeviceMesh, model: str, **settings: Any) -> None:
 
 
 def with_batches_of_their_own(mesh: DeviceMesh) -> None:
-    with wrap(MODELS["llama"], budget(None), mesh=mesh) as engine:
-        engine.step(steps_of(MODELS["llama"], 1, first=1 + mesh.get_rank())[0])
+    with wrap(CASE, budget(None), mesh=mesh) as engine:
+        engine.step(steps_of(CASE, 1, first=1 + mesh.get_rank())[0])
 
 
 def test_ranks_of_a_pipeline_that_are_given_other_micro_batches_are_refused() -> None:
@@ -519,9 +518,9 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name() -> None:
 
 def again_and_again(mesh: DeviceMesh) -> list[tuple[int, int]]:
     """Open files and threads after each of several engines."""
-    case, found = MODELS["gpt2"], list[tuple[int, int]]()
-    for step in steps_of(case, 5):
-        with wrap(case, budget(None), mesh=mesh) as engine:
+    found = list[tuple[int, int]]()
+    for step in steps_of(CASE, 5):
+        with wrap(CASE, budget(None), mesh=mesh) as engine:
             engine.step(step)
         del engine
         gc.collect()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from penstock.hardware.machine import Between, Machine
 from penstock.planner import dealt
 from penstock.planner.dealt import Asked, Foreseen, Pace, improved
-from tests.models import MODELS, Case, causal_lm, llama
+from tests.models import MODELS, PLAIN, Case, causal_lm, llama
 from tests.questions import DRIVE, MACHINE
 from tests.ranks.test_bits import equal, results
 from tests.ranks.test_copies import copies_of
@@ -22,7 +22,7 @@ from tests.training import budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 WIDE = Case(
     build=lambda: llama(hidden_size=128, intermediate_size=352, num_hidden_layers=6, head_dim=32),
     micro_batch=causal_lm,
@@ -35,14 +35,17 @@ def machine(folder: Path) -> Machine:
     return replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),), between=(BETWEEN,))
 
 
-def planned(mesh: DeviceMesh, folder: Path, known: Machine | None, *, alike: bool = False) -> dict[str, Any]:
-    """``alike``: all ranks have the same micro-batches."""
+def planned(
+    mesh: DeviceMesh, folder: Path, known: Machine | None, name: str | None = None, *, alike: bool = False
+) -> dict[str, Any]:
+    """Of the model of such a ``name``. ``alike``: all ranks have the same micro-batches."""
+    case = CASE if name is None else MODELS[name]
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
-    micro_batches = CASE.micro_batches(2, seed=0 if alike else mesh.get_rank())
-    with wrap(CASE, budget(folder), mesh=mesh, clip_grad_norm=1.0, plan=known) as engine:
+    micro_batches = case.micro_batches(2, seed=0 if alike else mesh.get_rank())
+    with wrap(case, budget(folder), mesh=mesh, plan=known) as engine:
         engine.step(micro_batches)
         stats = engine.step(micro_batches)
         prediction = engine.prediction
@@ -75,7 +78,7 @@ def test_what_attention_sends_between_ranks_that_share_each_sequence_is_predicte
     """By a link that takes a second for a tenth of it no step is faster, whatever is computed meanwhile."""
     bandwidth = 2e4
     slow = replace(machine(tmp_path), between=(replace(BETWEEN, bandwidth=bandwidth),))
-    found = sharing(2, planned, tmp_path, slow, alike=True)
+    found = sharing(2, planned, tmp_path, slow, "llama", alike=True)
     for rank in found:
         assert not any("nothing is predicted" in line for line in rank["said"])
         assert rank["time"] == found[0]["time"] >= rank["moved"]["compute"] / bandwidth > 1
@@ -83,14 +86,15 @@ def test_what_attention_sends_between_ranks_that_share_each_sequence_is_predicte
             assert rank["bytes"][lane] == rank["moved"][lane] > 0
 
 
-def predicted(mesh: DeviceMesh, folder: Path, cp: int = 1) -> Any:
-    """``cp``: ranks that share each sequence at one place of a pipeline."""
+def predicted(mesh: DeviceMesh, folder: Path, name: str | None = None, cp: int = 1) -> Any:
+    """As ``planned``. ``cp``: ranks that share each sequence at one place of a pipeline."""
+    case = CASE if name is None else MODELS[name]
     place = mesh.get_rank() // cp
     if cp > 1:
         mesh = init_device_mesh("cpu", (mesh.size() // cp, cp), mesh_dim_names=("pp", "cp"))
-    with wrap(CASE, budget(folder), mesh=mesh, clip_grad_norm=1.0, plan=machine(folder)) as engine:
-        engine.step(CASE.micro_batches(4))
-        stats, own, found = engine.step(CASE.micro_batches(4)), engine.plan.schedule, engine.prediction
+    with wrap(case, budget(folder), mesh=mesh, plan=machine(folder)) as engine:
+        engine.step(case.micro_batches(4))
+        stats, own, found = engine.step(case.micro_batches(4)), engine.plan.schedule, engine.prediction
         assert found is not None
         mine = found.world.ranks[place]
         moved = {lane: (stats.bytes_moved[lane], mine.bytes_per_lane()[lane]) for lane in ("send", "h2d", "d2h", "net")}
@@ -108,7 +112,7 @@ def test_what_is_predicted_of_a_pipeline_is_the_very_world_that_runs(tmp_path: P
 
 
 def test_so_is_that_of_a_pipeline_whose_ranks_share_each_sequence(tmp_path: Path) -> None:
-    found = pipeline(4, predicted, tmp_path, 2)
+    found = pipeline(4, predicted, tmp_path, "llama", 2)
     for is_own, moved, time, bound, _ in found:
         assert is_own
         assert all(done == said > 0 for done, said in moved.values())

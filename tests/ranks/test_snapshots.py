@@ -18,14 +18,14 @@ from penstock.errors import ConfigError, RankError, StoreError
 from penstock.state import snapshots
 from penstock.store import packed
 from tests.faults import Call, Nth, error, intercepted
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.ranks.test_bits import equal, results
 from tests.ranks.worlds import together
 from tests.training import ADAMW, assert_same_state, budget, run_steps, state_of, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["llama"]  # whose groups cannot be halved
+CASE = PLAIN  # whose groups cannot be halved
 HOW: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 0.92, "strands": 4}
 
 
@@ -108,28 +108,28 @@ COMPACT = HOW | {"optimizer": replace(ADAMW, moments="int8")}
 
 def in_another_form(mesh: DeviceMesh | None, folder: Path) -> list[dict[str, Any]]:
     """A step from a snapshot whose moments are fp32, and from the stores of several ranks that have the same state."""
-    case, found = MODELS["gpt2"], []
-    with wrap(case, budget(None), mesh=mesh, **COMPACT) as engine:
+    found = []
+    with wrap(CASE, budget(None), mesh=mesh, **COMPACT) as engine:
         engine.load(folder / "one")
         found.append(results(engine, run_steps(engine, own(mesh, 1, first=3))))
         engine.save(folder / ("alone" if mesh is None else "together"))
     if mesh is not None:
-        with wrap(case, budget(folder / "store"), mesh=mesh, **HOW) as engine:
+        with wrap(CASE, budget(folder / "store"), mesh=mesh, **HOW) as engine:
             engine.load(folder / "one")
-        with wrap(case, budget(folder / "store"), mesh=mesh, **COMPACT) as engine:
+        with wrap(CASE, budget(folder / "store"), mesh=mesh, **COMPACT) as engine:
             found.append(results(engine, run_steps(engine, own(mesh, 1, first=3))))
     return found
 
 
 def test_moments_of_a_snapshot_and_of_stores_are_converted_for_any_number_of_ranks(tmp_path: Path) -> None:
-    with wrap(MODELS["gpt2"], budget(None), **HOW) as engine:
+    with wrap(CASE, budget(None), **HOW) as engine:
         run_steps(engine, own(None, 2))
         engine.save(tmp_path / "one")
     (wanted,) = in_another_form(None, tmp_path)
     for found in together(2, in_another_form, tmp_path):
         for one in found:
             equal(one, wanted)
-    with wrap(MODELS["gpt2"], budget(None), **HOW) as engine:
+    with wrap(CASE, budget(None), **HOW) as engine:
         engine.load(tmp_path / "alone")
         wanted = results(engine, run_steps(engine, []))
         engine.load(tmp_path / "together")

@@ -84,10 +84,9 @@ EXTRA = {
     "padded at times": case(models.llama, padded_at_times, attn_implementation="sdpa"),
 }
 PIPELINES: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "vertical": ("dropout", {}),
+    "vertical": ("packed", {}),
     "zero bubble": ("dropout", {"schedule": "zero-bubble"}),
-    "packed": ("packed", {}),
-    "padded at times": ("padded at times", {"schedule": "1f1b"}),
+    "1f1b": ("padded at times", {"schedule": "1f1b"}),
 }
 """What pipelines whose ranks share sequences are trained with: a model, and settings."""
 LENGTHS = (24, 25, 25, 24)
@@ -123,7 +122,9 @@ def alone(name: str) -> Result:
 def of_two(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
     """All that two ranks find which share each sequence."""
     return {
-        "cases": {name: trained(mesh, name, clip_grad_norm=0.5) for name in CASES | EXTRA},
+        "cases": {
+            name: trained(mesh, name, disk if name == "dropout" else None, clip_grad_norm=0.5) for name in CASES | EXTRA
+        },
         "halves": halves(mesh, disk),
         "sent": {schedule: counted(mesh, schedule) for schedule in ("vertical", "horizontal")},
     }
@@ -150,9 +151,8 @@ def close(found: Result, wanted: Result) -> None:
 
 
 WAYS: Mapping[str, dict[str, Any]] = {
-    "horizontal": {"schedule": "horizontal"},
+    "horizontal, one op at a time": {"schedule": "horizontal", "overlap": False},
     "delayed, on disk": {"delay": 0.5, "on_disk": True},
-    "one op at a time": {"overlap": False},
     "early, saved activations on disk, stage 2": {
         "stage": 2,
         "speculate": True,
@@ -172,10 +172,7 @@ def of_four(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
         place = disk / str(number) if given.pop("on_disk", False) else None
         ways[way] = trained(four, "dropout", place, **common, **given)
     copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "cp"))
-    for way in ("horizontal", "delayed, on disk"):
-        given = dict(WAYS[way])
-        place = disk / "copies" if given.pop("on_disk", False) else None
-        ways[f"copies, {way}"] = trained(copies, "dropout", place, **common, **given)
+    ways["copies, delayed, on disk"] = trained(copies, "dropout", disk / "copies", **common, delay=0.5)
     pipeline = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
     return {
         "ways": ways,
@@ -239,13 +236,12 @@ def test_a_run_goes_on_with_the_same_bits(found: list[dict[str, Any]]) -> None:
 
 
 def halves(mesh: DeviceMesh, disk: Path) -> tuple[Result, Result]:
-    """The last steps of a run that was not ended, and of one that was."""
-    with wrap(EXTRA["dropout"], budget(disk / "whole"), mesh=mesh) as engine:
+    """The last steps of a run that was not ended, and of the one on ``disk``, which was."""
+    with wrap(EXTRA["dropout"], budget(None), mesh=mesh, clip_grad_norm=0.5) as engine:
         run_steps(engine, steps_of("dropout", mesh))
         found = run_steps(engine, steps_of("dropout", mesh, first=3))
         whole = replace(found, state={name: one.clone() for name, one in engine.master_parameters()})
-    trained(mesh, "dropout", disk / "halves")
-    return whole, trained(mesh, "dropout", disk / "halves", first=3)
+    return whole, trained(mesh, "dropout", disk, first=3, clip_grad_norm=0.5)
 
 
 class Convolved(nn.Module):
