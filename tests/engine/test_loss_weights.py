@@ -8,10 +8,10 @@ import torch
 import penstock
 from penstock.engine import batch
 from penstock.errors import ModelError
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.training import budget, items, state_of, steps_of, wrap
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 
 
 def test_the_shares_of_labels_given_as_weights_are_the_same_step() -> None:

@@ -14,12 +14,12 @@ from torch import nn
 import penstock
 from penstock.errors import ConfigError, ModelError, StoreError
 from tests.faults import failing
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.training import Result, assert_same, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 STEPS = steps_of(CASE, 3, lengths=(12, 8))
 ANYWHERE: Mapping[str, Any] = {"weights": None, "state": None, "durability": "none"}
 """the plan may keep state in memory"""

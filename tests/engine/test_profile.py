@@ -22,11 +22,11 @@ from penstock.hardware.profiles import find_profile, profile_folder, save_profil
 from tests.accelerator import DEVICE
 from tests.engine.test_prediction import machine
 from tests.machines import drive, measured_here
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.training import assert_same, budget, run_steps, steps_of, wrap
 
 CPU, RATE = torch.device("cpu"), "adamw.fp32"
-CASE = MODELS["llama"]
+CASE = PLAIN
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.state.values import Values
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.ranks.worlds import World
 from tests.training import budget, wrap
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 
 
 def trained(mesh: DeviceMesh, device: str | None, where: Path) -> list[float]:
