@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.hardware.machine import Between, Machine
 from penstock.planner import dealt
 from penstock.planner.dealt import Asked, Foreseen, Pace, improved
-from tests.models import MODELS, Case, causal_lm, llama
+from tests.models import PLAIN, Case, causal_lm, llama
 from tests.questions import DRIVE, MACHINE
 from tests.ranks.test_bits import equal, results
 from tests.ranks.test_copies import copies_of
@@ -22,7 +22,7 @@ from tests.training import budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 WIDE = Case(
     build=lambda: llama(hidden_size=128, intermediate_size=352, num_hidden_layers=6, head_dim=32),
     micro_batch=causal_lm,
@@ -40,7 +40,7 @@ def planned(mesh: DeviceMesh, folder: Path, known: Machine | None) -> dict[str, 
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
-    with wrap(CASE, budget(folder), mesh=mesh, clip_grad_norm=1.0, plan=known) as engine:
+    with wrap(CASE, budget(folder), mesh=mesh, plan=known) as engine:
         engine.step(CASE.micro_batches(2, seed=mesh.get_rank()))
         stats = engine.step(CASE.micro_batches(2, seed=mesh.get_rank()))
         prediction = engine.prediction
@@ -70,7 +70,7 @@ def test_a_profile_that_does_not_tell_is_said_once_and_nothing_is_predicted(tmp_
 
 
 def predicted(mesh: DeviceMesh, folder: Path) -> Any:
-    with wrap(CASE, budget(folder), mesh=mesh, clip_grad_norm=1.0, plan=machine(folder)) as engine:
+    with wrap(CASE, budget(folder), mesh=mesh, plan=machine(folder)) as engine:
         engine.step(CASE.micro_batches(4))
         stats, own, found = engine.step(CASE.micro_batches(4)), engine.plan.schedule, engine.prediction
         assert found is not None

@@ -11,13 +11,13 @@ from penstock.ranks.calls import Calls
 from penstock.ranks.process_groups import Together
 from penstock.ranks.watch import Place, Watch
 from tests.accelerator import DEVICE
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.ranks.worlds import together
 from tests.training import budget, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 
 
 class Done:
