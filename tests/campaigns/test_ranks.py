@@ -24,14 +24,15 @@ from penstock.errors import RankError, StoreError
 from penstock.store.store import Store
 from tests.conftest import Campaign
 from tests.faults import Call, Go, Nth, error, intercepted
-from tests.models import MODELS
+from tests.models import PLAIN
+from tests.patience import until
 from tests.power import LOSSES, WriteLog
 from tests.ranks.worlds import RankFailedError, World, together
 from tests.training import AT_ONCE, budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 LENGTHS = (12, 8, 10, 12)
 STEPS = 6
 WAYS: tuple[dict[str, Any], ...] = (
@@ -79,10 +80,13 @@ def returned(disk: Path) -> int:
     return max((int(n) for file in disk.parent.glob("returned-*") for n in file.read_text().split()), default=0)
 
 
-def kill(world: World, rng: Random, longest: float) -> int:
-    """Kill one rank, or all of them, at some moment; how many."""
+def kill(world: World, rng: Random, disk: Path) -> int:
+    """Kill one rank, or all of them, at some moment of the run, however fast it is; how many."""
     world.joined()
-    time.sleep(rng.uniform(0, longest))
+    done = returned(disk)
+    last = rng.randint(done, STEPS)
+    until(lambda: returned(disk) >= last or any(process.exitcode is not None for process in world.processes))
+    time.sleep(rng.uniform(0, 0.1 if last > done else 0.5))  # before the first step all is made, and probed
     victims = [rng.randrange(world.size)] if rng.random() < 0.75 else list(range(world.size))
     for victim in victims:
         pid = world.processes[victim].pid
@@ -114,7 +118,7 @@ def test_ranks_that_are_killed_go_on_bit_by_bit(campaign: Campaign, tmp_path: Pa
             before = returned(disk)
             world = World(size, go_on, disk, settings)
             if attempt < (3 if campaign.full else 1):
-                count = kill(world, rng, longest=3.0)
+                count = kill(world, rng, disk)
                 kills, alone = kills + count, alone + (count == 1)
             found = world.outcomes()
             for one in found:
