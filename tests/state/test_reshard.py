@@ -19,10 +19,10 @@ from penstock.store.facts import facts_of_all
 from penstock.store.parts import of_rank
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import group_parameters
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.training import ADAMW, budget, run_steps, steps_of, wrap
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 
 
 class Rows(nn.Module):

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.errors import StoreError
 from penstock.store import ALIGN, Layout, Region, SnapshotReader, SnapshotWriter, Store, aligned_bytes
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.training import assert_same_state, budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,7 +25,7 @@ GRID = (Region(nbytes=40 * ALIGN, block=16 * ALIGN), Region(nbytes=7 * ALIGN, bl
 GRIDS = {"a": GRID, "b": GRID}
 ENTRIES = [("a", 47 * ALIGN), ("b", 47 * ALIGN)]
 LAYOUT = Layout.build([(name, nbytes, 2) for name, nbytes in ENTRIES], GRIDS)
-CASE = MODELS["llama"]
+CASE = PLAIN
 STEPS = steps_of(CASE, 3)
 
 

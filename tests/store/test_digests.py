@@ -23,7 +23,7 @@ from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, digests
 from penstock.store.removal import delete_store
 from penstock.store.striping import Striping
 from tests.faults import failing
-from tests.models import MODELS
+from tests.models import MODELS, PLAIN
 from tests.training import assert_same_state, budget, run_steps, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,7 +33,7 @@ GRID = (Region(nbytes=50 * ALIGN, block=4 * ALIGN), Region(nbytes=11 * ALIGN, bl
 LAYOUT = Layout.build([("weights", 61 * ALIGN, 2), ("moment", 50 * ALIGN, 2), ("other", 5, 1)], {"weights": GRID})
 STRIPE = 5 * ALIGN
 BORDERS = sorted({0} | {span.stop for _, span in LAYOUT["weights"].spans()})
-CASE = MODELS["llama"]
+CASE = PLAIN
 STEPS = steps_of(CASE, 3)
 
 

@@ -11,12 +11,12 @@ from penstock.store.facts import store_exists
 from penstock.store.layout import Layout
 from penstock.store.owner import Owner
 from penstock.store.store import Store
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.training import budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["gpt2"]
+CASE = PLAIN
 STEP = steps_of(CASE, 1)[0]
 
 
