@@ -130,6 +130,8 @@ def _serve() -> None:
     gc.disable()  # there is no garbage among what is imported
     import torch
     import torch._dynamo
+    import torch._subclasses.schema_check_mode
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
     import penstock.cli.export
     import penstock.cli.plan
