@@ -84,9 +84,9 @@ def kill(world: World, rng: Random, disk: Path) -> int:
     """Kill one rank, or all of them, at some moment of the run, however fast it is; how many."""
     world.joined()
     done = returned(disk)
-    last = rng.randint(done, STEPS)
+    last = rng.randint(min(done, STEPS - 1), STEPS - 1)
     until(lambda: returned(disk) >= last or any(process.exitcode is not None for process in world.processes))
-    time.sleep(rng.uniform(0, 0.1 if last > done else 0.5))  # before the first step all is made, and probed
+    time.sleep(rng.uniform(0, 0.03 if last > done else 0.5))  # before the first step all is made, and probed
     victims = [rng.randrange(world.size)] if rng.random() < 0.75 else list(range(world.size))
     for victim in victims:
         pid = world.processes[victim].pid
