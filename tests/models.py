@@ -6,7 +6,7 @@ to block, skips over all blocks.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -325,13 +325,16 @@ class _Residual(nn.Module):
 
 
 class Plain(nn.Module):
-    """Three layers with dropout between an embedding and a head."""
+    """Three layers with dropout between an embedding and a head, which may be tied."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, *, tied: bool = False, width: int = 32) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.layers = nn.ModuleList(_Widened(width) for _ in range(3))
         self.head = nn.Linear(width, VOCABULARY)
+        if tied:
+            nn.init.normal_(self.embed.weight, std=0.02)  # else each token is told from the others already
+            self.head.weight = self.embed.weight
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
@@ -353,6 +356,7 @@ class _Widened(nn.Module):
 
 PLAIN = Case(build=Plain, micro_batch=causal_lm, blocks=3, loss_fn=lambda m, mb: m(**mb))
 """For tests that are about no model: an engine on it costs a third of one on a transformer."""
+TIED = replace(PLAIN, build=lambda: Plain(tied=True))
 
 
 MODELS: dict[str, Case] = {

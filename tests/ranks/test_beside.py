@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.state.values import kept
 from tests.conftest import Campaign
-from tests.models import MODELS, PLAIN, Case
-from tests.ranks.test_bits import BF16, FP16, FP32, LENGTHS, STEPS, STRANDS, Numbers, Run, equal, results
+from tests.models import PLAIN, Case
+from tests.ranks.test_bits import BF16, CASES, FP16, FP32, LENGTHS, STEPS, STRANDS, Numbers, Run, equal, results
 from tests.ranks.test_failures import learns
 from tests.ranks.test_prediction import machine
 from tests.ranks.worlds import World, together
@@ -37,7 +37,7 @@ def of_rank(case: Case, mesh: DeviceMesh | None, count: int, first: int = 1) -> 
 
 def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | None) -> dict[str, Any]:
     """What a run has found, and left."""
-    where, case = budget(disk if run.disk else None, **run.budget), MODELS[numbers.model]
+    where, case = budget(disk if run.disk else None, **run.budget), CASES[numbers.model]
     with wrap(case, where, mesh=mesh, strands=STRANDS, **numbers.settings(), **run.settings) as engine:
         found = results(engine, run_steps(engine, of_rank(case, mesh, STEPS)))
         found["evaluated"] = engine.evaluate(of_rank(case, mesh, 1, first=50)[0])

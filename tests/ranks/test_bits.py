@@ -19,12 +19,13 @@ from penstock.planner import fit
 from penstock.schedule.place import SCALED
 from penstock.state.layout import scales_of
 from tests.conftest import Campaign
-from tests.models import MODELS
+from tests.models import MODELS, TIED
 from tests.ranks.worlds import together
 from tests.training import ADAMW, Result, budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+CASES = MODELS | {"tied": TIED}
 STRANDS = 4
 LENGTHS = (12, 8, 10, 12, 9, 11, 12, 7)
 STEPS = 3
@@ -51,7 +52,7 @@ class Numbers:
 
 def of_rank(model: str, mesh: DeviceMesh | None, count: int = STEPS, first: int = 1) -> list[Any]:
     """The micro-batches of each step that are a rank's."""
-    steps = steps_of(MODELS[model], count, first=first, lengths=LENGTHS)
+    steps = steps_of(CASES[model], count, first=first, lengths=LENGTHS)
     rank, size = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
     share = len(LENGTHS) // size
     return [micro_batches[rank * share : (rank + 1) * share] for micro_batches in steps]
@@ -106,7 +107,7 @@ def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | No
             patch.setattr(fit, "CHUNKS", (run.chunk,))
         where = budget(disk if run.disk else None, **run.budget)
         with wrap(
-            MODELS[numbers.model], where, mesh=mesh, strands=STRANDS, **numbers.settings(), **run.settings
+            CASES[numbers.model], where, mesh=mesh, strands=STRANDS, **numbers.settings(), **run.settings
         ) as engine:
             found = results(engine, run_steps(engine, of_rank(numbers.model, mesh)))
             assert engine.plan.schedule.name == run.settings.get("schedule", "vertical")
@@ -130,7 +131,8 @@ def alone(numbers: Numbers) -> dict[str, Any]:
     return trained(None, numbers, Run(), None)
 
 
-FP32, BF16, FP16 = (Numbers(model="gpt2", precision=precision) for precision in ("fp32", "bf16", "fp16"))
+FP32, BF16 = (Numbers(model="tied", precision=precision, clip=0.1075) for precision in ("fp32", "bf16"))
+FP16 = Numbers(model="gpt2", precision="fp16")
 HORIZONTAL = {"schedule": "horizontal"}
 WAYS: dict[str, tuple[Numbers, Run]] = {
     "in memory": (FP32, Run()),
@@ -150,8 +152,8 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "delayed in memory": (BF16, Run(settings={"delay": 0.5})),
     "small chunks": (BF16, Run(disk=True, chunk=4096)),
     "small chunks, delayed": (FP32, Run(disk=True, chunk=4096, settings={"delay": 0.5})),
-    "gradients in bf16": (Numbers(model="gpt2", precision="bf16", grad_dtype="bf16"), Run(disk=True)),
-    "no limit": (Numbers(model="gpt2", precision="bf16", clip=None), Run(disk=True)),
+    "gradients in bf16": (replace(BF16, grad_dtype="bf16"), Run(disk=True)),
+    "no limit": (replace(BF16, clip=None), Run(disk=True)),
     "experts": (Numbers(model="qwen3_moe", precision="fp32", clip=0.5), Run(disk=True)),
     "a router's loss": (Numbers(model="mixtral", precision="fp32", clip=0.5), Run()),
     "two stacks": (Numbers(model="t5", precision="fp32", clip=0.5), Run(disk=True, settings={"delay": 0.5})),
@@ -172,10 +174,10 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "horizontal, weights on the host": (BF16, Run(disk=True, settings=HORIZONTAL, budget={"weights": "host"})),
     "horizontal, small chunks": (BF16, Run(disk=True, chunk=4096, settings=HORIZONTAL)),
     "horizontal, gradients in bf16": (
-        Numbers(model="gpt2", precision="bf16", grad_dtype="bf16"),
+        replace(BF16, grad_dtype="bf16"),
         Run(disk=True, settings=HORIZONTAL),
     ),
-    "horizontal, no limit": (Numbers(model="gpt2", precision="bf16", clip=None), Run(disk=True, settings=HORIZONTAL)),
+    "horizontal, no limit": (replace(BF16, clip=None), Run(disk=True, settings=HORIZONTAL)),
     "horizontal, experts": (
         Numbers(model="qwen3_moe", precision="fp32", clip=0.5),
         Run(disk=True, settings=HORIZONTAL),
@@ -225,7 +227,7 @@ def test_every_way_of_any_number_of_ranks_gives_the_same_bits(campaign: Campaign
 def compare(way: str, size: int, disk: Path) -> None:
     numbers, run = WAYS[way]
     wanted = alone(numbers)
-    if numbers.model == "gpt2" and numbers.clip is not None:
+    if numbers.model in ("gpt2", "tied") and numbers.clip is not None:
         assert set(wanted["clipped"]) == {True, False}
     for found in together(size, trained, numbers, run, disk) if size > 1 else [trained(None, numbers, run, disk)]:
         equal(found, wanted)

@@ -2,6 +2,7 @@
 together from all ranks' parts, within hosts and between them, before they are made orthogonal.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from tests.ranks import test_beside, test_bits, test_copies, test_levels
-from tests.ranks.test_bits import HORIZONTAL, Numbers, Run
+from tests.ranks.test_bits import FP32, HORIZONTAL, Numbers, Run
 from tests.ranks.worlds import together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -21,7 +22,7 @@ FULL = penstock.Muon(lr=0.02, adamw=penstock.AdamW(lr=1e-3))
 
 
 def of(optimizer: penstock.AdamW | penstock.Muon, precision: str = "bf16") -> Numbers:
-    return Numbers(model="gpt2", precision=precision, optimizer=optimizer)
+    return replace(FP32, precision=precision, optimizer=optimizer)
 
 
 WAYS: dict[str, tuple[Any, int, Numbers, Run]] = {

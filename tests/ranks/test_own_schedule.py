@@ -14,9 +14,8 @@ from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.meaning import Needs, prove
-from tests.models import MODELS
 from tests.ranks.launched import Launched, launched
-from tests.ranks.test_bits import BF16, FP32, STRANDS, Numbers, alone, equal, of_rank, results
+from tests.ranks.test_bits import BF16, CASES, FP32, STRANDS, Numbers, alone, equal, of_rank, results
 from tests.ranks.test_command import STRANDS as STRANDS_OF_TWO
 from tests.ranks.test_command import numbers
 from tests.ranks.test_copies import copies_of
@@ -41,7 +40,7 @@ WAYS: dict[str, tuple[Numbers, dict[str, Any], bool]] = {
 def built(mesh: DeviceMesh, numbers: Numbers, settings: dict[str, Any], disk: Path | None) -> Any:
     """The plan and the request of a step as a builder makes it."""
     with wrap(
-        MODELS[numbers.model], budget(disk), mesh=mesh, strands=STRANDS, **numbers.settings(), **settings
+        CASES[numbers.model], budget(disk), mesh=mesh, strands=STRANDS, **numbers.settings(), **settings
     ) as engine:
         engine.prepare(of_rank(numbers.model, mesh)[0])
         return engine.plan, engine.inside.planning.request
@@ -81,7 +80,7 @@ def trained(mesh: DeviceMesh, way: str, disk: Path, *, copies: bool = False, hos
     where = budget(disk / "own" if on_disk else None, weights=None, state=None)
     whole = {"stage": 0} if settings.get("stage") == 0 else {}
     with wrap(
-        MODELS[numbers.model],
+        CASES[numbers.model],
         where,
         mesh=mesh,
         strands=STRANDS,
@@ -121,9 +120,9 @@ def wrong(mesh: DeviceMesh) -> list[str]:
         common = FP32.settings() | {"mesh": mesh, "strands": STRANDS, "schedule": parse_schedule(text)}
         with (
             pytest.raises(ScheduleError) as caught,
-            wrap(MODELS["gpt2"], budget(None), **common, **settings) as engine,
+            wrap(CASES[FP32.model], budget(None), **common, **settings) as engine,
         ):
-            engine.step(of_rank("gpt2", mesh)[0])
+            engine.step(of_rank(FP32.model, mesh)[0])
         said.append(str(caught.value))
     return said
 
