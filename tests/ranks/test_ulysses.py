@@ -176,7 +176,7 @@ def of_four(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
         place = disk / str(number) if given.pop("on_disk", False) else None
         ways[way] = trained(four, "dropout", place, **common, **given)
     copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "cp"))
-    ways["copies, delayed, on disk"] = trained(copies, "dropout", disk / "copies", **common, delay=0.5)
+    ways["copies, horizontal"] = trained(copies, "dropout", **common, schedule="horizontal")
     pipeline = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
     return {
         "ways": ways,
