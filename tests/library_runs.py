@@ -26,6 +26,7 @@ def llama(*, seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.flo
     torch.manual_seed(seed)
     ends = {"bos_token_id": None, "eos_token_id": 0}  # those of ``tokenizer``
     sizes = {"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes["num_hidden_layers"] = 2
     return models.llama(attention_dropout=dropout, attn_implementation="sdpa", **ends, **sizes).to(dtype)
 
 

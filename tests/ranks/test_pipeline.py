@@ -9,7 +9,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import penstock
 from penstock.schedule.dealt import sent_bytes
 from tests.conftest import Campaign
 from tests.models import MODELS, PLAIN
-from tests.ranks.test_bits import equal, results
+from tests.ranks.test_bits import CASES, equal, results
 from tests.ranks.worlds import RankFailedError, World, pipeline, refusals, together
 from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
 
@@ -60,7 +60,7 @@ def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | No
     """What a run has found and left; then, of a rank of a pipeline, the bytes that it has sent in its last step, those
     that the schedule says, and those of the formula."""
     where = budget(disk if run.disk else None, **run.budget)
-    case = MODELS[numbers.model]
+    case = CASES[numbers.model]
     with wrap(case, where, mesh=mesh, **numbers.settings(), **run.settings) as engine:
         found = results(engine, run_steps(engine, steps_of(case, steps, lengths=numbers.lengths)))
         found["evaluated"] = engine.evaluate(steps_of(case, 1, first=50, lengths=numbers.lengths)[0])
@@ -81,21 +81,20 @@ def alone(numbers: Numbers) -> dict[str, Any]:
     return found
 
 
-GPT2 = Numbers(model="gpt2")
-BF16 = Numbers(model="gpt2", precision="bf16")
+FP32, BF16 = (Numbers(model="tied", precision=precision, clip=0.1075) for precision in ("fp32", "bf16"))
 ONE_PIECE, LOOPED, SPLIT = ({"schedule": order} for order in ("1f1b", "interleaved-1f1b", "zero-bubble"))
 WAYS: dict[str, tuple[Numbers, Run]] = {
-    "in memory": (GPT2, Run()),
+    "in memory": (FP32, Run()),
     "on disk, early, bf16": (BF16, Run(disk=True, settings={"speculate": True})),
     "on disk, after the norm": (BF16, Run(disk=True, settings={"speculate": False})),
     "all on disk": (
-        GPT2,
+        FP32,
         Run(disk=True, settings={"speculate": False}, budget={"gradients": "disk", "activations": "disk"}),
     ),
-    "delayed": (GPT2, Run(disk=True, settings={"delay": 0.5})),
+    "delayed": (FP32, Run(disk=True, settings={"delay": 0.5})),
     "fp16": (Numbers(model="gpt2", precision="fp16"), Run()),
-    "no limit": (Numbers(model="gpt2", precision="bf16", clip=None), Run(disk=True)),
-    "one op at a time": (GPT2, Run(settings={"overlap": False})),
+    "no limit": (replace(BF16, clip=None), Run(disk=True)),
+    "one op at a time": (FP32, Run(settings={"overlap": False})),
     "llama": (Numbers(model="llama"), Run(disk=True)),
     "llama, sdpa": (Numbers(model="llama_sdpa", precision="bf16"), Run()),
     "two kinds of masks": (Numbers(model="gemma3"), Run(disk=True)),
@@ -103,32 +102,32 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "images": (Numbers(model="vit"), Run(disk=True)),
     "images in bf16": (Numbers(model="vit", precision="bf16"), Run()),
     "dealt unevenly": (BF16, Run(disk=True, settings={"deal": [2, 1]})),
-    "1f1b in memory": (GPT2, Run(settings=ONE_PIECE)),
+    "1f1b in memory": (FP32, Run(settings=ONE_PIECE)),
     "1f1b on disk, early, bf16": (BF16, Run(disk=True, settings=ONE_PIECE | {"speculate": True})),
     "1f1b, all on disk": (
-        GPT2,
+        FP32,
         Run(
             disk=True,
             settings=ONE_PIECE | {"speculate": False},
             budget={"gradients": "disk", "activations": "disk", "weights": "disk"},
         ),
     ),
-    "1f1b, one op at a time": (GPT2, Run(disk=True, settings=ONE_PIECE | {"overlap": False})),
+    "1f1b, one op at a time": (FP32, Run(disk=True, settings=ONE_PIECE | {"overlap": False})),
     "1f1b, two kinds of masks": (Numbers(model="gemma3"), Run(settings=ONE_PIECE)),
     "1f1b, fp16": (Numbers(model="gpt2", precision="fp16"), Run(settings=ONE_PIECE)),
-    "1f1b, strands": (Numbers(model="gpt2", strands=2), Run(disk=True, settings=ONE_PIECE)),
+    "1f1b, strands": (replace(FP32, strands=2), Run(disk=True, settings=ONE_PIECE)),
     "1f1b, dealt unevenly": (BF16, Run(disk=True, settings=ONE_PIECE | {"deal": [2, 1]})),
-    "interleaved in memory": (GPT2, Run(settings=LOOPED | {"deal": [2, 1]})),
+    "interleaved in memory": (FP32, Run(settings=LOOPED | {"deal": [2, 1]})),
     "interleaved, one op at a time": (BF16, Run(disk=True, settings=LOOPED | {"deal": [2, 1], "overlap": False})),
-    "interleaved of many": (Numbers(model="gpt2", precision="bf16"), Run(disk=True, settings=LOOPED)),
-    "zero bubble in memory": (GPT2, Run(settings=SPLIT)),
+    "interleaved of many": (BF16, Run(disk=True, settings=LOOPED)),
+    "zero bubble in memory": (FP32, Run(settings=SPLIT)),
     "zero bubble of many": (
         Numbers(model="llama_sdpa", precision="bf16", strands=2, lengths=(12,) * 9),
         Run(disk=True, settings=SPLIT | {"speculate": True}),
     ),
     "zero bubble of one": (Numbers(model="llama", lengths=(12,)), Run(settings=SPLIT | {"overlap": False})),
     "zero bubble, all on disk": (
-        GPT2,
+        FP32,
         Run(
             disk=True,
             settings=SPLIT | {"speculate": False},

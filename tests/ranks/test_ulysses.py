@@ -67,8 +67,12 @@ def padded_at_times(generator: torch.Generator, rows: int, length: int) -> Built
     return found
 
 
+BLOCKS = 2
+
+
 def case(build: Callable[..., nn.Module], micro_batch: Callable[..., Built] = tokens, **changes: Any) -> Case:
-    return Case(build=lambda: build(**changes), micro_batch=micro_batch, blocks=3)
+    layers = "n_layer" if build is models.gpt2 else "num_hidden_layers"
+    return Case(build=lambda: build(**{layers: BLOCKS}, **changes), micro_batch=micro_batch, blocks=BLOCKS)
 
 
 CASES: Mapping[str, Case] = {
@@ -172,7 +176,7 @@ def of_four(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
         place = disk / str(number) if given.pop("on_disk", False) else None
         ways[way] = trained(four, "dropout", place, **common, **given)
     copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "cp"))
-    ways["copies, delayed, on disk"] = trained(copies, "dropout", disk / "copies", **common, delay=0.5)
+    ways["copies, horizontal"] = trained(copies, "dropout", **common, schedule="horizontal")
     pipeline = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
     return {
         "ways": ways,
@@ -255,14 +259,14 @@ class Convolved(nn.Module):
         return self.part(states) + 1e-30 * nn.functional.pad(states, (0, 0, 1, 0))[:, :-1]
 
 
-def convolved() -> nn.Module:
-    model = models.llama()
+def convolved(**changes: Any) -> nn.Module:
+    model = models.llama(**changes)
     model.model.layers[1].mlp = Convolved(model.model.layers[1].mlp)
     return model
 
 
-def sees_mean() -> nn.Module:
-    model = models.llama()
+def sees_mean(**changes: Any) -> nn.Module:
+    model = models.llama(**changes)
     model.model.norm = nn.Sequential(model.model.norm, Centred())
     return model
 
@@ -281,7 +285,10 @@ REFUSED: Mapping[str, tuple[Case, str]] = {
     "a block that mixes": (case(convolved), "block 'model.layers.1' mixes tokens"),
     "code that mixes": (case(sees_mean), "mixes tokens outside of its blocks"),
     "a router's loss": (case(models.mixtral), "a router's loss"),
-    "sinks": (case(models.gpt_oss, output_router_logits=False), "hands its attention 's_aux'"),
+    "sinks": (
+        case(models.gpt_oss, output_router_logits=False, layer_types=["sliding_attention", "full_attention"]),
+        "hands its attention 's_aux'",
+    ),
     "an encoder": (MODELS["t5"], "an encoder and a decoder"),
     "no transformer": (MODELS["skips"], "no model of transformers"),
     "three heads": (
@@ -320,7 +327,7 @@ def counted(mesh: DeviceMesh, schedule: str) -> tuple[int, tuple[Stage, ...]]:
         return moved, engine.plan.program.stages
 
 
-def sent(length: int, cp: int = 2, blocks: int = 3, queries: int = 4, keys: int = 2, size: int = 8) -> int:
+def sent(length: int, cp: int = 2, blocks: int = BLOCKS, queries: int = 4, keys: int = 2, size: int = 8) -> int:
     """Bytes that a rank's attention sends in a forward of two rows: to be sent three times, as blocks run twice forward
     and once backward."""
     tokens = 2 * -(-length // cp)

@@ -120,7 +120,7 @@ class Search:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Way]]:
         queue: deque[tuple[Way, Any]] = deque(((), other) for other in self._others)
-        queue += (((entry,), entry.now()) for entry in self._globals)
+        queue += (((entry,), value) for entry in self._globals if (value := entry.now()) is not ABSENT)
         for module in self._own:
             queue += (((Entry(vars(module), name),), value) for name, value in attributes_of(module).items())
         seen: set[int] = set()
@@ -147,7 +147,7 @@ def _within(item: Any) -> Iterator[tuple[Way, Any]]:
         yield from (((), part) for part in (item.func, item.args, item.keywords))
     elif isinstance(item, types.FunctionType):
         holders = (*(Variable(cell) for cell in item.__closure__ or ()), *_globals(item))
-        yield from (((holder,), holder.now()) for holder in holders)
+        yield from (((holder,), value) for holder in holders if (value := holder.now()) is not ABSENT)
     else:
         entries = item if isinstance(item, dict) else _attributes(item)
         yield from (((Entry(entries, key),), value) for key, value in list(islice(entries.items(), _MOST_OF_ONE)))
@@ -166,12 +166,13 @@ def _globals(function: types.FunctionType) -> Iterator[Entry]:
     """The globals that a function may refer to, but for modules and code."""
     known = function.__globals__
     for name in _names(function.__code__):
-        if not (callable(known.get(name)) or isinstance(known.get(name), types.ModuleType) or hasattr(builtins, name)):
+        value = known.get(name)
+        if not (callable(value) or isinstance(value, types.ModuleType)):
             yield Entry(known, name)
 
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> frozenset[str]:
-    """The names that code refers to, of globals and of attributes."""
+    """The names that code refers to, of globals and of attributes, but for those of Python itself."""
     inner = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
+    return frozenset(code.co_names).union(*inner) - vars(builtins).keys()
