@@ -93,14 +93,6 @@ def _each_plan_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other batches are not weighed, nor what would help, which takes most of a plan's time: for tests that look at
-    neither."""
-    monkeypatch.setattr(PlanReport, "curve", ())
-    monkeypatch.setattr(PlanReport, "advice", ())
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("planned")
