@@ -59,6 +59,7 @@ def test_on_several_hosts_there_is_room_for_what_crosses_within_and_between_them
     assert sizes == [4, 2], "collectives of two levels take a buffer more"
 
 
+@pytest.mark.usefixtures("brief")
 def test_with_a_profile_it_is_what_the_plan_command_chooses(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ from penstock.cli.words import declared, takes_no_value
 from penstock.hardware.machine import Between, Network, parse_machine
 from penstock.hardware.profiles import save_profile
 from penstock.planner.ask import PlanReport, plan, report
+from penstock.planner.comparison import Comparison, compared
+from penstock.planner.layouts import Asked
 from penstock.planner.task import Task
 from penstock.shape.huggingface import model_shape
 from penstock.store.manifest import DATA
@@ -70,14 +72,24 @@ def _each_plan_once() -> Iterator[None]:
     def once(task: Task, **cut: Any) -> PlanReport:
         free = min(task.disk_free or 0, PLENTY)  # what is free on this machine changes from look to look
         drives = tuple(replace(drive, free=min(drive.free, PLENTY)) for drive in task.machine.drives)
-        key = repr((replace(task, disk_free=free, machine=replace(task.machine, drives=drives)), cut))
+        brief = PlanReport.advice == ()
+        key = repr((replace(task, disk_free=free, machine=replace(task.machine, drives=drives)), cut, brief))
         if key not in known:
             known[key] = report(task, **cut)
         return known[key]
 
+    comparisons: dict[str, Comparison] = {}
+
+    def compared_once(asked: Asked) -> Comparison:
+        key = repr(asked)
+        if key not in comparisons:
+            comparisons[key] = compared(asked)
+        return comparisons[key]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.cli.plan.report", once)
         patch.setattr("penstock.planner.ask.report", once)
+        patch.setattr("penstock.cli.plan_hosts.compared", compared_once)
         yield
 
 
@@ -174,6 +186,7 @@ def test_json_says_the_same_as_the_function(config: Path, capsys: pytest.Capture
     )
 
 
+@pytest.mark.usefixtures("brief")
 def test_settings_and_options_are_laid_over_the_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = (
         "--batch.sequences",
@@ -217,12 +230,14 @@ def test_what_ships_is_answered_without_torch_and_without_a_measurement(tmp_path
     assert data["roofline"]["balance_tokens"] > 0
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_plan_for_null_says_that_the_run_would_place_otherwise(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "plan: null" in answered(capsys, config, "--plan", "null")
 
 
+@pytest.mark.usefixtures("brief")
 def test_nothing_fits_that_takes_more_than_the_machine_has(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = penstock.plan("gpt-175b", machine="a100-40g", micro_batches=4, micro_batch_size=4, delay=0).forecast
     assert max(sizes["device"] for sizes in large.memory.values()) <= 40 << 30
@@ -310,6 +325,7 @@ def test_no_batch_is_promised_more_than_compute_allows(config: Path, capsys: pyt
     assert most <= data["roofline"]["compute_tokens_per_second"]
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_plan_cuts_the_batch_as_the_run_does_whose_durability_is_weighed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -487,6 +503,7 @@ def test_every_switch_of_a_model_is_taken_without_a_value_wherever_it_stands() -
             assert getattr(found, switch.removeprefix("--")) is True
 
 
+@pytest.mark.usefixtures("brief")
 def test_what_is_written_a_day_is_told_beside_what_may_be(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config), "--budget.endurance", "{tbw: 2000TB, days: 200}"]) == 0
     out = capsys.readouterr().out
@@ -508,6 +525,7 @@ def test_a_delay_that_pays_is_part_of_the_plan() -> None:
     assert found.plan.settings.delay > 0
 
 
+@pytest.mark.usefixtures("brief")
 def test_the_dtype_of_gradients_and_who_rounds_them_are_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "in bf16, rounded" not in answered(capsys, config)
     options = (config, "--grad_dtype", "bf16", "--delay", 0)
@@ -548,6 +566,7 @@ def test_the_text_tells_the_update_mode_and_what_others_would_cost(
     assert "speculate: steps before the norm is known" in waits, "what would help"
 
 
+@pytest.mark.usefixtures("brief")
 def test_json_tells_the_update_modes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(answered(capsys, config, *CLIPPED, "--delay", 0.2, "--json"))
     step, modes = data["step"], data["update_modes"]
@@ -589,6 +608,7 @@ def test_update_modes_of_another_type_are_refused(given: dict[str, Any], said: s
         penstock.plan("gpt-13b", machine="a100-40g", batch=16, **given)
 
 
+@pytest.mark.usefixtures("brief")
 def test_fp16_without_clipping_expects_no_step_to_be_run_twice() -> None:
     """A step that overflows is dropped, and not run again."""
     budget = penstock.Budget(device="30GiB", host="60GiB", disk="/disk", weights="disk", state="disk")
@@ -605,6 +625,7 @@ def test_fp16_without_clipping_expects_no_step_to_be_run_twice() -> None:
     assert found.forecast.repeats == 0.0
 
 
+@pytest.mark.usefixtures("brief")
 def test_the_text_tells_how_many_blocks_have_their_state_on_the_device(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -640,6 +661,7 @@ def test_a_device_that_may_step_with_other_bits_is_said(bits: tuple[str, ...] | 
     assert words is None if said is None else words is not None and words.startswith(said)
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_plan_that_steps_on_a_gpu_of_which_nobody_knows_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

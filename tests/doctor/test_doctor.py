@@ -58,10 +58,22 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[examine.Effort]:
     return asked
 
 
+@pytest.fixture
+def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured with is small, where rates say nothing: on processors, and on the simulated accelerator."""
+    monkeypatch.setitem(device.SIZES, "cpu", (64,))
+    if DEVICE != "cuda":
+        monkeypatch.setitem(device.SIZES, "cuda", (64,))
+        monkeypatch.setattr(system, "cache_size", lambda: 0)
+        for name, smaller in (("CHUNK", ALIGN), ("DEVICE_STEP", ALIGN), ("QUEUED", 2)):
+            monkeypatch.setattr(work, name, smaller)
+
+
 def _environment(cache: Path) -> dict[str, str]:
     return os.environ | {"XDG_CACHE_HOME": str(cache)}
 
 
+@pytest.mark.usefixtures("smaller")
 def test_json_is_the_profile_and_nothing_else_and_is_stored(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +130,7 @@ def test_what_is_written_until_a_rate_settles_is_said_beforehand(
     assert out.startswith(f"Writes up to {most} in {tmp_path}, until the rate at which the drive takes it has settled")
 
 
+@pytest.mark.usefixtures("smaller")
 def test_a_brief_look_has_all_that_a_plan_needs(tmp_path: Path) -> None:
     brief = replace(examine.BRIEF, seconds=0.002, disk=SMALL)
     found = examine.examine([tmp_path], brief, torch.device("cpu"), lambda _: nullcontext())
@@ -281,16 +294,6 @@ def test_the_rates_of_large_gpus_are_written_out() -> None:
     flops = {"fp32": 7.5e13, "bf16": 1.62e15, "fp16": 1e12}
     text = describe(Machine(name="box", host=host(), device=gpu(flops=flops)))
     assert "fp32 75   bf16 1,620   fp16 1   TFLOP/s" in text
-
-
-@pytest.fixture
-def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured with on the simulated accelerator is small, as its rates say nothing."""
-    if DEVICE != "cuda":
-        monkeypatch.setitem(device.SIZES, "cuda", (64,))
-        monkeypatch.setattr(system, "cache_size", lambda: 0)
-        for name, smaller in (("CHUNK", ALIGN), ("DEVICE_STEP", ALIGN), ("QUEUED", 2)):
-            monkeypatch.setattr(work, name, smaller)
 
 
 @pytest.mark.accelerator

@@ -22,7 +22,7 @@ from penstock.planner.probes import Facts, Probes
 from penstock.planner.request import Request
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.ir.ops import Op
-from penstock.schedule.ir.references import group_op, single_op, stage_buffer, stage_op
+from penstock.schedule.ir.references import Buffer, OpId, group_op, single_op, stage_buffer, stage_op
 from penstock.schedule.lower.graphs import all_graphs, kept_graphs
 from penstock.schedule.lower.provision import narrow_groups
 from penstock.schedule.place import Placement, Settings, chunk_count, trained_chunks
@@ -48,6 +48,7 @@ class Prices:
         self.probes = probes
         self._costs = costs
         self._waiting = waiting
+        self._ops: dict[tuple[object, ...], NDArray[np.float64]] = {}
         self._groups: dict[tuple[object, ...], Load] = {}
         self._columns: dict[tuple[object, ...], Load] = {}
         self._stages: dict[tuple[Tier, int, int], Load] = {}
@@ -62,9 +63,9 @@ class Prices:
                 small, home, gradients, late=late, deep=deep
             ).items():
                 ident = group_op(kind, real, -1 if part == "whole" else 0)
-                self._add(load[0], row, Op(id=ident, nbytes=nbytes), count)
+                load[0, row] += count * self._of_op(ident, nbytes)
                 if part != "whole":
-                    self._add(load[1 + _PARTS.index(part)], row, Op(id=group_op(kind, real, 1)), count)
+                    load[1 + _PARTS.index(part), row] += count * self._of_op(group_op(kind, real, 1))
             self._groups[key] = load
         return self._groups[key]
 
@@ -98,10 +99,10 @@ class Prices:
                 with_graph = float(stage in kept) if route.takes_turns else kept.get(stage, 0) / route.at_once
                 for (row, kind, _, nbytes), count in facts[small].items():
                     left = 1 - stays if kind in _WAYS else 1 - with_graph if kind == "B" else 1.0
-                    self._add(load, row, Op(id=stage_op(kind, stage, 0), nbytes=nbytes), left * count)
+                    load[row] += left * count * self._of_op(stage_op(kind, stage, 0), nbytes)
                     if kind == "B" and with_graph:
-                        graph = (stage_buffer("K", stage, 0),)
-                        self._add(load, row, Op(id=stage_op(kind, stage, 0), reads=graph), with_graph * count)
+                        graph = stage_buffer("K", stage, 0)
+                        load[row] += with_graph * count * self._of_op(stage_op(kind, stage, 0), 0, graph)
             self._stages[key] = load
         return self._stages[key]
 
@@ -118,7 +119,7 @@ class Prices:
         """The ops that there is one of, where all groups live at one home."""
         load = self.none()
         for (row, kind, _, nbytes), count in self.probes.alone(home, gradients, late=late).items():
-            self._add(load, row, Op(id=single_op(kind), nbytes=nbytes), count)
+            load[row] += count * self._of_op(single_op(kind), nbytes)
         return load
 
     def waiting(self) -> Load:
@@ -131,11 +132,17 @@ class Prices:
     def none(self) -> Load:
         return np.zeros((self.probes.phases.rows_of_load, len(STREAM_LANES)))
 
-    def _add(self, load: Load, row: int, op: Op, count: float) -> None:
-        if op.lane in _LANE:  # messages are waited for (``waiting``)
-            load[row, _LANE[op.lane]] += count * self._costs.seconds(op)
-        if op.lane != "compute":
-            load[row, _LANE["compute"]] += count * self._costs.interpreter
+    def _of_op(self, ident: OpId, nbytes: int = 0, *reads: Buffer) -> NDArray[np.float64]:
+        """The seconds that an op takes of each lane: shape (lanes,). Many groups and homes have the same ones."""
+        key = (ident, nbytes, reads)
+        if key not in self._ops:
+            op, seconds = Op(id=ident, nbytes=nbytes, reads=reads), np.zeros(len(STREAM_LANES))
+            if op.lane in _LANE:  # messages are waited for (``waiting``)
+                seconds[_LANE[op.lane]] = self._costs.seconds(op)
+            if op.lane != "compute":
+                seconds[_LANE["compute"]] = self._costs.interpreter
+            self._ops[key] = seconds
+        return self._ops[key]
 
 
 class PhaseCosts:

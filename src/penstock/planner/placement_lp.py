@@ -117,7 +117,7 @@ class PlacementLP:
         self.s = settings
         self.most_writing = most_writing
         self.loads = PhaseCosts(request, settings, costs, prices)
-        self.bound = StepBound.of(costs, settings, disk=request.bottom == "disk")
+        self._costs = costs
         self.base = base_placement(request)
         self._bases: dict[tuple[Tier, Waits], Sizes] = {}
         self._lowest: dict[tuple[Tier, Waits], Sizes] = {}
@@ -126,6 +126,11 @@ class PlacementLP:
             [request.budget.device_bytes, request.budget.host_bytes, np.inf if disk_free is None else disk_free],
             dtype=np.float64,
         )
+
+    @cached_property
+    def bound(self) -> StepBound:
+        """The least seconds of a step: of programs that are solved, most of which are only asked what fits."""
+        return StepBound.of(self._costs, self.s, disk=self.request.bottom == "disk")
 
     @property
     def classes(self) -> tuple[GroupClass, ...]:
