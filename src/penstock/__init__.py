@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import Budget, Endurance
 from penstock.config.optimizer import Split
 from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, RankError, ScheduleError, StoreError
+from penstock.ranks import parent as parent  # noted at once: what is imported later takes seconds
 from penstock.schedule.ir.ops import Schedule
 
 if TYPE_CHECKING:

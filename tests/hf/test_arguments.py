@@ -13,6 +13,7 @@ from trl import SFTConfig
 
 import penstock
 from penstock.hf import Trainer
+from penstock.hf.trainer_optimizer import precision_of
 from penstock.hf.training_arguments import ENGINE, KEPT, REFUSED, TRL_KEPT, TRL_REFUSED, check_arguments
 from tests.library_runs import arguments, examples, in_memory, llama
 
@@ -161,3 +162,27 @@ def test_a_checkpoint_without_the_engines_state_is_refused(tmp_path: Path) -> No
     again = Trainer(model=llama(), args=arguments(tmp_path, **settings), train_dataset=DATA, engine=in_memory())
     with pytest.raises(penstock.ConfigError, match=r"checkpoint-1 has no penstock.snapshot"):
         again.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("asked", ["bf16", "fp16"])
+def test_the_precision_that_accelerate_launch_was_told_is_that_of_the_weights(
+    tmp_path: Path, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    trainer = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
+    assert precision_of(trainer.args, llama()) == asked
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (("MIXED_PRECISION", "fp8"), "told to compute in fp8, .* accelerate launch --mixed_precision bf16"),
+        (("DYNAMO_BACKEND", "EAGER"), r"EngineArguments\(compile='eager'\) compiles its blocks"),
+    ],
+)
+def test_what_accelerate_launch_was_told_is_refused_where_it_cannot_be_honoured(
+    tmp_path: Path, told: tuple[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_{told[0]}", told[1])
+    with pytest.raises(penstock.ConfigError, match=message):
+        Trainer(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())

@@ -90,11 +90,11 @@ def _by_name(trainer: Any, overrides: tuple[Override, ...]) -> OptimizerSpec:
 
 
 def precision_of(args: Any, model: nn.Module) -> Precision:
-    """The precision that weights compute in: as the arguments say, else as the model is.
+    """The precision that weights compute in: as the arguments say, or ``accelerate launch`` was told, else as the model
+    is.
 
     Raises:
         ConfigError: the model is in fp16, and the arguments do not say so.
     """
-    if args.bf16 or args.fp16:
-        return "bf16" if args.bf16 else "fp16"
-    return precision_of_weights(model)
+    asked = args.mixed_precision
+    return precision_of_weights(model) if asked == "no" else "bf16" if asked == "bf16" else "fp16"

@@ -155,16 +155,28 @@ def check_arguments(args: Any) -> None:
 
 
 def check_launch(trainer: Any) -> None:
-    """Refuse what ``accelerate launch`` was told that the arguments do not say.
+    """Refuse what ``accelerate launch`` was told that the arguments do not say, and that cannot be honoured.
 
     Raises:
-        ConfigError: it was told to shard the model by another engine.
+        ConfigError: it was told to shard the model by another engine, to compile it, or another precision than the
+            engine's.
     """
     other = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else None
     if other is not None:
         raise ConfigError(
             f"accelerate was told to use {other}, and the engine does what that would do: start the processes with "
             "torchrun --nproc-per-node N SCRIPT, or have accelerate launch use neither (--multi_gpu)"
+        )
+    if trainer.args.mixed_precision not in ("no", "bf16", "fp16"):
+        raise ConfigError(
+            f"accelerate was told to compute in {trainer.args.mixed_precision}, which the engine does not: give "
+            "accelerate launch --mixed_precision bf16"
+        )
+    backend = trainer.accelerator.state.dynamo_plugin.backend.value
+    if backend != "NO":
+        raise ConfigError(
+            f"accelerate was told to compile the model (dynamo_backend {backend.lower()}), as a whole: "
+            f"EngineArguments(compile={backend.lower()!r}) compiles its blocks. Give it --dynamo_backend no"
         )
 
 

@@ -1,6 +1,7 @@
 """Several processes that train one model: who they are, what moves between them, and what they have agreed on.
 
     start    the mesh of what torchrun has started
+    parent   who has started this process, and whether that is still there
     axes     how they share the state
     group    what ranks do together: gathers and exchanges of tensors, and what all of them say; who is alone
     process_groups  several ranks on process groups of torch.distributed

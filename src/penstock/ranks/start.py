@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from penstock import accelerator
 from penstock.errors import ConfigError, RankError
 from penstock.ranks.axes import CONTEXT, PIPELINE, REPLICATE, SHARD
+from penstock.ranks.parent import is_orphan
 from penstock.ranks.waiting import beside
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -80,20 +82,7 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
             raise ConfigError(f"process {local} has no GPU: there are {count}. Start as many")
         torch.accelerator.set_device_index(local)
     if not dist.is_initialized():
-        agent = (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        )  # it has the store, else the first process does
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=not agent and rank == 0,
-            wait_for_workers=False,
-            timeout=_PATIENCE,
-        )
-        attempt = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
-        )
-        _start(kind, local, attempt, rank, size)
+        _start(kind, local, rank, size)
         global _started
         _started = True
     axes = {REPLICATE: copies, PIPELINE: pp or 1, SHARD: each // cp, CONTEXT: cp}
@@ -102,14 +91,15 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
     return init_device_mesh(kind, tuple(axes[name] for name in names), mesh_dim_names=names)
 
 
-def _start(kind: str, local: int, attempt: Any, rank: int, size: int) -> None:
+def _start(kind: str, local: int, rank: int, size: int) -> None:
     """Start ``torch.distributed``, which waits for all processes. A SIGTERM meanwhile, by which ``torchrun`` ends those
     that are left when one has ended, is heard, and says who is missing.
 
     Raises:
-        RankError: the process is asked to end, and not all have joined.
+        RankError: the process is asked to end, ``torchrun`` or another process is gone, and not all have joined.
     """
     asked: list[int] = []
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
 
     def start() -> None:
         # Else NCCL's own watchdog ends the process where another one is gone, and nobody says which: ours does.
@@ -119,21 +109,46 @@ def _start(kind: str, local: int, attempt: Any, rank: int, size: int) -> None:
         backend = dist.get_default_backend_for_device(kind)
         dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=_PATIENCE)
 
+    def check_parent() -> None:
+        if by_torchrun and is_orphan():  # at its address there may be another torchrun by now, with other processes
+            raise RankError(f"torchrun, which has started this process, was gone before all {size} ranks had joined")
+
     def look() -> None:
+        check_parent()
         if asked:
             missing = [other for other in range(size) if not own.check([f"here/{other}"])]
             who = ", ".join(f"rank {other}" for other in missing) or "another one"
             raise RankError(f"ended by SIGTERM before all {size} ranks had joined, without {who}")
 
-    own = attempt.clone()  # with a connection of its own: the other's is taken by what waits
     hears = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if hears:
-        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     try:
+        attempt = beside(partial(_meet, rank), check_parent)
+        own = attempt.clone()  # with a connection of its own: the other's is taken by what waits
+        if hears:
+            signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+        look()
         own.set(f"here/{rank}", "")
         beside(start, look)
+    except RankError:
+        raise
+    except RuntimeError as error:  # all that torch has for it
+        raise RankError(f"not all {size} ranks have joined, as one of them is gone: {error}") from error
     finally:
         if hears:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if asked:  # as all had joined
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _meet(rank: int) -> Any:
+    """The store of this attempt, at which all processes meet."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it has the store, else the first process does
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=not agent and rank == 0,
+        wait_for_workers=False,
+        timeout=_PATIENCE,
+    )
+    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return dist.PrefixStore(f"attempt-{number}", store)  # type: ignore[attr-defined]

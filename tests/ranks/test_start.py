@@ -1,0 +1,64 @@
+"""How processes find each other, where one of them, or torchrun, is gone before all have."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from torch import distributed as dist
+
+import penstock
+from penstock.errors import RankError
+from tests import warm
+from tests.patience import PATIENCE
+
+LEFT = """
+import os, signal
+import os
+from collections.abc import Iterator
+from pathlib import Path
+import penstock
+from penstock.ranks import start
+read, write = os.pipe()
+if os.fork():
+    os.read(read, 1)
+    os.kill(os.getpid(), signal.SIGKILL)  # as torchrun
+os.write(write, b"x")
+try:
+    penstock.torchrun_mesh("cpu")
+except penstock.RankError as error:
+    Path("said").write_text(str(error))
+"""
+
+
+@pytest.fixture
+def given() -> Iterator[dict[str, str]]:
+    """What the torchrun of two processes tells the second; it has no other process."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2") | dict.fromkeys(("RANK", "LOCAL_RANK"), "1")
+    yield {**address, **sizes, "TORCHELASTIC_RUN_ID": "none"}
+    del store
+
+
+def test_who_is_left_by_a_torchrun_that_was_killed_does_not_wait_for_the_next_one(
+    given: dict[str, str], tmp_path: Path
+) -> None:
+    """The next one is at the same address."""
+    warm.start(["-c", LEFT], cwd=tmp_path, env={**os.environ, **given}).communicate(PATIENCE)
+    said = "torchrun, which has started this process, was gone before all 2 ranks had joined"
+    assert (tmp_path / "said").read_text() == said
+
+
+def test_what_torch_has_for_a_process_that_is_gone_is_an_error_of_ranks(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> NoReturn:
+        raise dist.DistNetworkError("Connection refused")
+
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    with pytest.raises(RankError, match="not all 2 ranks have joined, as one of them is gone: Connection refused"):
+        penstock.torchrun_mesh("cpu")
