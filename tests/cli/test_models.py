@@ -264,6 +264,22 @@ def test_a_run_with_adapters_gives_the_adapter_or_the_merged_model(
     assert not torch.allclose(before, adapted, atol=1e-2)
 
 
+def test_a_run_does_not_go_on_with_other_adapters(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their scale is in no array, so that nothing else would notice another one."""
+    assert main(["train", str(config), "--steps", "1", "--lora", "{rank: 2, alpha: 4}"]) == 0
+    for changed, says in (
+        ("{rank: 2, alpha: 64}", "lora.alpha=4, not 64"),
+        ("{rank: 2, alpha: 4, dropout: 0.5}", "lora.dropout=0.0, not 0.5"),
+        ("{rank: 2, alpha: 4, target_modules: [q_proj]}", "lora.target_modules='all-linear', not ['q_proj']"),
+        ("null", "lora={'rank': 2, "),
+    ):
+        capsys.readouterr()
+        assert main(["resume", str(tmp_path / "run"), "--steps", "2", "--lora", changed]) == 2
+        assert f"was started with {says}" in capsys.readouterr().err
+
+
 def test_adapters_that_are_not_there_are_not_merged(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
