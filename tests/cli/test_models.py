@@ -254,6 +254,7 @@ def test_a_run_with_adapters_gives_the_adapter_or_the_merged_model(
     assert "tokenizer.json" in names
     adapter = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(tmp_path / "small")
+    assert f"base_model: {tmp_path / 'small'}\n" in (tmp_path / "adapter" / "README.md").read_text()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32).eval()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     tokens = torch.arange(20)[None]
