@@ -254,6 +254,7 @@ def test_a_run_with_adapters_gives_the_adapter_or_the_merged_model(
     assert "tokenizer.json" in names
     adapter = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(tmp_path / "small")
+    assert f"base_model: {tmp_path / 'small'}\n" in (tmp_path / "adapter" / "README.md").read_text()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32).eval()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     tokens = torch.arange(20)[None]
@@ -262,6 +263,22 @@ def test_a_run_with_adapters_gives_the_adapter_or_the_merged_model(
         adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()(tokens).logits
         assert torch.equal(merged(tokens).logits, adapted)
     assert not torch.allclose(before, adapted, atol=1e-2)
+
+
+def test_a_run_does_not_go_on_with_other_adapters(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their scale is in no array, so that nothing else would notice another one."""
+    assert main(["train", str(config), "--steps", "1", "--lora", "{rank: 2, alpha: 4}"]) == 0
+    for changed, says in (
+        ("{rank: 2, alpha: 64}", "lora.alpha=4, not 64"),
+        ("{rank: 2, alpha: 4, dropout: 0.5}", "lora.dropout=0.0, not 0.5"),
+        ("{rank: 2, alpha: 4, target_modules: [q_proj]}", "lora.target_modules='all-linear', not ['q_proj']"),
+        ("null", "lora={'rank': 2, "),
+    ):
+        capsys.readouterr()
+        assert main(["resume", str(tmp_path / "run"), "--steps", "2", "--lora", changed]) == 2
+        assert f"was started with {says}" in capsys.readouterr().err
 
 
 def test_adapters_that_are_not_there_are_not_merged(

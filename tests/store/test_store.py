@@ -337,7 +337,7 @@ def test_another_model_is_told_by_what_differs(store: Store) -> None:
     other["groups"][0]["shapes"][0][1] = 7
     with pytest.raises(StoreError, match=r"groups\[0\].shapes\[0\]\[1\] is 3 in the store and 7 in this model"):
         store.require_model(other)
-    with pytest.raises(StoreError, match="tied is only in this model"):
+    with pytest.raises(StoreError, match=r"tied is only in this model: put back .*, or give another directory"):
         store.require_model(MODEL | {"tied": True})
 
 

@@ -77,8 +77,8 @@ class ResumeArguments(Words):
       penstock resume RUN [--SETTING VALUE ...]   RUN is the folder that penstock train wrote
 
     It goes on after the last step that the run has committed, with the settings that are in RUN/config.yaml. A flag
-    changes one of them, as in penstock train: --steps 2000. The model, the data, the batch and the seed stay as they
-    are. penstock train --help lists every setting.
+    changes one of them, as in penstock train: --steps 2000. The model, its adapters, the data, the batch and the seed
+    stay as they are. penstock train --help lists every setting.
     """
 
     command: ClassVar[str] = "penstock resume"

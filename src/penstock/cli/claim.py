@@ -409,13 +409,13 @@ def _leave(folder: Path, lock: DirectoryLock, *, ours: bool) -> None:
 
 
 def check_same_data(config: TrainConfig, before: TrainConfig) -> None:
-    """A resumed run goes on where it was in its text, so all that decides what a step sees must be as it was.
+    """A resumed run goes on with the model that it has, where it was in its text: what decides these must be as it was.
 
     Raises:
         ConfigError: something is not as it was ``before``.
     """
     before = replace(before, model=replace(before.model, trust_remote_code=config.model.trust_remote_code))
-    for key in ("model", "data", "sequences_per_step", "micro_batch_size", "seed"):
+    for key in ("model", "lora", "data", "sequences_per_step", "micro_batch_size", "seed"):
         if getattr(before, key) != getattr(config, key):
             name = "batch" if key == "sequences_per_step" else key
             name, was, now = _first_difference(plain(before)[name], plain(config)[name], name)

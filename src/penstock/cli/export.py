@@ -129,7 +129,8 @@ def _write(
     if config.lora is not None:
         source = config.model.path
         assert source is not None, "adapters are for a model that is there"
-        kept.model.name_or_path = str(Path(source).resolve()) if Path(source).is_dir() else source
+        base = str(Path(source).resolve()) if Path(source).is_dir() else source
+        kept.model.config.name_or_path = kept.model.name_or_path = base
         adapted: Any = with_adapters(kept.model, config.lora)
         if not arguments.merge:
             adapted.peft_config[adapted.active_adapter].revision = config.model.revision

@@ -34,7 +34,6 @@ from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.numa import thread_count
 from penstock.state.parts import form_of, groups_of
 from penstock.state.record import NAMES, check_renumbered
-from penstock.store.manifest import difference
 from penstock.store.parts import HOLDERS
 from penstock.store.store import Store
 
@@ -119,9 +118,7 @@ def require_like_but_for_form(store: Store, model: Mapping[str, Any]) -> None:
     StoreError: the store was made for another model in more than the form of moments; names the first difference.
     """
     had, asked = ({**without_form(each), HOLDERS: _held(each)} for each in (store.model, model))
-    if (differs := difference(had, asked, "")) is not None:
-        where = ", ".join(map(str, store.paths))
-        raise StoreError(f"{where}: the store was made for another model: {differs}: give another directory")
+    store.require_alike(had, asked)
 
 
 def _held(model: Mapping[str, Any]) -> dict[str, int]:

@@ -399,10 +399,19 @@ class Store:
         """Raises:
         StoreError: the store was made for another model; names the first thing that differs.
         """
-        differs = difference(self.model, model, "")
+        self.require_alike(self.model, model)
+
+    def require_alike(self, had: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+        """Raises:
+        StoreError: what the store was made for differs from what is asked for; names the first difference.
+        """
+        differs = difference(had, asked, "")
         if differs is not None:
             where = ", ".join(map(str, self.paths))
-            raise StoreError(f"{where}: the store was made for another model: {differs}: give another directory")
+            raise StoreError(
+                f"{where}: the store was made for another model: {differs}: put back what it was made with, or give "
+                "another directory"
+            )
 
     def close(self) -> None:
         """Give files and locks back. No read or write may be under way. In a forked child nothing happens: its files,
