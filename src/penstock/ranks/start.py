@@ -132,7 +132,9 @@ def _start(kind: str, local: int, rank: int, size: int) -> None:
     except RankError:
         raise
     except RuntimeError as error:  # all that torch has for it
-        raise RankError(f"not all {size} ranks have joined: another one is gone, or cannot be reached: {error}") from error
+        raise RankError(
+            f"not all {size} ranks have joined: another one is gone, or cannot be reached: {error}"
+        ) from error
     finally:
         if hears:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
