@@ -3,18 +3,28 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate.parallelism_config import ParallelismConfig
 from transformers import TrainerCallback, TrainingArguments
 from trl import SFTConfig
 
 import penstock
 from penstock.hf import Trainer
 from penstock.hf.trainer_optimizer import precision_of
-from penstock.hf.training_arguments import ENGINE, KEPT, REFUSED, TRL_KEPT, TRL_REFUSED, check_arguments
+from penstock.hf.training_arguments import (
+    ENGINE,
+    KEPT,
+    REFUSED,
+    TRL_KEPT,
+    TRL_REFUSED,
+    check_arguments,
+    check_launch,
+)
 from tests.library_runs import arguments, examples, in_memory, llama
 
 DATA = examples(4)
@@ -186,3 +196,14 @@ def test_what_accelerate_launch_was_told_is_refused_where_it_cannot_be_honoured(
     monkeypatch.setenv(f"ACCELERATE_{told[0]}", told[1])
     with pytest.raises(penstock.ConfigError, match=message):
         Trainer(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
+
+
+def test_a_way_to_share_the_model_that_accelerate_launch_was_told_is_refused(tmp_path: Path) -> None:
+    """accelerate itself takes one on GPUs alone."""
+    trainer = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
+    for sizes in ({"tp_size": 2}, {"cp_size": 2}, {"dp_replicate_size": 1, "dp_shard_size": 2}):
+        state = SimpleNamespace(parallelism_config=ParallelismConfig(**sizes), state=trainer.accelerator.state)
+        told = SimpleNamespace(args=trainer.args, accelerator=state, is_fsdp_enabled=False, is_deepspeed_enabled=False)
+        with pytest.raises(penstock.ConfigError, match="leave --use_parallelism_config out"):
+            check_launch(told)
+    check_launch(trainer)

@@ -158,14 +158,20 @@ def check_launch(trainer: Any) -> None:
     """Refuse what ``accelerate launch`` was told that the arguments do not say, and that cannot be honoured.
 
     Raises:
-        ConfigError: it was told to shard the model by another engine, to compile it, or another precision than the
-            engine's.
+        ConfigError: it was told to shard the model by another engine or in another way, to compile it, or another
+            precision than the engine's.
     """
     other = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else None
     if other is not None:
         raise ConfigError(
             f"accelerate was told to use {other}, and the engine does what that would do: start the processes with "
             "torchrun --nproc-per-node N SCRIPT, or have accelerate launch use neither (--multi_gpu)"
+        )
+    shares = trainer.accelerator.parallelism_config
+    if shares is not None and shares.total_size > 1:
+        raise ConfigError(
+            "accelerate was told how processes share the model (parallelism_config), and the engine shares it itself: "
+            "leave --use_parallelism_config out"
         )
     if trainer.args.mixed_precision not in ("no", "bf16", "fp16"):
         raise ConfigError(
