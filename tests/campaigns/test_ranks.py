@@ -80,13 +80,21 @@ def returned(disk: Path) -> int:
     return max((int(n) for file in disk.parent.glob("returned-*") for n in file.read_text().split()), default=0)
 
 
+def _await(world: World, disk: Path, step: int) -> None:
+    """A rank has returned from that step, or ended."""
+    until(lambda: returned(disk) >= step or any(process.exitcode is not None for process in world.processes))
+
+
 def kill(world: World, rng: Random, disk: Path) -> int:
     """Kill one rank, or all of them, at some moment of the run, however fast it is; how many."""
     world.joined()
     done = returned(disk)
     last = rng.randint(min(done, STEPS - 1), STEPS - 1)
-    until(lambda: returned(disk) >= last or any(process.exitcode is not None for process in world.processes))
-    time.sleep(rng.uniform(0, 0.03 if last > done else 0.5))  # before the first step all is made, and probed
+    _await(world, disk, last - 1)
+    began = time.monotonic()
+    _await(world, disk, last)
+    step = max(time.monotonic() - began, 0.03)
+    time.sleep(rng.uniform(0, step if last > done else 0.5))  # before the first step all is made, and probed
     victims = [rng.randrange(world.size)] if rng.random() < 0.75 else list(range(world.size))
     for victim in victims:
         pid = world.processes[victim].pid

@@ -99,7 +99,8 @@ def test_ranks_of_one_processor_have_a_part_of_it_each(config: Path, capsys: pyt
 def test_ranks_that_share_each_sequence_have_a_part_of_it(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, parts = (planned(capsys, config, "--cp", cp, "--ranks", 2 * cp) for cp in (1, 2))
+    whole, parts = (planned(capsys, config, "--cp", cp) for cp in (1, 2))
+    assert planned(capsys, config, "--cp", 2, "--ranks", 4) == parts
     assert (parts["pipelines"], parts["cp"]) == (2, 2)
     assert parts["step"]["tokens"] == whole["step"]["tokens"]
     for one, other in zip(parts["ranks"], whole["ranks"], strict=True):
@@ -172,7 +173,8 @@ def stats_of(seconds: float, moved: dict[Lane, int], lanes: dict[Lane, float]) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--ranks", "3"), "the file says pipeline: 2"),
+        (("--ranks", "3"), "the file says pipeline: 2: give a multiple of 2"),
+        (("--cp", "2", "--ranks", "6"), "the file says pipeline: 2 and cp: 2: give a multiple of 4"),
         (("--stage", "2"), "stage=2 is not for the ranks of a pipeline (pipeline=2 of 2 ranks)"),
         (("--longest",), "--longest is not there yet for a pipeline"),
         (("--tbw", "100"), "--tbw is not there yet for a pipeline"),

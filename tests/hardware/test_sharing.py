@@ -11,7 +11,15 @@ from penstock.config import Budget
 from penstock.errors import ConfigError
 from penstock.hardware.drives import with_room
 from penstock.hardware.machine import Between, Collectives, Machine, Network, Sustained
-from penstock.hardware.sharing import drives_of, knows_ranks, of_each_rank, room_of_each, too_full
+from penstock.hardware.sharing import (
+    drives_of,
+    knows_ranks,
+    of_each_rank,
+    of_pipeline,
+    room_of_each,
+    too_full,
+    within_host,
+)
 from tests.machines import GIB, drive, gpu, host
 
 RANKS = st.integers(2, 9)
@@ -171,3 +179,21 @@ def test_a_drive_has_room_for_the_ranks_that_are_on_it_whatever_others_need() ->
     halves = tuple(drive(path=f"/none{n}", free=17, directories=2) for n in range(2))
     assert too_full(halves, (20, 14)) is None, "directories on one file system"
     assert too_full(halves, (20, 15)) == (35, 34)
+
+
+def test_what_attention_sends_stays_on_the_hosts_that_share_a_sequence() -> None:
+    whole = linked()
+    assert whole.nic is not None
+    within = within_host(whole, 2).bandwidth
+    for ranks, hosts, copies in ((4, 2, 1), (4, 2, 2), (8, 4, 2)):
+        seen = of_each_rank(whole, ranks, hosts=hosts, copies=copies, cp=2)
+        assert seen.of_sequence is not None
+        assert seen.of_sequence.bandwidth == within
+    seen = of_each_rank(whole, 4, hosts=2, cp=4)
+    assert seen.of_sequence is not None
+    # 3 parts for others, of which 2 leave the host, over the nic that both of its ranks use, and 1 does not
+    assert seen.of_sequence.bandwidth == pytest.approx(3 / (2 * 2 / whole.nic.bandwidth + 1 / within))
+    assert (
+        of_pipeline(whole, 8, hosts=2, beside=4, cp=2).of_sequence == of_each_rank(whole, 8, hosts=2, cp=2).of_sequence
+    )
+    assert of_each_rank(whole, 4, hosts=2).of_sequence is None

@@ -181,6 +181,8 @@ def test_the_precision_that_accelerate_launch_was_told_is_that_of_the_weights(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
     trainer = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
     assert precision_of(trainer.args, llama()) == asked
+    trainer.args.bf16 = True
+    assert precision_of(trainer.args, llama()) == "bf16", "what is set behind it counts"
 
 
 @pytest.mark.parametrize(

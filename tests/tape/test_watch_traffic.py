@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from penstock.tape.watch import Watch
+from penstock.tape.watch import Operand, Watch
 
 A, B, SQUARE, ROWS = torch.ones(1024), torch.ones(1024), torch.ones(64, 64), torch.ones(8, 64)
 PLACES = torch.arange(8)
@@ -46,3 +46,23 @@ def test_an_op_moves_what_it_reads_and_writes(name: str) -> None:
         do()
     assert watch.work.traffic == wanted
     assert (watch.work.flops > 0) == (name == "a product")
+
+
+def test_an_op_that_is_defined_anew_writes_to_what_it_says_now() -> None:
+    name, x = "penstock_tests::anew", torch.ones(2)
+
+    def changes(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    def makes(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    for turn in range(60):
+        written: list[Operand] = []
+        if turn % 2:
+            op = torch.library.custom_op(name, changes, mutates_args=("x",))
+        else:
+            op = torch.library.custom_op(name, makes, mutates_args=())
+        with Watch({}, lambda group: None, written.append):
+            op(x)
+        assert len(written) == turn % 2, turn

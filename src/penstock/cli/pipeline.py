@@ -31,7 +31,7 @@ def expected(
     precision = config.precision_on(kind)
     profile = shape.profile(size, config.data.sequence_length, form_of(config, kind))
     beside = ranks // config.pipeline
-    of_rank = of_pipeline(machine, ranks, hosts=hosts, beside=beside)
+    of_rank = of_pipeline(machine, ranks, hosts=hosts, beside=beside, cp=config.cp)
     times = stage_times(profile, of_rank, precision)
     link = link_of_messages(machine, ranks, hosts, beside)
     optimizer = rate_name_of(config.optimizer.name, config.optimizer.moment_count, precision)

@@ -204,11 +204,11 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
     from penstock.cli.pipeline import expected, fastest
     from penstock.cli.pipeline_text import as_json, describe
 
-    ranks = config.pipeline if arguments.ranks == 1 else arguments.ranks
-    if ranks % config.pipeline:
-        raise ConfigError(
-            f"--ranks {ranks}, and the file says pipeline: {config.pipeline}: give a multiple of that, or leave one out"
-        )
+    whole = config.pipeline * config.cp
+    ranks = whole if arguments.ranks == 1 else arguments.ranks
+    if ranks % whole:
+        said = f"pipeline: {config.pipeline}" + (f" and cp: {config.cp}" if config.cp > 1 else "")
+        raise ConfigError(f"--ranks {ranks}, and the file says {said}: give a multiple of {whole}, or leave one out")
     check_of_pipeline(config, ranks)
     beside = config.sharing(ranks)
     for name, given in (("longest", arguments.longest), ("tbw", arguments.tbw is not None)):

@@ -48,7 +48,7 @@ def task_of(config: TrainConfig, machine: Machine, *, ranks: int = 1, hosts: int
         )
     disk_free = room_of_each(machine.drives, ranks // hosts)
     if ranks > 1:
-        machine = of_each_rank(machine, ranks, hosts=hosts, copies=config.copies)
+        machine = of_each_rank(machine, ranks, hosts=hosts, copies=config.copies, cp=config.cp)
     return Task(
         shape=shape_of(config, machine.device.kind),
         machine=machine,

@@ -113,9 +113,9 @@ class Planning:
         threads = max(ranks.gather_objects("threads", resources.threads))
         seen = whole
         if whole is not None and ranks.are_pipeline:
-            seen = of_pipeline(whole, ranks.size, threads, ranks.hosts, ranks.each)
+            seen = of_pipeline(whole, ranks.size, threads, ranks.hosts, ranks.each, ranks.cp)
         elif whole is not None:
-            seen = of_each_rank(whole, ranks.size, threads, ranks.hosts, ranks.copies)
+            seen = of_each_rank(whole, ranks.size, threads, ranks.hosts, ranks.copies, ranks.cp)
         self._machine = seen
         """the machine as each rank sees it, corrected by what steps have shown; None: nothing is predicted"""
         links = whole is not None and ranks.are_pipeline
@@ -581,10 +581,8 @@ class Planning:
                 shared.ranks.gather_objects("beginning of the times", None)
             times = time_stages(shared.tape, program, facts, fresh, weights.load, weights.unload)
             times = replace(times, orthogonal=self._orthogonal)
-            if shared.spans is not None:  # nobody has waited for the others
-                assert self._machine is not None
-                assert self._machine.network is not None
-                times = with_exchanges(times, shared.tape.work, self._machine.network)
+            assert self._machine is not None
+            times = with_exchanges(times, shared.tape.work, self._machine)  # nobody has waited for the others
         return Probed(
             stages=stages,
             facts=facts,

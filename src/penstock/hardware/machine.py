@@ -216,7 +216,8 @@ class Machine:
     ``network``: between the ranks of one machine, such as the GPUs of a board; ``nic``: a host's link to other hosts,
     which its ranks share. ``between``: for each number of ranks that was measured; none where nobody has.
     ``across``: one rank's link to those with its place on other hosts, or in other copies of the state: no part of a
-    profile, it follows (``penstock.hardware.sharing``).
+    profile, it follows (``penstock.hardware.sharing``). So does ``of_sequence``: its link to those that share each
+    sequence with it.
     ``measured``: None in a profile that was not, or that does not tell. ``source``: what the figures of a machine are
     from that is only described. ``file``: the one that the profile was read from, which is no part of it.
     ``overhead``: seconds from an op's end to the start of one that has waited for it on another lane. ``interpreter``:
@@ -242,13 +243,14 @@ class Machine:
     source: str = ""
     file: str = field(default="", compare=False)
     across: Network | None = None
+    of_sequence: Network | None = None
 
     def to_json(self) -> str:
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_KEPT}
         return json.dumps(kept, indent=2, sort_keys=True) + "\n"
 
 
-_NOT_KEPT = {"file", "across"}
+_NOT_KEPT = {"file", "across", "of_sequence"}
 
 
 def parse_machine(text: str, where: str) -> Machine:

@@ -15,6 +15,7 @@ rank has an equal part. What a rank sees is therefore a machine of its own that 
 | collectives | as they were measured between as many processes (``Between``), or as the profile says of a ``Network`` |
 | collectives of several hosts | what leaves a host (``ranks.levels``) at 1 / n of the profile's ``nic`` with n ranks on
 each, on a lane of its own (``Machine.across``); the rest as between ranks of one |
+| what attention sends where neighbours share each sequence | collectives of those, of the hosts that they are on |
 | collectives of several copies of the state | those of one copy as above, of the hosts that it is on; those between
 copies at 1 / n of the ``nic``, as far as they are on several hosts |
 
@@ -62,9 +63,12 @@ def why_unknown(machine: Machine, ranks: int, hosts: int = 1, copies: int = 1) -
     return None
 
 
-def of_each_rank(machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1, copies: int = 1) -> Machine:
+def of_each_rank(
+    machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1, copies: int = 1, cp: int = 1
+) -> Machine:
     """The machine as the slowest of ``ranks`` sees it; of one, as it is. ``threads``: of each; None: the cores are
     shared out. ``hosts``: such machines, with as many of the ranks on each. ``copies``: of the state that they have.
+    ``cp``: so many neighbours share each sequence.
 
     Raises:
         ConfigError: the profile does not tell what collectives take.
@@ -81,7 +85,8 @@ def of_each_rank(machine: Machine, ranks: int, threads: int | None = None, hosts
     else:
         network = _collectives(machine, each, ranks // copies, max(1, hosts // copies))
         across = _collectives(machine, each, copies, min(copies, hosts))
-    return replace(shared, network=network, across=across, between=())
+    of_sequence = None if cp == 1 else _of_neighbours(machine, ranks, hosts, cp)
+    return replace(shared, network=network, across=across, of_sequence=of_sequence, between=())
 
 
 def _of_host(machine: Machine, ranks: int, threads: int | None) -> Machine:
@@ -127,6 +132,13 @@ def _collectives(machine: Machine, on_host: int, size: int, hosts: int) -> Netwo
     return Network(bandwidth=pace, latency=latency)
 
 
+def _of_neighbours(machine: Machine, ranks: int, hosts: int, size: int) -> Network:
+    """``_collectives`` of each ``size`` neighbours among ``ranks``, which all do the same at the same time."""
+    each, firsts = ranks // hosts, range(0, ranks, size)
+    spread = max(len({rank // each for rank in range(first, first + size)}) for first in firsts)
+    return _collectives(machine, each, size, spread)
+
+
 def _on_levels(machine: Machine, each: int, hosts: int) -> tuple[Network, Network]:
     """The links of ``each`` ranks on each of several hosts, whose collectives have two levels: within a host, and of
     one of its ranks to those of others."""
@@ -149,16 +161,17 @@ def _pace(within: Network | None, nic: Network, on_host: int, share: float) -> f
     return 1 / (share * on_host / nic.bandwidth + inside)
 
 
-def of_pipeline(machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1, beside: int = 1) -> Machine:
+def of_pipeline(
+    machine: Machine, ranks: int, threads: int | None = None, hosts: int = 1, beside: int = 1, cp: int = 1
+) -> Machine:
     """The machine as each rank of a pipeline sees it: as ``of_each_rank``, but what is sent from one host to another
     goes from one rank to one, and has the link between hosts to itself. Of so many pipelines ``beside`` each other, in
-    which neighbours share what is one rank's: their collectives are between those (``link_of_messages`` for the rest).
+    which neighbours share what is one rank's: their collectives are between those (``link_of_messages`` for the
+    rest). ``cp``: so many of these share each sequence.
     """
-    seen = of_each_rank(machine, ranks, threads, hosts)
+    seen = of_each_rank(machine, ranks, threads, hosts, cp=cp)
     if beside > 1:
-        each, firsts = ranks // hosts, range(0, ranks, beside)
-        spread = max(len({rank // each for rank in range(first, first + beside)}) for first in firsts)
-        return replace(seen, network=_collectives(machine, each, beside, spread), across=None)
+        return replace(seen, network=_of_neighbours(machine, ranks, hosts, beside), across=None)
     return seen if hosts == 1 else replace(seen, network=machine.nic)
 
 

@@ -96,5 +96,5 @@ def precision_of(args: Any, model: nn.Module) -> Precision:
     Raises:
         ConfigError: the model is in fp16, and the arguments do not say so.
     """
-    asked = args.mixed_precision
+    asked = "bf16" if args.bf16 else "fp16" if args.fp16 else args.mixed_precision
     return precision_of_weights(model) if asked == "no" else "bf16" if asked == "bf16" else "fp16"

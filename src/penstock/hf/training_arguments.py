@@ -178,7 +178,8 @@ def check_launch(trainer: Any) -> None:
             f"accelerate was told to compute in {trainer.args.mixed_precision}, which the engine does not: give "
             "accelerate launch --mixed_precision bf16"
         )
-    backend = trainer.accelerator.state.dynamo_plugin.backend.value
+    plugin = getattr(trainer.accelerator.state, "dynamo_plugin", None)  # none where a program has made the state itself
+    backend = "NO" if plugin is None else plugin.backend.value
     if backend != "NO":
         raise ConfigError(
             f"accelerate was told to compile the model (dynamo_backend {backend.lower()}), as a whole: "

@@ -133,7 +133,7 @@ def _start(kind: str, local: int, rank: int, size: int) -> None:
         raise
     except RuntimeError as error:  # all that torch has for it
         raise RankError(
-            f"not all {size} ranks have joined: another one is gone, or cannot be reached: {error}"
+            f"this process could not join the other ones of {size} ranks, of which one may be gone: {error}"
         ) from error
     finally:
         if hears:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from penstock.errors import ConfigError
-from penstock.hardware.machine import Machine, Network
+from penstock.hardware.machine import Machine
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
 from penstock.schedule.work import BothWays, Work, model_flops
@@ -99,13 +99,12 @@ that an op takes no longer than the host takes to queue it, stages take longer.
 
 def stage_times(profile: ModelProfile, machine: Machine, precision: str) -> StageTimes:
     """Seconds of each stage on a machine: FLOP over the rate of ``precision``, what other ops move over that of a copy,
-    which reads and writes, both times ``EFFICIENCY``; and what its attention sends at the rate of the network, as which
-    it waits for the others. The host takes its time for each op (``Machine.dispatch``): before a processor computes it,
-    beside what a GPU computes, so that there the longer of both counts.
+    which reads and writes, both times ``EFFICIENCY``; and what its attention sends to those that share each sequence
+    (``Machine.of_sequence``), for which it waits. The host takes its time for each op (``Machine.dispatch``): before a
+    processor computes it, beside what a GPU computes, so that there the longer of both counts.
 
     Raises:
-        ConfigError: the machine's profile has no rate for ``precision``, for copies in the device's memory, or for what
-            ranks send each other.
+        ConfigError: the machine's profile has no rate for ``precision``, or for copies in the device's memory.
     """
     rate = machine.device.flops.get(precision)
     if rate is None:
@@ -121,13 +120,6 @@ def stage_times(profile: ModelProfile, machine: Machine, precision: str) -> Stag
             "machine anew with penstock doctor, or add device.copy (bytes/s) to its profile"
         )
     products, memory = rate * reached, 2 * copy * reached
-    network = machine.network
-    sends = any(forward.sent or backward.sent for forward, backward in profile.work)
-    if sends and network is None:
-        raise ConfigError(
-            f"the profile of {machine.name} does not tell how fast ranks send to each other: measure the machine anew "
-            "with penstock doctor, or add a network (bandwidth, latency) to its profile"
-        )
 
     def seconds(work: Work) -> float:
         computed = work.flops / products + work.traffic / memory
@@ -138,15 +130,20 @@ def stage_times(profile: ModelProfile, machine: Machine, precision: str) -> Stag
         forward=tuple(seconds(forward) for forward, _ in profile.work),
         backward=tuple(seconds(backward) for _, backward in profile.work),
     )
-    return times if network is None else with_exchanges(times, profile.work, network)
+    return with_exchanges(times, profile.work, machine)
 
 
-def with_exchanges(times: StageTimes, work: Sequence[BothWays], network: Network) -> StageTimes:
+def with_exchanges(times: StageTimes, work: Sequence[BothWays], machine: Machine) -> StageTimes:
     """Times of a rank's stages, with those in which it waits for what the attention of ranks that share each sequence
-    sends over a network. ``work``: of each stage."""
+    sends. ``work``: of each stage; ``machine``: as the rank sees it."""
+    network = machine.of_sequence
+    if network is None:
+        assert not any(way.sent for both in work for way in both), "nobody shares the sequences"
+        return times
+    pace = 1 / network.bandwidth
 
     def longer(seconds: Sequence[float], sent: Iterable[int]) -> tuple[float, ...]:
-        return tuple(own + nbytes / network.bandwidth for own, nbytes in zip(seconds, sent, strict=True))
+        return tuple(own + nbytes * pace for own, nbytes in zip(seconds, sent, strict=True))
 
     return replace(
         times,

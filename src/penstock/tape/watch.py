@@ -321,16 +321,18 @@ def _shape(value: Any) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an op changes."""
-    places = _PLACES.get(id(func))
-    if places is None:
-        places = _PLACES[id(func)] = _places_written(func)
+    known = _PLACES.get(id(func))
+    if known is None:
+        known = _PLACES[id(func)] = func, _places_written(func)
+    places = known[1]
     if not places:
         return []
     return _tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
 
 
-_PLACES: dict[int, tuple[tuple[int, str], ...]] = {}
-"""``_places_written`` of the ops that were seen, which stay where they are as ``Packets`` do."""
+_PLACES: dict[int, tuple[Any, tuple[tuple[int, str], ...]]] = {}
+"""The ops that were seen, which are kept: else another one could get the identity of one that is defined anew. And
+``_places_written`` of each."""
 
 
 _NORMS = packets(_ATEN.native_batch_norm, _ATEN.cudnn_batch_norm, _ATEN.miopen_batch_norm)
