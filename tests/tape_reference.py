@@ -125,9 +125,13 @@ class Bench:
 
         self.tape.on_gradient = on_gradient
         self.tape.begin(step, micro_batches, weights, stages=self.stages)
-        self.run(order, len(micro_batches))
-        losses = self.tape.losses()
-        self.tape.finish()
+        try:
+            self.run(order, len(micro_batches))
+            losses = self.tape.losses()
+            self.tape.finish()
+        except BaseException:
+            self.tape.abort()
+            raise
         total: Gradients = {}
         for (_, name), gradient in sums.items():
             total[name] = total[name] + gradient if name in total else gradient

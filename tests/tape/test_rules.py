@@ -537,6 +537,29 @@ def test_a_copy_of_the_model_runs_its_own_blocks() -> None:
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
+def test_an_error_leaves_what_was_saved_to_those_who_still_bring_it_back() -> None:
+    """Until all have come to rest: another error would hide the one that they end by."""
+    case = stack(Layer)
+    model = case.model()
+    bench = Bench(case, model)
+    (micro_batch,) = case.micro_batches(1)
+    bench.probe(micro_batch)
+    bench.load_all()
+
+    def fail(*_: object) -> None:
+        raise OSError("the block's own error")
+
+    model.layers[1].linear.register_forward_pre_hook(fail)
+    bench.tape.begin(0, [micro_batch], [1.0], stages=bench.stages)
+    bench.tape.forward(0, 0)
+    bench.tape.forward(1, 0)
+    with pytest.raises(OSError, match="the block's own error"):
+        bench.tape.forward(2, 0)
+    assert bench.tape.saved_activations.references()
+    bench.tape.abort()
+    assert not bench.tape.saved_activations.references()
+
+
 def test_an_error_closes_the_siblings_and_leaves_the_tape_usable() -> None:
     left: list[int] = []
 

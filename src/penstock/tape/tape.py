@@ -246,6 +246,8 @@ class Tape:
         (``Stage.graph``) for its backward, which then does not compute the block again; ``stay``: until that the
         weights that the stage reads stay where they are.
 
+        Behind an error the step is to be ended (``abort``), once nobody works on what it has made any more.
+
         Raises:
             ModelError: the micro-batch takes another way through the model than the probe did.
         """
@@ -253,7 +255,7 @@ class Tape:
         assert self._next[mb] <= stage, f"stage {stage} of micro-batch {mb} is not next"
         assert all(self.elsewhere is not None and not self.elsewhere.has(k) for k in between), "nor those before it"
         suspended = self.suspended[mb]
-        with self._or_abort(stage, mb):
+        with self._named(stage, mb):
             suspended.own.put()
             if self.elsewhere is not None:
                 self.elsewhere.before(suspended, stage)
@@ -279,14 +281,14 @@ class Tape:
         held = self._held.pop((stage, mb), None)
         if held is None:  # no gradient has come to the call
             return
-        with self._or_abort(stage, mb):
+        with self._named(stage, mb):
             self.running.run_held(self.suspended[mb], stage, held)
 
     def _backward(self, stage: int, mb: int, splitting: Splitting | None = None) -> None:
         assert self._train
         assert stage < len(self._stages) - 1
         suspended = self.suspended[mb]
-        with self._or_abort(stage, mb):
+        with self._named(stage, mb):
             if self.elsewhere is not None:
                 self.elsewhere.before_backward(suspended, stage)
             self.running.backward_code(suspended, stage)
@@ -298,21 +300,17 @@ class Tape:
         self._drop_inputs(stage, mb)
 
     @contextmanager
-    def _or_abort(self, stage: int, mb: int) -> Iterator[None]:
-        """Whatever a stage raises ends the step. Who reads what has been let go of is told what may not be."""
+    def _named(self, stage: int, mb: int) -> Iterator[None]:
+        """Who reads what has been let go of is told what may not be."""
         try:
             yield
         except LetGoError as error:
-            self.abort()
             raise ModelError(
                 f"{error.what} is read in stage {stage} ({self._stages[stage].name}) of micro-batch {mb}, which the "
                 "micro-batch that the plan was made from did not do there, so that it is elsewhere by now. What is "
                 "read where must not depend on the values of the data: where the model leaves it out, let it add "
                 "0 * x.sum() of it to what it computes"
             ) from error
-        except BaseException:
-            self.abort()
-            raise
 
     def _backward_call(self, suspended: SuspendedForward, stage: int, splitting: Splitting | None) -> None:
         try:
