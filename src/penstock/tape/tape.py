@@ -301,7 +301,7 @@ class Tape:
 
     @contextmanager
     def _named(self, stage: int, mb: int) -> Iterator[None]:
-        """Who reads what has been let go of is told what may not be."""
+        """Inside, a read of what has been let go of is an error that says what may not be."""
         try:
             yield
         except LetGoError as error:
