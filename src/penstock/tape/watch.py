@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -109,8 +110,7 @@ class Op(NamedTuple):
 
     def is_view(self) -> bool:
         """True if it has made nothing, but perhaps views of what it was given."""
-        given = {operand.storage for operand in self.inputs}
-        return all(operand.storage in given for operand in self.results)
+        return not _new(self.inputs, self.results)
 
 
 class Ahead(TorchFunctionMode):
@@ -321,18 +321,10 @@ def _shape(value: Any) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an op changes."""
-    known = _PLACES.get(id(func))
-    if known is None:
-        known = _PLACES[id(func)] = func, _places_written(func)
-    places = known[1]
+    places = _places_written(func)
     if not places:
         return []
     return _tensors([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
-
-
-_PLACES: dict[int, tuple[Any, tuple[tuple[int, str], ...]]] = {}
-"""The ops that were seen, which are kept: else another one could get the identity of one that is defined anew. And
-``_places_written`` of each."""
 
 
 _NORMS = packets(_ATEN.native_batch_norm, _ATEN.cudnn_batch_norm, _ATEN.miopen_batch_norm)
@@ -344,6 +336,7 @@ def _updated(packet: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     return _tensors(args[3:5]) if id(packet) in _NORMS and args[5] else []
 
 
+@cache
 def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
     """Place and name of the arguments that an op changes."""
     schema = schema_of(func)
