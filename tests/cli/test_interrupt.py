@@ -50,6 +50,46 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
     assert "in the middle of a step" in err
 
 
+def test_a_second_signal_stops_a_main_thread_that_nothing_wakes() -> None:
+    """Any thread may be the one that the kernel interrupts, or the main one just before it begins to wait."""
+    body = LOOP.replace("import sys, time", "import queue, signal, sys, threading, time").replace(
+        """    while not (interrupt.requested and sys.argv[1] == "whole steps"):
+        time.sleep(0.01)
+""",
+        """    def send():
+        for _ in range(2):
+            time.sleep(0.2)
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    threading.Thread(target=send, daemon=True).start()
+    queue.SimpleQueue().get()
+""",
+    )
+    assert "pthread_kill" in body
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "Stopping after this step" in done.stderr
+    assert "in the middle of a step" in done.stderr
+
+
+def test_a_forked_process_is_not_heard_for_its_parent() -> None:
+    body = LOOP.replace("import sys, time", "import os, signal, sys, time").replace(
+        """    while not (interrupt.requested and sys.argv[1] == "whole steps"):
+        time.sleep(0.01)
+""",
+        """    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    for _ in range(2):
+        os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), interrupt.requested)
+""",
+    )
+    assert "fork" in body
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.stdout.split() == ["ready", "-15", "False", "stopped"]
+    assert done.returncode == 0
+
+
 def test_a_terminal_that_closes_with_two_signals_at_once_is_one_request() -> None:
     with _loop("endless step") as process:
         assert process.stderr is not None

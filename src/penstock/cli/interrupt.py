@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -17,9 +19,13 @@ _SAME_HANGUP = 1.0
 class Interrupt:
     """While this context is active, ``requested`` tells the loop to stop after the step it is in.
 
-    ``notice`` is called in the signal handler with a line for the user. On the second signal ``last_words`` is called
-    and the process ends without unwinding: lanes in the middle of a transfer cannot be waited for. A SIGHUP that is
-    ignored when this begins (``nohup``) stays so.
+    Signals are heard by a thread of its own, to which their numbers are written as they arrive: Python would call a
+    handler in the main thread alone, when that runs Python again, and it may be about to wait for lanes, for another
+    rank or for an op, where nothing tells it of a signal that came just before.
+
+    ``notice`` is called in that thread with a line for the user. On the second signal ``last_words`` is called and the
+    process ends without unwinding: lanes in the middle of a transfer cannot be waited for. A SIGHUP that is ignored
+    when this begins (``nohup``) stays so. A process that is forked meanwhile has the handlers from before.
     """
 
     def __init__(self, notice: Callable[[str], None], last_words: Callable[[], None]) -> None:
@@ -28,6 +34,10 @@ class Interrupt:
         self._received: signal.Signals | None = None
         self._when = 0.0
         self._before: dict[signal.Signals, signal._HANDLER] = {}
+        self._told_before = -1
+        self._ears, self._mouth = socket.socketpair()
+        self._mouth.setblocking(False)
+        self._listener = threading.Thread(target=self._listen, name="penstock-signals", daemon=True)
 
     @property
     def requested(self) -> bool:
@@ -51,16 +61,37 @@ class Interrupt:
                     os.close(nowhere)
 
     def __enter__(self) -> Self:
+        global _active
+        self._listener.start()
+        self._told_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        _active = self
         for number in _SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._receive)
+                self._before[number] = signal.signal(number, _heard)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.hand_back()
+        self._mouth.shutdown(socket.SHUT_WR)  # by which the listener ends, whatever copies of it others have
+        self._listener.join()
+        self._mouth.close()
+        self._ears.close()
+
+    def hand_back(self) -> None:
+        """Have the handlers from before again."""
+        global _active
+        _active = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._before.clear()
+        signal.set_wakeup_fd(self._told_before)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _listen(self) -> None:
+        while numbers := self._ears.recv(1):
+            if numbers[0] in _SIGNALS:
+                self._receive(numbers[0])
+
+    def _receive(self, number: int) -> None:
         if self._received is None:
             self._received, self._when = signal.Signals(number), time.monotonic()
             self.leave_lost_terminal()
@@ -69,3 +100,36 @@ class Interrupt:
             self.leave_lost_terminal()
             self._last_words()
             os._exit(128 + number)
+
+
+_active: Interrupt | None = None
+
+
+def _heard(number: int, frame: FrameType | None) -> None:
+    """The number of the signal has been written to the listener."""
+
+
+class _Forking(threading.local):
+    """A fork of this thread. A signal to the new process waits until that one has the handlers from before: with those
+    of its parent it would be heard there.
+    """
+
+    blocked: set[int] | None = None
+
+    def begin(self) -> None:
+        if _active is not None:
+            self.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def end(self) -> None:
+        if self.blocked is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+            self.blocked = None
+
+    def end_in_child(self) -> None:
+        if _active is not None:
+            _active.hand_back()
+        self.end()
+
+
+_forking = _Forking()
+os.register_at_fork(before=_forking.begin, after_in_parent=_forking.end, after_in_child=_forking.end_in_child)
