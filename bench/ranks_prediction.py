@@ -4,7 +4,8 @@
 
 The job of ``bench.ranks`` on 2 and 4 ranks of one thread each. *own drives*: each rank's disk is held to 50/25 MB/s by
 a cgroup of its own, as if it had a drive of its own; *one drive*: one cgroup holds all ranks' folders to 200/100 MB/s;
-*memory*: no disk, so that cores are the limit, which others on the machine take.
+*memory*: no disk, so that cores are the limit, which others on the machine take; there also with sequences that
+neighbouring ranks share (``cp``).
 
 The machine is measured by ``penstock doctor`` under the limit, with collectives between 2 and between 4 processes; the
 prediction is what the engine says before its first step, and the measurement the median of the steps after it, each as
@@ -47,12 +48,15 @@ COUNTS = (2, 4)
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """``drives``: each rank's own, ``one`` for all of them, or none. ``length``: tokens of each of 8 micro-batches.
-    ``clip``: a limit of the norm that no step is over, which would be run twice."""
+    ``clip``: a limit of the norm that no step is over, which would be run twice. ``cp``: ranks that share each
+    sequence.
+    """
 
     ranks: int
     drives: str
     length: int
     clip: float | None = None
+    cp: int = 1
 
     @property
     def limit(self) -> DiskLimit | None:
@@ -64,6 +68,7 @@ CASES = (
     *(Case(ranks=ranks, drives="own", length=64, clip=1e3) for ranks in COUNTS),
     *(Case(ranks=ranks, drives="one", length=16) for ranks in COUNTS),
     *(Case(ranks=ranks, drives="memory", length=128) for ranks in COUNTS),
+    *(Case(ranks=ranks, drives="memory", length=512, cp=cp) for ranks, cp in ((2, 2), (4, 2), (4, 4))),
 )
 
 
@@ -85,8 +90,10 @@ class Row:
     def line(self) -> str:
         case, where = self.case, {"own": "own drives", "one": "one drive", "memory": "memory"}[self.case.drives]
         where += "" if case.limit is None else f" at {case.limit}"
+        tokens = f"8 x {case.length}" + (", clipped" if case.clip is not None else "")
+        tokens += f", cp {case.cp}" if case.cp > 1 else ""
         return (
-            f"| {case.ranks} | {where} | 8 x {case.length}{'' if case.clip is None else ', clipped'} | "
+            f"| {case.ranks} | {where} | {tokens} | "
             f"{self.predicted:.2f} | {statistics.median(self.measured):.2f} | {100 * self.error:+.1f}% | "
             f"{self.bound:.2f} | {'equal' if self.bytes_equal else 'DIFFER'} |"
         )
@@ -102,6 +109,7 @@ def measure(case: Case, profile: Machine, scratch: Path, steps: int) -> Row:
     work = job(case.length, steps, 1, scratch)
     words = ["--drives", str(count), "--profile", str(file)]
     words += [] if case.clip is None else ["--clip", str(case.clip)]
+    words += ["--cp", str(case.cp)]
     side = Side(ranks=case.ranks, threads=1)
     said = run_ranks(side, work, case.limit, [*OURS, *words], shared=case.drives == "one")
     shutil.rmtree(scratch / "ranks", ignore_errors=True)

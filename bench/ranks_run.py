@@ -31,13 +31,14 @@ def main() -> None:
     parser.add_argument("--host", default="1GiB", help="the host budget of all ranks together")
     parser.add_argument("--profile", type=Path, help="a machine profile to plan for; without it nothing is predicted")
     parser.add_argument("--clip", type=float, help="the largest norm of the gradients")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
     arguments = parser.parse_args()
     work = Work.from_json(arguments.work)
     torch.set_num_threads(work.threads)
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    mesh = penstock.torchrun_mesh("cpu") if ranks > 1 else None
+    mesh = penstock.torchrun_mesh("cpu", cp=arguments.cp) if ranks > 1 else None
     disk = drives(Path(work.scratch), arguments.drives) or None
-    tokens, share = Tokens(work), work.micro_batches // ranks
+    tokens, share, place = Tokens(work), work.micro_batches * arguments.cp // ranks, rank // arguments.cp
     with penstock.wrap(
         build_initial(work),
         optimizer=penstock.AdamW(lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
@@ -50,7 +51,7 @@ def main() -> None:
         mesh=mesh,
     ) as engine:
         for step in range(work.steps):
-            own = tokens.step(step)[rank * share : (rank + 1) * share]
+            own = tokens.step(step)[place * share : (place + 1) * share]
             start = time.perf_counter()
             stats = engine.step(own)
             found = {"seconds": time.perf_counter() - start, "loss": stats.loss}
