@@ -19,8 +19,8 @@ from penstock.compat.accelerate import Neighbours
 from penstock.compat.trl import Books
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import SFTTrainer
+from penstock.hf.pieces import NOTES, Notes
 from penstock.hf.sft_trainer import check_own
-from penstock.hf.trainer import NOTES, Notes
 from penstock.hf.training_arguments import check_arguments
 from tests.library_runs import CLOSE, check_same, on_disk, shown
 from tests.ranks.launched import Launched

@@ -19,6 +19,7 @@ from penstock.hf import SFTTrainer, Trainer
 from tests.library_runs import COMMON, StopAfter, arguments, examples, llama, on_disk, shown, tokenizer
 
 DATA, HELD_OUT = examples(16), examples(5)
+EVALUATED = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2}
 HOSTS, EACH = (int(os.environ.get(f"{whose}_WORLD_SIZE", 1)) for whose in ("GROUP", "LOCAL"))
 
 
@@ -32,17 +33,16 @@ def drive(path: Path) -> Path:
     return path if HOSTS == 1 else Path("-".join(path.parts[-2:]))
 
 
-def trainer(folder: Path, each: int, seed: int = 0, **given: Any) -> Trainer:
-    """``each``: micro-batches of a step in this process. Steps of four in all: two an epoch."""
-    settings = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "epoch", "per_device_eval_batch_size": 2}
+def trainer(folder: Path, each: int, seed: int = 0, layout: dict[str, int] | None = None, **given: Any) -> Trainer:
+    """``each``: micro-batches of a step in this process. Steps of four in all: two an epoch. ``layout``: how processes
+    share the model."""
+    settings = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": each}
     return Trainer(
-        model=llama(seed=seed, dropout=0.1),
-        args=arguments(folder / "run", gradient_accumulation_steps=each, **settings),
+        args=arguments(folder / "run", **settings, **EVALUATED),
         train_dataset=DATA,
         eval_dataset=HELD_OUT,
-        compute_metrics=accuracy,
-        engine=on_disk(drive(folder / "store"), strands=2),
-        **given,
+        engine=on_disk(drive(folder / "store"), **{"strands": 2} | (layout or {})),
+        **{"model": llama(seed=seed, dropout=0.1), "compute_metrics": accuracy} | given,
     )
 
 

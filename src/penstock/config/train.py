@@ -7,6 +7,7 @@ from typing import Literal
 from penstock.config.batch import BatchConfig
 from penstock.config.data import DataConfig
 from penstock.config.engine import RunConfig
+from penstock.config.layout import LayoutConfig
 from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
@@ -36,7 +37,7 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RunConfig):
+class TrainConfig(RunConfig, LayoutConfig):
     """One training run: the YAML file of ``penstock train``.
 
     | field | meaning |
@@ -56,13 +57,6 @@ class TrainConfig(RunConfig):
     | ``deterministic`` | whether torch uses only kernels that compute the same bits in every run: on a GPU some of them
     are slower. An operation that has no such kernel is an error |
     | ``plan`` | ``auto``: for this machine, measured first if it never was; null: by a fixed order of preference |
-    | ``copies`` | copies of the state, each shared by as many neighbouring ranks (HSDP): with as many as there are
-    hosts each host has one, and another's takes over where a host is lost. Changes no result |
-    | ``pipeline`` | ranks of a pipeline: each has some of the blocks whole, with their state on its own drives, and
-    activations alone cross between ranks, as suits a slow network. A multiple of as many are pipelines beside each
-    other, whose neighbours share what is one rank's; 1: all ranks share all state. Changes no result |
-    | ``cp`` | neighbouring ranks that share each sequence, and with it the memory of its activations (context
-    parallel); they share the state, too |
     | ``drive_tbw`` | terabytes (1e12 bytes) that each drive of ``budget.disk`` may be written in its life, to tell how
     long it lasts; null: as the machine's profile says, else 0.3 of its size a day over five years |
     | ``report_to`` | trackers that get the metrics, too: ``tensorboard``, ``wandb``, ``mlflow``, or a list of them |
@@ -89,9 +83,6 @@ class TrainConfig(RunConfig):
     deterministic: bool = False
     schedule: Family | Path = "vertical"
     plan: Literal["auto"] | None = "auto"
-    copies: int = 1
-    pipeline: int = 1
-    cp: int = 1
     device: str | None = None
     drive_tbw: float | None = None
     report_to: TrackerName | tuple[TrackerName, ...] = ()
@@ -113,11 +104,6 @@ class TrainConfig(RunConfig):
         assert self.micro_batch_size is not None, "a run has settled on a size before it begins"
         return self.micro_batch_size, self.sequences_per_step // self.micro_batch_size
 
-    def sharing(self, ranks: int) -> int:
-        """The number of ranks that share the micro-batches of a step, of so many that train: those of a pipeline, and
-        those that share each sequence, count as one."""
-        return ranks // self.pipeline // self.cp
-
     @property
     def step_count(self) -> int:
         """Steps of the whole run, of one that knows how long an epoch is."""
@@ -128,9 +114,7 @@ class TrainConfig(RunConfig):
         super().__post_init__()
         self._check_length()
         self._check_batch()
-        for key in ("copies", "pipeline", "cp"):
-            if (count := getattr(self, key)) < 1:
-                raise ConfigError(f"{key}={count}: must be at least 1")
+        self.check_layout()
         if self.pipeline > 1:
             self._check_pipeline()
         else:

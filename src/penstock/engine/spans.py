@@ -28,6 +28,10 @@ _POSITIONS, _ATTENDS = "whole position_ids", "whole attention_mask"
 """The keys of what masks are made of, each [b, T], of which there is one at most."""
 
 
+class Beside:
+    """A value of a micro-batch that is of none of its tokens: for the loss function, whichever span that is handed."""
+
+
 class Spans:
     """The cut of micro-batches for ranks that share each sequence, and the model's attention among them."""
 
@@ -118,7 +122,7 @@ class Spans:
                 fits = value.dim() == 2 and value.shape[1] == ids.shape[1] and value.shape[0] in (1, ids.shape[0])
                 if not fits or (name != "position_ids" and value.shape != ids.shape) or value.is_floating_point():
                     self._refuse(m, f"{name!r} has the shape {tuple(value.shape)}, and input_ids {tuple(ids.shape)}")
-            elif not isinstance(value, str | int | float | bool | None):
+            elif not isinstance(value, str | int | float | bool | Beside | None):
                 self._refuse(m, f"nobody knows which of {name!r} is of which token")
         return ids, labels
 

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+from penstock.config.layout import LayoutConfig
 from penstock.config.optimizer import MomentsConfig
 from penstock.engine.arguments import LoopArguments
 from penstock.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineArguments(LoopArguments, MomentsConfig):
+class EngineArguments(LoopArguments, MomentsConfig, LayoutConfig):
     """The engine's side of a training run by a library's own loop. Everything else follows from the loop's arguments.
 
     | field | meaning |
@@ -24,5 +25,6 @@ class EngineArguments(LoopArguments, MomentsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_layout()
         if self.loss_tile is not None and self.loss_tile < 1:
             raise ConfigError(f"loss_tile={self.loss_tile}: must be at least 1 token, or None for whole logits")

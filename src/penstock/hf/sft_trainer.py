@@ -7,7 +7,8 @@ from penstock.compat.trl import Bookkeeping, Books
 from penstock.compat.trl import SFTTrainer as PlainSFTTrainer
 from penstock.errors import ConfigError, ModelError
 from penstock.hf.engine_arguments import EngineArguments
-from penstock.hf.trainer import EngineMixin, Piece, current_notes
+from penstock.hf.pieces import Notes, current_notes
+from penstock.hf.trainer import EngineMixin
 
 
 class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
@@ -48,12 +49,12 @@ class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
         assert isinstance(notes.books, Books)
         return notes.books
 
-    def _after_pieces(self, pieces: list[Piece]) -> None:
+    def _after_notes(self, notes: list[Notes]) -> None:
         """Enter what each micro-batch has noted, in their order."""
         kept = self.books
         if self.args.world_size > 1:
-            self._count_with_others(pieces)
-        for books in (piece.notes.books for piece in pieces):
+            self._count_with_others(notes)
+        for books in (one.books for one in notes):
             if books is None:
                 continue
             kept.tokens += books.tokens
@@ -64,16 +65,16 @@ class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
                         [kept.tokens] if name == "num_tokens" else kept.metrics[mode][name] + values
                     )
 
-    def _count_with_others(self, pieces: list[Piece]) -> None:
+    def _count_with_others(self, notes: list[Notes]) -> None:
         """Make the notes of a micro-batch those of all that processes have at the same time."""
         assert self.model is not None
         mode = "train" if self.model.training else "eval"
-        found = [None if piece.notes.books is None else piece.notes.books.counts for piece in pieces]
+        found = [None if one.books is None else one.books.counts for one in notes]
         with self._ranks.together():
             of_ranks = self._ranks.gather_objects("figures for logs", found)
-            for piece, counts in zip(pieces, self.at_a_time(of_ranks), strict=True):
-                if piece.notes.books is not None:
-                    check_own(piece.notes.books.of_processes(mode, counts[: counted_values(self.accelerator)]))
+            for one, counts in zip(notes, self.at_a_time(of_ranks), strict=True):
+                if one.books is not None:
+                    check_own(one.books.of_processes(mode, counts[: counted_values(self.accelerator)]))
 
 
 def check_own(own: bool) -> None:

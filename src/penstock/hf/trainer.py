@@ -6,10 +6,10 @@
     checkpoint-N/      the model as ``save_pretrained`` writes it, and beside it a snapshot of the engine
 
 A micro-batch goes through the engine as a mapping that also carries a ``Piece``: what to compute, and what came of it.
-A batch that is no mapping is one entry of such a mapping.
+A batch that is no mapping is one entry of such a mapping. Of ranks that take batches together (``joint``) each is told
+what came of those that it was dealt.
 """
 
-import contextvars
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,55 +30,26 @@ from penstock.engine.arguments import LoopArguments, WrapArguments
 from penstock.engine.engine import Engine
 from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError
-from penstock.hf import checkpoint
+from penstock.hf import checkpoint, joint
 from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.lora import BaseWeights
 from penstock.hf.models.adapters import check_adapters
+from penstock.hf.pieces import Loss, Notes, as_micro_batch, current_notes, loss_of_piece, notes_of, of_spans
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
-from penstock.hf.training_arguments import check_arguments, check_launch
+from penstock.hf.training_arguments import check_arguments, check_launch, check_spans
 from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.process_groups import join
-from penstock.ranks.start import torchrun_mesh
 from penstock.state.stats import StepStats
 from penstock.tape import trees
 from penstock.tape.guard import guard
 
 T = TypeVar("T")
 
-_PIECE, _BATCH = "penstock_piece", "penstock_batch"
 _FOREIGN = ("optimizers", "model_init")
 _REPLACED = ("training_step", "create_optimizer")
 _LIBRARIES = ("transformers", "trl")
-
-
-class Notes:
-    """Notes of one forward of a micro-batch, for the trainer. ``books``: figures for logs, if the trainer has any."""
-
-    books: Any = None
-
-
-class Piece:
-    """A micro-batch on its way through the engine, no container to it. ``notes``: those of its latest forward.
-    ``kind``: the type that its batch had."""
-
-    def __init__(self, loss: Callable[[nn.Module, Any], torch.Tensor], kind: type) -> None:
-        self.loss = loss
-        self.kind: Any = kind
-        self.notes = Notes()
-
-
-# Not the piece: its loss reaches the trainer and all of its data, and a probe looks for tensors in context variables.
-NOTES: contextvars.ContextVar[Notes | None] = contextvars.ContextVar("penstock_notes", default=None)
-
-
-def current_notes() -> Notes | None:
-    """The notes of the forward that is running, None outside of one.
-
-    Forwards take turns within a step: each is suspended while others run, and has a context of its own.
-    """
-    return NOTES.get()
 
 
 class EngineMixin(TrainerSteps):
@@ -112,7 +83,7 @@ class EngineMixin(TrainerSteps):
         self._engine: Engine | None = None
         self._ranks: Ranks = ALONE  # until there is an engine, whose ranks they are
         self._has_neighbours = False  # how the data for training are dealt out
-        self._collected: list[tuple[dict[str, Any], float]] = []
+        self._collected: list[tuple[Any, Loss, float]] = []  # batches of the step that is begun, with weights
         self._stats: StepStats | None = None
         self._items: Any = None  # of the micro-batch that is evaluated
         self._resumes: Path | None = None
@@ -120,6 +91,7 @@ class EngineMixin(TrainerSteps):
         super().__init__(*args, **kwargs)
         self.check_args(self.args)
         check_launch(self)
+        check_spans(self, engine.cp)
         if getattr(self.model, "is_activation_checkpointing", False):
             raise ConfigError(
                 "the model has activation checkpointing switched on, and the engine recomputes blocks by itself: "
@@ -161,7 +133,7 @@ class EngineMixin(TrainerSteps):
         model = self.model
         assert isinstance(model, nn.Module)
         asked = self._asked(model)
-        ranks = join(torchrun_mesh(device.type) if self.args.world_size > 1 else None, device)
+        ranks = join(joint.mesh_of(self._engine_arguments, int(self.args.world_size), device.type), device)
         try:
             with ranks.together():
                 if self._resumes is not None:
@@ -202,7 +174,7 @@ class EngineMixin(TrainerSteps):
             precision=precision_of(self.args, model),
             clip_grad_norm=limit if limit > 0 and math.isfinite(limit) else None,
             device=self.args.device,
-            loss_fn=_loss_of_piece,
+            loss_fn=loss_of_piece,
             seed=self.args.seed,
             **fields_of(given, LoopArguments) | {"weights": weights},
         )
@@ -281,21 +253,47 @@ class EngineMixin(TrainerSteps):
             assert isinstance(value, torch.Tensor)
             return value
 
-        micro_batch = self._micro_batch(inputs, loss)
-        self._collected.append((micro_batch, self._loss_weight(num_items_in_batch)))
+        self._collected.append((inputs, loss, self._loss_weight(num_items_in_batch)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), DrivenOptimizer):
             raise ConfigError("create_optimizer was overridden: the engine's optimizer is the only one that it can use")
-        micro_batches, weights = zip(*self._collected, strict=True)
+        batches, losses, weights = zip(*self._collected, strict=True)
         self._collected.clear()
-        self._stats = self.engine.step(micro_batches, loss_weights=weights, position=self.engine.position)
-        self._after_pieces([micro_batch[_PIECE] for micro_batch in micro_batches])
+
+        def step(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
+            self._stats = self.engine.step(micro_batches, loss_weights=weights, position=self.engine.position)
+
+        self._after_notes(self._taken_by_engine(step, batches, losses, weights))
+        assert self._stats is not None
         return torch.tensor(self._stats.loss, device=self.args.device)
 
-    def _micro_batch(self, inputs: Any, loss: Callable[[nn.Module, Any], torch.Tensor]) -> dict[str, Any]:
-        batch = self.prepared(inputs)
-        return {**(batch if isinstance(batch, Mapping) else {_BATCH: batch}), _PIECE: Piece(loss, type(batch))}
+    def _taken_by_engine(
+        self,
+        take: Callable[[Sequence[dict[str, Any]], Sequence[float]], None],
+        batches: Sequence[Any],
+        losses: Sequence[Loss],
+        weights: Sequence[float],
+    ) -> list[Notes]:
+        """Have the engine ``take`` batches, by their ``losses``, which are alike; the notes of each."""
+        together = joint.take_together(self._ranks)
+        if together:
+            with self._ranks.together():
+                own = [trees.replace(batch, torch.Tensor.cpu) for batch in batches]
+                batches, weights = zip(*joint.theirs(self._ranks, list(zip(own, weights, strict=True))), strict=True)
+            losses = [losses[0]] * len(batches)
+        micro_batches = [as_micro_batch(self.prepared(b), loss) for b, loss in zip(batches, losses, strict=True)]
+        take(micro_batches, weights)
+        notes: list[Notes] = [notes_of(micro_batch) for micro_batch in micro_batches]
+        if not together:
+            return notes
+        with self._ranks.together():
+            for note in notes:
+                note.result = trees.replace(note.result, torch.Tensor.cpu)
+            found = [of_spans(of_one) for of_one in joint.given_back(self._ranks, notes)]
+        for note in found:
+            note.result = trees.replace(note.result, lambda tensor: tensor.to(self.args.device))
+        return found
 
     def _tiles(self, model: nn.Module) -> AbstractContextManager[None]:
         tile = self._engine_arguments.loss_tile
@@ -325,8 +323,8 @@ class EngineMixin(TrainerSteps):
     def norm_of_step(self) -> float:
         return self._taken().grad_norm
 
-    def _after_pieces(self, pieces: list[Piece]) -> None:
-        """Take note of each micro-batch's ``notes`` after a step; for subclasses whose loss keeps books."""
+    def _after_notes(self, notes: list[Notes]) -> None:
+        """Take over the ``notes`` of each micro-batch after a step; for subclasses whose loss keeps books."""
 
     # ---- evaluation
 
@@ -341,8 +339,13 @@ class EngineMixin(TrainerSteps):
         """The library's own step of evaluation, run by the engine: its outputs, logits too, are whole on the device.
 
         Raises:
-            ConfigError: the batch is no mapping.
+            ConfigError: the batch is no mapping, or ranks share each sequence, and more than the loss is asked for.
         """
+        if self._engine_arguments.cp > 1 and not prediction_loss_only:
+            raise ConfigError(
+                f"cp={self._engine_arguments.cp}: ranks that share each sequence have the logits of a span each, and "
+                "evaluate the loss alone: leave compute_metrics out, set prediction_loss_only=True, and call evaluate"
+            )
         if not isinstance(inputs, Mapping):
             raise ConfigError(
                 f"data_collator returns a {type(inputs).__name__}, in which the library's evaluation finds no labels "
@@ -350,20 +353,23 @@ class EngineMixin(TrainerSteps):
             )
         above = super().prediction_step
 
-        found: list[tuple[Any, Any, Any]] = []
-
         def loss(of: nn.Module, prepared: Any) -> torch.Tensor:
             # Copied here, within the forward: so the engine sees that these are read, and keeps them until now.
             with self._tiles(of) if prediction_loss_only else nullcontext():
                 result = above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
-            found[:] = [trees.replace(result, torch.Tensor.clone)]
+            notes = current_notes()
+            assert notes is not None
+            notes.result = trees.replace(result, torch.Tensor.clone)
             return torch.zeros((), device=self.args.device)  # the library has the loss, which may be no number
 
-        micro_batch = self._micro_batch(inputs, loss)
+        def evaluate(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
+            self.engine.evaluate(micro_batches, loss_weights=weights)
+
         self._items = self.items_of([inputs])
-        self.engine.evaluate([micro_batch], loss_weights=[1.0])
-        self._after_pieces([micro_batch[_PIECE]])
-        return found[0]
+        (notes,) = self._taken_by_engine(evaluate, [inputs], [loss], [1.0])
+        self._after_notes([notes])
+        assert notes.result is not None
+        return notes.result
 
     def is_in_forward(self) -> bool:
         return current_notes() is not None
@@ -430,16 +436,6 @@ class Trainer(EngineMixin, transformers.Trainer):
     Raises:
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
-
-
-def _loss_of_piece(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    """The engine's ``loss_fn``: whatever the micro-batch's piece computes, on a batch that it may change."""
-    inputs = dict(micro_batch)
-    piece = inputs.pop(_PIECE)
-    piece.notes = Notes()
-    NOTES.set(piece.notes)
-    loss: torch.Tensor = piece.loss(model, inputs[_BATCH] if _BATCH in inputs else piece.kind(inputs))
-    return loss
 
 
 def _parts(value: Any) -> tuple[Any, ...]:

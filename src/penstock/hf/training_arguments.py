@@ -12,6 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
+
 from penstock.errors import ConfigError
 from penstock.ranks.start import can_start_again
 
@@ -185,6 +187,27 @@ def check_launch(trainer: Any) -> None:
             f"accelerate was told to compile the model (dynamo_backend {backend.lower()}), as a whole: "
             f"EngineArguments(compile={backend.lower()!r}) compiles its blocks. Give it --dynamo_backend no"
         )
+
+
+def check_spans(trainer: Any, cp: int) -> None:
+    """Refuse losses of whole sequences where ``cp`` ranks share each: each has a span, whose losses are added up.
+
+    Raises:
+        ConfigError: the loss is another one than the model's own.
+    """
+    if cp == 1:
+        return
+    smoothing = trainer.args.label_smoothing_factor
+    for asked, what in (
+        (type(trainer).compute_loss is not transformers.Trainer.compute_loss, f"{type(trainer).__name__}.compute_loss"),
+        (trainer.compute_loss_func is not None, "compute_loss_func"),
+        (smoothing > 0, f"label_smoothing_factor={smoothing:g}"),
+    ):
+        if asked:
+            raise ConfigError(
+                f"cp={cp} cannot be had with {what}: ranks that share each sequence have a span of it each, and add up "
+                "the model's own losses of these. Leave one of the two out"
+            )
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

@@ -1,0 +1,38 @@
+"""Ways in which ranks share a model, the same in the file and in a library's loop. ``wrap`` has them from its mesh."""
+
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutConfig:
+    """Ways in which ranks share a model; with none of them, all share all state.
+
+    | field | meaning |
+    |---|---|
+    | ``copies`` | copies of the state, each shared by as many neighbouring ranks (HSDP): with as many as there are
+    hosts each host has one, and another's takes over where a host is lost. Changes no result |
+    | ``pipeline`` | ranks of a pipeline: each has some of the blocks whole, with their state on its own drives, and
+    activations alone cross between ranks, as suits a slow network. A multiple of as many are pipelines beside each
+    other, whose neighbours share what is one rank's; 1: all ranks share all state. Changes no result |
+    | ``cp`` | neighbouring ranks that share each sequence, and with it the memory of its activations (context
+    parallel); they share the state, too |
+    """
+
+    copies: int = 1
+    pipeline: int = 1
+    cp: int = 1
+
+    def sharing(self, ranks: int) -> int:
+        """The number of ranks that share the micro-batches of a step, of so many that train: those of a pipeline, and
+        those that share each sequence, count as one."""
+        return ranks // self.pipeline // self.cp
+
+    def check_layout(self) -> None:
+        """Raises:
+        ConfigError: one of them is no number of ranks.
+        """
+        for key in ("copies", "pipeline", "cp"):
+            if (count := getattr(self, key)) < 1:
+                raise ConfigError(f"{key}={count}: must be at least 1")

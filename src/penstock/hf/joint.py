@@ -1,0 +1,76 @@
+"""Batches that several ranks take together: those of a pipeline, each its own blocks of them; and those that share each
+sequence, each its own span.
+
+The library deals its batches out to all processes, as if each had a model of its own. Ranks that take them together
+tell each other theirs, and go through all of them in the order that one process has them in. So a step is the same
+whatever its ranks share, and so are batch sizes, the data's order, and whatever the library counts.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.config.layout import LayoutConfig
+from penstock.errors import ConfigError, ModelError
+from penstock.ranks.group import Ranks
+from penstock.ranks.start import torchrun_mesh
+
+T = TypeVar("T")
+
+
+def mesh_of(layout: LayoutConfig, count: int, device: str) -> DeviceMesh | None:
+    """The mesh of ``count`` processes that share a model so; None: there is one. ``device``: a kind.
+
+    Raises:
+        ConfigError: so many processes cannot.
+    """
+    if count > 1:
+        pp = layout.pipeline if layout.pipeline > 1 else None
+        return torchrun_mesh(device, copies=layout.copies, pp=pp, cp=layout.cp)
+    for key in ("copies", "pipeline", "cp"):
+        if (asked := getattr(layout, key)) > 1:
+            raise ConfigError(
+                f"{key}={asked} is of several processes, and this is one: torchrun --nproc-per-node {asked} SCRIPT"
+            )
+    return None
+
+
+def take_together(ranks: Ranks) -> bool:
+    """True if a rank's batches are taken by other ranks, too."""
+    return ranks.stages > 1 or ranks.cp > 1
+
+
+def theirs(ranks: Ranks, own: Sequence[T]) -> list[T]:
+    """All that this rank takes of what each rank has been dealt: ``own``, that pickle.
+
+    Raises:
+        ModelError: not all have been dealt as many.
+    """
+    by_rank = ranks.gather_objects("batches", list(own))
+    if len(counts := {len(of_rank) for of_rank in by_rank}) > 1:
+        raise ranks.of_all(
+            ModelError(
+                f"processes have {' and '.join(map(str, sorted(counts)))} micro-batches of a step: give all as many"
+            )
+        )
+    dealt = [one for of_rank in by_rank for one in of_rank]
+    groups = ranks.sharing.size // ranks.sharing.cp
+    each, place = len(dealt) // groups, ranks.sharing.rank // ranks.sharing.cp
+    return dealt[place * each : (place + 1) * each]
+
+
+def given_back(ranks: Ranks, found: Sequence[T]) -> list[list[T]]:
+    """Of each batch that this rank has been dealt, all that has come of it, by rank: one, or of each span one.
+
+    ``found``: what has come of all that this rank has taken. That of a pipeline's first rank counts, which has the
+    model's own code, the loss with it.
+    """
+    place = ranks.sharing.rank // ranks.sharing.cp
+    said = ranks.gather_objects("what has come of batches", (place, list(found) if ranks.pipe.rank == 0 else []))
+    of_all: list[list[T]] = [[] for _ in range(len(found) * (ranks.sharing.size // ranks.sharing.cp))]
+    for group, values in said:
+        for i, value in enumerate(values):
+            of_all[group * len(found) + i].append(value)
+    each = len(of_all) // ranks.size
+    return of_all[ranks.rank * each : (ranks.rank + 1) * each]

@@ -1,0 +1,85 @@
+"""``transformers.Trainer`` whose processes take batches together: as a pipeline the run of one process, to the bit, and
+so TRL's; with sequences that they share the same run but for the rounding of sums."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer as PlainTrainer
+
+from penstock.errors import ConfigError
+from penstock.hf import SFTTrainer, Trainer
+from tests.library_runs import arguments, check_same, in_memory, llama, on_disk, shown
+from tests.ranks.launched import Launched
+from tests.ranks.trained import DATA, HELD_OUT, trainer, tuned
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.campaign)])
+def test_processes_that_take_batches_together_have_the_run_of_one(ranks: int, tmp_path: Path) -> None:
+    """Of four, two pipelines are beside each other, and two pairs share sequences."""
+    for own in (tmp_path / "pipeline", tmp_path / "spans"):
+        own.mkdir()
+    ended = Launched(ranks, ["-m", "tests.ranks.trained_together", tmp_path], tmp_path).outcomes()
+    assert [code for code, _, _ in ended] == [0] * ranks, ended
+
+    one = trainer(tmp_path / "one", 4)
+    one.train()
+    one.save_model(str(tmp_path / "one" / "out"))
+    piped = json.loads((tmp_path / "pipeline" / "found.json").read_text())
+    assert of_library([tuple(line) for line in piped["shown"]])[:-1] == of_library(shown(one))[:-1]  # since resumed
+    check_same_files(tmp_path / "pipeline" / "out", tmp_path / "one" / "out")
+    np.testing.assert_array_equal(np.array(piped["predicted"], np.float32), one.predict(HELD_OUT).predictions)
+    one.end()
+
+    alone = tuned(SFTTrainer, tmp_path / "alone", 4, engine=on_disk(tmp_path / "alone" / "store", strands=2))
+    alone.save_model(str(tmp_path / "alone" / "out"))
+    check_same([tuple(line) for line in piped["own"]], [tuple(line) for line in piped["plain"]])
+    alone.end()
+    check_same_files(tmp_path / "pipeline" / "trl" / "out", tmp_path / "alone" / "out")
+
+    shared = json.loads((tmp_path / "spans" / "found.json").read_text())
+    check_same([tuple(line) for line in shared["own"]], [tuple(line) for line in shared["plain"]])
+    mine, wanted = (load_file(tmp_path / "spans" / of / "model.safetensors") for of in ("out", "plain/out"))
+    torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=2e-5)
+
+
+def of_library(lines: list[Any]) -> list[Any]:
+    """What does not depend on how the library deals out what it evaluates."""
+    return [line for line in lines if line[1] == "eval_accuracy" or not line[1].startswith("eval")]
+
+
+def check_same_files(mine: Path, wanted: Path) -> None:
+    assert (mine / "model.safetensors").read_bytes() == (wanted / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("layout", ["copies", "pipeline", "cp"])
+def test_one_process_that_is_to_share_the_model_is_refused(layout: str, tmp_path: Path) -> None:
+    alone = Trainer(llama(), arguments(tmp_path), train_dataset=DATA, engine=in_memory(**{layout: 2}))
+    with pytest.raises(ConfigError, match=f"{layout}=2 is of several processes, and this is one: torchrun"):
+        alone.train()
+    with pytest.raises(ConfigError, match=f"{layout}=0: must be at least 1"):
+        in_memory(**{layout: 0})
+
+
+def test_losses_of_whole_sequences_are_refused_where_processes_share_each(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def compute_loss(self, *args: object, **more: object) -> torch.Tensor:
+            raise AssertionError
+
+    for cls, given, settings, named in (
+        (Own, {}, {}, "Own.compute_loss"),
+        (Trainer, {"compute_loss_func": lambda *_, **__: None}, {}, "compute_loss_func"),
+        (Trainer, {}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+    ):
+        with pytest.raises(ConfigError, match=f"cp=2 cannot be had with {named}"):
+            cls(llama(), arguments(tmp_path, **settings), train_dataset=DATA, engine=in_memory(cp=2), **given)
+    sharing = Trainer(llama(), arguments(tmp_path), eval_dataset=HELD_OUT, engine=in_memory(cp=2))
+    with pytest.raises(ConfigError, match=r"cp=2: .* evaluate the loss alone"):
+        sharing.prediction_step(sharing.model, HELD_OUT[0], prediction_loss_only=False)
+    assert PlainTrainer.compute_loss is Trainer.compute_loss

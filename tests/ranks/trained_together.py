@@ -1,0 +1,60 @@
+"""Runs of ``penstock.hf.Trainer`` and TRL's ``SFTTrainer`` whose processes take batches together, as torchrun starts
+them: a pipeline, which ends after a checkpoint, goes on from that, evaluates and saves; and ranks that share each
+sequence.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import transformers
+import trl
+
+from penstock.hf import SFTTrainer
+from tests.library_runs import StopAfter, arguments, llama, on_disk, shown
+from tests.ranks.trained import DATA, EVALUATED, HELD_OUT, trainer, tuned
+
+EACH = 4 // int(os.environ["WORLD_SIZE"])
+"""micro-batches of a step that each process is dealt"""
+
+
+def pipeline(folder: Path) -> None:
+    layout = {"pipeline": 2}
+    stopped = trainer(folder, EACH, layout=layout, callbacks=[StopAfter(3)])
+    stopped.train()
+    stopped.engine.close()
+    resumed = trainer(folder, EACH, seed=1, layout=layout)
+    resumed.train(resume_from_checkpoint=True)
+    resumed.save_model(str(folder / "out"))
+    predicted = resumed.predict(HELD_OUT)
+    found = {"shown": shown(resumed), "predicted": predicted.predictions.tolist()}
+    resumed.end()
+    own = tuned(SFTTrainer, folder / "trl", EACH, engine=on_disk(folder / "trl" / "store", strands=2, **layout))
+    own.save_model(str(folder / "trl" / "out"))
+    found |= {"own": shown(own), "plain": shown(tuned(trl.SFTTrainer, folder / "plain", EACH))}
+    own.end()
+    if own.is_world_process_zero():
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+def spans(folder: Path) -> None:
+    plain = transformers.Trainer(
+        model=llama(),
+        args=arguments(folder / "plain", gradient_accumulation_steps=EACH, **EVALUATED),
+        train_dataset=DATA,
+        eval_dataset=HELD_OUT,
+    )
+    plain.train()
+    plain.save_model(str(folder / "plain" / "out"))
+    own = trainer(folder, EACH, layout={"cp": 2, "strands": 4}, compute_metrics=None, model=llama())
+    own.train()
+    own.save_model(str(folder / "out"))
+    if own.is_world_process_zero():
+        (folder / "found.json").write_text(json.dumps({"own": shown(own), "plain": shown(plain)}))
+    own.end()
+
+
+if __name__ == "__main__":
+    pipeline(Path(sys.argv[1]) / "pipeline")
+    spans(Path(sys.argv[1]) / "spans")
