@@ -421,6 +421,28 @@ def test_layouts_of_several_hosts_are_compared_and_the_fastest_is_named(
     assert same == said.replace(", assumed: --latency says it", "").replace("2 x host", "2 x small")
 
 
+def test_layouts_of_ranks_that_share_each_sequence_are_compared(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config.parent / "host.json"
+    between = (Between(ranks=2, bandwidth=1e8, latency=1e-3), Between(ranks=4, bandwidth=1e8, latency=1e-3))
+    path.write_text(replace(MACHINE, between=between).to_json())
+    options = (config, "--hosts", f"2x2x{path}", "--network", "200Mbit/s", "--budget.host", "32MiB", "--cp", "2")
+    same = (*options[5:], "--stage", "3", "--micro_batch_size", "1")
+    data = json.loads(answered(capsys, *options, "--json"))
+    found = {one["name"]: one for one in data["layouts"]}
+    assert {"dp_shard 2 x cp 2, stage 3", "dp_replicate 2 x cp 2, stage 3", "pp 2 x cp 2"} <= found.keys()
+    assert found["pp 2 x cp 2"]["settings"]["cp"] == 2
+    assert all(one["tokens"] == 8 * 128 for one in found.values())
+    why = {one["name"]: one["why"] for one in data["refused"]}
+    assert why["pp 4 x cp 2"] == "cp=2: 1 rank cannot share sequences 2 by 2"
+    assert "2 ranks on each, 2 of which share each sequence" in answered(capsys, *options)
+    (shared,) = json.loads(answered(capsys, config, "--hosts", f"1x2x{path}", *same, "--json"))["layouts"]
+    alone = json.loads(answered(capsys, config, "--ranks", "2", "--machine", path, *same, "--json"))
+    assert shared["name"] == "cp 2, stage 3"
+    assert shared["seconds"] == alone["step"]["seconds"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

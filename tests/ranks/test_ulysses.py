@@ -351,6 +351,8 @@ def test_a_model_without_values_has_the_sizes_and_the_bytes_of_a_span(found: lis
             assert sizes(stages) == sizes(profile.program.stages)
     forward, backward = (sum(both[i].sent for both in profile.work) for i in (0, 1))
     assert (forward, backward) == (sent(max(LENGTHS)), 2 * sent(max(LENGTHS)))
+    forward, backward = (sum(both[i].exchanges for both in profile.work) for i in (0, 1))
+    assert (forward, backward) == (2 * BLOCKS, 4 * BLOCKS)  # to all tokens and back, once more, and gradients
 
 
 def sizes(stages: Sequence[Stage]) -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.launch import MOST_RANKS
 from penstock.cli.plan_text import LANES
 from penstock.cli.settings import load
-from penstock.cli.task import task_of
+from penstock.cli.task import shape_of, task_of
 from penstock.cli.words import columns
 from penstock.config import format_size, parse_size
 from penstock.config.rates import parse_delay, parse_rate
@@ -147,17 +147,17 @@ def _of_config(arguments: "FileArguments") -> Asked:
             f"schedule={config.schedule!r}: penstock plan --hosts compares vertical pipelines: give --schedule "
             "vertical, or leave --hosts out for what a step of this one takes"
         )
-    if config.cp > 1:
-        raise ConfigError(f"cp={config.cp}: penstock plan --hosts compares layouts without it: give --cp 1")
     check_drives(arguments.disk_free, None, config.budget)
     hosts = _hosts(arguments, config.budget.disk_paths)
     machine = hosts.kinds[0].machine
     if config.device is not None:
         check_device(machine, config.device)
-    task = task_of(replace(config, copies=1), machine)
+    task = replace(
+        task_of(replace(config, copies=1, cp=1), machine), shape=shape_of(config, machine.device.kind), profiles={}
+    )
     batch = arguments.batch or config.sequences_per_step
     size = config.micro_batch_size if arguments.batch is None else None
-    return Asked(task=task, hosts=hosts, batch=batch, size=size)
+    return Asked(task=task, hosts=hosts, batch=batch, size=size, cp=config.cp)
 
 
 # ---- for people
@@ -171,7 +171,8 @@ def describe(found: Comparison, *, assumed: bool) -> Iterator[str]:
         f"{task.shape.name}, {task.precision}, {task.optimizer}: {asked.batch:,} sequences of "
         f"{task.sequence_length:,} tokens a step"
     )
-    yield f"on {hosts.words}, {hosts.each} rank{'s' * (hosts.each > 1)} on each"
+    shared = f", {asked.cp} of which share each sequence" if asked.cp > 1 else ""
+    yield f"on {hosts.words}, {hosts.each} rank{'s' * (hosts.each > 1)} on each{shared}"
     nic = hosts.kinds[0].machine.nic
     if hosts.count > 1 and nic is not None:
         said = ", assumed: --latency says it" if assumed else ""

@@ -59,18 +59,18 @@ def compared(asked: Asked) -> Comparison:
 
 def layouts(asked: Asked) -> Iterator[Layout]:
     """The layouts that there are for the hosts, in the stages that are asked for, if any are."""
-    hosts, stage = asked.hosts, asked.task.stage
+    hosts, stage, cp = asked.hosts, asked.task.stage, asked.cp
     stages = _STAGES if stage is None else (stage,)
     for each in stages:
-        yield Layout(kind="shared", ranks=hosts.ranks, stage=each)
+        yield Layout(kind="shared", ranks=hosts.ranks, cp=cp, stage=each)
     if hosts.count > 1 and hosts.each > 1 and _may_have_copies(asked):
         for each in stages:
             if each:
-                yield Layout(kind="copies", ranks=hosts.ranks, stage=each, copies=hosts.count)
+                yield Layout(kind="copies", ranks=hosts.ranks, cp=cp, stage=each, copies=hosts.count)
     if stage is None:
-        yield Layout(kind="pipeline", ranks=hosts.ranks, stages=hosts.ranks)
+        yield Layout(kind="pipeline", ranks=hosts.ranks, cp=cp, stages=hosts.ranks)
         if hosts.count > 1 and hosts.each > 1:
-            yield Layout(kind="pipeline", ranks=hosts.ranks, stages=hosts.count)
+            yield Layout(kind="pipeline", ranks=hosts.ranks, cp=cp, stages=hosts.count)
 
 
 def _may_have_copies(asked: Asked) -> bool:

@@ -37,13 +37,14 @@ _LINKS = ("net", "nic")
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """A way for so many ranks to train together: they share all state, each copy of it, or are pipelines of ``stages``,
-    in which neighbours share what is one rank's."""
+    in which neighbours share what is one rank's. ``cp``: so many neighbours share each sequence."""
 
     kind: Literal["shared", "copies", "pipeline"]
     ranks: int
     stage: ZeroStage | None = None
     copies: int = 1
     stages: int = 1
+    cp: int = 1
 
     @property
     def beside(self) -> int:
@@ -51,30 +52,57 @@ class Layout:
         return self.ranks // self.stages
 
     @property
+    def each(self) -> int:
+        """The number of ranks that share a copy of the state, or a place of a pipeline."""
+        return self.ranks // self.copies // self.stages
+
+    @property
     def name(self) -> str:
         """By the axes of its mesh."""
-        if self.kind == "pipeline":
-            return f"pp {self.stages}" + (f" x dp_shard {self.beside}" if self.beside > 1 else "")
-        copies = f"dp_replicate {self.copies} x " if self.copies > 1 else ""
-        return f"{copies}dp_shard {self.ranks // self.copies}, stage {self.stage}"
+        axes = {"dp_replicate": self.copies, "pp": self.stages, "dp_shard": self.each // self.cp, "cp": self.cp}
+        shards = self.kind != "pipeline" and self.cp == 1
+        said = " x ".join(f"{axis} {n}" for axis, n in axes.items() if n > 1 or (axis == "dp_shard" and shards))
+        return said if self.kind == "pipeline" else f"{said}, stage {self.stage}"
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings that ask for it."""
-        if self.kind == "pipeline":
-            return {"pipeline": self.stages}
-        return {"stage": self.stage} | ({"copies": self.copies} if self.copies > 1 else {})
+        found: dict[str, Any] = {"pipeline": self.stages} if self.kind == "pipeline" else {"stage": self.stage}
+        return found | {key: n for key, n in (("copies", self.copies), ("cp", self.cp)) if n > 1}
+
+    def sharing(self, batch: int) -> int:
+        """The sequences of a step that a rank takes part in, of a ``batch``.
+
+        Raises:
+            ConfigError: ranks do not share sequences evenly, or sequences ranks.
+        """
+        if self.each % self.cp:
+            raise ConfigError(
+                f"cp={self.cp}: {self.each} rank{'s' * (self.each > 1)} cannot share sequences {self.cp} by {self.cp}"
+            )
+        groups = (self.beside if self.kind == "pipeline" else self.ranks) // self.cp
+        each, rest = divmod(batch, groups)
+        if rest or not each:
+            who = "pipelines" if self.kind == "pipeline" else "ranks"
+            by = f" that share each {self.cp} by {self.cp}" if self.cp > 1 else ""
+            raise ConfigError(
+                f"{batch} sequences cannot be shared evenly by {groups * self.cp} {who}{by}: give a batch of a "
+                f"multiple of {groups}"
+            )
+        return each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """A model to be trained by the ranks of some hosts. ``task``: of one rank with such a machine as the first host to
-    itself; ``batch``: sequences of a step; ``size``: of a micro-batch; None: that is chosen."""
+    itself; ``batch``: sequences of a step; ``size``: of a micro-batch; None: that is chosen. ``cp``: so many ranks
+    share each sequence, whose spans are those of the task's model."""
 
     task: Task
     hosts: Hosts
     batch: int
     size: int | None = None
+    cp: int = 1
 
     def __post_init__(self) -> None:
         for kind in self.hosts.kinds:
@@ -83,11 +111,14 @@ class Asked:
     def views(self, copies: int = 1) -> list[Machine]:
         """The machine as each rank sees it, by kind of host. A collective is over when the slowest link is done."""
         hosts = self.hosts
-        found = [of_each_rank(kind.machine, hosts.ranks, hosts=hosts.count, copies=copies) for kind in hosts.kinds]
-        across, network = (slowest([getattr(one, name) for one in found]) for name in ("across", "network"))
+        shared = {"hosts": hosts.count, "copies": copies, "cp": self.cp}
+        found = [of_each_rank(kind.machine, hosts.ranks, **shared) for kind in hosts.kinds]
+        links = ("across", "network", "of_sequence")
+        across, network, of_sequence = (slowest([getattr(one, name) for one in found]) for name in links)
+        found = [replace(one, across=across, of_sequence=of_sequence) for one in found]
         if copies > 1:  # within a copy, and its host, nobody waits for others
-            return [replace(one, across=across) for one in found]
-        return [replace(one, network=network, across=across) for one in found]
+            return found
+        return [replace(one, network=network) for one in found]
 
     def of_rank(self, machine: Machine, **changes: Any) -> Task:
         """The task of a rank that sees such a machine."""
@@ -178,14 +209,7 @@ def planned(asked: Asked, layout: Layout) -> Planned:
         BudgetError: it does not fit.
         ConfigError: the batch cannot be shared by so many ranks, or something else that is asked for cannot be.
     """
-    hosts, size = asked.hosts, asked.size
-    sequences, rest = divmod(asked.batch, hosts.ranks * (size or 1))
-    if rest or not sequences:
-        of = f" in micro-batches of {size}" if size else ""
-        raise ConfigError(
-            f"{asked.batch} sequences{of} cannot be shared evenly by {hosts.ranks} ranks: give a batch of a multiple "
-            f"of {hosts.ranks * (size or 1)}"
-        )
+    hosts, size, sequences = asked.hosts, asked.size, layout.sharing(asked.batch)
     views = asked.views(layout.copies)
     slowest_view = min(views, key=lambda view: view.device.flops.get(asked.task.precision, 0.0))
     copy = min((view.device.copy for view in views if view.device.copy is not None), default=None)
@@ -197,9 +221,20 @@ def planned(asked: Asked, layout: Layout) -> Planned:
         choice, split = choose(task, sequences)
         size = split.micro_batch_size
     else:
-        choice = search(task.question(size, sequences))
+        choice = search(task.question(size, in_micro_batches(sequences, size)))
     costs = tuple(_costs(task, choice, view, size) for view in views)
     return Planned(task=task, choice=choice, size=size, costs=costs)
+
+
+def in_micro_batches(sequences: int, size: int) -> int:
+    """The number of micro-batches of so many sequences.
+
+    Raises:
+        ConfigError: it is no whole number.
+    """
+    if sequences % size:
+        raise ConfigError(f"{sequences} sequences are no whole number of micro-batches of {size}")
+    return sequences // size
 
 
 def shared_by_all(asked: Asked, layout: Layout) -> Outcome:

@@ -12,12 +12,14 @@ class Work:
 
     ``flops``: of matrix products, a multiplication and an addition counted as two. ``traffic``: bytes that all other
     ops read from the device's memory and write to it. ``sent``: bytes that attention sends to ranks that share each
-    sequence. ``ops``: of torch, below autograd, each of which takes the host some time, however small it is.
+    sequence, in so many ``exchanges``. ``ops``: of torch, below autograd, each of which takes the host some time,
+    however small it is.
     """
 
     flops: int = 0
     traffic: int = 0
     sent: int = 0
+    exchanges: int = 0
     ops: int = 0
 
     def __add__(self, other: "Work") -> "Work":
@@ -25,11 +27,18 @@ class Work:
             flops=self.flops + other.flops,
             traffic=self.traffic + other.traffic,
             sent=self.sent + other.sent,
+            exchanges=self.exchanges + other.exchanges,
             ops=self.ops + other.ops,
         )
 
     def __sub__(self, other: "Work") -> "Work":
-        return self + Work(flops=-other.flops, traffic=-other.traffic, sent=-other.sent, ops=-other.ops)
+        return self + Work(
+            flops=-other.flops,
+            traffic=-other.traffic,
+            sent=-other.sent,
+            exchanges=-other.exchanges,
+            ops=-other.ops,
+        )
 
 
 NOTHING = Work()

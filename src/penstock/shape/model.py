@@ -140,13 +140,13 @@ def with_exchanges(times: StageTimes, work: Sequence[BothWays], machine: Machine
     if network is None:
         assert not any(way.sent for both in work for way in both), "nobody shares the sequences"
         return times
-    pace = 1 / network.bandwidth
 
-    def longer(seconds: Sequence[float], sent: Iterable[int]) -> tuple[float, ...]:
-        return tuple(own + nbytes * pace for own, nbytes in zip(seconds, sent, strict=True))
+    def longer(seconds: Sequence[float], ways: Iterable[Work]) -> tuple[float, ...]:
+        waits = (way.sent / network.bandwidth + way.exchanges * network.latency for way in ways)
+        return tuple(map(sum, zip(seconds, waits, strict=True)))
 
     return replace(
         times,
-        forward=longer(times.forward, (forward.sent for forward, _ in work)),
-        backward=longer(times.backward, (backward.sent for _, backward in work)),
+        forward=longer(times.forward, (forward for forward, _ in work)),
+        backward=longer(times.backward, (backward for _, backward in work)),
     )

@@ -228,7 +228,7 @@ class Probe:
 
     def _work(self) -> Work:
         """All that was computed and sent so far."""
-        return self._watch.work + Work(sent=self._tape.sent)
+        return self._watch.work + Work(sent=self._tape.sent, exchanges=self._tape.exchanges)
 
     def _pack(self, tensor: torch.Tensor) -> graph.SavedTensor | graph.WeightView:
         birth = self._watch.birth(tensor)

@@ -177,6 +177,11 @@ class Tape:
         """Bytes that attention has sent so far to ranks that share sequences with this one."""
         return 0 if self._ulysses is None else self._ulysses.sent
 
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges in which attention has sent these."""
+        return 0 if self._ulysses is None else self._ulysses.exchanges
+
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin(

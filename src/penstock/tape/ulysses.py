@@ -69,6 +69,8 @@ class Ulysses:
         self._tried: set[int] = set()
         self.sent = 0
         """bytes that were sent to other ranks so far, or would have been by one that is by itself"""
+        self.exchanges = 0
+        """the number of exchanges in which they were"""
         config: Any = getattr(model, "config", None)
         if not hasattr(config, "to_dict") or not hasattr(model, "set_attn_implementation"):
             self._refuse("it is no model of transformers")
@@ -263,6 +265,7 @@ class Ulysses:
         def counted(out: torch.Tensor, rows: torch.Tensor) -> None:
             exchange(out, rows)
             self.sent += rows.nbytes // self.cp * (self.cp - 1)
+            self.exchanges += 1
 
         return cast(torch.Tensor, _Exchanged.apply(rows, counted))  # type: ignore[no-untyped-call]
 
