@@ -53,6 +53,12 @@ def spans(folder: Path) -> None:
     if own.is_world_process_zero():
         (folder / "found.json").write_text(json.dumps({"own": shown(own), "plain": shown(plain)}))
     own.end()
+    logged = {"plain": shown(tuned(trl.SFTTrainer, folder / "trl" / "plain", EACH))}
+    own = tuned(SFTTrainer, folder / "trl", EACH, engine=on_disk(folder / "trl" / "store", cp=2))
+    logged["own"] = shown(own)
+    own.end()
+    if own.is_world_process_zero():
+        (folder / "trl" / "found.json").write_text(json.dumps(logged))
 
 
 if __name__ == "__main__":

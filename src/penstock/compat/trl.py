@@ -1,7 +1,7 @@
 """Private names of TRL: where its ``SFTTrainer`` keeps books."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,18 @@ class Books:
         if is_count:
             self.counts.append(gathered.item())
         return is_count
+
+    def add_span(self, other: "Books") -> None:
+        """Count what those of another span of the same sequences have counted, too."""
+        self.counts = [own + theirs for own, theirs in zip(self.counts, other.counts, strict=True)]
+
+    def count_tokens(self, batch: Mapping[str, Any]) -> None:
+        """Count the tokens of a whole batch as TRL does in training, in the place of those of its spans and padding."""
+        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+        if mask is not None:
+            self.counts[3] = float(mask.sum())
+        elif positions is not None:
+            self.counts[3] = positions.size(1)
 
     def of_processes(self, mode: str, counts: Sequence[Sequence[float]]) -> bool:
         """Make the notes of one micro-batch those of several: what each of their processes has counted. False: it has

@@ -75,9 +75,11 @@ def loss_of_piece(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Ten
 
 
 def of_spans(found: Sequence[Notes]) -> Notes:
-    """The notes of a batch, of those of each span of its sequences: losses add up."""
+    """The notes of a batch, of those of each span of its sequences: losses add up, and so does what books count."""
     first, *others = found
     for other in others:
         if first.result is not None and other.result is not None:
             first.result = (first.result[0] + other.result[0], None, None)
+        if first.books is not None and other.books is not None:
+            first.books.add_span(other.books)
     return first

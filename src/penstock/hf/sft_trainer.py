@@ -1,10 +1,15 @@
 """TRL's ``SFTTrainer`` on the engine: its data preparation, packing, losses and metrics, with the engine's steps."""
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
+from torch import nn
 
 from penstock.compat.accelerate import counted_values, note_metrics
 from penstock.compat.trl import Bookkeeping, Books
 from penstock.compat.trl import SFTTrainer as PlainSFTTrainer
+from penstock.engine.labels import IGNORED
 from penstock.errors import ConfigError, ModelError
 from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.pieces import Notes, current_notes
@@ -49,9 +54,29 @@ class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
         assert isinstance(notes.books, Books)
         return notes.books
 
-    def _after_notes(self, notes: list[Notes]) -> None:
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """TRL's own; of a span of sequences that ranks share, where TRL takes the mean of its labels, its part of the
+        mean of all spans'."""
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
+        if self._engine_arguments.cp == 1 or num_items_in_batch is not None:
+            return found
+        return found * inputs["shift_labels"].ne(IGNORED).sum() / inputs["num_items_in_batch"]
+
+    losses_of_spans = (compute_loss,)
+
+    def _after_notes(self, notes: list[Notes], batches: Sequence[Any]) -> None:
         """Enter what each micro-batch has noted, in their order."""
         kept = self.books
+        assert self.model is not None
+        if self._engine_arguments.cp > 1 and self.model.training:
+            for one, batch in zip(notes, batches, strict=True):
+                one.books.count_tokens(batch)
         if self.args.world_size > 1:
             self._count_with_others(notes)
         for books in (one.books for one in notes):

@@ -63,6 +63,9 @@ class EngineMixin(TrainerSteps):
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
 
+    losses_of_spans: tuple[Any, ...] = (transformers.Trainer.compute_loss,)
+    """forms of ``compute_loss`` that give a span of sequences its part of their loss"""
+
     def __init__(self, *args: Any, engine: EngineArguments, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         for name in _FOREIGN:
@@ -264,7 +267,7 @@ class EngineMixin(TrainerSteps):
         def step(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
             self._stats = self.engine.step(micro_batches, loss_weights=weights, position=self.engine.position)
 
-        self._after_notes(self._taken_by_engine(step, batches, losses, weights))
+        self._after_notes(self._taken_by_engine(step, batches, losses, weights), batches)
         assert self._stats is not None
         return torch.tensor(self._stats.loss, device=self.args.device)
 
@@ -323,8 +326,8 @@ class EngineMixin(TrainerSteps):
     def norm_of_step(self) -> float:
         return self._taken().grad_norm
 
-    def _after_notes(self, notes: list[Notes]) -> None:
-        """Take over the ``notes`` of each micro-batch after a step; for subclasses whose loss keeps books."""
+    def _after_notes(self, notes: list[Notes], batches: Sequence[Any]) -> None:
+        """Take over the ``notes`` of each batch after a step; for subclasses whose loss keeps books."""
 
     # ---- evaluation
 
@@ -367,7 +370,7 @@ class EngineMixin(TrainerSteps):
 
         self._items = self.items_of([inputs])
         (notes,) = self._taken_by_engine(evaluate, [inputs], [loss], [1.0])
-        self._after_notes([notes])
+        self._after_notes([notes], [inputs])
         assert notes.result is not None
         return notes.result
 

@@ -12,8 +12,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import transformers
-
 from penstock.errors import ConfigError
 from penstock.ranks.start import can_start_again
 
@@ -199,9 +197,10 @@ def check_spans(trainer: Any, cp: int) -> None:
         return
     smoothing = trainer.args.label_smoothing_factor
     for asked, what in (
-        (type(trainer).compute_loss is not transformers.Trainer.compute_loss, f"{type(trainer).__name__}.compute_loss"),
+        (type(trainer).compute_loss not in trainer.losses_of_spans, f"{type(trainer).__name__}.compute_loss"),
         (trainer.compute_loss_func is not None, "compute_loss_func"),
         (smoothing > 0, f"label_smoothing_factor={smoothing:g}"),
+        (getattr(trainer, "aux_loss_enabled", False), "a router's loss (output_router_logits)"),
     ):
         if asked:
             raise ConfigError(
