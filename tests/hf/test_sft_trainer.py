@@ -158,4 +158,4 @@ def test_private_methods_of_the_libraries_are_overridden_in_compat_alone() -> No
 def test_public_names_of_the_libraries_mean_what_they_do_there() -> None:
     """Users call them. These are overridden, with what they take and give; no other is taken for something else."""
     names = {"create_accelerator_and_postprocess", "create_optimizer", "end", "evaluation_loop", "get_train_dataloader"}
-    assert public_overrides(SFTTrainer) == names | {"prediction_step", "train", "training_step"}
+    assert public_overrides(SFTTrainer) == names | {"compute_loss", "prediction_step", "train", "training_step"}
