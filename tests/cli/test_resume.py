@@ -49,6 +49,27 @@ def test_a_run_goes_on_from_its_folder_wherever_that_is_now(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_whose_data_have_been_moved_goes_on_with_the_same_ones_alone(
+    config: Path, tmp_path: Path, whole_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    (moved := text.rename(tmp_path / "elsewhere.txt"))
+    (other := tmp_path / "other.txt").write_text(moved.read_text().swapcase())
+    capsys.readouterr()
+    for words, says in (
+        ([], "text.txt' matches no file (relative to"),
+        ([], "If the run's data are elsewhere now: --data.sources PATH"),
+        (["--data.sources", str(other)], f"{other} has changed since (other bytes)"),
+        (["--data.sources", str(moved), "--data.sequence_length", "64"], "was started with data.sequence_length=32"),
+    ):
+        assert main(["resume", str(run), "--steps", "4", *words]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["resume", str(run), "--steps", "4", "--data.sources", str(moved)]) == 0
+    assert _numbers(run) == _numbers(whole_run)
+    assert settings.load(run / "config.yaml").data.sources == str(moved)
+
+
 def test_a_run_in_tiles_goes_on_to_the_same_bits_and_exports_the_models_own_names(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

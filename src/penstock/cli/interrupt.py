@@ -7,6 +7,8 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -15,17 +17,22 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_HANGUP = 1.0
 """Seconds within which SIGHUP again is no second request: shell and kernel each send one when a terminal closes."""
 
+_HEARD = 1.0
+"""Seconds that the main thread waits at most for a signal to be heard, which takes a millisecond."""
+
 
 class Interrupt:
     """While this context is active, ``requested`` tells the loop to stop after the step it is in.
 
     Signals are heard by a thread of its own, to which their numbers are written as they arrive: Python would call a
     handler in the main thread alone, when that runs Python again, and it may be about to wait for lanes, for another
-    rank or for an op, where nothing tells it of a signal that came just before.
+    rank or for an op, where nothing tells it of a signal that came just before. Where it does run Python, it waits
+    until the signal has been heard: ``requested`` is true before its next line.
 
-    ``notice`` is called in that thread with a line for the user. On the second signal ``last_words`` is called and the
-    process ends without unwinding: lanes in the middle of a transfer cannot be waited for. A SIGHUP that is ignored
-    when this begins (``nohup``) stays so. A process that is forked meanwhile has the handlers from before.
+    ``notice`` is called in that thread with a line for the user, and may wait for nothing that the main thread holds.
+    On the second signal ``last_words`` is called and the process ends without unwinding: lanes in the middle of a
+    transfer cannot be waited for. A SIGHUP that is ignored when this begins (``nohup``) stays so. A process that is
+    forked meanwhile has the handlers from before.
     """
 
     def __init__(self, notice: Callable[[str], None], last_words: Callable[[], None]) -> None:
@@ -37,6 +44,7 @@ class Interrupt:
         self._told_before = -1
         self._ears, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
+        self._heard: SimpleQueue[None] = SimpleQueue()  # which a handler may wait at within another one's wait
         self._listener = threading.Thread(target=self._listen, name="penstock-signals", daemon=True)
 
     @property
@@ -67,7 +75,7 @@ class Interrupt:
         _active = self
         for number in _SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, _heard)
+                self._before[number] = signal.signal(number, self._wait_until_heard)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -86,10 +94,18 @@ class Interrupt:
         self._before.clear()
         signal.set_wakeup_fd(self._told_before)
 
+    def _wait_until_heard(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread, where Python calls this once at most for each number that is written."""
+        with suppress(Empty):
+            self._heard.get(timeout=_HEARD)
+
     def _listen(self) -> None:
         while numbers := self._ears.recv(1):
             if numbers[0] in _SIGNALS:
-                self._receive(numbers[0])
+                try:
+                    self._receive(numbers[0])
+                finally:
+                    self._heard.put(None)
 
     def _receive(self, number: int) -> None:
         if self._received is None:
@@ -103,10 +119,6 @@ class Interrupt:
 
 
 _active: Interrupt | None = None
-
-
-def _heard(number: int, frame: FrameType | None) -> None:
-    """The number of the signal has been written to the listener."""
 
 
 class _Forking(threading.local):

@@ -26,7 +26,12 @@ def check_named_files(config: TrainConfig, start: Start) -> None:
             "file"
         )
     check_installed(config.trackers)
-    _check_data(config.data)
+    try:
+        _check_data(config.data)
+    except ConfigError as error:
+        if start != "resume":
+            raise
+        raise ConfigError(f"{error}. If the run's data are elsewhere now: --data.sources PATH") from error
     for key, folder in (
         ("data.prepared", config.data.prepared),
         *(("budget.disk", p) for p in config.budget.disk_paths),

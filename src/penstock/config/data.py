@@ -1,9 +1,9 @@
 """Settings of the data to train on: sources, tokenizer, validation."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from penstock.config.sizes import TEXT_LEAST, check_size, parse_size
 from penstock.errors import ConfigError
@@ -234,6 +234,15 @@ class DataConfig:
         """The folder of prepared data: in the run's own folder, or one that several runs share."""
         return Path(self.prepared) if self.prepared else run / "data"
 
+    def without_places(self) -> "DataConfig":
+        """The settings without the places of files, of which a run that goes on compares the contents."""
+        changes: dict[str, Any] = {"sources": _without_places(self.each_source), "prepared": None}
+        if self.validation is not None and self.validation.sources is not None:
+            held_out = _without_places(each_source(self.validation.sources))
+            changes["validation"] = replace(self.validation, sources=held_out)
+        changes |= {key: "a file" for key in ("tokenizer", "chat_template") if isinstance(getattr(self, key), str)}
+        return replace(self, **changes)
+
     @property
     def training(self) -> TokenizerTrainingConfig | None:
         """Settings of the training of a tokenizer; None: it exists."""
@@ -264,6 +273,10 @@ class DataConfig:
 
 def each_source(sources: str | tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
     return (SourceConfig(path=sources),) if isinstance(sources, str) else sources
+
+
+def _without_places(sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+    return tuple(replace(source, path="a file" if source.dtype is None else "a.bin") for source in sources)
 
 
 def check_sources(key: str, sources: tuple[SourceConfig, ...]) -> None:

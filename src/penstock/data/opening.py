@@ -93,7 +93,7 @@ def open_data(
     if known is not None and (changed := identity.difference(known)) is not None:
         raise ConfigError(
             f"the data of the run in {run} are not what they were: {changed}. A resumed run must see the same data: "
-            "put them back, or start another run"
+            "put them back, say where they are (--data.sources), or start another run"
         )
     if position is not None:
         require_place(position, identity.fingerprint)
