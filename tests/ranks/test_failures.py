@@ -213,7 +213,7 @@ def unlike(mesh: DeviceMesh, what: str) -> None:
 UNLIKE = {
     "model": "model",
     "values": "values of the model, before its first step",
-    "lr": "settings of the optimizer",
+    "lr": "lr of param group 0, and theirs differ (rank 0: 0.001; rank 1: 0.5)",
     "evaluates": "call, and theirs differ (rank 0: step; rank 1: evaluate)",
     "reads": "call, and theirs differ (rank 0: step; rank 1: values)",
     "order": "values to read",

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -209,7 +209,9 @@ class Engine:
         given = batch.given_weights(micro_batches, loss_weights)
         if self._ranks.size > 1:
             settings = {"call": call, "step": self.step_count, "use of loss_weights": given is not None}
-            self._ranks.agree_on_each(settings | {"settings of the optimizer": repr(self.optimizer.hypers())})
+            hypers = [asdict(hyper) for hyper in self.optimizer.hypers()]
+            of_groups = {f"{key} of param group {i}": repr(own[key]) for i, own in enumerate(hypers) for key in own}
+            self._ranks.agree_on_each(settings | of_groups)
         if self._ranks.are_pipeline:
             shared = {"micro-batches, which ranks of a pipeline share": batch.digest(micro_batches, given)}
             self._ranks.pipe.agree_on_each(shared)
