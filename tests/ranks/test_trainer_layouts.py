@@ -77,6 +77,7 @@ def test_losses_of_whole_sequences_are_refused_where_processes_share_each(tmp_pa
         (Own, {}, {}, "Own.compute_loss"),
         (Trainer, {"compute_loss_func": lambda *_, **__: None}, {}, "compute_loss_func"),
         (Trainer, {}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+        (Trainer, {}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0, which goes by a sequence's length"),
     ):
         with pytest.raises(ConfigError, match=f"cp=2 cannot be had with {named}"):
             cls(llama(), arguments(tmp_path, **settings), train_dataset=DATA, engine=in_memory(cp=2), **given)

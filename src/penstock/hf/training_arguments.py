@@ -188,18 +188,19 @@ def check_launch(trainer: Any) -> None:
 
 
 def check_spans(trainer: Any, cp: int) -> None:
-    """Refuse losses of whole sequences where ``cp`` ranks share each: each has a span, whose losses are added up.
+    """Refuse what is made of whole sequences where ``cp`` ranks share each: each has a span, whose losses are added up.
 
     Raises:
-        ConfigError: the loss is another one than the model's own.
+        ConfigError: the loss is none of the model's own or TRL's; or noise is added to embeddings.
     """
     if cp == 1:
         return
-    smoothing = trainer.args.label_smoothing_factor
+    smoothing, noise = trainer.args.label_smoothing_factor, trainer.args.neftune_noise_alpha
     for asked, what in (
         (type(trainer).compute_loss not in trainer.losses_of_spans, f"{type(trainer).__name__}.compute_loss"),
         (trainer.compute_loss_func is not None, "compute_loss_func"),
         (smoothing > 0, f"label_smoothing_factor={smoothing:g}"),
+        (noise is not None, f"neftune_noise_alpha={noise}, which goes by a sequence's length"),
         (getattr(trainer, "aux_loss_enabled", False), "a router's loss (output_router_logits)"),
     ):
         if asked:
