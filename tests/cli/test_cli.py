@@ -534,3 +534,13 @@ def test_no_file_that_a_command_opens_has_the_number_of_a_standard_stream_that_w
             code += 10 * (os.open(tmp_path, os.O_RDONLY) in closed)
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+def test_a_working_directory_that_is_gone_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["resume", str(tmp_path / "run")]) == 2
+    assert "the working directory cannot be told" in capsys.readouterr().err

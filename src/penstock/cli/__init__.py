@@ -108,8 +108,19 @@ def _command(words: Sequence[str]) -> int:
                 raise ConfigError(unknown(word, list(COMMANDS), takes="penstock", what="command"))
             if process_count() > 1 and word not in _OF_RANKS:
                 raise ConfigError(f"penstock {word} runs in one process: start it without torchrun")
+            _require_here()
             return COMMANDS[word](rest)
     return 0
+
+
+def _require_here() -> None:
+    """Raises:
+    ConfigError: the working directory has been removed, which paths are relative to, and which libraries ask for.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the working directory cannot be told ({error.strerror}): cd to one that is there") from None
 
 
 def _show_warning(
