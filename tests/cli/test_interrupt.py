@@ -76,18 +76,44 @@ def test_a_forked_process_is_not_heard_for_its_parent() -> None:
         """    while not (interrupt.requested and sys.argv[1] == "whole steps"):
         time.sleep(0.01)
 """,
-        """    child = os.fork()
+        """    leaving = os.fork()
+    if leaving == 0:
+        sys.exit(0)
+    assert os.waitpid(leaving, 0)[1] == 0
+    child = os.fork()
     if child == 0:
         time.sleep(600)
     for _ in range(2):
         os.kill(child, signal.SIGTERM)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), interrupt.requested)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(interrupt.requested)
 """,
     )
     assert "fork" in body
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.stdout.split() == ["ready", "-15", "False", "stopped"]
-    assert done.returncode == 0
+    assert done.stdout.split() == ["ready", "-15", "False", "True", "stopped"]
+    assert done.returncode == 128 + signal.SIGTERM
+
+
+def test_what_cannot_be_said_keeps_no_signal_from_being_heard() -> None:
+    body = LOOP.replace(
+        "with Interrupt(display.notice, display.last_words)",
+        "def fail(text=''):\n    raise OSError(text)\nwith Interrupt(fail, fail)",
+    ).replace(
+        """    while not (interrupt.requested and sys.argv[1] == "whole steps"):
+        time.sleep(0.01)
+""",
+        """    import os, signal
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(interrupt.requested, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(600)
+""",
+    )
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.stdout.split() == ["ready", "True"]
+    assert done.returncode == 128 + signal.SIGINT
 
 
 def test_a_terminal_that_closes_with_two_signals_at_once_is_one_request() -> None:

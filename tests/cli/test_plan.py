@@ -437,6 +437,13 @@ def test_layouts_of_ranks_that_share_each_sequence_are_compared(
     why = {one["name"]: one["why"] for one in data["refused"]}
     assert why["pp 4 x cp 2"] == "cp=2: 1 rank cannot share sequences 2 by 2"
     assert "2 ranks on each, 2 of which share each sequence" in answered(capsys, *options)
+    for more, says in (
+        (("--batch", "7"), "by 4 ranks that share each 2 by 2: give a batch of a multiple of 2"),
+        (("--strands", "2"), "strands=2 with 4 ranks: must be 4 times a power of two"),
+    ):
+        uneven = json.loads(answered(capsys, *options, *more, "--json"))
+        assert [one["name"] for one in uneven["layouts"]] == ["pp 2 x cp 2"]
+        assert says in {one["name"]: one["why"] for one in uneven["refused"]}["dp_shard 2 x cp 2, stage 3"]
     (shared,) = json.loads(answered(capsys, config, "--hosts", f"1x2x{path}", *same, "--json"))["layouts"]
     alone = json.loads(answered(capsys, config, "--ranks", "2", "--machine", path, *same, "--json"))
     assert shared["name"] == "cp 2, stage 3"

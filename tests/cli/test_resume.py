@@ -56,10 +56,12 @@ def test_a_run_whose_data_have_been_moved_goes_on_with_the_same_ones_alone(
     assert main(["train", str(config), "--steps", "2"]) == 0
     (moved := text.rename(tmp_path / "elsewhere.txt"))
     (other := tmp_path / "other.txt").write_text(moved.read_text().swapcase())
+    shutil.copy(moved, read_otherwise := tmp_path / "elsewhere.jsonl")
     capsys.readouterr()
     for words, says in (
         ([], "text.txt' matches no file (relative to"),
-        ([], "If the run's data are elsewhere now: --data.sources PATH"),
+        ([], "If it has been moved, give data.sources with the place that it has now"),
+        (["--data.sources", str(read_otherwise)], f"was started with data.sources='{text}', not '{read_otherwise}'"),
         (["--data.sources", str(other)], f"{other} has changed since (other bytes)"),
         (["--data.sources", str(moved), "--data.sequence_length", "64"], "was started with data.sequence_length=32"),
     ):

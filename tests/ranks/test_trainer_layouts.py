@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer as PlainTrainer
 
-from penstock.errors import ConfigError
-from penstock.hf import SFTTrainer, Trainer
+from penstock.errors import ConfigError, ModelError
+from penstock.hf import SFTTrainer, Trainer, joint
+from penstock.ranks.group import ALONE, Ranks
 from tests.library_runs import arguments, check_same, in_memory, llama, on_disk, shown
 from tests.ranks.launched import Launched
 from tests.ranks.trained import DATA, HELD_OUT, trainer, tuned
@@ -59,10 +60,66 @@ def check_same_files(mine: Path, wanted: Path) -> None:
     assert (mine / "model.safetensors").read_bytes() == (wanted / "model.safetensors").read_bytes()
 
 
+class Some(Ranks):
+    """One of several ranks that are asked one after the other: what each says is kept for those behind it."""
+
+    def __init__(self, rank: int, size: int, stages: int, cp: int, said: dict[str, list[Any]]) -> None:
+        self.rank, self.size, self.stages, self.cp, self._said = rank, size, stages, cp, said
+
+    @property
+    def sharing(self) -> Ranks:
+        beside = self.size // self.stages
+        return self if self.stages == 1 else Some(self.rank % beside, beside, 1, self.cp, {})
+
+    @property
+    def pipe(self) -> Ranks:
+        beside = self.size // self.stages
+        return Some(self.rank // beside, self.stages, self.stages, 1, {}) if self.stages > 1 else ALONE
+
+    def gather_objects(self, what: str, value: Any) -> list[Any]:
+        return self._said[what].pop(0)
+
+
+@pytest.mark.parametrize(
+    ("size", "stages", "cp"), [(4, 4, 1), (4, 2, 1), (4, 1, 2), (4, 1, 4), (8, 2, 2), (8, 2, 1), (8, 1, 2)]
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_each_rank_is_told_what_came_of_its_own_batches(size: int, stages: int, cp: int, at_once: bool) -> None:
+    """Ranks take the batches of their group in the order of one process, and those with the loss give them back."""
+    each, beside = 3, size // stages
+    groups = beside // cp
+    dealt = [[(rank, i) for i in range(each)] for rank in range(size)]
+    whole = [one for own in dealt for one in own]
+    taken = [joint.theirs(Some(rank, size, stages, cp, {"batches": [dealt]}), dealt[rank]) for rank in range(size)]
+    for rank in range(size):
+        group = rank % beside // cp
+        assert taken[rank] == whole[group * len(whole) // groups : (group + 1) * len(whole) // groups]
+    came = [[f"of {one} on {rank}" for one in taken[rank]] for rank in range(size)]
+    has_loss = [rank < beside for rank in range(size)]
+    step = len(taken[0]) if at_once else 1
+    rounds = [
+        [(rank % beside // cp, came[rank][i : i + step] if has_loss[rank] else []) for rank in range(size)]
+        for i in range(0, len(taken[0]), step)
+    ]
+    for rank in range(size):
+        ranks = Some(rank, size, stages, cp, {"what has come of batches": list(rounds)})
+        found = joint.given_back(ranks, came[rank], at_once=at_once)
+        wanted = [[f"of {one} on {r}" for r in range(size) if has_loss[r] and one in taken[r]] for one in dealt[rank]]
+        assert found == wanted
+        assert {len(of_one) for of_one in found} == {cp}
+
+
+def test_ranks_with_unlike_numbers_of_batches_are_refused() -> None:
+    with pytest.raises(ModelError, match="processes have 1 and 2 micro-batches of a step"):
+        joint.theirs(Some(0, 2, 2, 1, {"batches": [[[0], [1, 2]]]}), [0])
+
+
 @pytest.mark.parametrize("layout", ["copies", "pipeline", "cp"])
 def test_one_process_that_is_to_share_the_model_is_refused(layout: str, tmp_path: Path) -> None:
     alone = Trainer(llama(), arguments(tmp_path), train_dataset=DATA, engine=in_memory(**{layout: 2}))
-    with pytest.raises(ConfigError, match=f"{layout}=2 is of several processes, and this is one: torchrun"):
+    least = 4 if layout == "copies" else 2
+    said = f"{layout}=2 is of several processes, and this is one: torchrun --nproc-per-node {least} SCRIPT"
+    with pytest.raises(ConfigError, match=said):
         alone.train()
     with pytest.raises(ConfigError, match=f"{layout}=0: must be at least 1"):
         in_memory(**{layout: 0})
@@ -76,6 +133,7 @@ def test_losses_of_whole_sequences_are_refused_where_processes_share_each(tmp_pa
     for cls, given, settings, named in (
         (Own, {}, {}, "Own.compute_loss"),
         (Trainer, {"compute_loss_func": lambda *_, **__: None}, {}, "compute_loss_func"),
+        (Trainer, {"compute_metrics": lambda _: {}}, {}, "compute_metrics"),
         (Trainer, {}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
         (Trainer, {}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0, which goes by a sequence's length"),
     ):

@@ -39,10 +39,9 @@ def trainer(folder: Path, each: int, seed: int = 0, layout: dict[str, int] | Non
     settings = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": each}
     return Trainer(
         args=arguments(folder / "run", **settings, **EVALUATED),
-        train_dataset=DATA,
         eval_dataset=HELD_OUT,
         engine=on_disk(drive(folder / "store"), **{"strands": 2} | (layout or {})),
-        **{"model": llama(seed=seed, dropout=0.1), "compute_metrics": accuracy} | given,
+        **{"model": llama(seed=seed, dropout=0.1), "train_dataset": DATA, "compute_metrics": accuracy} | given,
     )
 
 

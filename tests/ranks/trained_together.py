@@ -39,15 +39,18 @@ def pipeline(folder: Path) -> None:
 
 
 def spans(folder: Path) -> None:
+    """Some batches have no label that counts, as in the library's own run."""
+    data = [{**row, "labels": [-100] * len(row["labels"])} if i in (2, 3, 9) else row for i, row in enumerate(DATA)]
     plain = transformers.Trainer(
         model=llama(),
         args=arguments(folder / "plain", gradient_accumulation_steps=EACH, **EVALUATED),
-        train_dataset=DATA,
+        train_dataset=data,
         eval_dataset=HELD_OUT,
     )
     plain.train()
     plain.save_model(str(folder / "plain" / "out"))
-    own = trainer(folder, EACH, layout={"cp": 2, "strands": 4}, compute_metrics=None, model=llama())
+    layout = {"cp": 2, "strands": 4}
+    own = trainer(folder, EACH, layout=layout, compute_metrics=None, model=llama(), train_dataset=data)
     own.train()
     own.save_model(str(folder / "out"))
     if own.is_world_process_zero():

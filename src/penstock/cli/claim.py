@@ -410,13 +410,13 @@ def _leave(folder: Path, lock: DirectoryLock, *, ours: bool) -> None:
 
 def check_same_data(config: TrainConfig, before: TrainConfig) -> None:
     """A resumed run goes on with the model that it has, where it was in its text: what decides these must be as it was.
-    Files may be in another place: whoever opens the data compares their contents.
+    Documents may be in another place: whoever opens the data compares their contents.
 
     Raises:
         ConfigError: something is not as it was ``before``.
     """
     before = replace(before, model=replace(before.model, trust_remote_code=config.model.trust_remote_code))
-    before, config = (replace(one, data=one.data.without_places()) for one in (before, config))
+    config = replace(config, data=config.data.placed_as(before.data))
     for key in ("model", "lora", "data", "sequences_per_step", "micro_batch_size", "seed"):
         if getattr(before, key) != getattr(config, key):
             name = "batch" if key == "sequences_per_step" else key

@@ -41,7 +41,7 @@ class Interrupt:
         self._received: signal.Signals | None = None
         self._when = 0.0
         self._before: dict[signal.Signals, signal._HANDLER] = {}
-        self._told_before = -1
+        self._told_before, self._process = -1, os.getpid()
         self._ears, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
         self._heard: SimpleQueue[None] = SimpleQueue()  # which a handler may wait at within another one's wait
@@ -80,8 +80,9 @@ class Interrupt:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.hand_back()
-        self._mouth.shutdown(socket.SHUT_WR)  # by which the listener ends, whatever copies of it others have
-        self._listener.join()
+        if os.getpid() == self._process:  # and not one that was forked meanwhile
+            self._mouth.shutdown(socket.SHUT_WR)  # by which the listener ends, whatever copies of it others have
+            self._listener.join(_HEARD)
         self._mouth.close()
         self._ears.close()
 
@@ -102,19 +103,19 @@ class Interrupt:
     def _listen(self) -> None:
         while numbers := self._ears.recv(1):
             if numbers[0] in _SIGNALS:
-                try:
-                    self._receive(numbers[0])
-                finally:
-                    self._heard.put(None)
+                self._receive(numbers[0])
+                self._heard.put(None)
 
     def _receive(self, number: int) -> None:
         if self._received is None:
             self._received, self._when = signal.Signals(number), time.monotonic()
-            self.leave_lost_terminal()
-            self._notice("Stopping after this step. A second time stops at once, in the middle of it.")
+            with suppress(Exception):  # what cannot be said ends nothing
+                self.leave_lost_terminal()
+                self._notice("Stopping after this step. A second time stops at once, in the middle of it.")
         elif not (number == self._received == signal.SIGHUP and time.monotonic() < self._when + _SAME_HANGUP):
-            self.leave_lost_terminal()
-            self._last_words()
+            with suppress(Exception):
+                self.leave_lost_terminal()
+                self._last_words()
             os._exit(128 + number)
 
 

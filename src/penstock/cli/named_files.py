@@ -26,12 +26,7 @@ def check_named_files(config: TrainConfig, start: Start) -> None:
             "file"
         )
     check_installed(config.trackers)
-    try:
-        _check_data(config.data)
-    except ConfigError as error:
-        if start != "resume":
-            raise
-        raise ConfigError(f"{error}. If the run's data are elsewhere now: --data.sources PATH") from error
+    _check_data(config.data, may_have_moved=start == "resume")
     for key, folder in (
         ("data.prepared", config.data.prepared),
         *(("budget.disk", p) for p in config.budget.disk_paths),
@@ -51,12 +46,20 @@ def _check_folder(key: str, folder: Path) -> None:
         raise ConfigError(f"{key}={str(folder)!r}: {there} is a file: give a folder")
 
 
-def _check_data(data: DataConfig) -> None:
+def _check_data(data: DataConfig, *, may_have_moved: bool) -> None:
     from penstock.data.sources.find import local_source
 
     held_out = data.validation.sources if data.validation is not None else None
-    for source in (*data.each_source, *(each_source(held_out) if held_out is not None else ())):
-        local_source(source)
+    for key, sources in (("data.sources", data.sources), ("data.validation.sources", held_out)):
+        for source in () if sources is None else each_source(sources):
+            try:
+                local_source(source)
+            except ConfigError as error:
+                if not may_have_moved:
+                    raise
+                raise ConfigError(
+                    f"{error}. If it has been moved, give {key} with the place that it has now"
+                ) from error
     for key in ("tokenizer", "chat_template"):
         given = getattr(data, key)
         if not isinstance(given, str) or Path(given).exists():

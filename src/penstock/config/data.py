@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from penstock.config.sizes import TEXT_LEAST, check_size, parse_size
 from penstock.errors import ConfigError
@@ -90,6 +90,9 @@ class SourceConfig:
             )
 
 
+Sources = str | tuple[SourceConfig, ...]
+
+
 def _check_fields(given: Mapping[str, str], kind: Kind | None) -> None:
     """Raises:
     ConfigError: a mapping from the names of fields here to those of a file is none, or fits no kind of example.
@@ -133,7 +136,7 @@ class ValidationConfig:
     """
 
     share: float | None = None
-    sources: str | tuple[SourceConfig, ...] | None = None
+    sources: Sources | None = None
 
     def __post_init__(self) -> None:
         if (self.share is None) == (self.sources is None):
@@ -214,7 +217,7 @@ class DataConfig:
     | ``prepared`` | a folder for what is tokenised, to share between runs; None: the run's own |
     """
 
-    sources: str | tuple[SourceConfig, ...]
+    sources: Sources
     sequence_length: int
     packing: bool | Literal["continuous"] = True
     too_long: TooLong | None = None
@@ -234,14 +237,14 @@ class DataConfig:
         """The folder of prepared data: in the run's own folder, or one that several runs share."""
         return Path(self.prepared) if self.prepared else run / "data"
 
-    def without_places(self) -> "DataConfig":
-        """The settings without the places of files, of which a run that goes on compares the contents."""
-        changes: dict[str, Any] = {"sources": _without_places(self.each_source), "prepared": None}
-        if self.validation is not None and self.validation.sources is not None:
-            held_out = _without_places(each_source(self.validation.sources))
-            changes["validation"] = replace(self.validation, sources=held_out)
-        changes |= {key: "a file" for key in ("tokenizer", "chat_template") if isinstance(getattr(self, key), str)}
-        return replace(self, **changes)
+    def placed_as(self, other: "DataConfig") -> "DataConfig":
+        """The settings with documents where they are in another one's, as far as files there have the same endings.
+        Whether they are the same is for ``data.identity`` to say, which has their contents."""
+        validation, theirs = self.validation, other.validation
+        if validation is not None and validation.sources and theirs is not None and theirs.sources:
+            validation = replace(validation, sources=_placed_as(validation.sources, theirs.sources))
+        sources = _placed_as(self.sources, other.sources)
+        return replace(self, sources=sources, validation=validation, prepared=other.prepared)
 
     @property
     def training(self) -> TokenizerTrainingConfig | None:
@@ -271,12 +274,19 @@ class DataConfig:
             raise ConfigError("data.prepared has no effect with data.streaming: true, which prepares nothing: drop it")
 
 
-def each_source(sources: str | tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+def each_source(sources: Sources) -> tuple[SourceConfig, ...]:
     return (SourceConfig(path=sources),) if isinstance(sources, str) else sources
 
 
-def _without_places(sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
-    return tuple(replace(source, path="a file" if source.dtype is None else "a.bin") for source in sources)
+def _placed_as(sources: Sources, others: Sources) -> Sources:
+    mine, theirs = each_source(sources), each_source(others)
+    if len(mine) != len(theirs):
+        return sources
+    found = tuple(
+        replace(own, path=other.path) if Path(own.path).suffix == Path(other.path).suffix else own
+        for own, other in zip(mine, theirs, strict=True)
+    )
+    return others if found == theirs else sources if found == mine else found
 
 
 def check_sources(key: str, sources: tuple[SourceConfig, ...]) -> None:

@@ -31,8 +31,13 @@ class LayoutConfig:
 
     def check_layout(self) -> None:
         """Raises:
-        ConfigError: one of them is no number of ranks.
+        ConfigError: one of them is no number of ranks, or two exclude each other.
         """
         for key in ("copies", "pipeline", "cp"):
             if (count := getattr(self, key)) < 1:
                 raise ConfigError(f"{key}={count}: must be at least 1")
+        if self.pipeline > 1 and self.copies > 1:
+            raise ConfigError(
+                f"pipeline={self.pipeline} with copies={self.copies}: a pipeline has one copy of the state. Leave one "
+                "out"
+            )

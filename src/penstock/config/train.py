@@ -149,8 +149,6 @@ class TrainConfig(RunConfig, LayoutConfig):
         ConfigError: a setting is not for the ranks of a pipeline.
         """
         asked = f"pipeline={self.pipeline}"
-        if self.copies > 1:
-            raise ConfigError(f"{asked} with copies={self.copies}: a pipeline has one copy of the state. Leave one out")
         if isinstance(self.schedule, Path):
             raise ConfigError(
                 f"{asked} with a schedule of your own ({self.schedule}), which is one rank's: leave one out"

@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from penstock import files
+from penstock.data.sources.walk import ending
 from penstock.documents.text import MalformedError, parse_json, read_text
 from penstock.documents.typed import decode
 from penstock.errors import ConfigError
@@ -70,10 +71,13 @@ class Identity:
 
     def difference(self, before: "Identity") -> str | None:
         """The first difference from ``before``, for people; None: there is none."""
-        if self.fingerprint == before.fingerprint:
-            return None
         if len(self.files) != len(before.files):
             return f"there were {len(before.files)} files and are {len(self.files)} now"
+        for now, then in zip(self.files, before.files, strict=True):
+            if ending(Path(now.name)) != ending(Path(then.name)):
+                return f"{then.name} was read by its ending, and {now.name} has another"
+        if self.fingerprint == before.fingerprint:
+            return None
         for now, then in zip(self.files, before.files, strict=True):
             if (now.nbytes, now.digest) != (then.nbytes, then.digest):
                 sizes = (

@@ -23,6 +23,7 @@ from penstock.data.prepare import Opened, prepare
 from penstock.data.sources.find import left_out, open_source
 from penstock.data.sources.hub import HubDataset
 from penstock.data.sources.reader import Reader, Renamed
+from penstock.data.sources.walk import ending
 from penstock.data.stream import Prepared, Stream
 from penstock.data.streamed import Streamed, StreamSource
 from penstock.data.token_files import TokenFile
@@ -375,6 +376,7 @@ def _prepared(
     """Data to train on, data held out of them, the largest id, and the folder that was prepared."""
     made_of = {
         "files": [f.digest for f in facts],
+        "endings": [ending(path) for one in opened for path in one.files],
         "sources": [{**_meaning(one), "weight": None} for one in opened],
         "tokenizer": tokenizers.digest(tokenizer),
         "loss_on": config.loss_on,

@@ -64,15 +64,16 @@ class Spans:
 
         return of_span
 
-    def cut(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """This rank's spans of micro-batches.
+    def cut(self, micro_batches: Sequence[Mapping[str, Any]], *, weighted: bool = False) -> list[dict[str, Any]]:
+        """This rank's spans of micro-batches. ``weighted``: what their losses count for is known.
 
         Raises:
-            ModelError: one has tensors besides those of its tokens, or no labels.
+            ModelError: one has tensors besides those of its tokens, or no labels; or none that counts, by which it
+                would be weighted.
         """
-        return [self._cut(m, micro_batch) for m, micro_batch in enumerate(micro_batches)]
+        return [self._cut(m, micro_batch, weighted=weighted) for m, micro_batch in enumerate(micro_batches)]
 
-    def _cut(self, m: int, micro_batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _cut(self, m: int, micro_batch: Mapping[str, Any], *, weighted: bool) -> dict[str, Any]:
         ids, labels = self._checked(m, micro_batch)
         rows, length = ids.shape
         more = -length % self.cp
@@ -92,7 +93,7 @@ class Spans:
             self._refuse(m, "its rows are padded at their beginning, and it has no position_ids")
         shifted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         count = int((shifted != IGNORED).sum())
-        if not count:
+        if not count and not weighted:
             raise ModelError(f"micro-batch {m} has no label that counts: leave it out of the step")
         found = {name: value for name, value in micro_batch.items() if name not in _OF_TOKENS}
         last = torch.cat([places, places[:, -1:].expand(rows, more)], dim=1)  # padding needs no place of its own
@@ -103,7 +104,7 @@ class Spans:
             "attention_mask": torch.ones(rows, size, dtype=torch.int64, device=ids.device),
             "labels": own(labels, IGNORED),
             "shift_labels": own(shifted, IGNORED),
-            "num_items_in_batch": torch.tensor(count, device=ids.device),
+            "num_items_in_batch": torch.tensor(max(count, 1), device=ids.device),
         }
         if attends is not None:  # then transformers takes packed documents for one, too
             found[_ATTENDS] = functional.pad(attends.bool(), (0, more), value=True)

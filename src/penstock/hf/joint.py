@@ -28,10 +28,11 @@ def mesh_of(layout: LayoutConfig, count: int, device: str) -> DeviceMesh | None:
     if count > 1:
         pp = layout.pipeline if layout.pipeline > 1 else None
         return torchrun_mesh(device, copies=layout.copies, pp=pp, cp=layout.cp)
+    least = (2 * layout.copies if layout.copies > 1 else 1) * layout.pipeline * layout.cp
     for key in ("copies", "pipeline", "cp"):
         if (asked := getattr(layout, key)) > 1:
             raise ConfigError(
-                f"{key}={asked} is of several processes, and this is one: torchrun --nproc-per-node {asked} SCRIPT"
+                f"{key}={asked} is of several processes, and this is one: torchrun --nproc-per-node {least} SCRIPT"
             )
     return None
 
@@ -60,17 +61,22 @@ def theirs(ranks: Ranks, own: Sequence[T]) -> list[T]:
     return dealt[place * each : (place + 1) * each]
 
 
-def given_back(ranks: Ranks, found: Sequence[T]) -> list[list[T]]:
+def given_back(ranks: Ranks, found: Sequence[T], *, at_once: bool = True) -> list[list[T]]:
     """Of each batch that this rank has been dealt, all that has come of it, by rank: one, or of each span one.
 
     ``found``: what has come of all that this rank has taken. That of a pipeline's first rank counts, which has the
-    model's own code, the loss with it.
+    model's own code, the loss with it. All ranks are told all of it, of one batch of each group after the other unless
+    ``at_once``, which is for small values.
     """
-    place = ranks.sharing.rank // ranks.sharing.cp
-    said = ranks.gather_objects("what has come of batches", (place, list(found) if ranks.pipe.rank == 0 else []))
-    of_all: list[list[T]] = [[] for _ in range(len(found) * (ranks.sharing.size // ranks.sharing.cp))]
-    for group, values in said:
-        for i, value in enumerate(values):
-            of_all[group * len(found) + i].append(value)
-    each = len(of_all) // ranks.size
-    return of_all[ranks.rank * each : (ranks.rank + 1) * each]
+    groups, place = ranks.sharing.size // ranks.sharing.cp, ranks.sharing.rank // ranks.sharing.cp
+    each = len(found) * groups // ranks.size
+    own = range(ranks.rank * each, (ranks.rank + 1) * each)
+    of_own: dict[int, list[T]] = {batch: [] for batch in own}
+    step = len(found) if at_once else 1
+    for first in range(0, len(found), step):
+        values = list(found[first : first + step]) if ranks.pipe.rank == 0 else []
+        for group, said in ranks.gather_objects("what has come of batches", (place, values)):
+            for batch, value in enumerate(said, group * len(found) + first):
+                if batch in of_own:
+                    of_own[batch].append(value)
+    return list(of_own.values())

@@ -277,12 +277,16 @@ class EngineMixin(TrainerSteps):
         batches: Sequence[Any],
         losses: Sequence[Loss],
         weights: Sequence[float],
+        *,
+        are_small: bool = True,
     ) -> list[Notes]:
-        """Have the engine ``take`` batches, by their ``losses``, which are alike; the notes of each."""
+        """Have the engine ``take`` batches, by their ``losses``, which are alike; the notes of each, which
+        ``are_small`` or have logits."""
+        assert self.engine is not None  # whose ranks take them
         together = joint.take_together(self._ranks)
         if together:
             with self._ranks.together():
-                own = [trees.replace(batch, torch.Tensor.cpu) for batch in batches]
+                own = [trees.replace(batch, _on_cpu) for batch in batches]
                 batches, weights = zip(*joint.theirs(self._ranks, list(zip(own, weights, strict=True))), strict=True)
             losses = [losses[0]] * len(batches)
         micro_batches = [as_micro_batch(self.prepared(b), loss) for b, loss in zip(batches, losses, strict=True)]
@@ -291,9 +295,7 @@ class EngineMixin(TrainerSteps):
         if not together:
             return notes
         with self._ranks.together():
-            for note in notes:
-                note.result = trees.replace(note.result, torch.Tensor.cpu)
-            found = [of_spans(of_one) for of_one in joint.given_back(self._ranks, notes)]
+            found = [of_spans(of_one) for of_one in joint.given_back(self._ranks, notes, at_once=are_small)]
         for note in found:
             note.result = trees.replace(note.result, lambda tensor: tensor.to(self.args.device))
         return found
@@ -362,14 +364,14 @@ class EngineMixin(TrainerSteps):
                 result = above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
             notes = current_notes()
             assert notes is not None
-            notes.result = trees.replace(result, torch.Tensor.clone)
+            notes.result = trees.replace(result, _on_cpu if joint.take_together(self._ranks) else torch.Tensor.clone)
             return torch.zeros((), device=self.args.device)  # the library has the loss, which may be no number
 
         def evaluate(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
             self.engine.evaluate(micro_batches, loss_weights=weights)
 
         self._items = self.items_of([inputs])
-        (notes,) = self._taken_by_engine(evaluate, [inputs], [loss], [1.0])
+        (notes,) = self._taken_by_engine(evaluate, [inputs], [loss], [1.0], are_small=prediction_loss_only)
         self._after_notes([notes], [inputs])
         assert notes.result is not None
         return notes.result
@@ -439,6 +441,11 @@ class Trainer(EngineMixin, transformers.Trainer):
     Raises:
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own, of a view not all that it looks at."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _parts(value: Any) -> tuple[Any, ...]:

@@ -202,6 +202,7 @@ def check_spans(trainer: Any, cp: int) -> None:
         (smoothing > 0, f"label_smoothing_factor={smoothing:g}"),
         (noise is not None, f"neftune_noise_alpha={noise}, which goes by a sequence's length"),
         (getattr(trainer, "aux_loss_enabled", False), "a router's loss (output_router_logits)"),
+        (trainer.compute_metrics is not None and not trainer.args.prediction_loss_only, "compute_metrics"),
     ):
         if asked:
             raise ConfigError(

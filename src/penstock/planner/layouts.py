@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from penstock.config import Tier, ZeroStage, format_size
+from penstock.config.step import check_strands
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.hosts import Hosts
 from penstock.hardware.machine import Machine, Network
@@ -70,17 +71,20 @@ class Layout:
         found: dict[str, Any] = {"pipeline": self.stages} if self.kind == "pipeline" else {"stage": self.stage}
         return found | {key: n for key, n in (("copies", self.copies), ("cp", self.cp)) if n > 1}
 
-    def sharing(self, batch: int) -> int:
-        """The sequences of a step that a rank takes part in, of a ``batch``.
+    def sharing(self, batch: int, strands: int | None) -> int:
+        """The sequences of a step that a rank takes part in, of a ``batch`` whose gradients are summed in ``strands``.
 
         Raises:
-            ConfigError: ranks do not share sequences evenly, or sequences ranks.
+            ConfigError: so many ranks cannot share its sequences, or strands, or each sequence.
         """
         if self.each % self.cp:
             raise ConfigError(
                 f"cp={self.cp}: {self.each} rank{'s' * (self.each > 1)} cannot share sequences {self.cp} by {self.cp}"
             )
-        groups = (self.beside if self.kind == "pipeline" else self.ranks) // self.cp
+        summing = self.beside if self.kind == "pipeline" else self.ranks
+        groups = summing // self.cp
+        if strands is not None:
+            check_strands(strands, summing)
         each, rest = divmod(batch, groups)
         if rest or not each:
             who = "pipelines" if self.kind == "pipeline" else "ranks"
@@ -209,7 +213,7 @@ def planned(asked: Asked, layout: Layout) -> Planned:
         BudgetError: it does not fit.
         ConfigError: the batch cannot be shared by so many ranks, or something else that is asked for cannot be.
     """
-    hosts, size, sequences = asked.hosts, asked.size, layout.sharing(asked.batch)
+    hosts, size, sequences = asked.hosts, asked.size, layout.sharing(asked.batch, asked.task.strands)
     views = asked.views(layout.copies)
     slowest_view = min(views, key=lambda view: view.device.flops.get(asked.task.precision, 0.0))
     copy = min((view.device.copy for view in views if view.device.copy is not None), default=None)

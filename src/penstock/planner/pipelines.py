@@ -99,7 +99,7 @@ def _sizes(asked: Asked, layout: Layout) -> Iterator[int]:
     Raises:
         ConfigError: the batch cannot be cut into so few micro-batches as are planned.
     """
-    each = layout.sharing(asked.batch)
+    each = layout.sharing(asked.batch, asked.task.strands)
     if asked.size is not None:
         in_micro_batches(each, asked.size)
         yield asked.size
@@ -124,7 +124,7 @@ def simulated(
     ranks, beside, hosts = layout.stages, layout.beside, asked.hosts
     task = asked.of_rank(views[0], families=("vertical",), stage=None)
     profile = task.profile(size)
-    request = task.question(size, in_micro_batches(layout.sharing(asked.batch), size)).request
+    request = task.question(size, in_micro_batches(layout.sharing(asked.batch, task.strands), size)).request
     of_stages = stages_dealt(request.program, ranks, counts)
     calls = [of_stages[stage.index] for stage in request.program.stages if stage.kind == "call"]
     if (ops := len(calls) * request.micro_batches * _OPS_OF_BLOCK) > MOST_OPS:
