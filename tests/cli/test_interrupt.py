@@ -90,13 +90,18 @@ def test_a_forked_process_is_not_heard_for_its_parent() -> None:
     assert done.returncode == 0
 
 
-def test_a_terminal_that_closes_with_two_signals_at_once_is_one_request() -> None:
+@pytest.mark.parametrize(
+    "signals",
+    [(signal.SIGHUP, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM), (signal.SIGTERM, signal.SIGHUP)],
+    ids=["shell and kernel", "torchrun", "systemd"],
+)
+def test_a_terminal_that_closes_with_two_signals_at_once_is_one_request(signals: tuple[signal.Signals, ...]) -> None:
     with _loop("endless step") as process:
         assert process.stderr is not None
-        os.kill(process.pid, signal.SIGHUP)
+        os.kill(process.pid, signals[0])
         assert "Stopping after this step" in process.stderr.readline()
-        os.kill(process.pid, signal.SIGHUP)
-        time.sleep(0.2)
+        os.kill(process.pid, signals[1])
+        time.sleep(1.2)
         assert process.poll() is None
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=PATIENCE) == 128 + signal.SIGTERM

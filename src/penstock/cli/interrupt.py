@@ -13,7 +13,9 @@ from typing import Self
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _SAME_HANGUP = 1.0
-"""Seconds within which SIGHUP again is no second request: shell and kernel each send one when a terminal closes."""
+"""Seconds within which two signals are one request if either is SIGHUP. When a terminal closes, shell and kernel each
+send one; of these ``torchrun`` passes on the first, and at the second ends its processes with SIGTERM; and systemd
+sends SIGHUP right after SIGTERM where it is told to (``SendSIGHUP``)."""
 
 
 class Interrupt:
@@ -71,6 +73,7 @@ class Interrupt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.leave_lost_terminal()
         self.hand_back()
         self._mouth.shutdown(socket.SHUT_WR)  # by which the listener ends, whatever copies of it others have
         self._listener.join()
@@ -96,7 +99,7 @@ class Interrupt:
             self._received, self._when = signal.Signals(number), time.monotonic()
             self.leave_lost_terminal()
             self._notice("Stopping after this step. A second time stops at once, in the middle of it.")
-        elif not (number == self._received == signal.SIGHUP and time.monotonic() < self._when + _SAME_HANGUP):
+        elif signal.SIGHUP not in (number, self._received) or time.monotonic() > self._when + _SAME_HANGUP:
             self.leave_lost_terminal()
             self._last_words()
             os._exit(128 + number)
