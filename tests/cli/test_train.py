@@ -288,3 +288,12 @@ def test_a_signal_while_what_is_in_memory_goes_to_disk_loses_nothing(
     assert not lost
     assert main(["verify", str(tmp_path / "run")]) == 0
     assert "step 1" in capsys.readouterr().out
+
+
+def test_a_step_that_torchrun_would_not_wait_for_is_said_once(
+    config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    assert caplog.text.count("torchrun kills its ranks 0 s later. Start it with --shutdown-timeout") == 1
