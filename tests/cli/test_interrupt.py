@@ -122,17 +122,22 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
         assert process.wait(timeout=PATIENCE) == 128 + signal.SIGTERM
 
 
-def test_a_run_whose_terminal_is_gone_still_ends_after_its_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [None, signal.SIGINT], ids=["closed", "Ctrl-C and closed"])
+def test_a_run_whose_terminal_is_gone_still_ends_after_its_step(tmp_path: Path, asked: signal.Signals | None) -> None:
     """What it has to say fails with EIO there; the step and the exit code must not."""
     after = tmp_path / "after"
-    body = f"{LOOP.rpartition('sys.exit')[0]}open({str(after)!r}, 'w').write(str(interrupt.exit_code))\n"
+    loop = LOOP.rpartition("sys.exit")[0].replace("    while", "    time.sleep(0.5)\n    while")
+    body = f"{loop}open({str(after)!r}, 'w').write(str(interrupt.exit_code))\n"
     child, terminal = pty.fork()
     if child == 0:
         os.execv(sys.executable, [sys.executable, "-c", body, "whole steps"])
     assert b"ready" in os.read(terminal, 100)
+    if asked is not None:
+        os.kill(child, asked)
+        assert b"Stopping after this step" in os.read(terminal, 100)
     os.close(terminal)
     assert os.waitpid(child, 0)[1] == 0
-    assert after.read_text() == "129"
+    assert after.read_text() == ("129" if asked is None else "130")
 
 
 def _loop(behaviour: str) -> "subprocess.Popen[str]":

@@ -35,6 +35,7 @@ class Interrupt:
         self._last_words = last_words
         self._received: signal.Signals | None = None
         self._when = 0.0
+        self._hung_up = False
         self._before: dict[signal.Signals, signal._HANDLER] = {}
         self._told_before = -1
         self._ears, self._mouth = socket.socketpair()
@@ -55,7 +56,7 @@ class Interrupt:
 
         Outputs that are files, pipes or a terminal that is still there stay as they are.
         """
-        if self._received == signal.SIGHUP:
+        if self._hung_up:
             for output in (1, 2):
                 if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
                     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -95,12 +96,12 @@ class Interrupt:
                 self._receive(numbers[0])
 
     def _receive(self, number: int) -> None:
+        self._hung_up |= number == signal.SIGHUP
+        self.leave_lost_terminal()
         if self._received is None:
             self._received, self._when = signal.Signals(number), time.monotonic()
-            self.leave_lost_terminal()
             self._notice("Stopping after this step. A second time stops at once, in the middle of it.")
         elif signal.SIGHUP not in (number, self._received) or time.monotonic() > self._when + _SAME_HANGUP:
-            self.leave_lost_terminal()
             self._last_words()
             os._exit(128 + number)
 
