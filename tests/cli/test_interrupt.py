@@ -116,13 +116,18 @@ def test_what_cannot_be_said_keeps_no_signal_from_being_heard() -> None:
     assert done.returncode == 128 + signal.SIGINT
 
 
-def test_a_terminal_that_closes_with_two_signals_at_once_is_one_request() -> None:
+@pytest.mark.parametrize(
+    "signals",
+    [(signal.SIGHUP, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM), (signal.SIGTERM, signal.SIGHUP)],
+    ids=["shell and kernel", "torchrun", "systemd"],
+)
+def test_a_terminal_that_closes_with_two_signals_at_once_is_one_request(signals: tuple[signal.Signals, ...]) -> None:
     with _loop("endless step") as process:
         assert process.stderr is not None
-        os.kill(process.pid, signal.SIGHUP)
+        os.kill(process.pid, signals[0])
         assert "Stopping after this step" in process.stderr.readline()
-        os.kill(process.pid, signal.SIGHUP)
-        time.sleep(0.2)
+        os.kill(process.pid, signals[1])
+        time.sleep(1.2)
         assert process.poll() is None
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=PATIENCE) == 128 + signal.SIGTERM
@@ -143,17 +148,22 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
         assert process.wait(timeout=PATIENCE) == 128 + signal.SIGTERM
 
 
-def test_a_run_whose_terminal_is_gone_still_ends_after_its_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [None, signal.SIGINT], ids=["closed", "Ctrl-C and closed"])
+def test_a_run_whose_terminal_is_gone_still_ends_after_its_step(tmp_path: Path, asked: signal.Signals | None) -> None:
     """What it has to say fails with EIO there; the step and the exit code must not."""
     after = tmp_path / "after"
-    body = f"{LOOP.rpartition('sys.exit')[0]}open({str(after)!r}, 'w').write(str(interrupt.exit_code))\n"
+    loop = LOOP.rpartition("sys.exit")[0].replace("    while", "    time.sleep(0.5)\n    while")
+    body = f"{loop}open({str(after)!r}, 'w').write(str(interrupt.exit_code))\n"
     child, terminal = pty.fork()
     if child == 0:
         os.execv(sys.executable, [sys.executable, "-c", body, "whole steps"])
     assert b"ready" in os.read(terminal, 100)
+    if asked is not None:
+        os.kill(child, asked)
+        assert b"Stopping after this step" in os.read(terminal, 100)
     os.close(terminal)
     assert os.waitpid(child, 0)[1] == 0
-    assert after.read_text() == "129"
+    assert after.read_text() == ("129" if asked is None else "130")
 
 
 def _loop(behaviour: str) -> "subprocess.Popen[str]":

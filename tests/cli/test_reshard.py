@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.cli.run_folder import settings_of
 from penstock.cli.run_record import Resharding, RunRecord
 from penstock.state.values import committed
 from penstock.store import Layout, Store
@@ -104,6 +105,8 @@ def test_a_run_is_cut_for_other_ranks_and_back(begun: Path, tmp_path: Path) -> N
         (["--ranks", "8"], "strands=4 with 8 ranks: must be 8 times a power of two"),
         (["--ranks", "3", "--strands", "3"], f"batch: {UNEVEN}: give another --ranks, as a run keeps its batch\n"),
         (["--ranks", "0"], "--ranks 0: must be from 1"),
+        (["--ranks", "2", "--cp", "4"], "cp=4: 2 ranks cannot share sequences 4 by 4: give --cp 1, or another divisor"),
+        (["--undo", "--ranks", "2"], "--undo leaves the run as it was: leave the other options out"),
         ([], "penstock reshard needs --ranks. Try: penstock reshard --help"),
     ],
     ids=str,
@@ -176,6 +179,37 @@ def test_what_is_not_this_runs_stays_where_it_is(begun: Path, tmp_path: Path) ->
     for rank in range(2):
         manifest = json.loads((store / f"rank-{rank}" / "manifest.json").read_text())
         assert manifest["body"]["directories"] == [str(store / f"rank-{rank}")]
+
+
+def test_ranks_that_share_sequences_become_one_process(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    before = settings_of(tmp_path / "run")
+    assert penstock(tmp_path, "reshard", "run", "--ranks", "2", "--cp", "2").returncode == 0
+    assert settings_of(tmp_path / "run").cp == 2
+    refused = penstock(tmp_path, "reshard", "run", "--ranks", "1")
+    assert refused.returncode == 2
+    assert "cp=2: one process cannot share sequences 2 by 2: give --cp 1" in refused.stderr
+    assert penstock(tmp_path, "reshard", "run", "--ranks", "1", "--cp", "1").returncode == 0
+    assert settings_of(tmp_path / "run") == before
+    found = parameters(tmp_path, 1)
+    assert all(torch.equal(found[name], tensor) for name, tensor in parameters(begun, 1).items())
+
+
+def test_an_interrupted_pipeline_is_left_one_by_the_command_that_is_named(begun: Path, tmp_path: Path) -> None:
+    """The old number alone would cut its state for ranks that share it."""
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    assert penstock(tmp_path, "reshard", "run", "--ranks", "2", "--pipeline").returncode == 0
+    before, record = settings_of(tmp_path / "run"), RunRecord.read(tmp_path / "run")
+    assert record is not None
+    interrupted = replace(record, resharding=Resharding(ranks=1, strands=4, replaces=()))
+    interrupted.write(tmp_path / "run")
+    refused = penstock(tmp_path, "verify", "run")
+    assert "Finish it: penstock reshard run --ranks 1 --strands 4, or leave it" in refused.stderr
+    assert refused.stderr.endswith("as it was: penstock reshard run --undo\n")
+    done = penstock(tmp_path, "reshard", "run", "--undo")
+    assert done.stdout == "run is one of a pipeline of 2 ranks: it is left as it was\n"
+    assert (settings_of(tmp_path / "run"), RunRecord.read(tmp_path / "run")) == (before, record)
+    assert penstock(tmp_path, "verify", "run").returncode == 0
 
 
 def test_what_was_left_beside_the_old_stores_goes_with_them(begun: Path, tmp_path: Path) -> None:

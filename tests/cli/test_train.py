@@ -13,6 +13,7 @@ from penstock.cli import main, settings
 from penstock.cli.recipe import lr_factor, optimizer_spec
 from penstock.config import LrScheduleConfig, OptimizerConfig, OverrideConfig
 from penstock.engine import planning
+from penstock.engine.engine import Engine
 from penstock.engine.following import Searched
 from penstock.hardware.profiles import save_profile
 from penstock.optim.spec import SGD, Override
@@ -265,3 +266,34 @@ def test_a_machine_without_a_profile_is_measured_once(
     said = capsys.readouterr().out
     assert "measuring it" not in said
     assert " predicted (" in said
+
+
+def test_a_signal_while_what_is_in_memory_goes_to_disk_loses_nothing(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine is closed after the last step, which takes long where all state is in memory."""
+    close, lost = Engine.close, []
+
+    def closing(engine: Engine) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        close(engine)
+
+    monkeypatch.setattr(Engine, "close", closing)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: lost.append(number))  # else it would end the tests
+    try:
+        memory = ["--budget.weights", "host", "--budget.state", "host", "--budget.durability", "none"]
+        assert main(["train", str(config), "--steps", "1", *memory]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not lost
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert "step 1" in capsys.readouterr().out
+
+
+def test_a_step_that_torchrun_would_not_wait_for_is_said_once(
+    config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    assert caplog.text.count("torchrun kills its ranks 0 s later. Start it with --shutdown-timeout") == 1

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from penstock.cli.kept_files import KEPT_KEY
+from penstock.cli.launch import seconds_to_end
 from penstock.cli.metrics import METRICS_KEY, MetricsFile
 from penstock.cli.run_folder import write_prediction
 from penstock.cli.settings import plain
@@ -20,6 +21,7 @@ from penstock.data.batches import Step
 from penstock.data.stream import Prepared
 from penstock.engine.engine import Engine
 from penstock.report.prediction import Prediction
+from penstock.report.sentence import format_time
 from penstock.report.trace_file import Ran
 from penstock.report.waits import held_up
 from penstock.schedule.ir.lanes import Lane
@@ -64,6 +66,7 @@ class Account(NoAccount):
         self._stretch = stretch
         self._known: Simulation | None = None
         self._held: dict[Lane, float] = {}
+        self._to_end = seconds_to_end()
         config, display = stretch.config, stretch.display
         with ExitStack() as stack:
             self._metrics = stack.enter_context(MetricsFile(stretch.folder, done=stretch.first))
@@ -86,6 +89,15 @@ class Account(NoAccount):
         self._foretell(stats.step)
         if slow := stretch.pace.check(stats, self._known):
             log.warning(slow)
+        if self._to_end is not None and stats.seconds > self._to_end:
+            log.warning(
+                "step %d took %s: Ctrl-C, or another signal to torchrun, loses the step under way: torchrun kills its "
+                "ranks %d s later. Start it with --shutdown-timeout SECONDS, of more than a step, unless you did",
+                stats.step,
+                format_time(stats.seconds),
+                self._to_end,
+            )
+            self._to_end = None
 
     def wrote(self, stats: StepStats, data: Step, held_out: float | None) -> None:
         stretch, meter = self._stretch, self._stretch.meter

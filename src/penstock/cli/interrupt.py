@@ -15,7 +15,9 @@ from typing import Self
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _SAME_HANGUP = 1.0
-"""Seconds within which SIGHUP again is no second request: shell and kernel each send one when a terminal closes."""
+"""Seconds within which two signals are one request if either is SIGHUP. When a terminal closes, shell and kernel each
+send one; of these ``torchrun`` passes on the first, and at the second ends its processes with SIGTERM; and systemd
+sends SIGHUP right after SIGTERM where it is told to (``SendSIGHUP``)."""
 
 _HEARD = 1.0
 """Seconds that the main thread waits at most for a signal to be heard, which takes a millisecond."""
@@ -40,6 +42,7 @@ class Interrupt:
         self._last_words = last_words
         self._received: signal.Signals | None = None
         self._when = 0.0
+        self._hung_up = False
         self._before: dict[signal.Signals, signal._HANDLER] = {}
         self._told_before, self._process = -1, os.getpid()
         self._ears, self._mouth = socket.socketpair()
@@ -61,7 +64,7 @@ class Interrupt:
 
         Outputs that are files, pipes or a terminal that is still there stay as they are.
         """
-        if self._received == signal.SIGHUP:
+        if self._hung_up:
             for output in (1, 2):
                 if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
                     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -79,6 +82,7 @@ class Interrupt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.leave_lost_terminal()
         self.hand_back()
         if os.getpid() == self._process:  # and not one that was forked meanwhile
             self._mouth.shutdown(socket.SHUT_WR)  # by which the listener ends, whatever copies of it others have
@@ -107,14 +111,15 @@ class Interrupt:
                 self._heard.put(None)
 
     def _receive(self, number: int) -> None:
+        self._hung_up |= number == signal.SIGHUP
+        with suppress(OSError):
+            self.leave_lost_terminal()
         if self._received is None:
             self._received, self._when = signal.Signals(number), time.monotonic()
             with suppress(Exception):  # what cannot be said ends nothing
-                self.leave_lost_terminal()
                 self._notice("Stopping after this step. A second time stops at once, in the middle of it.")
-        elif not (number == self._received == signal.SIGHUP and time.monotonic() < self._when + _SAME_HANGUP):
+        elif signal.SIGHUP not in (number, self._received) or time.monotonic() > self._when + _SAME_HANGUP:
             with suppress(Exception):
-                self.leave_lost_terminal()
                 self._last_words()
             os._exit(128 + number)
 

@@ -29,6 +29,13 @@ def _under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def seconds_to_end() -> int | None:
+    """Seconds after a signal to torchrun within which its processes must have ended, before it kills them; as far as
+    they know, who do not see its ``--shutdown-timeout``. None: there is no torchrun.
+    """
+    return int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) if _under_torchrun() else None
+
+
 def in_words(ranks: int, hosts: int = 1, pipeline: int = 1) -> str:
     """The number of ranks that train, in words for messages; in pipelines of so many, if that is above 1."""
     if ranks == 1:

@@ -91,7 +91,7 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None, begins: Callab
         )
     with ExitStack() as stack:
         steps = stack.enter_context(closing(stretch.train.steps(engine.position)))
-        stop = _Stop(stretch.ranks, stack.enter_context(Interrupt(display.notice, display.last_words)))
+        stop = _Stop(stretch.ranks, stretch.after.enter_context(Interrupt(display.notice, display.last_words)))
         account = stack.enter_context(Account(stretch, missed) if stretch.ranks.rank == 0 else NoAccount(stretch))
         trace = stack.enter_context(TraceWriter(stretch.trace, steps=config.trace_steps)) if stretch.trace else None
         snapshots = RunSnapshots.of(config.budget, stretch.folder, stretch.ranks)

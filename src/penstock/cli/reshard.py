@@ -38,11 +38,14 @@ class Arguments(Words):
     """penstock reshard: cuts the state of a run for another number of ranks, which then goes on with the same bits
 
       penstock reshard RUN --ranks N   RUN is the folder that penstock train wrote
+      penstock reshard RUN --undo
 
     | option | meaning |
     |---|---|
     | ``ranks`` | how many are to train it from now on; 1: one process |
+    | ``undo`` | leave it as it was, after an interruption before the new state was whole |
     | ``pipeline`` | blocks are dealt out to them (``pipeline`` of the settings); without, they share all state |
+    | ``cp`` | so many neighbours share each sequence from now on (``cp`` of the settings); without, as many as did |
     | ``strands`` | how the gradients of a step are summed from now on (docs/numerics.md), where the ranks cannot share
     the strands that the run has; changes its numbers from the next step on |
 
@@ -55,14 +58,20 @@ class Arguments(Words):
     operands: ClassVar[tuple[str, ...]] = ("folder",)
 
     folder: Path
-    ranks: int
+    ranks: int | None = None
+    undo: bool = False
     pipeline: bool = False
+    cp: int | None = None
     strands: int | None = None
 
     def __post_init__(self) -> None:
+        if self.undo and (self.ranks or self.pipeline or self.cp or self.strands):
+            raise ConfigError("--undo leaves the run as it was: leave the other options out")
+        if self.ranks is None and not self.undo:
+            raise ConfigError(f"{self.command} needs --ranks. Try: {self.command} --help")
         if self.pipeline and self.ranks == 1:
             raise ConfigError("--pipeline with --ranks 1: one process is no pipeline. Leave one out")
-        for key, value in (("ranks", self.ranks), ("strands", self.strands)):
+        for key, value in (("ranks", self.ranks), ("cp", self.cp), ("strands", self.strands)):
             if value is not None and not 1 <= value <= STRANDS:
                 raise ConfigError(f"--{key} {value}: must be from 1 to {STRANDS:,}")
 
@@ -80,7 +89,8 @@ def run(arguments: Arguments) -> int:
     try:
         record = RunRecord.read(folder)
         if record is None or record.pending is not None:
-            raise ConfigError(f"{folder} has not begun to train: start it with {how_to_start(arguments.ranks)} train")
+            ranks = arguments.ranks or 1
+            raise ConfigError(f"{folder} has not begun to train: start it with {how_to_start(ranks)} train")
         return _run(arguments, config, record)
     finally:
         lock.release()
@@ -90,27 +100,32 @@ def _run(arguments: Arguments, config: TrainConfig, record: RunRecord) -> int:
     folder, ranks, under_way = arguments.folder, arguments.ranks, record.resharding
     require_no_copy(folder, [record.owner], config.budget.stores(record.ranks, record.hosts))
     if under_way is not None and under_way.replaces:
-        asked = ranks, arguments.pipeline
-        if asked != (under_way.ranks, under_way.pipeline) or arguments.strands not in (None, under_way.strands):
+        same = (ranks, arguments.pipeline) == (under_way.ranks, under_way.pipeline)
+        if not same or any(
+            asked not in (None, found)
+            for asked, found in ((arguments.cp, under_way.cp), (arguments.strands, under_way.strands))
+        ):
             record.require_settled(folder)
         _put_in_place(folder, config, record)
     else:
         if under_way is not None:
             record = _taken_back(folder, config, record)
-        if not _write(arguments, config, record):
-            print(f"{folder} is one of {in_words(ranks, pipeline=config.pipeline)}: it is left as it was")
+        if ranks is None or not _write(arguments, ranks, config, record):
+            who = in_words(record.ranks, record.hosts, config.pipeline)
+            print(f"{folder} is one of {who}: it is left as it was")
             return 0
+    assert ranks is not None, "it is what was under way"
     who = in_words(ranks, pipeline=ranks if arguments.pipeline else 1)
     print(f"{folder} goes on with {who}: {how_to_start(ranks)} resume {shlex.quote(str(folder))}")
     return 0
 
 
-def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool:
+def _write(arguments: Arguments, ranks: int, config: TrainConfig, record: RunRecord) -> bool:
     """Make the new stores, and put them in place; False: they would be as the old ones."""
     from penstock.engine.stripes import weights_of_rank
     from penstock.state.reshard import reshard
 
-    folder, ranks = arguments.folder, arguments.ranks
+    folder, cp = arguments.folder, arguments.cp or config.cp
     if config.copies > 1:
         raise ConfigError(
             f"{folder} has copies={config.copies} of the state, which cannot be cut anew: go on with as many"
@@ -121,15 +136,15 @@ def _write(arguments: Arguments, config: TrainConfig, record: RunRecord) -> bool
     old, _ = require_own_stores(folder, config.budget)
     manifests = [Manifest.read(path) for paths in old for path in paths]
     had = int(manifests[0].model.get("strands", 1))
-    asked_for = ranks, 1, arguments.strands or had, ranks if arguments.pipeline else 1
-    if asked_for == (record.ranks, record.hosts, had, config.pipeline):
+    asked_for = ranks, 1, arguments.strands or had, ranks if arguments.pipeline else 1, cp
+    if asked_for == (record.ranks, record.hosts, had, config.pipeline, config.cp):
         return False
-    strands, ids = _strands(arguments, config, had), {found.store for found in manifests}
+    strands, ids = _strands(arguments, ranks, config, cp, had), {found.store for found in manifests}
     targets = config.budget.stores(ranks)
     for path in _flat(targets):
         if is_there(path / DATA) and Manifest.read(path).store not in ids:
             raise ConfigError(f"{path} holds the state of another run, and is where this one's would go: move it away")
-    asked = Resharding(ranks=ranks, strands=strands, replaces=(), pipeline=arguments.pipeline)
+    asked = Resharding(ranks=ranks, strands=strands, replaces=(), pipeline=arguments.pipeline, cp=arguments.cp)
     _settled(config, asked)  # what these ranks cannot have is said before anything is changed
     record = replace(record, resharding=asked)
     record.write(folder)
@@ -173,26 +188,29 @@ def _without_stores(folder: Path, config: TrainConfig, ranks: int) -> str:
     return f"From its snapshot {in_words(ranks)} can go on: {how_to_start(ranks)} resume {shlex.quote(str(folder))}"
 
 
-def _strands(arguments: Arguments, config: TrainConfig, had: int) -> int:
+def _strands(arguments: Arguments, ranks: int, config: TrainConfig, cp: int, had: int) -> int:
     """The number of strands that the run has from now on.
 
     Raises:
         ConfigError: the ranks cannot share them, or they cannot be dealt a step's micro-batches.
     """
-    strands, ranks = arguments.strands or had, 1 if arguments.pipeline else arguments.ranks
+    strands, ranks = arguments.strands or had, 1 if arguments.pipeline else ranks
     try:
         check_strands(strands, ranks)
     except ConfigError as error:
         raise ConfigError(f"{error}. Give --strands {ranks}, which changes the run's numbers from here on") from None
     count = config.sequences_per_step // (config.micro_batch_size or 1)
-    if arguments.pipeline and config.cp > 1:
+    if arguments.pipeline and cp > 1:
         raise ConfigError(
-            f"--pipeline: {config.run} has cp={config.cp}, and what is made is one pipeline, whose ranks share no "
-            "sequences: leave it out"
+            f"--pipeline: {config.run} has cp={cp}, and what is made is one pipeline, whose ranks share no sequences: "
+            "leave it out, or give --cp 1"
         )
-    if ranks % config.cp:
-        raise ConfigError(f"cp={config.cp}: {ranks} ranks cannot share sequences {config.cp} by {config.cp}")
-    dealt(count, "micro-batches", ranks // config.cp, "give another --ranks, as a run keeps its batch")
+    if ranks % cp:
+        raise ConfigError(
+            f"cp={cp}: {in_words(ranks)} cannot share sequences {cp} by {cp}: give --cp 1, or another divisor of the "
+            "ranks, which changes the run's numbers from here on"
+        )
+    dealt(count, "micro-batches", ranks // cp, "give another --ranks, as a run keeps its batch")
     return strands
 
 
@@ -246,6 +264,7 @@ def _settled(config: TrainConfig, asked: Resharding) -> TrainConfig:
         config,
         strands=None if config.strands is None else asked.strands,
         pipeline=asked.ranks if asked.pipeline else 1,
+        cp=asked.cp or config.cp,
         stage=None if asked.pipeline else config.stage,
         deal=None,  # blocks are dealt anew, or there is no pipeline any more
         schedule="vertical" if back else config.schedule,

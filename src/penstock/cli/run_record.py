@@ -32,18 +32,21 @@ class Pending:
 
 @dataclass(frozen=True, kw_only=True)
 class Resharding:
-    """A reshard under way, to so many ``ranks`` and ``strands``; ``pipeline``: the ranks are one. ``replaces``: the ids
-    of the stores that go, as the new ones are whole; empty: they are not yet."""
+    """A reshard under way, to so many ``ranks`` and ``strands``; ``pipeline``: the ranks are one. ``cp``: so many share
+    each sequence; None: as many as did. ``replaces``: the ids of the stores that go, as the new ones are whole; empty:
+    they are not yet."""
 
     ranks: int
     strands: int
     replaces: tuple[str, ...]
     pipeline: bool = False
+    cp: int | None = None
 
     @property
     def options(self) -> str:
         """The options of the command that does it."""
-        return f"--ranks {self.ranks}" + (" --pipeline" if self.pipeline else "")
+        more = "" if self.cp is None else f" --cp {self.cp}"
+        return f"--ranks {self.ranks}{more} --strands {self.strands}" + (" --pipeline" if self.pipeline else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ class RunRecord:
         if self.resharding is None:
             return
         again = f"penstock reshard {shlex.quote(str(folder))}"
-        undo = "" if self.resharding.replaces else f", or leave it as it was: {again} --ranks {self.ranks}"
+        undo = "" if self.resharding.replaces else f", or leave it as it was: {again} --undo"
         raise StoreError(
             f"{folder}: penstock reshard was interrupted. Finish it: {again} {self.resharding.options}{undo}"
         )

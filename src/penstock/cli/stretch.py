@@ -1,5 +1,6 @@
 """A run from a start, or a resumption, to a stop."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +16,16 @@ from penstock.ranks.group import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A run from a start to a stop. ``ranks``: who trains. ``first``: steps that earlier stretches have done. ``kept``:
-    the digest of what the run keeps beside its store, which each commit has."""
+    """A run from a start to a stop. ``ranks``: who trains. ``after``: contexts that last until the engine is closed,
+    which may take as long as a commit. ``first``: steps that earlier stretches have done. ``kept``: the digest of what
+    the run keeps beside its store, which each commit has."""
 
     config: TrainConfig
     folder: Path
     ranks: Ranks
     display: Display
     engine: Engine
+    after: ExitStack
     kept: str
     train: Batches
     validation: HeldOut | None

@@ -218,7 +218,7 @@ def _train(
     config, folder, ranks = _in_steps(config, data), run.folder, run.ranks
     display.say(opening(config, summary_of(data, config.data.sequence_length), parameters))
     own = resident_bytes()
-    with ExitStack() as stack:
+    with ExitStack() as after, ExitStack() as stack:
         text = f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"
         with display.working(text) as note, _memory_shown(note):
             engine = stack.enter_context(make_engine())
@@ -234,6 +234,7 @@ def _train(
             ranks=ranks,
             display=display,
             engine=engine,
+            after=after,
             kept=kept,
             train=batches,
             validation=validation,
