@@ -68,7 +68,7 @@ class Spans:
         """This rank's spans of micro-batches.
 
         Raises:
-            ModelError: one has tensors besides those of its tokens, or no labels.
+            ModelError: one has tensors besides those of its tokens, or no ``labels``.
         """
         return [self._cut(m, micro_batch) for m, micro_batch in enumerate(micro_batches)]
 
@@ -92,8 +92,6 @@ class Spans:
             self._refuse(m, "its rows are padded at their beginning, and it has no position_ids")
         shifted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         count = int((shifted != IGNORED).sum())
-        if not count:
-            raise ModelError(f"micro-batch {m} has no label that counts: leave it out of the step")
         found = {name: value for name, value in micro_batch.items() if name not in _OF_TOKENS}
         last = torch.cat([places, places[:, -1:].expand(rows, more)], dim=1)  # padding needs no place of its own
         found |= {
@@ -149,8 +147,14 @@ class SpanLabels(LabelCount):
         """Nothing: ``engine.mixing`` has looked at how the loss counts."""
 
     def weights(self, micro_batches: Sequence[Mapping[str, Any]], ranks: Ranks = ALONE) -> list[float]:
-        """Each micro-batch's share of all labels of the step."""
+        """Each micro-batch's share of all labels of the step.
+
+        Raises:
+            ModelError: one has no label that counts, so that its mean is undefined.
+        """
         counts = [int(mb["num_items_in_batch"]) for mb in micro_batches]
+        if 0 in counts:
+            raise ModelError(f"micro-batch {counts.index(0)} has no label that counts: leave it out of the step")
         of_all = [count for by_rank in ranks.gather_objects("labels", counts) for count in by_rank]
         return [count * self._cp / sum(of_all) for count in counts]
 

@@ -36,7 +36,7 @@ from penstock.hf.lora import BaseWeights
 from penstock.hf.models.adapters import check_adapters
 from penstock.hf.pieces import Loss, Notes, as_micro_batch, current_notes, loss_of_piece, notes_of, of_spans
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
-from penstock.hf.training_arguments import check_arguments, check_launch, check_spans
+from penstock.hf.training_arguments import check_arguments, check_launch, check_spans, refuse_logits
 from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
 from penstock.ranks.group import ALONE, Ranks
@@ -342,10 +342,7 @@ class EngineMixin(TrainerSteps):
             ConfigError: the batch is no mapping, or ranks share each sequence, and more than the loss is asked for.
         """
         if self._engine_arguments.cp > 1 and not prediction_loss_only:
-            raise ConfigError(
-                f"cp={self._engine_arguments.cp}: ranks that share each sequence have the logits of a span each, and "
-                "evaluate the loss alone: leave compute_metrics out, set prediction_loss_only=True, and call evaluate"
-            )
+            refuse_logits(self._engine_arguments.cp)
         if not isinstance(inputs, Mapping):
             raise ConfigError(
                 f"data_collator returns a {type(inputs).__name__}, in which the library's evaluation finds no labels "

@@ -10,7 +10,7 @@ A field that is in none of them, of a version of the library that is newer than 
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import transformers
 
@@ -190,10 +190,11 @@ def check_launch(trainer: Any) -> None:
 
 
 def check_spans(trainer: Any, cp: int) -> None:
-    """Refuse losses of whole sequences where ``cp`` ranks share each: each has a span, whose losses are added up.
+    """Refuse losses and logits of whole sequences where ``cp`` ranks share each: each has a span, whose losses are
+    added up.
 
     Raises:
-        ConfigError: the loss is another one than the model's own.
+        ConfigError: the loss is another one than the model's own, or evaluation wants more than that.
     """
     if cp == 1:
         return
@@ -208,6 +209,18 @@ def check_spans(trainer: Any, cp: int) -> None:
                 f"cp={cp} cannot be had with {what}: ranks that share each sequence have a span of it each, and add up "
                 "the model's own losses of these. Leave one of the two out"
             )
+    if trainer.compute_metrics is not None and not trainer.args.prediction_loss_only:
+        refuse_logits(cp)
+
+
+def refuse_logits(cp: int) -> NoReturn:
+    """Raises:
+    ConfigError: ``cp`` ranks share each sequence, and more of it is asked for than its loss.
+    """
+    raise ConfigError(
+        f"cp={cp}: ranks that share each sequence have the logits of a span each, and evaluate the loss alone: leave "
+        "compute_metrics out, set prediction_loss_only=True, and call evaluate"
+    )
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
