@@ -2,6 +2,7 @@
 so TRL's; with sequences that they share the same run but for the rounding of sums."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer as PlainTrainer
 
-from penstock.errors import ConfigError
-from penstock.hf import SFTTrainer, Trainer
+from penstock.errors import ConfigError, ModelError
+from penstock.hf import SFTTrainer, Trainer, joint
+from penstock.ranks.group import ALONE
 from tests.library_runs import arguments, check_same, in_memory, llama, on_disk, shown
 from tests.ranks.launched import Launched
-from tests.ranks.trained import DATA, HELD_OUT, trainer, tuned
+from tests.ranks.trained import DATA, HELD_OUT, accuracy, trainer, tuned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,6 +82,17 @@ def test_losses_of_whole_sequences_are_refused_where_processes_share_each(tmp_pa
         with pytest.raises(ConfigError, match=f"cp=2 cannot be had with {named}"):
             cls(llama(), arguments(tmp_path, **settings), train_dataset=DATA, engine=in_memory(cp=2), **given)
     sharing = Trainer(llama(), arguments(tmp_path), eval_dataset=HELD_OUT, engine=in_memory(cp=2))
+    with pytest.raises(ConfigError, match=r"cp=2: .* leave compute_metrics out"):
+        Trainer(llama(), arguments(tmp_path), engine=in_memory(cp=2), compute_metrics=accuracy)
     with pytest.raises(ConfigError, match=r"cp=2: .* evaluate the loss alone"):
         sharing.prediction_step(sharing.model, HELD_OUT[0], prediction_loss_only=False)
     assert PlainTrainer.compute_loss is Trainer.compute_loss
+
+
+def test_what_is_told_of_a_batch_is_its_own_bytes_and_what_cannot_be_told_is_named() -> None:
+    table = torch.zeros(1000, 1000)
+    told = joint.to_tell({"input_ids": table[2:4], "names": ["a", "b"]})
+    assert len(pickle.dumps(told)) < 10_000
+    assert joint.theirs(ALONE, [told])[0]["names"] == ["a", "b"]
+    with pytest.raises(ModelError, match=r"has a value that cannot be told .* let the data collator leave it out"):
+        joint.theirs(ALONE, [{"look": lambda: None}])

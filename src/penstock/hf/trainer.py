@@ -279,7 +279,7 @@ class EngineMixin(TrainerSteps):
         together = joint.take_together(self._ranks)
         if together:
             with self._ranks.together():
-                own = [trees.replace(batch, torch.Tensor.cpu) for batch in batches]
+                own = [joint.to_tell(batch) for batch in batches]
                 batches, weights = zip(*joint.theirs(self._ranks, list(zip(own, weights, strict=True))), strict=True)
             losses = [losses[0]] * len(batches)
         micro_batches = [as_micro_batch(self.prepared(b), loss) for b, loss in zip(batches, losses, strict=True)]
@@ -289,7 +289,7 @@ class EngineMixin(TrainerSteps):
             return notes
         with self._ranks.together():
             for note in notes:
-                note.result = trees.replace(note.result, torch.Tensor.cpu)
+                note.result = joint.to_tell(note.result)
             found = [of_spans(of_one) for of_one in joint.given_back(self._ranks, notes)]
         for note in found:
             note.result = trees.replace(note.result, lambda tensor: tensor.to(self.args.device))
