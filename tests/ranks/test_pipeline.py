@@ -437,6 +437,39 @@ class Added(Block):
         return super().forward(x) + bias
 
 
+class Unread(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class Handing(Model):
+    """Its own code makes a tensor that all blocks are handed, and none reads, as positions may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Unread() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(x.shape)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x.square().mean()
+
+
+def handing(mesh: DeviceMesh | None) -> list[float]:
+    torch.manual_seed(0)
+    inputs = [{"x": torch.ones(2, 16)}] * 2
+    settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(b["x"])}
+    with penstock.wrap(Handing(), budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
+        return [engine.evaluate(inputs), engine.step(inputs).loss, engine.evaluate(inputs)]
+
+
+def test_what_blocks_are_handed_and_none_reads_is_there_until_it_is_sent() -> None:
+    wanted = handing(None)
+    for found in pipeline(2, handing):
+        assert found == wanted
+
+
 def writing(mesh: DeviceMesh, *, later: bool) -> None:
     torch.manual_seed(0)
     model, inputs = Written(), [{"x": torch.ones(2, 16)}] * 2

@@ -2,6 +2,7 @@
 so TRL's; with sequences that they share the same run but for the rounding of sums."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock.hf import SFTTrainer, Trainer, joint
 from penstock.ranks.group import ALONE, Ranks
 from tests.library_runs import arguments, check_same, in_memory, llama, on_disk, shown
 from tests.ranks.launched import Launched
-from tests.ranks.trained import DATA, HELD_OUT, trainer, tuned
+from tests.ranks.trained import DATA, HELD_OUT, accuracy, trainer, tuned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,7 +91,8 @@ def test_each_rank_is_told_what_came_of_its_own_batches(size: int, stages: int, 
     groups = beside // cp
     dealt = [[(rank, i) for i in range(each)] for rank in range(size)]
     whole = [one for own in dealt for one in own]
-    taken = [joint.theirs(Some(rank, size, stages, cp, {"batches": [dealt]}), dealt[rank]) for rank in range(size)]
+    told = [pickle.dumps(own) for own in dealt]
+    taken = [joint.theirs(Some(rank, size, stages, cp, {"batches": [told]}), dealt[rank]) for rank in range(size)]
     for rank in range(size):
         group = rank % beside // cp
         assert taken[rank] == whole[group * len(whole) // groups : (group + 1) * len(whole) // groups]
@@ -111,7 +113,7 @@ def test_each_rank_is_told_what_came_of_its_own_batches(size: int, stages: int, 
 
 def test_ranks_with_unlike_numbers_of_batches_are_refused() -> None:
     with pytest.raises(ModelError, match="processes have 1 and 2 micro-batches of a step"):
-        joint.theirs(Some(0, 2, 2, 1, {"batches": [[[0], [1, 2]]]}), [0])
+        joint.theirs(Some(0, 2, 2, 1, {"batches": [[pickle.dumps([0]), pickle.dumps([1, 2])]]}), [0])
 
 
 @pytest.mark.parametrize("layout", ["copies", "pipeline", "cp"])
@@ -133,13 +135,23 @@ def test_losses_of_whole_sequences_are_refused_where_processes_share_each(tmp_pa
     for cls, given, settings, named in (
         (Own, {}, {}, "Own.compute_loss"),
         (Trainer, {"compute_loss_func": lambda *_, **__: None}, {}, "compute_loss_func"),
-        (Trainer, {"compute_metrics": lambda _: {}}, {}, "compute_metrics"),
         (Trainer, {}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
         (Trainer, {}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0, which goes by a sequence's length"),
     ):
         with pytest.raises(ConfigError, match=f"cp=2 cannot be had with {named}"):
             cls(llama(), arguments(tmp_path, **settings), train_dataset=DATA, engine=in_memory(cp=2), **given)
     sharing = Trainer(llama(), arguments(tmp_path), eval_dataset=HELD_OUT, engine=in_memory(cp=2))
+    with pytest.raises(ConfigError, match=r"cp=2: .* leave compute_metrics out"):
+        Trainer(llama(), arguments(tmp_path), engine=in_memory(cp=2), compute_metrics=accuracy)
     with pytest.raises(ConfigError, match=r"cp=2: .* evaluate the loss alone"):
         sharing.prediction_step(sharing.model, HELD_OUT[0], prediction_loss_only=False)
     assert PlainTrainer.compute_loss is Trainer.compute_loss
+
+
+def test_what_is_told_of_a_batch_is_its_own_bytes_and_what_cannot_be_told_is_named() -> None:
+    table = torch.zeros(1000, 1000)
+    told = joint.to_tell({"input_ids": table[2:4], "names": ["a", "b"]})
+    assert len(pickle.dumps(told)) < 10_000
+    assert joint.theirs(ALONE, [told])[0]["names"] == ["a", "b"]
+    with pytest.raises(ModelError, match=r"has a value that cannot be told .* let the data collator leave it out"):
+        joint.theirs(ALONE, [{"look": lambda: None}])

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.engine.labels import IGNORED
 from penstock.hardware.machine import Network
+from penstock.hf.pieces import as_micro_batch, loss_of_piece
 from penstock.planner.longest import longest
 from penstock.schedule.place import Format
 from penstock.schedule.program import Stage
@@ -318,6 +319,19 @@ def attempted(mesh: DeviceMesh, what: str) -> None:
         engine.step(cut.micro_batches(1, length=24))
 
 
+def classifying(mesh: DeviceMesh) -> None:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    model = LlamaForSequenceClassification(LlamaConfig(**models.decoder(tie_word_embeddings=False)))
+    wrap(CASES["llama"], budget(None), mesh=mesh, model=model)
+
+
+def test_a_model_whose_labels_are_of_no_tokens_is_refused_in_words() -> None:
+    with pytest.raises(RankFailedError, match="LlamaForSequenceClassification does not take token ids") as caught:
+        sharing(2, classifying)
+    assert caught.value.kind == "ModelError"
+
+
 def counted(mesh: DeviceMesh, schedule: str) -> tuple[int, tuple[Stage, ...]]:
     """Bytes that attention sends in a step, by the trace, and the stages of a span as they were probed."""
     with wrap(CASES["llama"], budget(None), mesh=mesh, schedule=schedule) as engine:
@@ -393,6 +407,8 @@ def given_otherwise(mesh: DeviceMesh, what: str) -> None:
     cut = CASES["llama"].micro_batches(1, seed=mesh.get_rank() if what == "others" else 0, length=24)
     if what == "images":
         cut[0]["pixel_values"] = torch.zeros(2, 3, 4, 4)
+    if what == "no labels":
+        cut[0]["labels"][:, 1:] = IGNORED
     with wrap(CASES["llama"], budget(None), mesh=mesh, compile=what == "compiled") as engine:
         engine.step(cut)
 
@@ -403,12 +419,33 @@ def given_otherwise(mesh: DeviceMesh, what: str) -> None:
     [
         ("others", "ranks 0 to 1 share each sequence, and were not given the same micro-batches"),
         ("images", "nobody knows which of 'pixel_values' is of which token"),
+        ("no labels", "micro-batch 0 has no label that counts"),
         ("compiled", "compile=True is not there for ranks that share each sequence"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(what: str, said: str) -> None:
     with pytest.raises(RankFailedError, match=said):
         sharing(2, given_otherwise, what)
+
+
+def summed(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    """A loss that knows the labels of the whole step, as a Trainer's does."""
+    loss: torch.Tensor = model(**micro_batch | {"num_items_in_batch": torch.tensor(40)}).loss
+    return loss
+
+
+def partly_labelled(mesh: DeviceMesh | None) -> list[float]:
+    cut = CASES["llama"].micro_batches(3, length=24)
+    cut[1]["labels"][:] = IGNORED
+    with wrap(CASES["llama"], budget(None), mesh=mesh, loss_fn=loss_of_piece) as engine:
+        stats = engine.step([as_micro_batch(batch, summed) for batch in cut], loss_weights=[1.0] * 3)
+        return [stats.loss, stats.grad_norm]
+
+
+def test_a_micro_batch_without_labels_counts_nothing_where_losses_know_those_of_the_step() -> None:
+    wanted = partly_labelled(None)
+    for found in sharing(2, partly_labelled):
+        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def followed(mesh: DeviceMesh) -> None:

@@ -158,7 +158,7 @@ class Engine:
         batch.check(micro_batches)
         self._progress.settings()  # now: a commit that fails for what is in them would be the step's that had counted
         given = self._given("step", micro_batches, loss_weights)
-        micro_batches = self._cut(micro_batches, given is not None)
+        micro_batches = self._cut(micro_batches)
         runner = self._planning.runner_for(micro_batches, train=True)
         flops = self._planning.flops_of(micro_batches)  # now: a loss may write into a micro-batch
         flops = math.fsum(self._ranks.sharing.gather_objects("FLOP", flops))
@@ -220,10 +220,10 @@ class Engine:
             check_same(digests, self._ranks)
         return given
 
-    def _cut(self, micro_batches: Sequence[Mapping[str, Any]], weighted: bool = True) -> Sequence[Mapping[str, Any]]:
+    def _cut(self, micro_batches: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """This rank's micro-batches: all of them, or of ranks that share each sequence its spans."""
         spans = self._resources.spans
-        return micro_batches if spans is None else spans.cut(micro_batches, weighted=weighted)
+        return micro_batches if spans is None else spans.cut(micro_batches)
 
     def _context(self) -> StepContext:
         """The inputs of the next step's first run besides its micro-batches."""
@@ -276,7 +276,7 @@ class Engine:
     def _evaluate(self, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float] | None) -> float:
         batch.check(micro_batches)
         given = self._given("evaluate", micro_batches, loss_weights)
-        micro_batches = self._cut(micro_batches, given is not None)
+        micro_batches = self._cut(micro_batches)
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:

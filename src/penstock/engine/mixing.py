@@ -18,7 +18,7 @@ from penstock.engine.labels import IGNORED
 from penstock.engine.resources import EngineResources
 from penstock.engine.spans import Spans
 from penstock.engine.visiting import VisitingWeights
-from penstock.errors import ModelError
+from penstock.errors import BudgetError, ConfigError, ModelError, RankError, StoreError, is_out_of_memory
 from penstock.tape import trees
 from penstock.tape.facts import Site
 from penstock.tape.tape import Tape
@@ -71,7 +71,18 @@ def check_mixes_nothing(
     clean[0, tokens // 2 :] = clean[1, : tokens // 2] = True
     mixed: list[str] = []
     with spans.apart(), _spoilt(embedding, clean) as spoilt, _looking(tape.sites, clean, mixed):
-        tape.probe(_micro_batch(clean, table.shape[0]), load, unload, train=False)
+        try:
+            tape.probe(_micro_batch(clean, table.shape[0]), load, unload, train=False)
+        except (BudgetError, ConfigError, ModelError, RankError, StoreError):
+            raise
+        except Exception as error:  # the model's own, of any class
+            if is_out_of_memory(error):
+                raise
+            _refuse(
+                spans.cp,
+                f"{type(model).__name__} does not take token ids [rows, tokens] with as many labels, shift_labels and "
+                f"num_items_in_batch ({type(error).__name__}: {error})",
+            )
     if not spoilt:
         _refuse(spans.cp, f"{type(model).__name__} does not call its table of embeddings once")
     if mixed:
@@ -150,7 +161,7 @@ def _check_loss(tape: Tape, cp: int, labels: int) -> None:
     if found.summed is None:
         _refuse(cp, f"the loss of {name} is not divided by the number of items that it is given (num_items_in_batch)")
     if not found.summed.isfinite():
-        _refuse(cp, f"{type(tape.model).__name__} mixes tokens outside of its blocks")
+        _refuse(cp, f"{type(tape.model).__name__} mixes tokens outside of its blocks, or has weights that are NaN")
     if float(found.summed / _ITEMS) != loss:
         _refuse(
             cp,

@@ -64,16 +64,15 @@ class Spans:
 
         return of_span
 
-    def cut(self, micro_batches: Sequence[Mapping[str, Any]], *, weighted: bool = False) -> list[dict[str, Any]]:
-        """This rank's spans of micro-batches. ``weighted``: what their losses count for is known.
+    def cut(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """This rank's spans of micro-batches.
 
         Raises:
-            ModelError: one has tensors besides those of its tokens, or no labels; or none that counts, by which it
-                would be weighted.
+            ModelError: one has tensors besides those of its tokens, or no ``labels``.
         """
-        return [self._cut(m, micro_batch, weighted=weighted) for m, micro_batch in enumerate(micro_batches)]
+        return [self._cut(m, micro_batch) for m, micro_batch in enumerate(micro_batches)]
 
-    def _cut(self, m: int, micro_batch: Mapping[str, Any], *, weighted: bool) -> dict[str, Any]:
+    def _cut(self, m: int, micro_batch: Mapping[str, Any]) -> dict[str, Any]:
         ids, labels = self._checked(m, micro_batch)
         rows, length = ids.shape
         more = -length % self.cp
@@ -93,8 +92,6 @@ class Spans:
             self._refuse(m, "its rows are padded at their beginning, and it has no position_ids")
         shifted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         count = int((shifted != IGNORED).sum())
-        if not count and not weighted:
-            raise ModelError(f"micro-batch {m} has no label that counts: leave it out of the step")
         found = {name: value for name, value in micro_batch.items() if name not in _OF_TOKENS}
         last = torch.cat([places, places[:, -1:].expand(rows, more)], dim=1)  # padding needs no place of its own
         found |= {
@@ -104,7 +101,7 @@ class Spans:
             "attention_mask": torch.ones(rows, size, dtype=torch.int64, device=ids.device),
             "labels": own(labels, IGNORED),
             "shift_labels": own(shifted, IGNORED),
-            "num_items_in_batch": torch.tensor(max(count, 1), device=ids.device),
+            "num_items_in_batch": torch.tensor(count, device=ids.device),
         }
         if attends is not None:  # then transformers takes packed documents for one, too
             found[_ATTENDS] = functional.pad(attends.bool(), (0, more), value=True)
@@ -150,8 +147,14 @@ class SpanLabels(LabelCount):
         """Nothing: ``engine.mixing`` has looked at how the loss counts."""
 
     def weights(self, micro_batches: Sequence[Mapping[str, Any]], ranks: Ranks = ALONE) -> list[float]:
-        """Each micro-batch's share of all labels of the step."""
+        """Each micro-batch's share of all labels of the step.
+
+        Raises:
+            ModelError: one has no label that counts, so that its mean is undefined.
+        """
         counts = [int(mb["num_items_in_batch"]) for mb in micro_batches]
+        if 0 in counts:
+            raise ModelError(f"micro-batch {counts.index(0)} has no label that counts: leave it out of the step")
         of_all = [count for by_rank in ranks.gather_objects("labels", counts) for count in by_rank]
         return [count * self._cp / sum(of_all) for count in counts]
 

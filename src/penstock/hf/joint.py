@@ -6,8 +6,9 @@ tell each other theirs, and go through all of them in the order that one process
 whatever its ranks share, and so are batch sizes, the data's order, and whatever the library counts.
 """
 
+import pickle
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,6 +16,7 @@ from penstock.config.layout import LayoutConfig
 from penstock.errors import ConfigError, ModelError
 from penstock.ranks.group import Ranks
 from penstock.ranks.start import torchrun_mesh
+from penstock.tape import trees
 
 T = TypeVar("T")
 
@@ -42,13 +44,26 @@ def take_together(ranks: Ranks) -> bool:
     return ranks.stages > 1 or ranks.cp > 1
 
 
+def to_tell(value: Any) -> Any:
+    """A copy of what is told to others, on the CPU: its tensors have their own bytes alone, and not those of a larger
+    one that they are views of."""
+    return trees.replace(value, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+
 def theirs(ranks: Ranks, own: Sequence[T]) -> list[T]:
-    """All that this rank takes of what each rank has been dealt: ``own``, that pickle.
+    """All that this rank takes of what each rank has been dealt: ``own``, ``to_tell``.
 
     Raises:
-        ModelError: not all have been dealt as many.
+        ModelError: not all have been dealt as many, or what this rank has been dealt cannot be told.
     """
-    by_rank = ranks.gather_objects("batches", list(own))
+    try:
+        told = pickle.dumps(list(own))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # all that Python has for it
+        raise ModelError(
+            f"ranks that take batches together tell each other theirs, and this one has a value that cannot be told "
+            f"({error}): let the data collator leave it out"
+        ) from error
+    by_rank: list[list[T]] = [pickle.loads(of_rank) for of_rank in ranks.gather_objects("batches", told)]
     if len(counts := {len(of_rank) for of_rank in by_rank}) > 1:
         raise ranks.of_all(
             ModelError(

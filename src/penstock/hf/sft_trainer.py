@@ -66,7 +66,7 @@ class SFTTrainer(Bookkeeping, EngineMixin, PlainSFTTrainer):
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
         if self._engine_arguments.cp == 1 or num_items_in_batch is not None:
             return found
-        return found * inputs["shift_labels"].ne(IGNORED).sum() / inputs["num_items_in_batch"]
+        return found * inputs["shift_labels"].ne(IGNORED).sum() / inputs["num_items_in_batch"].clamp(min=1)
 
     losses_of_spans = (compute_loss,)
 

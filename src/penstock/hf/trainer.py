@@ -36,7 +36,7 @@ from penstock.hf.lora import BaseWeights
 from penstock.hf.models.adapters import check_adapters
 from penstock.hf.pieces import Loss, Notes, as_micro_batch, current_notes, loss_of_piece, notes_of, of_spans
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
-from penstock.hf.training_arguments import check_arguments, check_launch, check_spans
+from penstock.hf.training_arguments import check_arguments, check_launch, check_spans, refuse_logits
 from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
 from penstock.ranks.group import ALONE, Ranks
@@ -286,7 +286,7 @@ class EngineMixin(TrainerSteps):
         together = joint.take_together(self._ranks)
         if together:
             with self._ranks.together():
-                own = [trees.replace(batch, _on_cpu) for batch in batches]
+                own = [joint.to_tell(batch) for batch in batches]
                 batches, weights = zip(*joint.theirs(self._ranks, list(zip(own, weights, strict=True))), strict=True)
             losses = [losses[0]] * len(batches)
         micro_batches = [as_micro_batch(self.prepared(b), loss) for b, loss in zip(batches, losses, strict=True)]
@@ -347,10 +347,7 @@ class EngineMixin(TrainerSteps):
             ConfigError: the batch is no mapping, or ranks share each sequence, and more than the loss is asked for.
         """
         if self._engine_arguments.cp > 1 and not prediction_loss_only:
-            raise ConfigError(
-                f"cp={self._engine_arguments.cp}: ranks that share each sequence have the logits of a span each, and "
-                "evaluate the loss alone: leave compute_metrics out, set prediction_loss_only=True, and call evaluate"
-            )
+            refuse_logits(self._engine_arguments.cp)
         if not isinstance(inputs, Mapping):
             raise ConfigError(
                 f"data_collator returns a {type(inputs).__name__}, in which the library's evaluation finds no labels "
@@ -364,7 +361,8 @@ class EngineMixin(TrainerSteps):
                 result = above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
             notes = current_notes()
             assert notes is not None
-            notes.result = trees.replace(result, _on_cpu if joint.take_together(self._ranks) else torch.Tensor.clone)
+            together = joint.take_together(self._ranks)
+            notes.result = joint.to_tell(result) if together else trees.replace(result, torch.Tensor.clone)
             return torch.zeros((), device=self.args.device)  # the library has the loss, which may be no number
 
         def evaluate(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
@@ -441,11 +439,6 @@ class Trainer(EngineMixin, transformers.Trainer):
     Raises:
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own, of a view not all that it looks at."""
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _parts(value: Any) -> tuple[Any, ...]:

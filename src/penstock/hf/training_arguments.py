@@ -10,7 +10,7 @@ A field that is in none of them, of a version of the library that is newer than 
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.errors import ConfigError
 from penstock.ranks.start import can_start_again
@@ -191,7 +191,8 @@ def check_spans(trainer: Any, cp: int) -> None:
     """Refuse what is made of whole sequences where ``cp`` ranks share each: each has a span, whose losses are added up.
 
     Raises:
-        ConfigError: the loss is none of the model's own or TRL's; or noise is added to embeddings.
+        ConfigError: the loss is none of the model's own or TRL's; noise is added to embeddings; or evaluation wants
+            more than the loss.
     """
     if cp == 1:
         return
@@ -202,13 +203,24 @@ def check_spans(trainer: Any, cp: int) -> None:
         (smoothing > 0, f"label_smoothing_factor={smoothing:g}"),
         (noise is not None, f"neftune_noise_alpha={noise}, which goes by a sequence's length"),
         (getattr(trainer, "aux_loss_enabled", False), "a router's loss (output_router_logits)"),
-        (trainer.compute_metrics is not None and not trainer.args.prediction_loss_only, "compute_metrics"),
     ):
         if asked:
             raise ConfigError(
                 f"cp={cp} cannot be had with {what}: ranks that share each sequence have a span of it each, and add up "
                 "the model's own losses of these. Leave one of the two out"
             )
+    if trainer.compute_metrics is not None and not trainer.args.prediction_loss_only:
+        refuse_logits(cp)
+
+
+def refuse_logits(cp: int) -> NoReturn:
+    """Raises:
+    ConfigError: ``cp`` ranks share each sequence, and more of it is asked for than its loss.
+    """
+    raise ConfigError(
+        f"cp={cp}: ranks that share each sequence have the logits of a span each, and evaluate the loss alone: leave "
+        "compute_metrics out, set prediction_loss_only=True, and call evaluate"
+    )
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

@@ -114,6 +114,11 @@ class Stages:
             else:
                 self.members.append([index])
         self._stage_of = {segment: stage for stage, members in enumerate(self.members) for segment in members}
+        self._handed: dict[int, set[int]] = {}
+        """birth, by identity -> the stages whose calls are handed that"""
+        for index, segment in enumerate(segments):
+            for seen in segment.inputs:
+                self._handed.setdefault(id(seen.birth), set()).add(self._stage_of[index])
         self._offload = [self._activation(stage) for stage in range(len(self.members))]
 
     def stages(self) -> tuple[Stage, ...]:
@@ -157,7 +162,8 @@ class Stages:
         return self._segments[self.members[stage][0]].outputs if is_last else []
 
     def _activation(self, stage: int) -> list[int]:
-        """Positions in the boundary of the tensors that only the next stage reads."""
+        """Positions in the boundary of the tensors that only the next stage reads, or is handed: in a pipeline what
+        later calls are handed is sent to other ranks, whether they read it or not."""
         boundary = self._boundary(stage)
         births = [seen.birth for seen in boundary]
         return [
@@ -170,7 +176,7 @@ class Stages:
         if birth is None or self._stage_of[birth.segment] != stage:
             return False
         epilogue = len(self.members) - 1
-        touched = {self._stage_of[segment] for segment in birth.touched}
+        touched = self._handed.get(id(birth), set()) | {self._stage_of[segment] for segment in birth.touched}
         # A graph that saved it needs it until its own backward; the epilogue's runs at once.
         saved = {self._stage_of[segment] for segment in birth.saved} - ({epilogue} if stage + 1 == epilogue else set())
         return touched <= {stage, stage + 1} and not saved
