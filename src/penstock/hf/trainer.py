@@ -274,15 +274,17 @@ class EngineMixin(TrainerSteps):
         batches: Sequence[Any],
         losses: Sequence[Loss],
         weights: Sequence[float],
+        way: str = "",
     ) -> list[Notes]:
-        """Have the engine ``take`` batches, by their ``losses``, which are alike; the notes of each."""
+        """Have the engine ``take`` batches, by their ``losses``, which are alike and compute in this ``way``; the notes
+        of each."""
         together = joint.take_together(self._ranks)
         if together:
             with self._ranks.together():
                 own = [joint.to_tell(batch) for batch in batches]
                 batches, weights = zip(*joint.theirs(self._ranks, list(zip(own, weights, strict=True))), strict=True)
             losses = [losses[0]] * len(batches)
-        micro_batches = [as_micro_batch(self.prepared(b), loss) for b, loss in zip(batches, losses, strict=True)]
+        micro_batches = [as_micro_batch(self.prepared(b), loss, way) for b, loss in zip(batches, losses, strict=True)]
         take(micro_batches, weights)
         notes: list[Notes] = [notes_of(micro_batch) for micro_batch in micro_batches]
         if not together:
@@ -363,7 +365,8 @@ class EngineMixin(TrainerSteps):
             self.engine.evaluate(micro_batches, loss_weights=weights)
 
         self._items = self.items_of([inputs])
-        (notes,) = self._taken_by_engine(evaluate, [inputs], [loss], [1.0])
+        way = "" if prediction_loss_only else "outputs"
+        (notes,) = self._taken_by_engine(evaluate, [inputs], [loss], [1.0], way)
         self._after_notes([notes])
         assert notes.result is not None
         return notes.result
