@@ -47,6 +47,7 @@ USED = {
         **dict.fromkeys(("state/reshard.py", "cli/run_record.py"), "what stores are cut for"),
         "cli/reshard.py": "an option: what a run has from then on",
         "cli/split.py": "those of a snapshot, which ranks that go on from it have to share",
+        "planner/layouts.py": "which ranks of a layout have to share",
     },
     "stage": {
         "schedule/": "what a built schedule was given; and the stages of a program, which are called so, too",

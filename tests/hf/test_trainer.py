@@ -1,5 +1,6 @@
 """``penstock.hf.Trainer`` runs transformers' own loop: it logs, saves and goes on from what the library's own does."""
 
+import copy
 import json
 import math
 import shutil
@@ -277,6 +278,18 @@ def test_predictions_and_metrics_come_from_the_models_own_outputs(tmp_path: Path
     for data in (HELD_OUT, unlabelled):
         found, expected = mine.predict(data), theirs.predict(data)
         np.testing.assert_allclose(found.predictions, expected.predictions, rtol=1e-3, atol=1e-4)
+    mine.end()
+
+
+def test_predictions_after_an_evaluation_of_the_loss_alone_have_all_of_the_models_outputs(tmp_path: Path) -> None:
+    model = llama()
+    model.config.output_hidden_states = True
+    theirs = transformers.Trainer(model=copy.deepcopy(model), args=arguments(tmp_path), eval_dataset=HELD_OUT)
+    mine = Trainer(model=model, args=arguments(tmp_path), eval_dataset=HELD_OUT, engine=in_memory())
+    mine.evaluate()
+    found, expected = (one.predict(HELD_OUT).predictions for one in (mine, theirs))
+    for own, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-3, atol=1e-4)
     mine.end()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from penstock.engine.labels import IGNORED
+from penstock.engine.spans import Beside
 from penstock.errors import ConfigError, ModelError
 from penstock.ranks.group import Ranks
 from penstock.tape import trees
@@ -127,10 +128,12 @@ def shapes(micro_batch: MicroBatch) -> Shapes:
     """The properties of a micro-batch that a plan depends on: places, shapes and dtypes of its tensors.
 
     A mask that hides something is as one with another dimension: models drop masks that hide nothing, and what they
-    make of the others takes memory.
+    make of the others takes memory. So is the way in which the loss function is asked to compute (``Beside``).
     """
     found = sorted(_tensors(micro_batch).items(), key=lambda item: repr(item[0]))
-    return tuple((place, (*value.shape, *_hides(place, value)), str(value.dtype)) for place, value in found)
+    beside = [(name, value.way) for name, value in micro_batch.items() if isinstance(value, Beside)]
+    ways = [((name,), (), way) for name, way in beside if way]
+    return (*((place, (*value.shape, *_hides(place, value)), str(value.dtype)) for place, value in found), *ways)
 
 
 def _hides(place: trees.Place, value: torch.Tensor) -> tuple[int, ...]:

@@ -29,7 +29,10 @@ _POSITIONS, _ATTENDS = "whole position_ids", "whole attention_mask"
 
 
 class Beside:
-    """A value of a micro-batch that is of none of its tokens: for the loss function, whichever span that is handed."""
+    """A value of a micro-batch that is of none of its tokens: for the loss function, whichever span that is handed.
+    ``way``: that to compute which it asks the loss function for, with a plan of its own; empty: the usual one."""
+
+    way: str = ""
 
 
 class Spans:

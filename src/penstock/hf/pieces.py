@@ -26,10 +26,11 @@ class Notes:
 
 class Piece(Beside):
     """A micro-batch on its way through the engine, no container to it. ``notes``: those of its latest forward.
-    ``kind``: the type that its batch had."""
+    ``kind``: the type that its batch had. ``way``: as of ``Beside``."""
 
-    def __init__(self, loss: Loss, kind: type) -> None:
+    def __init__(self, loss: Loss, kind: type, way: str) -> None:
         self.loss = loss
+        self.way = way
         self.kind: Any = kind
         self.notes = Notes()
 
@@ -46,9 +47,9 @@ def current_notes() -> Notes | None:
     return NOTES.get()
 
 
-def as_micro_batch(batch: Any, loss: Loss) -> dict[str, Any]:
-    """A batch as the engine takes it."""
-    return {**(batch if isinstance(batch, Mapping) else {_BATCH: batch}), _PIECE: Piece(loss, type(batch))}
+def as_micro_batch(batch: Any, loss: Loss, way: str = "") -> dict[str, Any]:
+    """A batch as the engine takes it. ``way``: as of ``Beside``."""
+    return {**(batch if isinstance(batch, Mapping) else {_BATCH: batch}), _PIECE: Piece(loss, type(batch), way)}
 
 
 def notes_of(micro_batch: Mapping[str, Any]) -> Notes:

@@ -277,11 +277,10 @@ class EngineMixin(TrainerSteps):
         batches: Sequence[Any],
         losses: Sequence[Loss],
         weights: Sequence[float],
-        *,
-        are_small: bool = True,
+        way: str = "",
     ) -> list[Notes]:
-        """Have the engine ``take`` batches, by their ``losses``, which are alike; the notes of each, which
-        ``are_small`` or have logits."""
+        """Have the engine ``take`` batches, by their ``losses``, which are alike and compute in this ``way``; the notes
+        of each."""
         assert self.engine is not None  # whose ranks take them
         together = joint.take_together(self._ranks)
         if together:
@@ -289,13 +288,13 @@ class EngineMixin(TrainerSteps):
                 own = [joint.to_tell(batch) for batch in batches]
                 batches, weights = zip(*joint.theirs(self._ranks, list(zip(own, weights, strict=True))), strict=True)
             losses = [losses[0]] * len(batches)
-        micro_batches = [as_micro_batch(self.prepared(b), loss) for b, loss in zip(batches, losses, strict=True)]
+        micro_batches = [as_micro_batch(self.prepared(b), loss, way) for b, loss in zip(batches, losses, strict=True)]
         take(micro_batches, weights)
         notes: list[Notes] = [notes_of(micro_batch) for micro_batch in micro_batches]
         if not together:
             return notes
         with self._ranks.together():
-            found = [of_spans(of_one) for of_one in joint.given_back(self._ranks, notes, at_once=are_small)]
+            found = [of_spans(of_one) for of_one in joint.given_back(self._ranks, notes, at_once=not way)]
         for note in found:
             note.result = trees.replace(note.result, lambda tensor: tensor.to(self.args.device))
         return found
@@ -369,7 +368,8 @@ class EngineMixin(TrainerSteps):
             self.engine.evaluate(micro_batches, loss_weights=weights)
 
         self._items = self.items_of([inputs])
-        (notes,) = self._taken_by_engine(evaluate, [inputs], [loss], [1.0], are_small=prediction_loss_only)
+        way = "" if prediction_loss_only else "outputs"
+        (notes,) = self._taken_by_engine(evaluate, [inputs], [loss], [1.0], way)
         self._after_notes([notes], [inputs])
         assert notes.result is not None
         return notes.result
