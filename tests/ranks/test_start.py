@@ -10,6 +10,7 @@ from torch import distributed as dist
 
 import penstock
 from penstock.errors import RankError
+from penstock.ranks import start
 from tests import warm
 from tests.patience import PATIENCE
 
@@ -49,15 +50,20 @@ def test_who_is_left_by_a_torchrun_that_was_killed_does_not_wait_for_the_next_on
     assert (tmp_path / "said").read_text() == said
 
 
+@pytest.mark.parametrize("when", ["joining", "after"])
 def test_what_torch_has_for_a_process_that_is_gone_is_an_error_of_ranks(
-    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also once all have joined, as they meet again for each axis of their mesh."""
+
     def refused(*_: object, **__: object) -> NoReturn:
         raise dist.DistNetworkError("Connection refused")
 
     for name, value in given.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: when == "after")
     monkeypatch.setattr(dist, "init_process_group", refused)
+    monkeypatch.setattr(start, "init_device_mesh", refused)
     said = "this process could not join the other ones of 2 ranks, of which one may be gone: Connection refused"
     with pytest.raises(RankError, match=said):
         penstock.torchrun_mesh("cpu")

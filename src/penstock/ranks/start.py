@@ -3,6 +3,8 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -50,6 +52,7 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
     Raises:
         ConfigError: this process was not started by torchrun, or not as many as on each other host, or there are fewer
             GPUs than processes.
+        RankError: another process is gone, or torchrun is.
     """
     missing = [name for name in _GIVEN if name not in os.environ]
     if missing:
@@ -82,13 +85,30 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
             raise ConfigError(f"process {local} has no GPU: there are {count}. Start as many")
         torch.accelerator.set_device_index(local)
     if not dist.is_initialized():
-        _start(kind, local, rank, size)
+        with _joining(size):
+            _start(kind, local, rank, size)
         global _started
         _started = True
     axes = {REPLICATE: copies, PIPELINE: pp or 1, SHARD: each // cp, CONTEXT: cp}
     names = tuple(name for name, count in axes.items() if count > 1)
     names += (SHARD,) if names in ((), (REPLICATE,)) else ()
-    return init_device_mesh(kind, tuple(axes[name] for name in names), mesh_dim_names=names)
+    with _joining(size):
+        return init_device_mesh(kind, tuple(axes[name] for name in names), mesh_dim_names=names)
+
+
+@contextmanager
+def _joining(size: int) -> Iterator[None]:
+    """Raises:
+    RankError: torch could not bring all processes together within.
+    """
+    try:
+        yield
+    except RankError:
+        raise
+    except RuntimeError as error:  # all that torch has for it
+        raise RankError(
+            f"this process could not join the other ones of {size} ranks, of which one may be gone: {error}"
+        ) from error
 
 
 def _start(kind: str, local: int, rank: int, size: int) -> None:
@@ -129,12 +149,6 @@ def _start(kind: str, local: int, rank: int, size: int) -> None:
         look()
         own.set(f"here/{rank}", "")
         beside(start, look)
-    except RankError:
-        raise
-    except RuntimeError as error:  # all that torch has for it
-        raise RankError(
-            f"this process could not join the other ones of {size} ranks, of which one may be gone: {error}"
-        ) from error
     finally:
         if hears:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
