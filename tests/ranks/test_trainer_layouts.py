@@ -123,6 +123,8 @@ def test_one_process_that_is_to_share_the_model_is_refused(layout: str, tmp_path
     said = f"{layout}=2 is of several processes, and this is one: torchrun --nproc-per-node {least} SCRIPT"
     with pytest.raises(ConfigError, match=said):
         alone.train()
+    with pytest.raises(ConfigError, match="copies=2 with 2 ranks: each copy of the state is cut over as many ranks"):
+        joint.mesh_of(in_memory(copies=2), 2, "cpu")
     with pytest.raises(ConfigError, match=f"{layout}=0: must be at least 1"):
         in_memory(**{layout: 0})
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.config.layout import LayoutConfig
+from penstock.config.step import check_copies
 from penstock.errors import ConfigError, ModelError
 from penstock.ranks.group import Ranks
 from penstock.ranks.start import torchrun_mesh
@@ -28,6 +29,7 @@ def mesh_of(layout: LayoutConfig, count: int, device: str) -> DeviceMesh | None:
         ConfigError: so many processes cannot.
     """
     if count > 1:
+        check_copies(layout.copies, count)
         pp = layout.pipeline if layout.pipeline > 1 else None
         return torchrun_mesh(device, copies=layout.copies, pp=pp, cp=layout.cp)
     least = (2 * layout.copies if layout.copies > 1 else 1) * layout.pipeline * layout.cp
