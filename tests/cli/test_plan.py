@@ -435,10 +435,13 @@ def test_layouts_of_ranks_that_share_each_sequence_are_compared(
     assert found["pp 2 x cp 2"]["settings"]["cp"] == 2
     assert all(one["tokens"] == 8 * 128 for one in found.values())
     why = {one["name"]: one["why"] for one in data["refused"]}
-    assert why["pp 4 x cp 2"] == "cp=2: 1 rank cannot share sequences 2 by 2"
+    assert why["pp 4 x cp 2"] == (
+        "cp=2: 1 rank cannot share sequences 2 by 2: let a multiple of 2 have each copy of the state, or place in a "
+        "pipeline"
+    )
     assert "2 ranks on each, 2 of which share each sequence" in answered(capsys, *options)
     for more, says in (
-        (("--batch", "7"), "by 4 ranks that share each 2 by 2: give a batch of a multiple of 2"),
+        (("--batch", "7"), "by 2 groups of 2 ranks that share each: give a batch of a multiple of 2 sequences"),
         (("--strands", "2"), "strands=2 with 4 ranks: must be 4 times a power of two"),
     ):
         uneven = json.loads(answered(capsys, *options, *more, "--json"))

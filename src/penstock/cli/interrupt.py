@@ -64,8 +64,8 @@ class Interrupt:
 
         Outputs that are files, pipes or a terminal that is still there stay as they are.
         """
-        if self._hung_up:
-            for output in (1, 2):
+        for output in (1, 2) if self._hung_up else ():
+            with suppress(OSError):  # it is closed
                 if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
                     nowhere = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(nowhere, output)
@@ -112,8 +112,7 @@ class Interrupt:
 
     def _receive(self, number: int) -> None:
         self._hung_up |= number == signal.SIGHUP
-        with suppress(OSError):
-            self.leave_lost_terminal()
+        self.leave_lost_terminal()
         if self._received is None:
             self._received, self._when = signal.Signals(number), time.monotonic()
             with suppress(Exception):  # what cannot be said ends nothing

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.config.layout import LayoutConfig
     from penstock.ranks.group import Ranks
 
 log = logging.getLogger("penstock")
@@ -54,12 +55,10 @@ def how_to_start(ranks: int, hosts: int = 1) -> str:
 
 
 @contextmanager
-def launched(device: str | None, copies: int = 1, pipeline: int = 1, cp: int = 1) -> Iterator["Ranks"]:
+def launched(device: str | None, layout: "LayoutConfig") -> Iterator["Ranks"]:
     """The ranks of this command, and this one's place among them. What fails within fails on all of them.
 
-    ``device``: as the settings have it; each rank gets one of that kind. ``copies``: of the state that they have.
-    ``pipeline``: the number of ranks of the pipeline that they are; 1: they share all state. ``cp``: so many of them
-    share each sequence.
+    ``device``: as the settings have it; each rank gets one of that kind. ``layout``: how they share the model.
 
     Raises:
         ConfigError: they cannot have so many copies, be such a pipeline or share sequences so; torchrun has not started
@@ -72,20 +71,18 @@ def launched(device: str | None, copies: int = 1, pipeline: int = 1, cp: int = 1
     from penstock.ranks.process_groups import join
     from penstock.ranks.start import torchrun_mesh
 
-    if process_count() % pipeline:
+    count, pipeline = process_count(), layout.pipeline
+    if count % pipeline:
         raise ConfigError(
-            f"pipeline={pipeline}: this is {in_words(process_count())}, which cannot be pipelines of as many each. "
-            f"Start as many, or a multiple ({how_to_start(pipeline)} ...), or give --pipeline {process_count()}"
+            f"pipeline={pipeline}: this is {in_words(count)}, which cannot be pipelines of as many each. "
+            f"Start as many, or a multiple ({how_to_start(pipeline)} ...), or give --pipeline {count}"
         )
-    if process_count() == 1:
-        if copies > 1:
-            raise ConfigError(f"copies={copies}: one process has one copy of the state. Start several with torchrun")
-        if cp > 1:
-            raise ConfigError(f"cp={cp}: one process has all of each sequence. Start several with torchrun")
+    layout.check_ranks(count)
+    if count == 1:
         yield ALONE
         return
     kind = resolve_device(device).type
-    mesh = torchrun_mesh(kind, copies=copies, pp=pipeline if pipeline > 1 else None, cp=cp)
+    mesh = torchrun_mesh(kind, copies=layout.copies, pp=pipeline, cp=layout.cp)
     ranks = join(mesh, resolve_device(device))
     said = logging.StreamHandler()
     said.setFormatter(logging.Formatter(f"rank {ranks.rank}: %(message)s"))

@@ -12,10 +12,11 @@ from typing import ClassVar, get_args
 from penstock.cli.launch import MOST_RANKS
 from penstock.cli.plan_hosts import check_hosts, compare
 from penstock.cli.settings import load
-from penstock.cli.split import check_of_pipeline, dealt, other_batch
+from penstock.cli.split import check_of_pipeline
 from penstock.cli.task import as_free_here, shape_of, shipped_shape, task_of
 from penstock.cli.words import Words, declared, help_of, read_words, split_words, takes_no_value
 from penstock.config import Durability, TrainConfig, fields_of, format_size, parse_size
+from penstock.config.batch import dealt, other_batch
 from penstock.config.counts import parse_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
 from penstock.documents.typed import hints_of
@@ -262,6 +263,7 @@ def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
     if tbw is not None:
         machine = rated(machine, tbw)
     ranks = arguments.ranks
+    config.check_ranks(ranks)
     task, groups = task_of(config, machine, ranks=ranks), config.sharing(ranks)
     batch = arguments.batch
     if batch is None and config.micro_batch_size is not None:

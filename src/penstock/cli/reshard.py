@@ -19,9 +19,10 @@ from penstock.cli.run_folder import RUN_LOCK, settings_of, write_settings
 from penstock.cli.run_record import Resharding, RunRecord
 from penstock.cli.run_snapshots import strands_kept
 from penstock.cli.showing.progress import progress
-from penstock.cli.split import check_goes_on, dealt
+from penstock.cli.split import check_goes_on
 from penstock.cli.words import Words
 from penstock.config import Family, TrainConfig
+from penstock.config.batch import dealt
 from penstock.config.budget import is_of_rank
 from penstock.config.step import IN_TURN, STRANDS, check_strands
 from penstock.errors import ConfigError, StoreError

@@ -12,6 +12,7 @@ from penstock.cli.launch import how_to_start, in_words
 from penstock.cli.pipeline import fastest, in_comparison
 from penstock.cli.task import as_free_here, requests_of, shape_of, task_of
 from penstock.config import TrainConfig
+from penstock.config.batch import dealt, other_batch
 from penstock.config.step import check_pipeline, check_strands, sharing
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
@@ -86,24 +87,6 @@ def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
         nearest = max((number for number in able if number < ranks), default=able[0])
         said += f". {' or '.join(map(str, able))} can: {how_to_start(nearest)} resume {shlex.quote(config.run)}"
     raise ConfigError(said)
-
-
-def dealt(count: int, what: str, ranks: int, advice: str, who: str = "ranks") -> int:
-    """The part of a step's ``count`` that each of the ranks has, or of pipelines (``who``). ``advice``: what to do
-    where that cannot be.
-
-    Raises:
-        ConfigError: they cannot all have as many.
-    """
-    each, rest = divmod(count, ranks)
-    if rest or not each:
-        raise ConfigError(f"batch: {count} {what} cannot be shared evenly by {ranks} {who}: {advice}")
-    return each
-
-
-def other_batch(ranks: int, size: int) -> str:
-    """The advice to who may choose the batch. ``size``: of its micro-batches."""
-    return f"give a batch of a multiple of {ranks * size} sequences"
 
 
 def cut_batch(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of
 from penstock.config.budget import is_of_rank
 from penstock.config.step import SPLIT, check_copies
-from penstock.errors import ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import file_system, on_one_drive
 from penstock.hardware.sharing import of_each_rank, room_of_each
@@ -36,16 +35,10 @@ def task_of(config: TrainConfig, machine: Machine, *, ranks: int = 1, hosts: int
 
     Raises:
         ConfigError: the machine's profile lacks what the settings need, the model is refused, or so many ranks cannot
-            have so many copies of the state, or share each sequence.
+            have so many copies of the state.
     """
     assert not isinstance(config.schedule, Path)
     check_copies(config.copies, ranks, config.stage)
-    each = ranks // config.copies
-    if each % config.cp:
-        raise ConfigError(
-            f"cp={config.cp}: {each} ranks cannot share sequences {config.cp} by {config.cp}: give --ranks "
-            f"{'a multiple' if config.copies == 1 else f'a multiple of {config.copies * config.cp}'}"
-        )
     disk_free = room_of_each(machine.drives, ranks // hosts)
     if ranks > 1:
         machine = of_each_rank(machine, ranks, hosts=hosts, copies=config.copies, cp=config.cp)
@@ -53,7 +46,7 @@ def task_of(config: TrainConfig, machine: Machine, *, ranks: int = 1, hosts: int
         shape=shape_of(config, machine.device.kind),
         machine=machine,
         budget=config.budget.of_rank(0, ranks, hosts),
-        ranks=each,
+        ranks=ranks // config.copies,
         copies=config.copies,
         hosts=hosts,
         sequence_length=config.data.sequence_length,

@@ -78,7 +78,7 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
     optimizer = optimizer_spec(config.optimizer)
     with (
         deterministic_kernels(config.deterministic),
-        launched(config.device, config.copies, config.pipeline, config.cp) as ranks,
+        launched(config.device, config) as ranks,
     ):
         if start != "resume":  # a run that goes on has more to say
             check_shared(config, ranks.size)

@@ -55,3 +55,21 @@ class BatchConfig:
                 f"give at most {_MOST['sequences'] * sequence_length:,}"
             )
         return count
+
+
+def dealt(count: int, what: str, ranks: int, advice: str, who: str = "ranks") -> int:
+    """The part of a step's ``count`` that each of the ranks has, or of pipelines (``who``). ``advice``: what to do
+    where that cannot be.
+
+    Raises:
+        ConfigError: they cannot all have as many.
+    """
+    each, rest = divmod(count, ranks)
+    if rest or not each:
+        raise ConfigError(f"batch: {count} {what} cannot be shared evenly by {ranks} {who}: {advice}")
+    return each
+
+
+def other_batch(ranks: int, size: int) -> str:
+    """The advice to who may choose the batch. ``size``: of its micro-batches."""
+    return f"give a batch of a multiple of {ranks * size} sequences"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from penstock.config.step import check_copies
 from penstock.errors import ConfigError
 
 
@@ -41,3 +42,28 @@ class LayoutConfig:
                 f"pipeline={self.pipeline} with copies={self.copies}: a pipeline has one copy of the state. Leave one "
                 "out"
             )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises:
+        ConfigError: so many ranks cannot share a model so.
+        """
+        check_copies(self.copies, ranks)
+        if ranks % self.pipeline:
+            raise ConfigError(
+                f"pipeline={self.pipeline}: {ranks} rank{'s' * (ranks > 1)} cannot be pipelines of as many each: start "
+                f"a multiple of {self.pipeline}"
+            )
+        check_cp(self.cp, ranks // self.copies // self.pipeline)
+
+
+def check_cp(cp: int, ranks: int) -> None:
+    """``ranks``: that have the same copy of the state, or place in a pipeline.
+
+    Raises:
+        ConfigError: they cannot share sequences ``cp`` by ``cp``.
+    """
+    if ranks % cp:
+        raise ConfigError(
+            f"cp={cp}: {ranks} rank{'s' * (ranks > 1)} cannot share sequences {cp} by {cp}: let a multiple of {cp} "
+            "have each copy of the state, or place in a pipeline"
+        )

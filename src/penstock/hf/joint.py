@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.config.layout import LayoutConfig
-from penstock.config.step import check_copies
-from penstock.errors import ConfigError, ModelError
+from penstock.errors import ModelError
 from penstock.ranks.group import Ranks
 from penstock.ranks.start import torchrun_mesh
 from penstock.tape import trees
@@ -28,17 +27,8 @@ def mesh_of(layout: LayoutConfig, count: int, device: str) -> DeviceMesh | None:
     Raises:
         ConfigError: so many processes cannot.
     """
-    if count > 1:
-        check_copies(layout.copies, count)
-        pp = layout.pipeline if layout.pipeline > 1 else None
-        return torchrun_mesh(device, copies=layout.copies, pp=pp, cp=layout.cp)
-    least = (2 * layout.copies if layout.copies > 1 else 1) * layout.pipeline * layout.cp
-    for key in ("copies", "pipeline", "cp"):
-        if (asked := getattr(layout, key)) > 1:
-            raise ConfigError(
-                f"{key}={asked} is of several processes, and this is one: torchrun --nproc-per-node {least} SCRIPT"
-            )
-    return None
+    layout.check_ranks(count)
+    return torchrun_mesh(device, copies=layout.copies, pp=layout.pipeline, cp=layout.cp) if count > 1 else None
 
 
 def take_together(ranks: Ranks) -> bool:

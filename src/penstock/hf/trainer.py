@@ -279,15 +279,15 @@ class EngineMixin(TrainerSteps):
         weights: Sequence[float],
         way: str = "",
     ) -> list[Notes]:
-        """Have the engine ``take`` batches, by their ``losses``, which are alike and compute in this ``way``; the notes
-        of each."""
+        """Have the engine ``take`` batches, by their ``losses``, which compute in this ``way``; the notes of each.
+        Other ranks' batches go by the loss of this one's at the same place."""
         assert self.engine is not None  # whose ranks take them
         together = joint.take_together(self._ranks)
         if together:
             with self._ranks.together():
-                own = [joint.to_tell(batch) for batch in batches]
-                batches, weights = zip(*joint.theirs(self._ranks, list(zip(own, weights, strict=True))), strict=True)
-            losses = [losses[0]] * len(batches)
+                own = list(zip(map(joint.to_tell, batches), weights, range(len(losses)), strict=True))
+                batches, weights, places = zip(*joint.theirs(self._ranks, own), strict=True)
+            losses = [losses[place] for place in places]
         micro_batches = [as_micro_batch(self.prepared(b), loss, way) for b, loss in zip(batches, losses, strict=True)]
         take(micro_batches, weights)
         notes: list[Notes] = [notes_of(micro_batch) for micro_batch in micro_batches]

@@ -12,8 +12,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from penstock.config import Tier, ZeroStage, format_size
+from penstock.config.batch import dealt, other_batch
+from penstock.config.layout import check_cp
 from penstock.config.step import check_strands
-from penstock.errors import BudgetError, ConfigError
+from penstock.errors import BudgetError
 from penstock.hardware.hosts import Hosts
 from penstock.hardware.machine import Machine, Network
 from penstock.hardware.sharing import leaving, of_each_rank, room_of_each
@@ -49,7 +51,7 @@ class Layout:
 
     @property
     def beside(self) -> int:
-        """The number of pipelines."""
+        """The number of pipelines; of ranks, where there are none."""
         return self.ranks // self.stages
 
     @property
@@ -71,36 +73,32 @@ class Layout:
         found: dict[str, Any] = {"pipeline": self.stages} if self.kind == "pipeline" else {"stage": self.stage}
         return found | {key: n for key, n in (("copies", self.copies), ("cp", self.cp)) if n > 1}
 
-    def sharing(self, batch: int, strands: int | None) -> int:
-        """The sequences of a step that a rank takes part in, of a ``batch`` whose gradients are summed in ``strands``.
+    def sharing(self, batch: int, size: int | None, strands: int | None) -> int:
+        """The sequences of a step that a rank takes part in, of a ``batch``, in micro-batches of ``size`` if that is
+        known, whose gradients are summed in ``strands``.
 
         Raises:
             ConfigError: so many ranks cannot share its sequences, or strands, or each sequence.
         """
-        if self.each % self.cp:
-            raise ConfigError(
-                f"cp={self.cp}: {self.each} rank{'s' * (self.each > 1)} cannot share sequences {self.cp} by {self.cp}"
-            )
-        summing = self.beside if self.kind == "pipeline" else self.ranks
-        groups = summing // self.cp
+        check_cp(self.cp, self.each)
         if strands is not None:
-            check_strands(strands, summing)
-        each, rest = divmod(batch, groups)
-        if rest or not each:
-            who = "pipelines" if self.kind == "pipeline" else "ranks"
-            by = f" that share each {self.cp} by {self.cp}" if self.cp > 1 else ""
-            raise ConfigError(
-                f"{batch} sequences cannot be shared evenly by {groups * self.cp} {who}{by}: give a batch of a "
-                f"multiple of {groups}"
-            )
-        return each
+            check_strands(strands, self.beside)
+        groups, who = self.beside // self.cp, "pipelines" if self.kind == "pipeline" else "ranks"
+        if self.cp > 1:
+            who = f"groups of {self.cp} {who} that share each"
+        what, size = ("sequences", 1) if size is None else ("micro-batches", size)
+        return size * dealt(batch // size, what, groups, other_batch(groups, size), who)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """A model to be trained by the ranks of some hosts. ``task``: of one rank with such a machine as the first host to
-    itself; ``batch``: sequences of a step; ``size``: of a micro-batch; None: that is chosen. ``cp``: so many ranks
-    share each sequence, whose spans are those of the task's model."""
+    itself; ``batch``: sequences of a step, a multiple of the ``size`` of a micro-batch; None: that is chosen. ``cp``:
+    so many ranks share each sequence, whose spans are those of the task's model.
+
+    Raises:
+        ConfigError: a profile lacks a rate.
+    """
 
     task: Task
     hosts: Hosts
@@ -109,6 +107,7 @@ class Asked:
     cp: int = 1
 
     def __post_init__(self) -> None:
+        assert self.size is None or not self.batch % self.size
         for kind in self.hosts.kinds:
             replace(self.task, machine=kind.machine)  # which refuses one whose profile lacks a rate
 
@@ -213,7 +212,7 @@ def planned(asked: Asked, layout: Layout) -> Planned:
         BudgetError: it does not fit.
         ConfigError: the batch cannot be shared by so many ranks, or something else that is asked for cannot be.
     """
-    hosts, size, sequences = asked.hosts, asked.size, layout.sharing(asked.batch, asked.task.strands)
+    hosts, size, sequences = asked.hosts, asked.size, layout.sharing(asked.batch, asked.size, asked.task.strands)
     views = asked.views(layout.copies)
     slowest_view = min(views, key=lambda view: view.device.flops.get(asked.task.precision, 0.0))
     copy = min((view.device.copy for view in views if view.device.copy is not None), default=None)
@@ -225,20 +224,9 @@ def planned(asked: Asked, layout: Layout) -> Planned:
         choice, split = choose(task, sequences)
         size = split.micro_batch_size
     else:
-        choice = search(task.question(size, in_micro_batches(sequences, size)))
+        choice = search(task.question(size, sequences // size))
     costs = tuple(_costs(task, choice, view, size) for view in views)
     return Planned(task=task, choice=choice, size=size, costs=costs)
-
-
-def in_micro_batches(sequences: int, size: int) -> int:
-    """The number of micro-batches of so many sequences.
-
-    Raises:
-        ConfigError: it is no whole number.
-    """
-    if sequences % size:
-        raise ConfigError(f"{sequences} sequences are no whole number of micro-batches of {size}")
-    return sequences // size
 
 
 def shared_by_all(asked: Asked, layout: Layout) -> Outcome:

@@ -21,7 +21,7 @@ from penstock.hardware.machine import Machine, Network
 from penstock.hardware.sharing import within_host
 from penstock.planner.batches import cuts
 from penstock.planner.dealt import Pace, Pipeline, programs_of
-from penstock.planner.layouts import Asked, Layout, OfHost, Outcome, check_memory, in_micro_batches, slowest
+from penstock.planner.layouts import Asked, Layout, OfHost, Outcome, check_memory, slowest
 from penstock.planner.plan import Plan
 from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.dealt import stages_dealt
@@ -99,9 +99,8 @@ def _sizes(asked: Asked, layout: Layout) -> Iterator[int]:
     Raises:
         ConfigError: the batch cannot be cut into so few micro-batches as are planned.
     """
-    each = layout.sharing(asked.batch, asked.task.strands)
+    each = layout.sharing(asked.batch, asked.size, asked.task.strands)
     if asked.size is not None:
-        in_micro_batches(each, asked.size)
         yield asked.size
         return
     found = cuts(each)
@@ -124,7 +123,7 @@ def simulated(
     ranks, beside, hosts = layout.stages, layout.beside, asked.hosts
     task = asked.of_rank(views[0], families=("vertical",), stage=None)
     profile = task.profile(size)
-    request = task.question(size, in_micro_batches(layout.sharing(asked.batch, task.strands), size)).request
+    request = task.question(size, layout.sharing(asked.batch, asked.size, task.strands) // size).request
     of_stages = stages_dealt(request.program, ranks, counts)
     calls = [of_stages[stage.index] for stage in request.program.stages if stage.kind == "call"]
     if (ops := len(calls) * request.micro_batches * _OPS_OF_BLOCK) > MOST_OPS:

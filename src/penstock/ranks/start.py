@@ -68,7 +68,7 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
         raise ConfigError(f"copies={copies}: {size} processes cannot have as many copies of the state, each of as many")
     if pp is not None and (pp < 1 or size % pp):
         raise ConfigError(f"pp={pp}: {size} processes cannot be pipelines of as many each: give a divisor of {size}")
-    if pp is not None and copies != 1:
+    if pp is not None and pp > 1 and copies != 1:
         raise ConfigError(f"pp={pp} with copies={copies}: pipelines have one copy of the state. Leave one out")
     each = size // copies // (pp or 1)
     if cp < 1 or each % cp:
