@@ -116,15 +116,9 @@ def test_ranks_with_unlike_numbers_of_batches_are_refused() -> None:
         joint.theirs(Some(0, 2, 2, 1, {"batches": [[pickle.dumps([0]), pickle.dumps([1, 2])]]}), [0])
 
 
-@pytest.mark.parametrize(
-    ("layout", "said"),
-    [
-        ("copies", "copies=2 with 1 rank: each copy of the state is cut over as many ranks, 2, 4, 8"),
-        ("pipeline", "pipeline=2: 1 rank cannot be pipelines of as many each: start a multiple of 2"),
-        ("cp", "cp=2: 1 rank cannot share sequences 2 by 2: let a multiple of 2 have each copy of the state"),
-    ],
-)
-def test_one_process_that_is_to_share_the_model_is_refused(layout: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["copies", "pipeline", "cp"])
+def test_one_process_that_is_to_share_the_model_is_refused(layout: str, tmp_path: Path) -> None:
+    said = f"{layout}=2 is of several processes, and this is one: start them with torchrun --nproc-per-node N, or leave"
     alone = Trainer(llama(), arguments(tmp_path), train_dataset=DATA, engine=in_memory(**{layout: 2}))
     with pytest.raises(ConfigError, match=said):
         alone.train()

@@ -77,7 +77,7 @@ def launched(device: str | None, layout: "LayoutConfig") -> Iterator["Ranks"]:
             f"pipeline={pipeline}: this is {in_words(count)}, which cannot be pipelines of as many each. "
             f"Start as many, or a multiple ({how_to_start(pipeline)} ...), or give --pipeline {count}"
         )
-    layout.check_ranks(count)
+    layout.check_started(count)
     if count == 1:
         yield ALONE
         return

@@ -34,7 +34,7 @@ class LayoutConfig:
         """Raises:
         ConfigError: one of them is no number of ranks, or two exclude each other.
         """
-        for key in ("copies", "pipeline", "cp"):
+        for key in _KEYS:
             if (count := getattr(self, key)) < 1:
                 raise ConfigError(f"{key}={count}: must be at least 1")
         if self.pipeline > 1 and self.copies > 1:
@@ -42,6 +42,16 @@ class LayoutConfig:
                 f"pipeline={self.pipeline} with copies={self.copies}: a pipeline has one copy of the state. Leave one "
                 "out"
             )
+
+    def check_started(self, processes: int) -> None:
+        """``check_ranks``, of so many processes as have been started."""
+        for key in _KEYS if processes == 1 else ():
+            if (count := getattr(self, key)) > 1:
+                raise ConfigError(
+                    f"{key}={count} is of several processes, and this is one: start them with torchrun "
+                    f"--nproc-per-node N, or leave {key} out"
+                )
+        self.check_ranks(processes)
 
     def check_ranks(self, ranks: int) -> None:
         """Raises:
@@ -54,6 +64,9 @@ class LayoutConfig:
                 f"a multiple of {self.pipeline}"
             )
         check_cp(self.cp, ranks // self.copies // self.pipeline)
+
+
+_KEYS = ("copies", "pipeline", "cp")
 
 
 def check_cp(cp: int, ranks: int) -> None:

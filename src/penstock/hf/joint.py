@@ -27,7 +27,7 @@ def mesh_of(layout: LayoutConfig, count: int, device: str) -> DeviceMesh | None:
     Raises:
         ConfigError: so many processes cannot.
     """
-    layout.check_ranks(count)
+    layout.check_started(count)
     return torchrun_mesh(device, copies=layout.copies, pp=layout.pipeline, cp=layout.cp) if count > 1 else None
 
 
