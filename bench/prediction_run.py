@@ -19,6 +19,9 @@ from penstock.cli.model import build_model
 from penstock.cli.settings import load
 from penstock.hardware.machine import load_machine
 from penstock.runtime import access
+from penstock.schedule.check.late import late_moves
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.ops import Schedule
 
 _LENGTH = 256
 _SIDE, _TIMES = 1024, 24
@@ -75,6 +78,18 @@ def speed() -> float:
         torch.mm(a, a)
         found.append(time.perf_counter() - began)
     return median(found)
+
+
+def bytes_of_a_repeat(schedule: Schedule) -> dict[Lane, int]:
+    """Bytes that each lane moves in a run to which nothing is left: the run before has taken home what the step before
+    it had left, and what that run has read ahead does not count."""
+    moved, ends = schedule.bytes_per_lane(), {end for _, end, _ in schedule.carried}
+    for op in late_moves(schedule):
+        moved[op.lane] -= op.nbytes
+    for op in schedule.lanes["read"]:
+        if not ends.isdisjoint(op.writes):
+            moved["read"] += op.nbytes
+    return moved
 
 
 class Counting:
@@ -142,7 +157,8 @@ def run(case: Case, profile: Path, steps: int, folder: Path) -> Outcome:
             done.append(engine.step(step()))
             later.append(speed())
         after = counting.take(engine)
-        said, runs = prediction.bytes_per_lane(), [1 + stats.repeats for stats in done]
+        said, again = prediction.bytes_per_lane(), bytes_of_a_repeat(engine.plan.schedule)
+        runs, repeats = [1 + stats.repeats for stats in done], sum(stats.repeats for stats in done)
         peak = prediction.peak(0)
         return Outcome(
             predicted=expected,
@@ -150,7 +166,7 @@ def run(case: Case, profile: Path, steps: int, folder: Path) -> Outcome:
             lower_bound=prediction.lower_bound,
             measured=[stats.seconds for stats in done],
             runs=runs,
-            predicted_bytes={lane: said[lane] * sum(runs) for lane in before},  # type: ignore[index]
+            predicted_bytes={lane: said[lane] * steps + again[lane] * repeats for lane in before},  # type: ignore[index]
             measured_bytes={lane: after[lane] - before[lane] for lane in before},
             predicted_peak={tier: peak[tier] for tier in peak},
             measured_peak={tier: max(stats.peak_bytes[tier] for stats in done) for tier in done[0].peak_bytes},
