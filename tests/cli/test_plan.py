@@ -454,6 +454,20 @@ def test_layouts_of_ranks_that_share_each_sequence_are_compared(
 
 
 @pytest.mark.parametrize(
+    ("words", "room"), [(("--budget.host", "1MiB"), True), (("--strands", "3", "--stage", "3"), False)]
+)
+def test_more_memory_is_named_where_layouts_have_no_room(
+    config: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], room: bool
+) -> None:
+    path = config.parent / "host.json"
+    path.write_text(replace(MACHINE, between=(Between(ranks=2, bandwidth=1e8, latency=1e-3),)).to_json())
+    assert main(["plan", str(config), "--hosts", f"1x2x{path}", *words]) == 1
+    said = capsys.readouterr().out
+    assert "No layout is possible, for the reasons above." in said
+    assert ("Those without room" in said) == room
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--network", "1Gbit/s"), "network is that between hosts, and has no effect without --hosts"),

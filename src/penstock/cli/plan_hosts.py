@@ -216,7 +216,9 @@ def _table(found: Comparison) -> Iterator[str]:
 def _last_words(found: Comparison) -> Iterator[str]:
     one = found.fastest
     if one is None:
-        yield "No layout that runs fits: more hosts, drives or memory, or a smaller batch would help."
+        fits = all(one.fits for one in found.refused)
+        more = "" if fits else " Those without room have it with more hosts, drives or memory, or a smaller batch."
+        yield f"No layout is possible, for the reasons above.{more}"
         return
     settings = ", ".join(f"{key}: {value}" for key, value in one.settings.items())
     each = "" if one.layout.kind == "pipeline" else "on each rank "

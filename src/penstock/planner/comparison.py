@@ -17,10 +17,11 @@ _STAGES: tuple[ZeroStage, ...] = (3, 2, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A layout that cannot be, and why."""
+    """A layout that cannot be, and why. ``fits``: it is not for want of memory or drives."""
 
     layout: Layout
     why: str
+    fits: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ def compared(asked: Asked) -> Comparison:
         try:
             outcomes.append(pipeline(asked, layout) if layout.kind == "pipeline" else shared_by_all(asked, layout))
         except (BudgetError, ConfigError) as error:
-            refused.append(Refused(layout=layout, why=str(error)))
+            refused.append(Refused(layout=layout, why=str(error), fits=not isinstance(error, BudgetError)))
     outcomes.sort(key=lambda one: one.seconds)
     return Comparison(asked=asked, outcomes=tuple(outcomes), refused=tuple(refused))
 
