@@ -1,12 +1,11 @@
-"""From micro-batches to a runner: probe the model once, fit a plan, keep it for every step that it has room for."""
+"""From micro-batches to a runner: have the model probed, fit a plan, keep it for every step that it has room for."""
 
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,15 +15,12 @@ from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, schedules_of, times_of_all
 from penstock.engine.following import Following, Searched, Step, better, change_in_words, wear_in_words
-from penstock.engine.labels import LabelCount
 from penstock.engine.mixing import check_on_first
-from penstock.engine.probed import HandedOn, Probed, check_probed, join, join_facts, slowest_of, within
+from penstock.engine.probed import HandedOn, Probed, check_probed, join, join_facts, slowest_of
+from penstock.engine.probing import Probing
 from penstock.engine.repeats import Repeats
 from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
-from penstock.engine.spans import SpanLabels
-from penstock.engine.timing import orthogonal_rate, time_stages
-from penstock.engine.visiting import VisitingWeights
 from penstock.errors import BudgetError, ConfigError, ModelError, StoreError, is_out_of_memory
 from penstock.hardware.drives import together
 from penstock.hardware.sharing import link_of_messages, of_each_rank, of_pipeline
@@ -45,14 +41,11 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program, Stage
-from penstock.schedule.work import model_flops
-from penstock.shape.model import StageTimes, with_exchanges
+from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
-from penstock.tape import trees
 from penstock.tape.facts import Facts, StageFacts
 from penstock.tape.parameters import refuse_given_values
-from penstock.tape.waits import sentence
 
 log = logging.getLogger("penstock")
 
@@ -104,8 +97,8 @@ class Planning:
         """``before_change``: called before a runner gives its memory back: what it has left to do is to be done now."""
         self._before_change = before_change
         self.runner: Runner | None = None
-        self.labels = LabelCount() if resources.spans is None else SpanLabels(resources.ranks.cp)
-        self._waits: set[str] = set()  # what has been said of them
+        self._probing = Probing(resources, make_room=self.close)
+        self.labels = self._probing.labels
         self._shared = resources
         self._asked = settings
         self._schedule = settings.schedule
@@ -130,9 +123,6 @@ class Planning:
         self._why = ""  # the machine is another one than predicted, in words
         self._before: Ready | None = None
         """the plan that was in use before a change that has not come into use yet; None: there is none"""
-        self._probed: dict[tuple[bool, batch.Shapes], Probed] = {}
-        self._modes: dict[bool, tuple[bool, ...]] = {}
-        """the modes of all modules when that was probed: True if in training"""
         self.placed: Placement | None = None
         """the placement of arrays; None: nothing has been placed"""
         if resources.spans is not None:
@@ -149,25 +139,20 @@ class Planning:
         shapes, ranks = [batch.shapes(mb) for mb in micro_batches], self._shared.ranks
         self.changed = None if train else self.changed
         seen = self._following.take() if train and self._following is not None else None
-        modes = tuple(module.training for module in self._shared.tape.model.modules())
-        if self._modes.setdefault(train, modes) != modes:  # by which blocks may do, and need, something else
-            self._probed = {key: found for key, found in self._probed.items() if key[0] != train}
-            self._modes[train] = modes
+        if self._probing.forgets(train=train):
             self._plans.pop(train, None)  # now: where no other one can be made, the next step must not take this one
         ready = self._plans.get(train)
         gathered = ranks.gather_objects("plan", (ready is not None and ready.covers(shapes), seen))
         if ready is not None and all(covered for covered, _ in gathered):
-            self._look_at_labels(micro_batches)
+            self._probing.look_at_labels(micro_batches)
             if train and self._following is not None:
                 ready = self._follow(self._following, ready, [step for _, step in gathered])
             return self._use(ready) if self._before is None or not train else self._use_changed(ready, self._before)
         self._before = None
         ranks.agree("number of micro-batches", len(micro_batches))
         self.close()
-        largest = self._to_probe(dict(zip(shapes, micro_batches, strict=True)))
-        self._probe_all({s: mb for s, mb in largest.items() if (train, s) not in self._probed}, train=train)
-        self._look_at_labels(micro_batches)
-        probed = {shape: self._probed[train, shape] for shape in largest}
+        probed = self._probing.find(dict(zip(shapes, micro_batches, strict=True)), self._machine, train=train)
+        self._probing.look_at_labels(micro_batches)
         nbytes = max(batch.nbytes(mb, self._shared.arrays.dtype) for mb in micro_batches)
         every = self._beside(probed, train=train)
         others = any(ranks.gather_objects("shapes that were seen before", len(every) > len(probed)))
@@ -184,7 +169,7 @@ class Planning:
         also those that were probed before, so that steps whose shapes alternate have one plan."""
         if not self._shared.ranks.are_pipeline:
             return dict(probed)
-        return {shape: found for (of_steps, shape), found in self._probed.items() if of_steps == train} | dict(probed)
+        return self._probing.found(train=train) | dict(probed)
 
     def _ready(self, probed: Mapping[batch.Shapes, Probed], count: int, nbytes: int, *, train: bool) -> Ready:
         """The plan for ``count`` micro-batches of such shapes, of at most ``nbytes`` each."""
@@ -325,17 +310,8 @@ class Planning:
             self._plans.pop(False, None)  # it was made for arrays in other places
 
     def flops_of(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
-        """FLOPs of a step of these micro-batches, for which there is a plan. A micro-batch that is smaller than the one
-        that was probed counts in proportion to its tokens.
-        """
-        total = 0.0
-        for mb in micro_batches:
-            shape = batch.shapes(mb)
-            known = self._probed.get((True, shape)) or next(
-                found for (train, other), found in self._probed.items() if train and batch.covers(other, shape)
-            )
-            total += known.flops * batch.tokens(mb) / max(known.tokens, 1)
-        return total
+        """FLOPs of a step of these micro-batches, for which there is a plan."""
+        return self._probing.flops_of(micro_batches)
 
     def observe(self, *, over: bool) -> None:
         """Count a step, whose norm was ``over`` the limit or not. If that is more or less often the case than the plan
@@ -378,12 +354,6 @@ class Planning:
             self.runner = Runner(ready.plan, ready.facts, self._shared, ready.handed)
         return self.runner
 
-    @cached_property
-    def _orthogonal(self) -> float | None:
-        """Rate at which matrices are made orthogonal, as in ``StageTimes``."""
-        groups = self._shared.matrices.values()
-        return orthogonal_rate([p for group in groups for _, pieces in group for p in pieces], self._shared.device)
-
     def _join_ranks(self, probed: Sequence[Probed]) -> tuple[Stage, ...]:
         """Stages that have room for every rank's micro-batches. What their tape has to know is each rank's own."""
         found = self._shared.ranks.gather_objects(
@@ -393,12 +363,6 @@ class Planning:
         unknown = StageFacts(site=None, call=Facts(), offload=())
         known = [tuple(replace(unknown, offload=places) for places in offloads) for _, offloads in others]
         return join([stages for stages, _ in others], known)
-
-    def _to_probe(self, found: Mapping[batch.Shapes, Mapping[str, Any]]) -> dict[batch.Shapes, Mapping[str, Any]]:
-        """A micro-batch of each shape that the others are within; in a pipeline of each shape there is."""
-        if self._shared.ranks.are_pipeline:
-            return dict(found)
-        return {shape: mb for shape, mb in found.items() if not within(shape, list(found))}
 
     def _program(
         self, stages: Sequence[Stage], facts: Sequence[StageFacts], calls: Mapping[batch.Shapes, HandedOn]
@@ -524,73 +488,4 @@ class Planning:
         shared = self._shared
         return best(
             request, self._machine, times, shared.rate, keep, io_threads=shared.io_threads, repeats=self.repeats.planned
-        )
-
-    def _probe_all(self, largest: Mapping[batch.Shapes, Mapping[str, Any]], *, train: bool) -> None:
-        """Probe what has not been probed yet; all ranks at once, each its own micro-batches."""
-        with self._visiting() as weights:
-            for shape, mb in largest.items():
-                self._probed[train, shape] = self._probe(mb, weights, train=train)
-
-    def _look_at_labels(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
-        """Find out how labels count, where that is unsure, as soon as a rank has a micro-batch that tells."""
-        telling = self.labels.telling(micro_batches)
-        # All ranks are unsure, or none is.
-        if self.labels.unsure and any(self._shared.ranks.gather_objects("labels that tell", telling is not None)):
-            self.close()
-            with self._visiting() as weights:
-                if telling is not None:
-                    self._probe(telling, weights, train=False)
-
-    @contextmanager
-    def _visiting(self) -> Iterator[VisitingWeights]:
-        """The weights for probes, in which all ranks take part. What one has learned of labels, then all know."""
-        shared = self._shared
-        weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share)
-        try:
-            with nullcontext() if shared.spans is None else shared.spans.by_itself():
-                yield weights
-            weights.ended()
-        finally:
-            weights.close()
-        self.labels.agree(shared.ranks)
-
-    def _probe(self, micro_batch: Mapping[str, Any], weights: VisitingWeights, *, train: bool) -> Probed:
-        """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them
-        when there is a machine to predict for.
-        """
-        shared, nbytes = self._shared, batch.nbytes(micro_batch, self._shared.arrays.dtype)
-        micro_batch = self.labels.to_probe(micro_batch)
-        fresh = partial(batch.to_device, micro_batch, shared.device, shared.arrays.dtype)
-        inputs = fresh()
-        moved, before = batch.shapes(inputs), trees.to_collect_in(inputs)
-        stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
-        batch.check_not_collected(before)
-        del inputs, before
-        self.labels.learn(micro_batch, *shared.tape.compared)
-        waits = sentence(shared.tape.waits)
-        if waits is not None and waits not in self._waits:
-            self._waits.add(waits)
-            log.info("%s", waits)
-        facts, times = shared.tape.facts, None
-        if train and shared.machine is not None:
-            program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
-            if shared.ranks.are_pipeline and shared.ranks.each == 1:
-                # From here on all compute at once. Of pipelines beside each other each has shapes of its own to probe,
-                # and neighbours bring weights together: there nobody may wait for all.
-                shared.ranks.gather_objects("beginning of the times", None)
-            times = time_stages(shared.tape, program, facts, fresh, weights.load, weights.unload)
-            times = replace(times, orthogonal=self._orthogonal)
-            assert self._machine is not None
-            times = with_exchanges(times, shared.tape.work, self._machine)  # nobody has waited for the others
-        return Probed(
-            stages=stages,
-            facts=facts,
-            times=times,
-            flops=model_flops(stages, shared.tape.work),
-            tokens=batch.tokens(micro_batch),
-            nbytes=nbytes,
-            moved=moved,
-            handed=HandedOn(calls=shared.tape.handed, shared=shared.tape.shared),
-            carried=shared.tape.carried,
         )

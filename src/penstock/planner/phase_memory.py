@@ -68,7 +68,7 @@ def peaks_outside_steps(
         ``load``: a fresh start (``engine.start.fill``, ``_write_group``): a group in fp32, then written to its home.
         The check that everything was filled takes one byte for each element of a parameter; the group's largest is
         taken to be all of it.
-        ``probe``: the first step's probe (``engine.planning.Planning._probe``): the weights of a stage at a time, all
+        ``probe``: the first step's probe (``engine.probing``): the weights of a stage at a time, all
         saved activations of one micro-batch.
         ``place``: arrays move to their tiers (``state.arrays.StateArrays.settle``); an array is in both places while
         it moves.

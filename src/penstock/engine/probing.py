@@ -1,0 +1,148 @@
+"""From micro-batches to what the model's stages are for them: each shape is probed once, and labels are looked at."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+from penstock.engine import batch
+from penstock.engine.labels import LabelCount
+from penstock.engine.probed import HandedOn, Probed, within
+from penstock.engine.resources import EngineResources
+from penstock.engine.spans import SpanLabels
+from penstock.engine.timing import orthogonal_rate, time_stages
+from penstock.engine.visiting import VisitingWeights
+from penstock.hardware.machine import Machine
+from penstock.schedule.program import Program
+from penstock.schedule.work import model_flops
+from penstock.shape.model import with_exchanges
+from penstock.tape import trees
+from penstock.tape.waits import sentence
+
+log = logging.getLogger("penstock")
+
+MicroBatches = Mapping[batch.Shapes, Mapping[str, Any]]
+"""A micro-batch of each shape."""
+
+
+class Probing:
+    """Results of the probe so far, for training and for evaluation, and what is known of how labels count. All ranks
+    come to each of its methods together, each with its own micro-batches."""
+
+    def __init__(self, resources: EngineResources, *, make_room: Callable[[], None]) -> None:
+        """``make_room``: called before a probe that comes unexpectedly: gives the memory of steps back."""
+        self._shared = resources
+        self._make_room = make_room
+        self.labels = LabelCount() if resources.spans is None else SpanLabels(resources.ranks.cp)
+        self._found: dict[tuple[bool, batch.Shapes], Probed] = {}
+        self._modes: dict[bool, tuple[bool, ...]] = {}
+        """the modes of all modules when that was probed: True if in training"""
+        self._waits: set[str] = set()  # what has been said of them
+
+    def forgets(self, *, train: bool) -> bool:
+        """True if modules are in other modes than they were probed in, by which blocks may do, and need, something
+        else: what was found is forgotten."""
+        modes = tuple(module.training for module in self._shared.tape.model.modules())
+        if self._modes.setdefault(train, modes) == modes:
+            return False
+        self._found = {key: found for key, found in self._found.items() if key[0] != train}
+        self._modes[train] = modes
+        return True
+
+    def found(self, *, train: bool) -> dict[batch.Shapes, Probed]:
+        """All that is known of steps of this kind."""
+        return {shape: found for (of_steps, shape), found in self._found.items() if of_steps == train}
+
+    def find(self, given: MicroBatches, machine: Machine | None, *, train: bool) -> dict[batch.Shapes, Probed]:
+        """The results for those shapes that the others are within; in a pipeline for each that there is. ``machine``:
+        that stages are timed on; None: they are not."""
+        shapes = [s for s in given if self._shared.ranks.are_pipeline or not within(s, list(given))]
+        with self._visiting() as weights:
+            for shape in shapes:
+                if (train, shape) not in self._found:
+                    self._found[train, shape] = self._probe(given[shape], weights, machine, train=train)
+        return {shape: self._found[train, shape] for shape in shapes}
+
+    def look_at_labels(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
+        """Find out how labels count, where that is unsure, as soon as a rank has a micro-batch that tells."""
+        telling = self.labels.telling(micro_batches)
+        # All ranks are unsure, or none is.
+        if self.labels.unsure and any(self._shared.ranks.gather_objects("labels that tell", telling is not None)):
+            self._make_room()
+            with self._visiting() as weights:
+                if telling is not None:
+                    self._probe(telling, weights, None, train=False)
+
+    def flops_of(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
+        """FLOPs of a step of these micro-batches, which were probed. One that is smaller than the one that was counts
+        in proportion to its tokens."""
+        total = 0.0
+        for mb in micro_batches:
+            shape = batch.shapes(mb)
+            known = self._found.get((True, shape)) or next(
+                found for (train, other), found in self._found.items() if train and batch.covers(other, shape)
+            )
+            total += known.flops * batch.tokens(mb) / max(known.tokens, 1)
+        return total
+
+    @contextmanager
+    def _visiting(self) -> Iterator[VisitingWeights]:
+        """The weights for probes, in which all ranks take part. What one has learned of labels, then all know."""
+        shared = self._shared
+        weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share)
+        try:
+            with nullcontext() if shared.spans is None else shared.spans.by_itself():
+                yield weights
+            weights.ended()
+        finally:
+            weights.close()
+        self.labels.agree(shared.ranks)
+
+    def _probe(
+        self, micro_batch: Mapping[str, Any], weights: VisitingWeights, machine: Machine | None, *, train: bool
+    ) -> Probed:
+        """Let the tape learn the model's stages, with weights brought to the device as they are touched, and time them
+        when there is a machine to predict for.
+        """
+        shared, nbytes = self._shared, batch.nbytes(micro_batch, self._shared.arrays.dtype)
+        micro_batch = self.labels.to_probe(micro_batch)
+        fresh = partial(batch.to_device, micro_batch, shared.device, shared.arrays.dtype)
+        inputs = fresh()
+        moved, before = batch.shapes(inputs), trees.to_collect_in(inputs)
+        stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
+        batch.check_not_collected(before)
+        del inputs, before
+        self.labels.learn(micro_batch, *shared.tape.compared)
+        waits = sentence(shared.tape.waits)
+        if waits is not None and waits not in self._waits:
+            self._waits.add(waits)
+            log.info("%s", waits)
+        facts, times = shared.tape.facts, None
+        if train and machine is not None:
+            program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
+            if shared.ranks.are_pipeline and shared.ranks.each == 1:
+                # From here on all compute at once. Of pipelines beside each other each has shapes of its own to probe,
+                # and neighbours bring weights together: there nobody may wait for all.
+                shared.ranks.gather_objects("beginning of the times", None)
+            times = time_stages(shared.tape, program, facts, fresh, weights.load, weights.unload)
+            times = replace(times, orthogonal=self._orthogonal)
+            times = with_exchanges(times, shared.tape.work, machine)  # nobody has waited for the others
+        return Probed(
+            stages=stages,
+            facts=facts,
+            times=times,
+            flops=model_flops(stages, shared.tape.work),
+            tokens=batch.tokens(micro_batch),
+            nbytes=nbytes,
+            moved=moved,
+            handed=HandedOn(calls=shared.tape.handed, shared=shared.tape.shared),
+            carried=shared.tape.carried,
+        )
+
+    @cached_property
+    def _orthogonal(self) -> float | None:
+        """Rate at which matrices are made orthogonal, as in ``StageTimes``."""
+        groups = self._shared.matrices.values()
+        return orthogonal_rate([p for group in groups for _, pieces in group for p in pieces], self._shared.device)
