@@ -149,3 +149,15 @@ def random_case(seed: int, *, largest: int = 4) -> Case:
         settings = replace(settings, grad_dtype="bf16", cast=rng.choice(("device", "host")))
     settings = replace(settings, keep=rng.random() < 0.5)
     return Case(program=program, settings=settings, family=family)
+
+
+def sent_bytes(program: Program, micro_batches: int) -> int:
+    """Bytes that ``program``'s rank sends to others in a step, without its part of the norm."""
+    dealt = program.dealt
+    assert dealt is not None
+    total = 0
+    for k, stage in enumerate(program.stages[:-1]):
+        if dealt.crosses(k):
+            total += dealt.has(k) * stage.activation + dealt.has(k + 1) * stage.gradient
+    total += (dealt.rank == 0) * sum(dealt.besides)
+    return micro_batches * total

@@ -206,7 +206,7 @@ def test_what_copies_that_wait_pass_through_is_page_locked(tmp_path: Path) -> No
     device, locked = torch.device(DEVICE, 0), list[bool]()
 
     def load(self: VisitingWeights, g: int) -> None:
-        locked.append(self._bounce.bytes.is_pinned())
+        locked.append(self.bounce.bytes.is_pinned())
         plain(self, g)
 
     plain = VisitingWeights.load

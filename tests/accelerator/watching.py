@@ -85,7 +85,7 @@ def _watch_ops(sim: Simulated) -> None:
         try:
             run_step(self)
         finally:
-            of_step.pop(id(self._streams), None)
+            of_step.pop(id(self.streams), None)
             for _, key in of_mark.values():
                 sim.hear(key)
 

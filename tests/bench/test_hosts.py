@@ -7,7 +7,7 @@ from bench.harness import BenchError
 from bench.hosts import Layout, Timed, check_same_losses, ratios, table
 from bench.hosts_run import FLAT, LAYOUTS, Found, of_pipeline
 
-from penstock.schedule.dealt import sent_bytes
+from tests.programs import sent_bytes
 from tests.schedule.test_vertical_pipeline import programs
 
 PARTIAL = 8

@@ -13,6 +13,7 @@ import pytest
 
 import penstock
 from penstock.config import Budget, OptimizerConfig, RunConfig, StepConfig, StreamConfig, TrainConfig
+from penstock.config.layout import LayoutConfig
 from penstock.config.meanings import by_need
 from penstock.engine.arguments import LoopArguments, WrapArguments
 from penstock.fabric.strategy import StrategyArguments
@@ -68,6 +69,30 @@ USED = {
     },
     "replan": {"config/step.py": "an argument of the check of what a pipeline cannot do"},
     "sync_buffers": {"engine/resources.py": "what a step is to do with the model's buffers"},
+    "cp": {
+        "config/step.py": "an argument of the check of what ranks that share sequences cannot do",
+        **dict.fromkeys(("shape/", "tape/"), "spans of a sequence, of which a model is run with one"),
+        **dict.fromkeys(("engine/mixing.py", "engine/spans.py"), "the same"),
+        "ranks/": "the axis itself",
+        **dict.fromkeys(
+            ("hardware/sharing.py", "planner/layouts.py"), "ranks of a layout, of which several are compared"
+        ),
+        "hf/training_arguments.py": "an argument of the check of what a Trainer cannot have with it",
+        **dict.fromkeys(("cli/reshard.py", "cli/run_record.py"), "what a run has from then on"),
+    },
+    "copies": {
+        "config/step.py": "an argument of the check of what copies cannot be",
+        "ranks/": "the axis itself",
+        "schedule/": "collectives between copies; and of a store's checksums",
+        "store/parts.py": "the copies that stores are of",
+        "state/buffers.py": "what is written, another thing",
+        **dict.fromkeys(("hardware/sharing.py", "planner/"), "ranks of a layout, of which several are compared"),
+    },
+    "pipeline": {
+        **dict.fromkeys(("cli/reshard.py", "cli/run_record.py"), "what a run has from then on"),
+        "state/reshard.py": "the stores that are made",
+        "cli/launch.py": "the words for so many ranks",
+    },
     "deal": {"planner/layouts.py": "the one that was found for hosts that differ"},
     "slots": {"store/": "the slots", "state/": "the slots", "planner/phase_memory.py": "the memory of their checksums"},
     "durability": {
@@ -104,6 +129,7 @@ USED = {
 HOMES = {
     "config/budget.py": Budget,
     "config/step.py": StepConfig,
+    "config/layout.py": LayoutConfig,
     "config/engine.py": RunConfig,
     "config/optimizer.py": OptimizerConfig,
 }
@@ -153,7 +179,7 @@ def test_who_adds_to_settings_declares_none_of_them_again(kind: type) -> None:
 
 
 def test_every_setting_of_a_steps_streams_and_of_the_optimizer_is_looked_at() -> None:
-    settings = {field.name for kind in (StreamConfig, OptimizerConfig) for field in fields(kind)}
+    settings = {field.name for kind in (StreamConfig, LayoutConfig, OptimizerConfig) for field in fields(kind)}
     assert settings - {"name"} <= set(USED), "much else has a name"
 
 

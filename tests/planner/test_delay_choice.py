@@ -58,8 +58,7 @@ def test_with_a_norm_the_delay_is_chosen_as_well() -> None:
     assert searched(open_).expected_seconds <= 1.03 * forced.expected_seconds
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("of", [equal_blocks, large_vocabulary])
+@pytest.mark.parametrize("of", [equal_blocks, pytest.param(large_vocabulary, marks=pytest.mark.campaign)])
 def test_the_delay_that_is_chosen_is_within_three_percent_of_the_best_forced_one(of: Callable[[], Question]) -> None:
     open_ = of()
     forced = (searched(replace(open_, request=replace(open_.request, delay=delay))) for delay in (0.0, 0.3, 0.4))

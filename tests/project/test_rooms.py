@@ -195,6 +195,15 @@ def test_the_runtime_imports_nothing_that_makes_schedules() -> None:
     assert "penstock.schedule.lower.build" in reached_from("planner")
 
 
+def test_the_runtime_knows_no_settings() -> None:
+    """A schedule has all of them that count in it."""
+    trees = [ast.parse(path.read_text()) for name, path in modules().items() if room_of(name) == "runtime"]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in nodes for alias in node.names}
+    assert "Chunk" in names
+    assert not names & {"Settings", "Placement", "Plan", "Request", "WrapArguments", "Budget", "StepConfig"}
+
+
 def test_only_the_engine_imports_both_the_planner_and_the_runtime() -> None:
     assert {room for room, below in MAY_IMPORT.items() if {"planner", "runtime"} <= below} == {"engine"}
 

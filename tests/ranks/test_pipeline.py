@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.schedule.dealt import sent_bytes
 from tests.conftest import Campaign
 from tests.models import MODELS, PLAIN
+from tests.programs import sent_bytes
 from tests.ranks.test_bits import CASES, equal, results
 from tests.ranks.worlds import RankFailedError, World, pipeline, refusals, together
 from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap

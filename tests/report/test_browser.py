@@ -388,7 +388,6 @@ def test_fifty_thousand_ops_stay_usable(tab: Any, tmp_path: Path) -> None:
         name="large",
         description="",
         step=MeasuredStep(step=1, ops=ops, memory={}, whole=True, file="trace.json"),
-        traced=1,
         metrics=[],
         prediction=Prediction.of(simulated(schedule, 2)),
         budget={},

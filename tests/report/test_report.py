@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -656,7 +656,7 @@ def test_a_page_keeps_up_with_a_run_until_that_ends(
             case 4:
                 lock.release()
 
-    monkeypatch.setattr("penstock.cli.report.time.sleep", go_on)
+    monkeypatch.setattr("penstock.cli.report.time", SimpleNamespace(sleep=go_on, monotonic=lambda: 0.0))
     assert main(["report", str(folder), "--follow"]) == 0
     assert seen[0] == ""
     assert list(map(_refresh, seen[1:])) == [5, 5, 5]

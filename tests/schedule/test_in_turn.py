@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.dealt import world_of
 from penstock.schedule.check.order import run_orders
 from penstock.schedule.check.worlds import check_world
-from penstock.schedule.dealt import dealt_as, dealt_out, program_of_rank, sent_bytes, stages_dealt
+from penstock.schedule.dealt import dealt_as, dealt_out, program_of_rank, stages_dealt
 from penstock.schedule.ir.references import answer_to
 from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
@@ -31,7 +31,7 @@ from penstock.schedule.program import ALIGN, Program
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.conftest import Campaign
-from tests.programs import random_case
+from tests.programs import random_case, sent_bytes
 from tests.uniform import uniform_program
 
 FAMILY = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.check.order import run_orders
 from penstock.schedule.check.worlds import check_world, violations
-from penstock.schedule.dealt import dealt_out, program_of_rank, sent_bytes, stages_dealt
+from penstock.schedule.dealt import dealt_out, program_of_rank, stages_dealt
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
@@ -24,6 +24,7 @@ from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.program import ALIGN, Program
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
+from tests.programs import sent_bytes
 from tests.uniform import uniform_program
 
 LAYERS, ACTIVATION = 8, 10 * ALIGN

@@ -215,7 +215,6 @@ def gather(folder: Path, step: int | None, others: Sequence[Path] = ()) -> Repor
         name=folder.resolve().name,
         description=_description(config, ranks),
         step=shown,
-        traced=len(steps),
         metrics=runs[0].metrics,
         prediction=prediction,
         foretold_from=later,

@@ -41,7 +41,7 @@ class LoopArguments(EngineConfig):
     (``PENSTOCK_MEASURE=never`` in the environment: it is not). With a profile, placement, chunk size and depths are
     those that are predicted to be fastest, and ``Engine.prediction`` tells what was predicted. None, or where nothing
     can be measured: state is placed by an order of preference, and nothing is predicted. Of several ranks, rank 0's
-    counts; those of a pipeline place state by that order in any case. Changes no result |
+    counts. Changes no result |
     | ``blocks`` | the submodules to run one by one; None: found |
     | ``io_threads`` | threads that wait for the disk, half for reads and half for writes, each for a chunk: 1 to 32.
     Changes no result |

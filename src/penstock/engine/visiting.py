@@ -25,7 +25,8 @@ class VisitingWeights:
         self._ranks = ranks.sharing
         self._share = share
         self._slabs: dict[int, DeviceSlab] = {}
-        self._bounce = HostSlab(BOUNCE, beside=arrays.device)
+        self.bounce = HostSlab(BOUNCE, beside=arrays.device)
+        """memory that copies which are waited for go through"""
 
     def load(self, g: int) -> None:
         arrays = self._arrays
@@ -67,7 +68,7 @@ class VisitingWeights:
         name, share = f"weights.{g}", self._share
         group = share.part(self._groups[g].spec)
         for owner in range(share.size):
-            for first, piece in self._arrays.pieces(name, self._bounce):
+            for first, piece in self._arrays.pieces(name, self.bounce):
                 if owner == share.number:
                     self._arrays.read(name, first, piece)
                 if share.size > 1:
@@ -81,7 +82,7 @@ class VisitingWeights:
     def close(self) -> None:
         for g in list(self._slabs):
             self.unload(g)
-        self._bounce.close()
+        self.bounce.close()
 
 
 def _stand_in(g: int, flat: torch.Tensor) -> None:

@@ -36,16 +36,15 @@ class Table:
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """The facts about a run that its page shows. ``foretold_from``: the step from which on there is a prediction, where
-    the one shown is before that. ``budget``: bytes that tiers were given. ``traced``: how many of its
-    steps are traced. ``allowed``: bytes a day that its drives may be written; None: any. ``others``: runs whose curves
-    are drawn over its own. ``tables``: more tables, below all else. ``refresh``: seconds after which the page loads
-    itself again, of a run that goes on; None: never.
+    the one shown is before that. ``budget``: bytes that tiers were given. ``allowed``: bytes a day
+    that its drives may be written; None: any. ``others``: runs whose curves are drawn over its own. ``tables``: more
+    tables, below all else. ``refresh``: seconds after which the page loads itself again, of a run that goes on; None:
+    never.
     """
 
     name: str
     description: str
     step: MeasuredStep
-    traced: int
     metrics: Sequence[StepMetrics]
     prediction: Prediction | None
     foretold_from: int | None = None

@@ -47,7 +47,7 @@ class Executor:
         self.schedule = schedule
         self.pools = pools
         self._act = act
-        self._streams = streams
+        self.streams = streams
         self._binding = binding
         self._failed = failed
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class Executor:
             with self._lock:
                 self._shut()
         self._surface()
-        self.pools.end_step(self.schedule, partial(self._streams.resolve, self._marks.values()))
+        self.pools.end_step(self.schedule, partial(self.streams.resolve, self._marks.values()))
         self.marks = self._marks
 
     def _begin(self) -> None:
@@ -108,7 +108,7 @@ class Executor:
             self._gate = Gate()  # what woke the caller for nothing is forgotten
             self._compute.sleepers.clear()
             self.pools.start_step()
-            self._streams.restart()
+            self.streams.restart()
             for lane in self._lanes:
                 lane.begin()
             self._wake()
@@ -134,7 +134,7 @@ class Executor:
         error, self._error = self._error, None
         if error is not None:
             try:
-                settle(self._streams, error)
+                settle(self.streams, error)
                 self.pools.reset()
                 raise error
             finally:
@@ -154,7 +154,7 @@ class Executor:
     def _work(self, name: Lane) -> None:
         if self._binding is not None:
             self._binding.bind_thread()
-        with self._streams.on(name):
+        with self.streams.on(name):
             self._drain(self._by_name[name], Gate())
 
     def _drain(self, lane: LaneState, gate: Gate) -> None:
@@ -211,10 +211,10 @@ class Executor:
                 if other.done is not None and other.lane != mark.lane:
                     other.done.synchronize()
             # Each op of compute anew: a model may be suspended while a stream of its own is current.
-            with self._streams.on("compute") if mark.lane == "compute" else _AS_IT_IS:
-                self._streams.begin(mark, waits)
+            with self.streams.on("compute") if mark.lane == "compute" else _AS_IT_IS:
+                self.streams.begin(mark, waits)
                 mark.moved = self._act(turn.op)
-                self._streams.end(mark)
+                self.streams.end(mark)
         except BaseException as error:  # noqa: BLE001 - whatever a lane raises surfaces in run()
             error.add_note(f"in op {turn.op.id} of schedule {self.schedule.name}")
             with self._lock:

@@ -294,15 +294,3 @@ def users_of(program: Program, of_stages: Sequence[int]) -> dict[int, int]:
 
 
 _NOT_CROSSING = "in a pipeline parameters do not cross. Train with ranks that share all state (dp_shard)"
-
-
-def sent_bytes(program: Program, micro_batches: int) -> int:
-    """Bytes that ``program``'s rank sends to others in a step, without its part of the norm."""
-    dealt = program.dealt
-    assert dealt is not None
-    total = 0
-    for k, stage in enumerate(program.stages[:-1]):
-        if dealt.crosses(k):
-            total += dealt.has(k) * stage.activation + dealt.has(k + 1) * stage.gradient
-    total += (dealt.rank == 0) * sum(dealt.besides)
-    return micro_batches * total
