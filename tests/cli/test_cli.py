@@ -146,6 +146,20 @@ def test_a_mistake_in_the_settings_is_one_line_and_exit_code_2(
     assert "missing.yaml" in err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["report", "{loop}"], ["plan", "{config}", "--budget.disk", "{loop}"], ["train", "{config}", "--run", "{loop}"]],
+)
+def test_a_loop_of_links_is_said(
+    config: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (loop := tmp_path / "loop").symlink_to("loop")
+    assert main([word.format(loop=loop, config=config) for word in words]) in (1, 2)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"{loop}: Too many levels of symbolic links (ELOOP): remove the link" in err
+
+
 def test_metrics_are_a_line_a_step_at_once_and_always_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("")

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from penstock.cli.run_record import RunRecord
 from penstock.errors import ConfigError, StoreError
 from penstock.store.owner import RUN_FILE
 from penstock.store.packed import store_error
-from tests.faults import Nth, error, intercepted
+from tests.faults import Call, Go, Nth, error, intercepted
 from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -264,6 +265,49 @@ def test_lines_are_flushed_before_they_are_too_many_for_a_commit(tmp_path: Path)
             metrics.write({**_line(step), "text": "x" * 3000})
             assert sum(map(len, metrics.unflushed)) <= 24 << 10
             assert len(metrics.unflushed) < 32
+
+
+class _Full:
+    """A disk that takes no more than half a write while ``full``."""
+
+    full = True
+
+    def __call__(self, call: Call, go: Go) -> Any:
+        if not (call.writes and self.full):
+            return go()
+        if call.nbytes > 9:
+            return go(9)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_lines_wait_for_a_disk_that_is_full_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = _Full()
+    with intercepted(tmp_path, disk), MetricsFile(tmp_path) as metrics:
+        disk.full = False
+        metrics.write(_line(1))
+        disk.full = True
+        for step in range(2, 101):
+            metrics.write({**_line(step), "text": "x" * 1000})
+            kept = [json.loads(line)["step"] for line in metrics.unflushed]
+            assert kept == list(range(max(step - len(kept) + 1, 1), step + 1)), "the last ones are for the commit"
+            assert sum(map(len, metrics.unflushed)) <= 24 << 10
+        assert _steps(tmp_path) == [1], "no half of a line"
+        assert caplog.text.count("training goes on, and its metrics wait in memory: ") == 1
+        assert "free some space" in caplog.text
+        disk.full = False
+        metrics.write(_line(101))
+        assert not metrics.unflushed
+    assert _steps(tmp_path) == list(range(1, 102))
+
+
+def test_lines_that_a_disk_never_takes_are_said_to_be_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with intercepted(tmp_path, _Full()), MetricsFile(tmp_path) as metrics:
+        metrics.write(_line(1))
+        metrics.write(_line(2))
+    assert "lacks the lines of the last 2 steps" in caplog.text
+    assert _steps(tmp_path) == []
 
 
 def test_a_line_of_a_commit_that_is_none_is_said(tmp_path: Path) -> None:

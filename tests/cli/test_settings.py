@@ -262,6 +262,24 @@ def test_a_check_between_settings_points_at_the_line(config_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("model.path", "x", "model.config has no effect with model.path"),
+        ("batch.tokens", "64", "batch has sequences and tokens"),
+        ("epochs", "3", "steps and epochs are both given"),
+        ("steps", "null", "neither steps nor epochs is given"),
+    ],
+)
+def test_where_a_line_does_not_go_with_a_flag_both_are_said(
+    config_file: Path, flag: str, value: str, says: str
+) -> None:
+    said = _refused(config_file, (flag, value), ("run", "runs/b"), ("optimizer.lr", "1e-3"))
+    assert re.match(rf"{re.escape(str(config_file))}:\d+: {says}", said)
+    assert said.endswith(f"; given as a flag: --{flag}"), "and no other"
+    assert _refused(config_file, ("optimizer.lr", "-1"), ("run", "b")).startswith("--optimizer.lr=-1.0: must be")
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("", "empty"),

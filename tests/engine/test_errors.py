@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.config import Precision
 from penstock.errors import ConfigError, ModelError, ScheduleError, StoreError
 from penstock.store.records import read_document, write_document
 from tests import warm
@@ -66,6 +67,20 @@ def test_settings_that_mean_nothing(settings: dict[str, Any], message: str, tmp_
     with pytest.raises(ConfigError, match=message):
         wrap(CASE, budget(tmp_path / "store"), **settings)
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_batch_norm_that_torch_cannot_compute_on_a_processor_is_named(precision: Precision) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(ConfigError, match=rf"precision='{precision}': 1 is a batch norm, .*: give precision='fp32'"):
+        penstock.wrap(
+            model,
+            optimizer=penstock.AdamW(lr=1e-3),
+            budget=penstock.Budget(device="1MiB", host="1MiB", durability="none"),
+            precision=precision,
+            device="cpu",
+            plan=None,
+        )
 
 
 @pytest.mark.parametrize(

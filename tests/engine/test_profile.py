@@ -171,7 +171,7 @@ def test_a_home_that_cannot_be_written_costs_a_process_one_measurement(
             assert engine.prediction is not None
     assert len(asked) == 1
     (said,) = lines(caplog)
-    assert "not kept (the profile cannot be stored as " in said
+    assert "not kept (the profile cannot be stored in " in said
 
 
 @pytest.mark.parametrize("error", [OSError(5, "the drive failed"), RuntimeError("CUDA out of memory"), MemoryError()])

@@ -405,7 +405,7 @@ def test_a_damaged_profile_is_named(cache: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
     cache.write_text("a file")
-    with pytest.raises(ConfigError, match=r"cannot be stored as .*: Not a directory. Set XDG_CACHE_HOME"):
+    with pytest.raises(ConfigError, match=r"cannot be stored in .*: Not a directory. Set XDG_CACHE_HOME"):
         profiles.save_profile(kept())
 
 

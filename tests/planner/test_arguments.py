@@ -246,6 +246,16 @@ def test_what_cannot_be_measured_says_how_to_train_without(
         profile_for_plan(load(config, [("device", "cpu")]), choose_display(sys.stdout))
 
 
+def test_nothing_is_measured_where_it_could_not_be_kept(
+    config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.write_text("a file")
+    monkeypatch.setattr("penstock.doctor.examine.examine", lambda *asked: pytest.fail("it was measured"))
+    with pytest.raises(penstock.ConfigError, match=r"cannot be stored in .* Set XDG_CACHE_HOME .* --plan null"):
+        profile_for_plan(load(config, [("device", "cpu")]), choose_display(sys.stdout))
+    assert "measuring" not in capsys.readouterr().out
+
+
 # ---- arguments
 
 

@@ -87,6 +87,12 @@ def _outcome(words: Sequence[str]) -> int:
         where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
         fail(str(error) if where is None else f"{where}: {in_the_way(Path(where), error)}")
         return 1
+    except RuntimeError as error:
+        loop = error.__context__  # pathlib's own error before Python 3.13, raised as the system's is handled
+        if not (isinstance(loop, OSError) and loop.errno == errno.ELOOP):
+            raise
+        fail(f"{loop.filename}: {in_the_way(Path(loop.filename), loop)}")
+        return 1
     except MemoryError as error:
         fail(str(error) or "out of memory")
         return 1

@@ -127,7 +127,10 @@ class Account(NoAccount):
         prediction = Prediction.of(simulation, budget=stretch.meter.outline.given, first=step)
         traced = stretch.config.trace_steps
         if traced is None or step - stretch.first <= max(traced, 1):
-            write_prediction(stretch.folder, prediction)
+            try:
+                write_prediction(stretch.folder, prediction)
+            except OSError as error:
+                log.warning("training goes on, and %s lacks its prediction: %s", stretch.folder, error.strerror)
         stretch.meter.forecast(seconds, prediction.bottleneck)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

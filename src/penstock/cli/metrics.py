@@ -6,6 +6,7 @@
     a stop         the evaluation after the step that was the last is made up for when the run goes on, too
 
 A flush comes after 32 lines, after 24 KiB of them (a commit holds 64 KiB of what is beside its arrays) or after 10 s.
+A disk that is full or fails ends no run, whose steps need none of this: lines wait in memory until it takes them.
 """
 
 import json
@@ -13,7 +14,8 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,10 +39,7 @@ _LINES, _BYTES, _SECONDS = 32, 24 << 10, 10.0
 
 
 class MetricsFile:
-    """One line of JSON per step, with the system as soon as the step is done. Adds to what is there.
-
-    ``unflushed``: the lines that a power cut may take, without their ends: for the commit of the next step.
-    """
+    """One line of JSON per step, with the system as soon as the step is done. Adds to what is there."""
 
     def __init__(self, folder: Path, *, done: int = 0, committed: Sequence[str] = ()) -> None:
         """``done``: steps that the run goes on after. Lines of later ones are dropped: they will be done again.
@@ -68,44 +67,56 @@ class MetricsFile:
         self._file.flush()  # what is there was perhaps written by a run that was killed before it could
         files.sync_folder(folder)
         self._flushed = time.monotonic()
-        self.unflushed: list[str] = []
+        self._unflushed: list[str] = []
+        self._waiting, self._failing = 0, False  # of these, the last ones: those that the disk has not taken
+
+    @property
+    def unflushed(self) -> list[str]:
+        """The lines that a power cut may take, without their ends, for the commit of the next step. Where the disk
+        takes none, the last that a commit has room for."""
+        sizes = accumulate(len(line) for line in reversed(self._unflushed))
+        count = min(sum(1 for size in sizes if size <= _BYTES), _LINES)
+        return self._unflushed[len(self._unflushed) - count :]
 
     def earlier(self) -> Iterator[Mapping[str, Any]]:
         """The lines of the steps that the run goes on after."""
         return map(json.loads, lines_until(self.path, self._done)[0])
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append a line. A number that JSON has no word for (an overflowed norm) becomes null.
+        """Append a line. A number that JSON has no word for (an overflowed norm) becomes null."""
+        self._unflushed.append(json.dumps(_finite(metrics), allow_nan=False))
+        self._waiting += 1
+        full = len(self._unflushed) >= _LINES or sum(map(len, self._unflushed)) >= _BYTES
+        self._to_disk(flush=full or time.monotonic() - self._flushed >= _SECONDS)
 
-        Raises:
-            StoreError: the disk is full or fails. The step is done all the same; resuming drops half a line.
-        """
-        line = json.dumps(_finite(metrics), allow_nan=False)
-        self._file.write(line + "\n")
-        self.unflushed.append(line)
-        full = len(self.unflushed) >= _LINES or sum(map(len, self.unflushed)) >= _BYTES
-        if full or time.monotonic() - self._flushed >= _SECONDS:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._file.flush()
-        self.unflushed = []
-        self._flushed = time.monotonic()
+    def _to_disk(self, *, flush: bool) -> None:
+        """Hand the lines that wait to the system. Where it does not take them they go on waiting, which is said."""
+        try:
+            if self._waiting:
+                self._file.write("".join(f"{line}\n" for line in self._unflushed[-self._waiting :]))
+                self._waiting = 0
+            if flush:
+                self._file.flush()
+                self._unflushed, self._flushed = [], time.monotonic()
+            self._failing = False
+        except StoreError as error:
+            if not self._failing:
+                log.warning("training goes on, and its metrics wait in memory: %s", error)
+            self._failing = True
 
     def close(self) -> None:
-        """Raises:
-        StoreError: the disk fails.
-        """
+        """Lines that the disk does not take now are lost, which is said."""
         with closing(self._file):
-            if self.unflushed:
-                self._flush()
+            if self._unflushed:
+                self._to_disk(flush=True)
+            if self._waiting:
+                log.warning("%s lacks the lines of the last %d steps: the disk took none", self.path, self._waiting)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        with suppress(StoreError) if error is not None else nullcontext():  # what came first is to be said
-            self.close()
+        self.close()
 
 
 def add_to_last(folder: Path, done: int, found: Mapping[str, Any]) -> None:

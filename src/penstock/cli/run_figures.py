@@ -1,7 +1,7 @@
 """Figures of a run, read from its folder: its settings, how far it is, and how fast it was. It changes nothing."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -155,9 +155,13 @@ def read_run(folder: Path) -> RunFigures:
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[RunFigures], list[str]]:
-    """The runs in some folders, or that these are themselves, and why others cannot be read."""
+    """The runs in some folders, or that these are themselves, and why others, or folders, cannot be read."""
     found, unreadable = list[RunFigures](), list[str]()
-    for folder in dict.fromkeys(run for path in paths for run in _runs_in(path)):
+
+    def closed(error: OSError) -> None:
+        unreadable.append(f"{error.filename}: {error.strerror}")
+
+    for folder in dict.fromkeys(run for path in paths for run in _runs_in(path, closed)):
         try:
             found.append(read_run(folder))
         except (ConfigError, StoreError, OSError) as error:
@@ -165,14 +169,16 @@ def read_all(paths: Sequence[Path]) -> tuple[list[RunFigures], list[str]]:
     return found, unreadable
 
 
-def _runs_in(path: Path) -> Iterator[Path]:
-    """Raises:
-    ConfigError: there is no such folder.
+def _runs_in(path: Path, closed: Callable[[OSError], None]) -> Iterator[Path]:
+    """``closed``: told why a folder cannot be entered.
+
+    Raises:
+        ConfigError: there is no such folder.
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise ConfigError(f"{path} {what}: give a folder that has runs in it, or the folder of a run")
-    for here, below, names in os.walk(path):
+    for here, below, names in os.walk(path, onerror=closed):
         folder = Path(here)
         if RUN_FILE in names or settings_path(folder).name in names:
             below.clear()

@@ -57,10 +57,23 @@ def _load(tree: Located, name: str, flags: Sequence[tuple[str, str]]) -> TrainCo
     tree = _spelled_out(tree)
     for key, text in flags:
         tree = _overlay(tree, key.replace("-", "_").split("."), parse_yaml(text, f"--{key}", flag=True))
-    config = _at_home(read(TrainConfig, tree, section=""))
+    try:
+        config = _at_home(read(TrainConfig, tree, section=""))
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_flags_in(str(error), flags)}") from None
     paths = [_filled_in(str(p), config.run) for p in config.budget.disk_paths]
     disk = None if not paths else paths[0] if len(paths) == 1 else tuple(paths)
     return replace(config, budget=replace(config.budget, disk=disk))
+
+
+def _flags_in(message: str, flags: Sequence[tuple[str, str]]) -> str:
+    """An addition to a message that blames a line of the file: the flags whose settings it names."""
+    if message.startswith("--"):
+        return ""
+    named, fault = set(re.findall(r"\w+", message)), set(re.findall(r"\w+", message.split(": ")[1]))
+    words = {key: set(key.replace("-", "_").split(".")) for key, _ in flags}
+    keys = [f"--{key}" for key, parts in words.items() if parts <= (named if len(parts) > 1 else fault)]
+    return f"; given as a flag: {', '.join(keys)}" if keys else ""
 
 
 def _at_home(config: TrainConfig) -> TrainConfig:

@@ -49,7 +49,7 @@ from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
 from penstock.errors import BudgetError, ConfigError, StoreError, is_out_of_memory
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.hardware.profiles import find_profile, save_profile, why_none
+from penstock.hardware.profiles import check_can_be_saved, find_profile, save_profile, why_none
 from penstock.hardware.sharing import knows_ranks
 from penstock.hf.lora import BaseWeights
 from penstock.loss.tiled import plain_head, tiled_loss
@@ -425,10 +425,11 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
 
         other = " for this kind of device" if find_profile(paths) is not None else ""
         why = why_none(paths, kind=kind, device=name) or f"This machine has no profile{other} yet"
-        display.say(f"{why[0].upper()}{why[1:]}: measuring it, once (penstock doctor does it more thoroughly)")
         among = (ranks,) if ranks > 1 and kind == "cpu" else ()
         existing = dict.fromkeys(next(p for p in (path, *path.parents) if p.is_dir()) for path in paths)
         try:
+            check_can_be_saved()
+            display.say(f"{why[0].upper()}{why[1:]}: measuring it, once (penstock doctor does it more thoroughly)")
             save_profile(examine.examine(list(existing), examine.QUICK, device, display.working, among, steps))
         except ConfigError as error:
             raise ConfigError(f"{error}. Or train without a prediction, which measures nothing: --plan null") from None

@@ -5,8 +5,8 @@ The file is the array form of the Chrome trace format ("Trace Event Format", ph 
 even if the closing bracket is missing: a run that is killed leaves a trace of all its finished steps.
 """
 
+import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,8 @@ from penstock.documents.chrome import BEGIN, END, Process
 from penstock.errors import StoreError
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.store.journal import Journal
+
+log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,8 @@ class TraceWriter:
     For one calling thread.
     A lane that keeps several requests in flight gets a row for each (``read``, ``read 2``), because the viewers
     draw overlapping events of one row wrongly. ``steps`` limits how many steps are kept, the first ones; None
-    keeps all. Viewers take about a million events: 500 steps of 2,000 ops.
+    keeps all. Viewers take about a million events: 500 steps of 2,000 ops. On a disk that is full or fails the trace
+    ends, with a warning, and nothing else does.
     """
 
     def __init__(self, path: Path, *, steps: int | None = None) -> None:
@@ -58,15 +61,11 @@ class TraceWriter:
         self._limit = steps
         self._process = Process(1, "penstock", LANES)
         self._file = Journal(path, "w")
-        self._file.write(BEGIN + ",\n".join(self._process.begin()))
+        self._write(BEGIN + ",\n".join(self._process.begin()))
 
     def step(self, events: Sequence[TraceEvent], samples: Sequence[MemorySample] = ()) -> None:
-        """Append one step; a no-op once ``steps`` of them are written.
-
-        Raises:
-            StoreError: the disk is full or fails.
-        """
-        if self._limit is not None and self.written >= self._limit:
+        """Append one step; a no-op once ``steps`` of them are written."""
+        if self._file.closed or (self._limit is not None and self.written >= self._limit):
             return
         self.written += 1
         records: list[str] = []
@@ -75,13 +74,19 @@ class TraceWriter:
         records += [self._process.counter(f"{s.tier} bytes", s.time, s.bytes) for s in samples]
         if events:
             records.append(self._process.instant(f"step {events[0].step}", min(e.start for e in events)))
-        self._file.write("".join(f",\n{record}" for record in records))
+        self._write("".join(f",\n{record}" for record in records))
+
+    def _write(self, text: str) -> None:
+        try:
+            self._file.write(text)
+        except StoreError as error:
+            log.warning("the trace ends after %d steps, and training goes on: %s", max(self.written - 1, 0), error)
+            self._file.close()
 
     def close(self) -> None:
         if not self._file.closed:
-            with suppress(StoreError):  # viewers do without; an error on the way out must not hide the one before
-                self._file.write(END)
-            self._file.close()
+            self._write(END)
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self

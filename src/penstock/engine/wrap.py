@@ -79,6 +79,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
         try:
             with ranks.together():
                 check_room(device, budget, model)
+                _check_statistics(model, device, precision)
                 if asked.precision is None and ranks.rank == 0:
                     say_that_fp64_is_left(model, precision)
                 if asked.deal is not None and not ranks.are_pipeline:
@@ -129,6 +130,19 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
             f"schedule={shown(asked.schedule)} is not there yet for ranks that share each sequence (cp={ranks.cp}): "
             "give 'vertical' or 'horizontal'"
         )
+
+
+def _check_statistics(model: nn.Module, device: torch.device, precision: Precision) -> None:
+    """Refuse what torch cannot compute: its batch norms on a processor want running statistics in the dtype of their
+    weights, and here they stay in fp32."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    if device.type == "cpu" and precision != "fp32":
+        norms = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
+        if (name := next((name for name, norm in norms if norm.affine and norm.track_running_stats), None)) is not None:
+            raise ConfigError(
+                f"precision={precision!r}: {name or 'the model'} is a batch norm, which torch computes on a processor "
+                f"only with weights in fp32, as its running statistics are: give precision='fp32'"
+            )
 
 
 def _said(asked: WrapArguments, budget: Budget, precision: Precision) -> dict[str, Any]:

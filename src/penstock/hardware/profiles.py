@@ -20,7 +20,7 @@ import socket
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -59,27 +59,44 @@ def save_profile(machine: Machine) -> Path:
         ConfigError: the folder cannot be written.
     """
     stem = _stem([drive.path for drive in machine.drives], machine.device.kind)
-    target = profile_folder() / f"{stem}-{_digest(_what_there_was(machine))}.json"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
-    except OSError as error:
-        raise ConfigError(_not_stored(target, error)) from error
-    try:
+    with _partial() as (fd, name):
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(machine.to_json())
+        target = profile_folder() / f"{stem}-{_digest(_what_there_was(machine))}.json"
         Path(name).replace(target)
-    except BaseException as error:
-        with suppress(OSError):
-            os.unlink(name)
-        if isinstance(error, OSError):
-            raise ConfigError(_not_stored(target, error)) from error
-        raise
     return target
 
 
-def _not_stored(target: Path, error: OSError) -> str:
-    return f"the profile cannot be stored as {target}: {error.strerror}. Set XDG_CACHE_HOME to a folder you may write"
+def check_can_be_saved() -> None:
+    """Find out before a machine is measured, which takes a while, whether its profile can be kept.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    with _partial() as (fd, _):
+        os.close(fd)
+
+
+@contextmanager
+def _partial() -> Iterator[tuple[int, str]]:
+    """A new file in the folder of profiles: its descriptor and its path. What is left of it at the end is removed.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    folder = profile_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(dir=folder, prefix=".", suffix=".tmp")
+        try:
+            yield fd, name
+        finally:
+            with suppress(OSError):
+                os.unlink(name)
+    except OSError as error:
+        raise ConfigError(
+            f"the profile cannot be stored in {folder}: {error.strerror}. Set XDG_CACHE_HOME to a folder you may write"
+        ) from error
 
 
 def _stem(paths: Sequence[str], kind: DeviceKind) -> str:

@@ -174,7 +174,7 @@ def _twice(rates: Mapping[str, float]) -> dict[str, float]:
 # ---- what does not fit
 
 
-def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetError) -> BudgetError:
+def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetError | None) -> BudgetError:
     """The error for what does not fit: each tier's smallest growth that makes it fit, the smallest one first."""
     growth: list[tuple[int, str]] = []
     question = task.question(micro_batch_size, micro_batches)
@@ -188,14 +188,31 @@ def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetEr
             growth.append((more, f"{format_size(more)} more {tier} ({format_size(needed)} in all)"))
     if not growth:
         words = " More of one tier alone does not help."
+        if (both := _both(task, micro_batch_size, micro_batches)) is not None:
+            words, why = f"{words} What makes it fit: {both}.", None
         if _fits_on_disk(task, micro_batch_size, micro_batches):
             words += " A directory on disk (budget.disk) does."
-        return BudgetError(f"{_does_not_fit(task, micro_batch_size, micro_batches)}{words} {why}")
+        said = "" if why is None else f" {why}"
+        return BudgetError(f"{_does_not_fit(task, micro_batch_size, micro_batches)}{words}{said}")
     first, *others = [words for _, words in sorted(growth)]
     text = f"{_does_not_fit(task, micro_batch_size, micro_batches)} The smallest change that makes it fit: {first}"
     if _fits_on_disk(task, micro_batch_size, micro_batches):
         others.append("a directory on disk (budget.disk)")
     return BudgetError(text + (f"; or {', or '.join(others)}" if others else ""))
+
+
+def _both(task: Task, size: int, count: int) -> str | None:
+    """The growth of device and host memory that makes it fit, where neither does alone: the least of the device with
+    any of the host, and the least of the host beside that. None: there is none."""
+    grown, words = _with(task, "host", _MOST), list[str]()
+    for tier in ("device", "host"):
+        needed = _verified(grown, size, count, tier, smallest(grown.question(size, count), tier))
+        if needed is None:
+            return None
+        if (more := needed - _given(task, tier)) > 0:
+            words.append(f"{format_size(round_up(more))} more {tier} ({format_size(needed)} in all)")
+        grown = _with(task, "device", needed)
+    return " and ".join(words)
 
 
 def worn_out(task: Task, size: int, count: int, why: EnduranceError) -> BudgetError:

@@ -1,6 +1,7 @@
 """A text file that grows with a run: its metrics, its trace."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -32,13 +33,15 @@ class Journal:
         """Append ``text``.
 
         Raises:
-            StoreError: the disk is full or fails. Part of the text may be there.
+            StoreError: the disk is full or fails. The file is as it was, if the drive still takes that.
         """
-        rest = text.encode()
+        rest, before = text.encode(), os.fstat(self._file.fileno()).st_size
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as e:
+            with suppress(OSError):
+                self._file.truncate(before)
             raise self._error(e) from e
 
     def flush(self) -> None:
