@@ -70,9 +70,10 @@ def _flags_in(message: str, flags: Sequence[tuple[str, str]]) -> str:
     """An addition to a message that blames a line of the file: the flags whose settings it names."""
     if message.startswith("--"):
         return ""
-    named, fault = set(re.findall(r"\w+", message)), set(re.findall(r"\w+", message.split(": ")[1]))
+    fault = message.partition(": ")[2].partition(": ")[0]
+    named, fault_words = set(re.findall(r"\w+", message)), set(re.findall(r"\w+", fault))
     words = {key: set(key.replace("-", "_").split(".")) for key, _ in flags}
-    keys = [f"--{key}" for key, parts in words.items() if parts <= (named if len(parts) > 1 else fault)]
+    keys = [f"--{key}" for key, parts in words.items() if parts <= (named if len(parts) > 1 else fault_words)]
     return f"; given as a flag: {', '.join(keys)}" if keys else ""
 
 
