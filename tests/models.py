@@ -380,3 +380,5 @@ MODELS: dict[str, Case] = {
         loss_fn=lambda m, mb: m(**mb),
     ),
 }
+COLLECTING = replace(MODELS["llama_sdpa"], loss_fn=lambda m, mb: m(**mb, output_hidden_states=True).loss)
+"""The library collects what each block puts out, in a list that later blocks are called with."""

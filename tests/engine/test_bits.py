@@ -22,7 +22,7 @@ from penstock.optim.spec import OptimizerSpec
 from penstock.planner import fit
 from penstock.schedule.ir.text import parse_schedule
 from tests.accelerator import DEVICE
-from tests.models import MODELS
+from tests.models import COLLECTING, MODELS
 from tests.training import (
     MicroBatches,
     Result,
@@ -191,6 +191,11 @@ def test_same_bits_with_any_chunk_size(
         assert engine.plan.settings.chunk == chunk
         assert max(op.id.chunk for op in engine.plan.schedule.ops) >= 1
     assert_same(found, reference(precision, clip))
+
+
+def test_same_bits_where_outputs_that_a_model_collects_have_left(tmp_path: Path) -> None:
+    found = [train(COLLECTING, budget(tmp_path / tier, activations=tier), STEPS[:1]) for tier in ("device", "disk")]
+    assert_same(*found)
 
 
 def test_same_bits_with_any_number_of_optimizer_threads(reference: Callable[..., Result], tmp_path: Path) -> None:

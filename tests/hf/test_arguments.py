@@ -123,6 +123,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"eval_dataset": DATA},
         "load_best_model_at_end=True needs the whole state",
     ),
+    "an old name": (
+        {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {},
+        "gradient_checkpointing_kwargs is its old name",
+    ),
     "recomputation": ({}, {"model": checkpointed}, "activation_checkpointing_disable"),
     "nothing to train": ({}, {"model": frozen}, "no parameter of the model requires a gradient"),
     "fp16 weights": ({}, {"model": lambda: llama(dtype=torch.float16)}, "ask for fp16"),

@@ -19,13 +19,13 @@ from penstock.planner import fit
 from penstock.schedule.place import SCALED
 from penstock.state.layout import scales_of
 from tests.conftest import Campaign
-from tests.models import MODELS, TIED
+from tests.models import COLLECTING, MODELS, TIED
 from tests.ranks.worlds import together
 from tests.training import ADAMW, Result, budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = MODELS | {"tied": TIED}
+CASES = MODELS | {"tied": TIED, "collecting": COLLECTING}
 STRANDS = 4
 LENGTHS = (12, 8, 10, 12, 9, 11, 12, 7)
 STEPS = 3

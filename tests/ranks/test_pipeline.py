@@ -101,6 +101,7 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "masked": (Numbers(model="bert"), Run()),
     "images": (Numbers(model="vit"), Run(disk=True)),
     "images in bf16": (Numbers(model="vit", precision="bf16"), Run()),
+    "hidden states are collected": (Numbers(model="collecting", lengths=(12,)), Run(settings={"deal": [2, 1]})),
     "dealt unevenly": (BF16, Run(disk=True, settings={"deal": [2, 1]})),
     "1f1b in memory": (FP32, Run(settings=ONE_PIECE)),
     "1f1b on disk, early, bf16": (BF16, Run(disk=True, settings=ONE_PIECE | {"speculate": True})),
@@ -142,6 +143,7 @@ IN_SHORT = (
     ("on disk, early, bf16", 2),
     ("delayed", 3),
     ("two kinds of masks", 2),
+    ("hidden states are collected", 2),
     ("1f1b, all on disk", 3),
     ("1f1b, strands", 2),
     ("interleaved in memory", 2),
@@ -532,13 +534,17 @@ def test_ranks_of_a_pipeline_that_are_given_other_micro_batches_are_refused() ->
 
 
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("t5", {}, "its argument .* needs a gradient, and is not what the call before has put out"),
+    (
+        "t5",
+        {},
+        r"its argument .* needs a gradient, and is not what the call before .* all state \(without a pipeline\)",
+    ),
     ("mixtral", {}, "it returns 2 tensors, or hands on what it was handed, and one is sent"),
     ("gpt2", {"replan": True, "plan": "auto"}, "replan=True is not for the ranks of a pipeline"),
     ("gpt2", {"deal": [1, 1]}, "the model's 3 blocks each rank of a pipeline has: the sum must be that"),
     ("gpt2", {"deal": [1, 1, 1]}, "is for 3 ranks, and the pipeline has 2"),
     ("gpt2", {"schedule": "1f1b", "delay": 0.5}, r"delay=0\.5 needs schedule='vertical': others go to every block"),
-    ("gpt2", {"schedule": "horizontal"}, "schedule='horizontal' is not for the ranks of a pipeline"),
+    ("gpt2", {"schedule": "horizontal"}, r"schedule='horizontal' is not for the ranks of a pipeline \(2 in each\)"),
 )
 
 

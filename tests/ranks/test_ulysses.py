@@ -52,6 +52,14 @@ def packed(generator: torch.Generator, rows: int, length: int) -> Built:
     return found | {"position_ids": places}
 
 
+def flattened(generator: torch.Generator, rows: int, length: int) -> Built:
+    """Two documents in one row, with the lengths that kernels without masks take, as TRL packs them."""
+    found = models.causal_lm(generator, 1, length)
+    found["position_ids"] = torch.cat([torch.arange(5), torch.arange(length - 5)])[None]
+    found["cu_seq_lens_q"] = found["cu_seq_lens_k"] = torch.tensor([0, 5, length], dtype=torch.int32)
+    return found | {"seq_idx": (torch.arange(length, dtype=torch.int32)[None] >= 5).int()}
+
+
 def padded(generator: torch.Generator, rows: int, length: int) -> Built:
     found = models.causal_lm(generator, rows, length)
     found["attention_mask"] = torch.ones(rows, length, dtype=torch.int64)
@@ -80,6 +88,7 @@ CASES: Mapping[str, Case] = {
     "llama": case(models.llama, attn_implementation="sdpa"),
     "one key": case(models.llama, num_key_value_heads=1),
     "packed": case(models.llama, packed, attn_implementation="sdpa"),
+    "flattened": case(models.llama, flattened, attn_implementation="sdpa"),
     "windows": case(models.mistral, packed, attn_implementation="sdpa"),
     "padded, positions learned": case(models.gpt2, padded, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "experts": case(models.qwen3_moe, output_router_logits=False),
@@ -407,6 +416,10 @@ def given_otherwise(mesh: DeviceMesh, what: str) -> None:
     cut = CASES["llama"].micro_batches(1, seed=mesh.get_rank() if what == "others" else 0, length=24)
     if what == "images":
         cut[0]["pixel_values"] = torch.zeros(2, 3, 4, 4)
+    if what.startswith("lengths"):
+        cut[0]["cu_seq_lens_q"] = torch.tensor([0, 5, 48], dtype=torch.int32)
+    if what == "lengths of others":
+        cut[0]["position_ids"] = torch.arange(24)[None].expand(2, 24)
     if what == "no labels":
         cut[0]["labels"][:, 1:] = IGNORED
     with wrap(CASES["llama"], budget(None), mesh=mesh, compile=what == "compiled") as engine:
@@ -419,6 +432,8 @@ def given_otherwise(mesh: DeviceMesh, what: str) -> None:
     [
         ("others", "ranks 0 to 1 share each sequence, and were not given the same micro-batches"),
         ("images", "nobody knows which of 'pixel_values' is of which token"),
+        ("lengths alone", "'cu_seq_lens_q' says where documents end, and it has no position_ids"),
+        ("lengths of others", "documents begin elsewhere by 'cu_seq_lens_q' than by position_ids"),
         ("no labels", "micro-batch 0 has no label that counts"),
         ("compiled", "compile=True is not there for ranks that share each sequence"),
     ],

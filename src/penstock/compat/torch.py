@@ -396,7 +396,7 @@ class NotCompiledError(Exception):
     """torch cannot compile some code; the text is torch's."""
 
 
-class _Placeholder(torch.Tensor):
+class Placeholder(torch.Tensor):
     """A tensor without numbers: what may be asked of it is its shape and the like."""
 
     penstock_refuse: Callable[[], None]
@@ -425,7 +425,7 @@ def placeholder(
     Without: a rank of a pipeline would have to know which of the model's lines compute with what another rank has.
     """
     made: Any = torch.Tensor._make_wrapper_subclass(
-        _Placeholder, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+        Placeholder, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
     )
     made.penstock_refuse = refuse
     assert isinstance(made, torch.Tensor)

@@ -220,8 +220,8 @@ def check_in_turn(schedule: object) -> None:
     """
     if schedule in IN_TURN:
         raise ConfigError(
-            f"schedule={schedule!r} is an order of the ranks of a pipeline, and there is none: set pipeline (from "
-            "Python: give a mesh with the axis 'pp'), or give 'vertical' or 'horizontal'"
+            f"schedule={schedule!r} is an order of the ranks of a pipeline, and there is none: set pipeline (for "
+            "wrap: a mesh with the axis 'pp'), or give 'vertical' or 'horizontal'"
         )
 
 
@@ -259,7 +259,7 @@ def check_strands(strands: int, ranks: int) -> None:
     if ranks not in sharing(strands):
         raise ConfigError(
             f"strands={strands} with {ranks} rank{'s' * (ranks > 1)}: must be {ranks} times a power of two, so that "
-            "each rank has whole branches of their sum"
+            "each rank has whole branches of their sum (a pipeline counts as one)"
         )
 
 

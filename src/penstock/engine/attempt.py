@@ -134,7 +134,7 @@ class Attempt:
             raise ranks.of_all(
                 ModelError(
                     f"the forward changes {changed[0]!r}, and of a pipeline each rank would have its own. Let it be "
-                    "(module.eval()), or train with ranks that share all state (dp_shard)"
+                    "(module.eval()), or train with ranks that share all state (without a pipeline)"
                 )
             )
         if resources.sync_buffers is None:

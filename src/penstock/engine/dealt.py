@@ -176,7 +176,7 @@ def _refuse_assigned(facts: Sequence[StageFacts], of_stages: Sequence[int]) -> N
                     raise ModelError(
                         f"{who} assigns attribute {holder.key!r} of block {site.name!r}, which another rank of the "
                         "pipeline has: hand it to the block as an argument, or train with ranks that share all state "
-                        "(dp_shard)"
+                        "(without a pipeline)"
                     )
 
 
@@ -195,18 +195,18 @@ def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[i
             if facts[k - 1].offload != (call.of_input,):
                 raise ModelError(
                     f"block {call.block!r}: what it is handed is read by others than it, or is no tensor of its own: "
-                    "a pipeline sends it away. Train with ranks that share all state (dp_shard)"
+                    "a pipeline sends it away. Train with ranks that share all state (without a pipeline)"
                 )
         if of_stages[k] and facts[k].call.buffers:
             raise ModelError(
                 f"block {call.block!r} changes its buffer {facts[k].call.buffers[0][1]!r}, and of a pipeline each rank "
-                "would have its own. Train with ranks that share all state (dp_shard)"
+                "would have its own. Train with ranks that share all state (without a pipeline)"
             )
     last = handed.calls[-2]
     if last is not None and of_stages[-2] and len(facts[-2].offload) != 1:
         raise ModelError(
             f"block {last.block!r}: what it puts out is no tensor of its own: a pipeline sends it away. Train with "
-            "ranks that share all state (dp_shard)"
+            "ranks that share all state (without a pipeline)"
         )
 
 

@@ -24,6 +24,8 @@ from penstock.tape.suspended import LossFn
 from penstock.tape.ulysses import WHOLE, Ulysses, Whole
 
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "attention_mask")
+_OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Keys that say where packed documents begin, for kernels without masks, as ``position_ids`` does, too."""
 _POSITIONS, _ATTENDS = "whole position_ids", "whole attention_mask"
 """The keys of what masks are made of, each [b, T], of which there is one at most."""
 
@@ -95,7 +97,7 @@ class Spans:
             self._refuse(m, "its rows are padded at their beginning, and it has no position_ids")
         shifted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         count = int((shifted != IGNORED).sum())
-        found = {name: value for name, value in micro_batch.items() if name not in _OF_TOKENS}
+        found = {name: value for name, value in micro_batch.items() if name not in _OF_TOKENS + _OF_DOCUMENTS}
         last = torch.cat([places, places[:, -1:].expand(rows, more)], dim=1)  # padding needs no place of its own
         found |= {
             "input_ids": own(ids, 0),
@@ -117,7 +119,9 @@ class Spans:
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not isinstance(labels, torch.Tensor):
             self._refuse(m, "it has no input_ids [rows, tokens] with labels")
         for name, value in micro_batch.items():
-            if isinstance(value, torch.Tensor):
+            if name in _OF_DOCUMENTS:
+                self._check_documents(m, name, value, ids, micro_batch.get("position_ids"))
+            elif isinstance(value, torch.Tensor):
                 if name not in _OF_TOKENS:
                     self._refuse(m, f"nobody knows which of {name!r} is of which token")
                 fits = value.dim() == 2 and value.shape[1] == ids.shape[1] and value.shape[0] in (1, ids.shape[0])
@@ -126,6 +130,14 @@ class Spans:
             elif not isinstance(value, str | int | float | bool | Beside | None):
                 self._refuse(m, f"nobody knows which of {name!r} is of which token")
         return ids, labels
+
+    def _check_documents(self, m: int, name: str, value: Any, ids: torch.Tensor, positions: Any) -> None:
+        """Refuse lengths of documents that ``position_ids`` does not have: masks are made of those."""
+        if not isinstance(positions, torch.Tensor):
+            self._refuse(m, f"{name!r} says where documents end, and it has no position_ids")
+        begins = (positions.flatten() == 0).nonzero().flatten()
+        if name.startswith("cu_seq_lens") and value.tolist() != [*begins.tolist(), ids.numel()]:
+            self._refuse(m, f"documents begin elsewhere by {name!r} than by position_ids")
 
     def _refuse(self, m: int, why: str) -> NoReturn:
         known = ", ".join(_OF_TOKENS)

@@ -27,7 +27,6 @@ from penstock.hardware.profiles import check_device, on_directories
 from penstock.hardware.sharing import why_unknown
 from penstock.optim.facade import rate_name
 from penstock.optim.precision import say_that_fp64_is_left
-from penstock.ranks.axes import PIPELINE
 from penstock.ranks.group import Ranks
 from penstock.ranks.process_groups import join
 from penstock.ranks.start import started_together
@@ -123,8 +122,7 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
         )
     check_recompute(asked.recompute, asked.schedule, asked.compile, ranks.cp)
     if ranks.are_pipeline:
-        words = f"the mesh's axis {PIPELINE!r}"
-        check_pipeline(asked, asked.budget, asked.schedule, asked.replan, words, ranks.each)
+        check_pipeline(asked, asked.budget, asked.schedule, asked.replan, f"{ranks.stages} in each", ranks.each)
     if isinstance(asked.schedule, Schedule) and ranks.cp > 1:
         raise ConfigError(
             f"schedule={shown(asked.schedule)} is not there yet for ranks that share each sequence (cp={ranks.cp}): "

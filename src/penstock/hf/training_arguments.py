@@ -70,7 +70,7 @@ REFUSED: Mapping[str, str] = {
     "optim_target_modules": "the optimizers that take it (GaLore, APOLLO) are not among the engine's",
     "bf16_full_eval": "evaluation runs on the weights that train, in their precision: set bf16",
     "fp16_full_eval": "evaluation runs on the weights that train, in their precision: set fp16",
-    "activation_checkpointing_kwargs": _RECOMPUTE,
+    "activation_checkpointing_kwargs": f"{_RECOMPUTE}. gradient_checkpointing_kwargs is its old name",
     "gradient_checkpointing_kwargs": _RECOMPUTE,
     "torch_compile": _COMPILE,
     "torch_compile_backend": _COMPILE,

@@ -293,4 +293,4 @@ def users_of(program: Program, of_stages: Sequence[int]) -> dict[int, int]:
     return {g: of_stages[stage.index] for g, stage in found.items()}
 
 
-_NOT_CROSSING = "in a pipeline parameters do not cross. Train with ranks that share all state (dp_shard)"
+_NOT_CROSSING = "in a pipeline parameters do not cross. Train with ranks that share all state (without a pipeline)"

@@ -213,7 +213,7 @@ def require_like(saved: Mapping[str, Any], description: Mapping[str, Any], path:
                 advice = f"give strands={found} to go on with the same numbers"
             else:
                 others = " or ".join(map(str, able)) or "none"
-                advice = f"{ranks} ranks cannot go on with the same numbers, {others} can"
+                advice = f"{ranks} ranks cannot go on with the same numbers, {others} can (a pipeline counts as one)"
             raise StoreError(
                 f"{path}: the snapshot's gradients were summed in {shown(found)} strands, and this engine's are in "
                 f"{mine}: {advice}"

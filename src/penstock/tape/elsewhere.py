@@ -225,14 +225,15 @@ class Elsewhere:
                 raise ModelError(
                     f"the model's own code draws random numbers behind block {site.name!r}, which another rank of the "
                     "pipeline has, and they would be others than those of one rank. Train with ranks that share all "
-                    "state (dp_shard)"
+                    "state (without a pipeline)"
                 )
 
     def _placeholder(self, block: str, kind: Kind) -> torch.Tensor:
         def refuse() -> None:
             raise ModelError(
                 f"the model's own code computes with what block {block!r} puts out, which is on another rank of the "
-                "pipeline: blocks have to be handed just that. Train with ranks that share all state (dp_shard)"
+                "pipeline: blocks have to be handed just that. Train with ranks that share all state (without a "
+                "pipeline)"
             )
 
         return placeholder(kind.shape, kind.stride, kind.dtype, self._tape.device, kind.requires_grad, refuse)

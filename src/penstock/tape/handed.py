@@ -17,7 +17,7 @@ from penstock.tape import trees
 from penstock.tape.modes import Modes
 
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
-_ADVICE = "a pipeline cannot send that. Train with ranks that share all state (dp_shard)"
+_ADVICE = "a pipeline cannot send that. Train with ranks that share all state (without a pipeline)"
 
 
 @dataclass(frozen=True, kw_only=True)

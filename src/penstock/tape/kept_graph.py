@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from penstock.compat.torch import is_of_python, number_of, storage_key, version
 from penstock.tape import graph, trees
+from penstock.tape.let_go import is_elsewhere
 from penstock.tape.rng import TorchState
 from penstock.tape.watch import Watch
 
@@ -39,10 +40,11 @@ Leaves = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def on_leaves(value: Any, leaves: Leaves) -> Any:
-    """Arguments of a block, with leaves in place of the inputs that need a gradient, which are noted in ``leaves``."""
+    """Arguments of a block, with leaves in place of the inputs that need a gradient, which are noted in ``leaves``.
+    What is elsewhere stays as it is: outputs of earlier blocks, in a list to which the block adds its own."""
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter) or is_elsewhere(tensor):
             return tensor
         if id(tensor) not in leaves:
             leaves[id(tensor)] = (tensor, tensor.detach().requires_grad_())

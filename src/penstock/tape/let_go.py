@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from penstock.compat.torch import without_subclasses
+from penstock.compat.torch import Placeholder, without_subclasses
 from penstock.errors import ModelError
 
 _LOOKS: Final = frozenset(
@@ -91,6 +91,11 @@ def take_back(tensor: torch.Tensor) -> None:
     if back is not None:
         tensor.__class__ = back
         del vars(tensor)[_WHAT]
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """True if it is an error to read a tensor now: it was let go of, or another rank of a pipeline has it."""
+    return isinstance(tensor, _Away | Placeholder)
 
 
 def _among(value: Any) -> Iterable[_Away]:
