@@ -276,7 +276,7 @@ class _Full:
         if not (call.writes and self.full):
             return go()
         if call.nbytes > 9:
-            return go(9)
+            return go(call.nbytes // 2)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
