@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.config.endurance import Endurance
-from penstock.engine import following, planning
+from penstock.engine import following, planning, probing
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Between, Machine
 from penstock.planner.following import WINDOW, Seen, corrected
@@ -64,7 +64,7 @@ class Drive:
             each = (self.stage,) * len(program.stages)
             return StageTimes(forward=each, backward=each)
 
-        patch.setattr(planning, "time_stages", timed)
+        patch.setattr(probing, "time_stages", timed)
         patch.setattr(planning, "corrected", correct)
         patch.setattr(following, "HORIZON", 10**9)
 
