@@ -18,10 +18,11 @@ import penstock
 from penstock.cli.model import build_model
 from penstock.cli.settings import load
 from penstock.hardware.machine import load_machine
+from penstock.planner.plan import Plan
 from penstock.runtime import access
+from penstock.runtime.bound import Bound
 from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.lanes import Lane
-from penstock.schedule.ir.ops import Schedule
 
 _LENGTH = 256
 _SIDE, _TIMES = 1024, 24
@@ -80,15 +81,13 @@ def speed() -> float:
     return median(found)
 
 
-def bytes_of_a_repeat(schedule: Schedule) -> dict[Lane, int]:
+def bytes_of_a_repeat(plan: Plan) -> dict[Lane, int]:
     """Bytes that each lane moves in a run to which nothing is left: the run before has taken home what the step before
-    it had left, and what that run has read ahead does not count."""
-    moved, ends = schedule.bytes_per_lane(), {end for _, end, _ in schedule.carried}
+    it had left, and what that run has read ahead is read anew."""
+    schedule, moved = plan.schedule, plan.schedule.bytes_per_lane()
     for op in late_moves(schedule):
         moved[op.lane] -= op.nbytes
-    for op in schedule.lanes["read"]:
-        if not ends.isdisjoint(op.writes):
-            moved["read"] += op.nbytes
+    moved["read"] += sum(schedule.by_id[op].nbytes for op in Bound(schedule=schedule, program=plan.program).reads_ahead)
     return moved
 
 
@@ -157,7 +156,7 @@ def run(case: Case, profile: Path, steps: int, folder: Path) -> Outcome:
             done.append(engine.step(step()))
             later.append(speed())
         after = counting.take(engine)
-        said, again = prediction.bytes_per_lane(), bytes_of_a_repeat(engine.plan.schedule)
+        said, again = prediction.bytes_per_lane(), bytes_of_a_repeat(engine.plan)
         runs, repeats = [1 + stats.repeats for stats in done], sum(stats.repeats for stats in done)
         peak = prediction.peak(0)
         return Outcome(

@@ -8,6 +8,7 @@ shortens it (``go(4096)``), waits, records it, or raises. What reaches the store
 """
 
 import builtins
+import errno
 import io
 import os
 import threading
@@ -204,6 +205,18 @@ def error(code: int) -> Hook:
         raise OSError(code, os.strerror(code), *named)
 
     return act
+
+
+class FullDisk:
+    """A hook of a disk that takes no more than half of each write while it is ``full``."""
+
+    def __init__(self, *, full: bool) -> None:
+        self.full = full
+
+    def __call__(self, call: Call, go: Go) -> Any:
+        if not (call.writes and self.full):
+            return go()
+        return go(call.nbytes // 2) if call.nbytes > 9 else error(errno.ENOSPC)(call, go)
 
 
 def calls_can_be_replaced() -> None:

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from penstock.cli.run_record import RunRecord
 from penstock.errors import ConfigError, StoreError
 from penstock.store.owner import RUN_FILE
 from penstock.store.packed import store_error
-from tests.faults import Call, Go, Nth, error, intercepted
+from tests.faults import FullDisk, Nth, error, intercepted
 from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -267,25 +266,11 @@ def test_lines_are_flushed_before_they_are_too_many_for_a_commit(tmp_path: Path)
             assert len(metrics.unflushed) < 32
 
 
-class _Full:
-    """A disk that takes no more than half a write while ``full``."""
-
-    full = True
-
-    def __call__(self, call: Call, go: Go) -> Any:
-        if not (call.writes and self.full):
-            return go()
-        if call.nbytes > 9:
-            return go(call.nbytes // 2)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_lines_wait_for_a_disk_that_is_full_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk = _Full()
+    disk = FullDisk(full=False)
     with intercepted(tmp_path, disk), MetricsFile(tmp_path) as metrics:
-        disk.full = False
         metrics.write(_line(1))
         disk.full = True
         for step in range(2, 101):
@@ -303,7 +288,7 @@ def test_lines_wait_for_a_disk_that_is_full_and_the_run_goes_on(
 
 
 def test_lines_that_a_disk_never_takes_are_said_to_be_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with intercepted(tmp_path, _Full()), MetricsFile(tmp_path) as metrics:
+    with intercepted(tmp_path, FullDisk(full=True)), MetricsFile(tmp_path) as metrics:
         metrics.write(_line(1))
         metrics.write(_line(2))
     assert "lacks the lines of the last 2 steps" in caplog.text

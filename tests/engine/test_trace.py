@@ -1,8 +1,6 @@
 """The trace file: valid JSON when closed, loadable when cut off, one row per lane, a counter per tier."""
 
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 
 from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.schedule.ir.lanes import LANES, Lane
-from tests.faults import Call, Go, intercepted
+from tests.faults import FullDisk, intercepted
 
 
 def _event(op: str, lane: Lane, start: float, end: float, step: int = 0) -> TraceEvent:
@@ -97,18 +95,10 @@ def test_only_the_first_steps_are_kept(tmp_path: Path) -> None:
 def test_on_a_full_disk_the_trace_ends_with_its_last_whole_step_and_nothing_else_does(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, full = tmp_path / "trace.json", False
-
-    def disk(call: Call, go: Go) -> Any:
-        if not (full and call.writes):
-            return go()
-        if call.nbytes > 9:
-            return go(9)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    path, disk = tmp_path / "trace.json", FullDisk(full=False)
     with intercepted(tmp_path, disk), TraceWriter(path) as writer:
         for step in range(5):
-            full = step == 2
+            disk.full = step == 2
             writer.step([_event(f"s{step}", "cpu", step, step + 1, step)])
     assert [r["name"] for r in json.loads(path.read_text() + "]") if r["ph"] == "X"] == ["s0", "s1"]
     assert caplog.text.count("the trace ends after 2 steps, and training goes on: ") == 1

@@ -1,7 +1,6 @@
 """Offload schedules by name: what each moves and holds is what its formulas say; its options do something."""
 
-import sys
-from collections import Counter
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -310,19 +309,12 @@ def test_the_newer_systems_are_faster_than_those_they_follow() -> None:
     assert step_time("superoffload") < step_time("zero-offload") < step_time("zero-infinity")
 
 
-def test_an_op_of_a_large_schedule_takes_no_more_calls_than_one_of_a_small_schedule() -> None:
-    """One rank of vertical offload with 8 micro-batches and 8 chunks a block, of 12 and of 48 layers."""
-
-    def calls_of_an_op(layers: int) -> float:
-        program = uniform_program(layers, block=256 * ALIGN, embedding=BLOCK, head=BLOCK, activation=ACTIVATION)
-        wanted, events = FamilyRequest(family="greedysnake", program=program, micro_batches=8, chunks=8), Counter[str]()
-        before = sys.getprofile()
-        sys.setprofile(lambda _, event, __: events.update((event,)))
-        try:
-            world = build(wanted)
-        finally:
-            sys.setprofile(before)
-        return events["call"] / len(world.ranks[0].ops)
-
-    small, large = calls_of_an_op(12), calls_of_an_op(48)
-    assert 1 < large < 1.1 * small, (small, large)
+def test_a_large_schedule_is_built_in_well_under_a_second() -> None:
+    """One rank of vertical offload with 96 layers, 34 micro-batches and 16 chunks a block."""
+    large = uniform_program(96, block=256 * ALIGN, embedding=BLOCK, head=BLOCK, activation=ACTIVATION)
+    wanted = FamilyRequest(family="greedysnake", program=large, micro_batches=34, chunks=16)
+    begin = time.process_time()
+    world = build(wanted)
+    taken = time.process_time() - begin
+    assert len(world.ranks[0].ops) > 25_000
+    assert taken < 1

@@ -9,7 +9,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
@@ -57,24 +57,10 @@ def _load(tree: Located, name: str, flags: Sequence[tuple[str, str]]) -> TrainCo
     tree = _spelled_out(tree)
     for key, text in flags:
         tree = _overlay(tree, key.replace("-", "_").split("."), parse_yaml(text, f"--{key}", flag=True))
-    try:
-        config = _at_home(read(TrainConfig, tree, section=""))
-    except ConfigError as error:
-        raise ConfigError(f"{error}{_flags_in(str(error), flags)}") from None
+    config = _at_home(read(TrainConfig, tree, section=""))
     paths = [_filled_in(str(p), config.run) for p in config.budget.disk_paths]
     disk = None if not paths else paths[0] if len(paths) == 1 else tuple(paths)
     return replace(config, budget=replace(config.budget, disk=disk))
-
-
-def _flags_in(message: str, flags: Sequence[tuple[str, str]]) -> str:
-    """An addition to a message that blames a line of the file: the flags whose settings it names."""
-    if message.startswith("--"):
-        return ""
-    fault = message.partition(": ")[2].partition(": ")[0]
-    named, fault_words = set(re.findall(r"\w+", message)), set(re.findall(r"\w+", fault))
-    words = {key: set(key.replace("-", "_").split(".")) for key, _ in flags}
-    keys = [f"--{key}" for key, parts in words.items() if parts <= (named if len(parts) > 1 else fault_words)]
-    return f"; given as a flag: {', '.join(keys)}" if keys else ""
 
 
 def _at_home(config: TrainConfig) -> TrainConfig:
@@ -193,7 +179,10 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
     try:
         return cls(**values)
     except ConfigError as error:
-        raise ConfigError(_said_at(_blame(tree, str(error), section), str(error))) from None
+        where, said = _blame(tree, str(error), section), str(error)
+        beside = [] if where.startswith("--") else [*_flags_named(tree, said, section)]
+        more = f"; given as a flag: {', '.join(beside)}" if beside else ""
+        raise ConfigError(_said_at(where, f"{said}{more}")) from None
 
 
 def _dotted(section: str, key: str) -> str:
@@ -229,6 +218,24 @@ def _blame(tree: Located, message: str, section: str) -> str:
             break
         place = place.value[key]
     return place.where
+
+
+def _flags_named(tree: Located, message: str, section: str, *, own: bool = True) -> Iterator[str]:
+    """The flags of settings that such a message names: with their sections, or a section's ``own`` in what it says
+    before any advice."""
+    fault = message.partition(": ")[0]
+    for key, item in tree.value.items() if isinstance(tree.value, dict) else ():
+        name = _dotted(section, key)
+        if isinstance(item.value, dict):
+            yield from _flags_named(item, message, name, own=False)
+        elif item.where.startswith("--"):
+            with_section = bool(section) and _names(message, name)
+            if with_section or (own and _names(fault, key)):
+                yield item.where
+
+
+def _names(message: str, setting: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(setting)}(?!\w|\.\w)", message) is not None
 
 
 def _said_at(where: str, message: str) -> str:

@@ -160,7 +160,7 @@ class Engine:
         given = self._given("step", micro_batches, loss_weights)
         micro_batches = self._cut(micro_batches)
         runner = self._planning.runner_for(micro_batches, train=True)
-        flops = self._planning.flops_of(micro_batches)  # now: a loss may write into a micro-batch
+        flops = self._planning.probing.flops_of(micro_batches)  # now: a loss may write into a micro-batch
         flops = math.fsum(self._ranks.sharing.gather_objects("FLOP", flops))
         weights = given or self._planning.labels.weights(micro_batches, self._ranks.sharing)
         self._durability.check_written()

@@ -97,8 +97,8 @@ class Planning:
         """``before_change``: called before a runner gives its memory back: what it has left to do is to be done now."""
         self._before_change = before_change
         self.runner: Runner | None = None
-        self._probing = Probing(resources, make_room=self.close)
-        self.labels = self._probing.labels
+        self.probing = Probing(resources, make_room=self.close)
+        self.labels = self.probing.labels
         self._shared = resources
         self._asked = settings
         self._schedule = settings.schedule
@@ -139,20 +139,20 @@ class Planning:
         shapes, ranks = [batch.shapes(mb) for mb in micro_batches], self._shared.ranks
         self.changed = None if train else self.changed
         seen = self._following.take() if train and self._following is not None else None
-        if self._probing.forgets(train=train):
+        if self.probing.forgets(train=train):
             self._plans.pop(train, None)  # now: where no other one can be made, the next step must not take this one
         ready = self._plans.get(train)
         gathered = ranks.gather_objects("plan", (ready is not None and ready.covers(shapes), seen))
         if ready is not None and all(covered for covered, _ in gathered):
-            self._probing.look_at_labels(micro_batches)
+            self.probing.look_at_labels(micro_batches)
             if train and self._following is not None:
                 ready = self._follow(self._following, ready, [step for _, step in gathered])
             return self._use(ready) if self._before is None or not train else self._use_changed(ready, self._before)
         self._before = None
         ranks.agree("number of micro-batches", len(micro_batches))
         self.close()
-        probed = self._probing.find(dict(zip(shapes, micro_batches, strict=True)), self._machine, train=train)
-        self._probing.look_at_labels(micro_batches)
+        probed = self.probing.find(dict(zip(shapes, micro_batches, strict=True)), self._machine, train=train)
+        self.probing.look_at_labels(micro_batches)
         nbytes = max(batch.nbytes(mb, self._shared.arrays.dtype) for mb in micro_batches)
         every = self._beside(probed, train=train)
         others = any(ranks.gather_objects("shapes that were seen before", len(every) > len(probed)))
@@ -169,7 +169,7 @@ class Planning:
         also those that were probed before, so that steps whose shapes alternate have one plan."""
         if not self._shared.ranks.are_pipeline:
             return dict(probed)
-        return self._probing.found(train=train) | dict(probed)
+        return self.probing.found(train=train) | dict(probed)
 
     def _ready(self, probed: Mapping[batch.Shapes, Probed], count: int, nbytes: int, *, train: bool) -> Ready:
         """The plan for ``count`` micro-batches of such shapes, of at most ``nbytes`` each."""
@@ -308,10 +308,6 @@ class Planning:
         if place != self.placed:
             self.placed = place
             self._plans.pop(False, None)  # it was made for arrays in other places
-
-    def flops_of(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
-        """FLOPs of a step of these micro-batches, for which there is a plan."""
-        return self._probing.flops_of(micro_batches)
 
     def observe(self, *, over: bool) -> None:
         """Count a step, whose norm was ``over`` the limit or not. If that is more or less often the case than the plan

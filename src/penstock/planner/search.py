@@ -126,8 +126,8 @@ def best(
 @no_collection()
 def _kept(question: Question, keep: Placement) -> Plan:
     """The best plan with a placement that stays: speculating or not, and with a delay only if that is faster."""
-    hunt, refusal = _Search(question, math.inf), None
-    proposals = hunt.proposals
+    candidates, refusal = _Search(question, math.inf), None
+    proposals = candidates.proposals
     found: list[Proposal] = []
     for request in question.requests:
         for delay in question.delays_of(request):
@@ -146,8 +146,10 @@ def _kept(question: Question, keep: Placement) -> Plan:
     fitting = [option for option in sizes if proposals.limits.exceeded(chosen.request, option) is None]
     options = [*(proposals.proposal(option, chosen.request, "last") for option in fitting), chosen]
     for proposal in sorted(options, key=lambda p: p.estimate):  # the largest first of those that are equal
-        hunt.consider(proposal)
-    return chosen.request.plan(chosen.request.roomiest(chosen.settings)) if hunt.best is None else hunt.best[2]
+        candidates.consider(proposal)
+    if candidates.best is None:
+        return chosen.request.plan(chosen.request.roomiest(chosen.settings))
+    return candidates.best[2]
 
 
 @no_collection()
