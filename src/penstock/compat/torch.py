@@ -397,7 +397,11 @@ class NotCompiledError(Exception):
 
 
 class Placeholder(torch.Tensor):
-    """A tensor without numbers: what may be asked of it is its shape and the like."""
+    """A tensor without numbers: what may be asked of it is its shape and the like. Any op that is handed one refuses,
+    also where it lies in a list of the op's arguments.
+
+    Without: as ``placeholder``.
+    """
 
     penstock_refuse: Callable[[], None]
 
