@@ -82,11 +82,12 @@ def speed() -> float:
 
 
 def bytes_of_a_repeat(plan: Plan) -> dict[Lane, int]:
-    """Bytes that each lane moves in a run to which nothing is left: the run before has taken home what the step before
-    it had left, and what that run has read ahead is read anew."""
+    """Bytes that each lane moves in a run to which nothing is left, and before it: the run before has taken home what
+    the step before it had left, what that run has read ahead is read anew, and what it has stepped is taken back."""
     schedule, moved = plan.schedule, plan.schedule.bytes_per_lane()
     for op in late_moves(schedule):
         moved[op.lane] -= op.nbytes
+    moved["read"] += plan.taken_back_bytes
     moved["read"] += sum(schedule.by_id[op].nbytes for op in Bound(schedule=schedule, program=plan.program).reads_ahead)
     return moved
 

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from bench.prediction_run import bytes_of_a_repeat
 
 import penstock
 from penstock.hardware.crossing import crossing_of
 from penstock.hardware.machine import Device, Drive, Host, Machine
 from penstock.hardware.profiles import save_profile
 from penstock.schedule.ir.lanes import LOCAL_LANES
+from penstock.schedule.place import FP32
 from tests.machines import measured_here
 from tests.models import MODELS
 from tests.training import assert_same, budget, run_steps, steps_of, wrap
@@ -84,29 +86,47 @@ def test_a_stored_profile_is_used_by_default_and_no_profile_predicts_nothing(tmp
             assert engine.prediction is not None
 
 
-def test_a_step_that_is_run_twice_is_expected_to_take_two_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delay", [0, 0.3])
+@pytest.mark.parametrize("weights", ["disk", "host"])
+def test_a_step_that_is_run_twice_is_expected_to_take_two_runs(
+    tmp_path: Path, weights: Literal["disk", "host"], delay: float
+) -> None:
+    """Before the second, weights in memory that the first has stepped are read from disk, where they are at home."""
     case, scale = MODELS["skips"], 1.0
-    steps = [[one] * 2 for one in case.micro_batches(2)]
+    steps = [[one] * 2 for one in case.micro_batches(3)]
     scaled = replace(case, loss_fn=lambda model, micro_batch: case.loss_fn(model, micro_batch) * scale)
-    settings: dict[str, Any] = {"clip_grad_norm": 1e-3, "delay": 0, "plan": machine(tmp_path)}
-    with wrap(scaled, budget(tmp_path / "early"), speculate=True, **settings) as engine:
+    settings: dict[str, Any] = {"clip_grad_norm": 1e-3, "delay": delay, "plan": machine(tmp_path)}
+    with wrap(scaled, budget(tmp_path / "early", weights=weights), speculate=True, **settings) as engine:
         engine.prepare(steps[0])
-        assert engine.prediction is not None
+        plan, prediction, store = engine.plan, engine.prediction, engine.inside.resources.commits.store
+        assert prediction is not None
+        assert store is not None
         assert engine.expected_runs == 1.05, "nothing is known yet"
-        over = engine.step(steps[0])
+        back, whole = plan.taken_back_bytes, FP32 * sum(group.numel for group in plan.program.groups)
+        assert (back == 0) == (weights == "disk")
+        assert (back == whole) == (weights == "host" and not delay), "what is left to the next step is as it was"
+        engine.step(steps[0])
+        before = store.stats.bytes_read
+        over = engine.step(steps[1])
         assert over.repeats == 1
         assert engine.expected_runs == 2
-        assert engine.expected_seconds == 2 * engine.prediction.time
-        run = engine.prediction.bytes_per_lane()
-        assert over.bytes_moved == {lane: 2 * count for lane, count in run.items()}
+        assert engine.expected_seconds == 2 * prediction.time + back / 1e9
+        run, again = prediction.bytes_per_lane(), bytes_of_a_repeat(plan)
+        assert over.bytes_moved == {lane: count + again[lane] for lane, count in run.items()}
+        assert store.stats.bytes_read - before == over.bytes_moved["read"]
         scale = 1e-9
-        within = engine.step(steps[1])
+        within = engine.step(steps[2])
         assert within.bytes_moved == run
-        assert engine.expected_seconds == 1.5 * engine.prediction.time
-    with wrap(case, budget(tmp_path / "late"), speculate=False, **settings) as engine:
-        assert engine.step(steps[0]).clipped
+        assert engine.expected_seconds == pytest.approx((5 * prediction.time + 2 * back / 1e9) / 3)
+
+
+def test_a_step_that_waits_for_the_norm_is_run_once(tmp_path: Path) -> None:
+    case = MODELS["skips"]
+    with wrap(case, budget(tmp_path), speculate=False, clip_grad_norm=1e-3, plan=machine(tmp_path)) as engine:
+        assert engine.step(case.micro_batches(2)).clipped
         assert engine.prediction is not None
-        assert engine.expected_seconds == engine.prediction.time, "a step that waits is run once"
+        assert engine.plan.taken_back_bytes == 0
+        assert engine.expected_seconds == engine.prediction.time
 
 
 def test_predicting_changes_no_bit(tmp_path: Path) -> None:

@@ -70,6 +70,20 @@ def test_seconds_count_a_step_that_is_run_again_as_often_as_is_expected() -> Non
     assert waits.repeats == 0.0
 
 
+def test_a_step_that_is_run_again_has_read_the_weights_in_memory_that_it_has_changed() -> None:
+    asked = forced(open_question(), speculate=True, delay=0.0)
+    kept = forced(asked, budget=replace(asked.request.budget, weights="host", host=64 * MIB))
+    choice = searched(replace(kept, repeats=0.25))
+    back = ADAM16.weight_bytes * sum(group.numel for group in choice.plan.program.groups)
+    assert choice.plan.taken_back_bytes == back
+    assert choice.expected_seconds == pytest.approx(1.25 * choice.seconds + 0.25 * back / WRITES_HALF.drives[0].read)
+    moved = choice.plan.schedule.bytes_per_lane()
+    disk = 1.25 * (moved["read"] + moved["write"]) + 0.25 * back
+    assert alternatives(choice).chosen.disk_bytes == pytest.approx(disk, abs=1)
+    never = searched(replace(kept, repeats=0.0))
+    assert never.expected_seconds == never.seconds
+
+
 def test_the_better_update_mode_is_chosen_at_every_share() -> None:
     asked = open_question()
     early, late = (searched(forced(asked, speculate=early)) for early in (True, False))

@@ -73,7 +73,7 @@ class Attempt:
     samples: Sequence[MemorySample] = ()
     stats: StepStats | None = None
     _spent: Totals | None = None
-    """bytes that the runs before this one have moved, and their seconds"""
+    """bytes that the runs before this one have moved, and what was read to drop them, and the seconds of both"""
 
     @property
     def actions(self) -> Actions:
@@ -154,14 +154,15 @@ class Attempt:
             )
 
     def _drop(self) -> Event:
-        self.resources.arrays.drop_step()
+        began = time.perf_counter()
+        nbytes = self.resources.arrays.drop_step()
+        spent = self.runner.totals().with_read(nbytes, time.perf_counter() - began)
+        self._spent = spent if self._spent is None else self._spent + spent
         self.before.put_back()
         return Event.DROPPED
 
     def _again(self, mode: Mode) -> StepContext:
         """A context to run the step anew, with the factor that is known now. What the step before had left is done."""
-        totals = self.runner.totals()
-        self._spent = totals if self._spent is None else self._spent + totals
         self.repeats += 1
         update = replace(self.context.update, touched=set())
         fresh = StepContext(step=self.context.step, update=update, mode=mode)

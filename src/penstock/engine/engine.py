@@ -333,16 +333,16 @@ class Engine:
         Raises:
             ConfigError: there is no plan yet.
         """
-        return self._planning.repeats.runs(self.plan)
+        return 1 + self._planning.repeats.of(self.plan)
 
     @property
     def expected_seconds(self) -> float | None:
-        """Seconds that a step is predicted to take on average, with all of its runs; None: nothing is predicted.
+        """Seconds that a step is predicted to take on average, with all that is done again; None: nothing is predicted.
 
         Raises:
             ConfigError: there is no plan yet.
         """
-        return None if self.prediction is None else self.prediction.time * self.expected_runs
+        return self._planning.expected_seconds(self.plan)
 
     @property
     def step_count(self) -> int:

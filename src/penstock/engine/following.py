@@ -196,8 +196,8 @@ def better(
     takes longer than what the least gain would bring is made only where the linear program promises more, or where the
     plan in use wears its drives too fast, and no search for one that does not was ``in_vain``.
     """
-    began, now = time.perf_counter(), question.expected(simulation.time, plan.settings)
-    worn = worn_by(question.request.budget, plan, question.machine, now / simulation.time, now)
+    began, now = time.perf_counter(), question.expected(simulation.time, plan)
+    worn = worn_by(question.request.budget, plan, question.machine, 1 + question.repeated(plan.settings), now)
     nothing = Searched(settings=None, seconds=search_seconds, now=now, then=now, worn=worn)
     if (worn is None or in_vain) and search_seconds > HORIZON * LEAST_GAIN * now:
         found = [seconds for f in question.families if (seconds := estimate(question, f)) is not None]

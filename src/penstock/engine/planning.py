@@ -34,7 +34,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.search import best
-from penstock.planner.update_mode import expected_repeats
+from penstock.planner.update_mode import expected_repeats, expected_seconds
 from penstock.runtime.bound import Bound
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
@@ -228,7 +228,7 @@ class Planning:
         prediction = ready.prediction
         assert prediction is not None
         question = self._question(ready.request, times)
-        if not following.is_due(question.expected(prediction.time, ready.plan.settings)):
+        if not following.is_due(question.expected(prediction.time, ready.plan)):
             return ready
         found: Searched = self._shared.ranks.once(
             "better plan",
@@ -320,6 +320,13 @@ class Planning:
     def prediction_of(self, plan: Plan) -> Simulation | None:
         """The prediction for a plan that is in use; None: there is none."""
         return next((ready.prediction for ready in self._plans.values() if ready.plan is plan), None)
+
+    def expected_seconds(self, plan: Plan) -> float | None:
+        """Seconds of a step on average, by a plan that is in use; None: nothing is predicted."""
+        prediction, machine = self.prediction_of(plan), self._machine
+        if prediction is None or machine is None:
+            return None
+        return expected_seconds(plan, machine, prediction.time, self.repeats.of(plan))
 
     def _predict(self, request: Request, plan: Plan, times: StageTimes) -> Simulation:
         shared = self._shared

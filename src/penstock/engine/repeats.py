@@ -32,7 +32,7 @@ class Repeats:
         self._steps += 1
         return self._steps % WINDOW == 0 and abs(self.share - self.planned) > _OTHER
 
-    def runs(self, plan: Plan) -> float:
-        """Runs of a plan's schedule that a step takes on average: more than one if any group steps before the norm is
-        known."""
-        return 1 + self.share * steps_early(plan.program, plan.settings)
+    def of(self, plan: Plan) -> float:
+        """Runs of a plan's schedule that a step takes on average besides its first: some if any group steps before the
+        norm is known."""
+        return self.share * steps_early(plan.program, plan.settings)

@@ -54,6 +54,15 @@ class Totals:
             busy={lane: s + other.busy[lane] for lane, s in self.busy.items()},
         )
 
+    def with_read(self, nbytes: int, seconds: float) -> "Totals":
+        """With what was read besides."""
+        if not nbytes:
+            return self
+        moved, busy = {**self.moved}, {**self.busy}
+        moved["read"] += nbytes
+        busy["read"] += seconds
+        return Totals(moved=moved, busy=busy)
+
 
 class Runner:
     """Runs steps of one plan. Holds all memory that the plan's pools need until it is closed."""
@@ -255,10 +264,7 @@ class Runner:
         for mark in self._executor.marks.values():
             moved[mark.lane] += mark.moved
             busy[mark.lane] += mark.end - mark.start
-        nbytes, seconds = self._before
-        moved["read"] += nbytes
-        busy["read"] += seconds
-        return Totals(moved=moved, busy=busy)
+        return Totals(moved=moved, busy=busy).with_read(*self._before)
 
     def trace(self, step: int, origin: float) -> list[TraceEvent]:
         """The last run, op by op, in seconds since ``origin``, its start by ``perf_counter``."""

@@ -61,12 +61,13 @@ def alternatives(choice: Choice) -> Alternatives:
     request, settings = choice.request, choice.plan.settings
     own = update_mode_of(request, settings)
     moved = choice.plan.schedule.bytes_per_lane()
+    back = choice.repeats * choice.plan.taken_back_bytes
     chosen = ModeCosts(
         mode=own,
         delay=settings.delay,
         seconds=choice.expected_seconds,
         held_bytes=_held_bytes(request, settings),
-        disk_bytes=round(choice.question.expected(float(moved["read"] + moved["write"]), settings)),
+        disk_bytes=round((1 + choice.repeats) * (moved["read"] + moved["write"]) + back),
         simulated=True,
     )
     others = [found for other in _forced(request) if other.mode != own and (found := _cost(choice, other)) is not None]
@@ -122,28 +123,30 @@ def _cost(choice: Choice, other: _Forced) -> ModeCosts | None:
     found = _searched(question) if simulated else _estimated(question, choice.plan.settings)
     if found is None or update_mode_of(other.request, found[0]) != other.mode:
         return None
-    settings, seconds = found
+    settings, seconds, back = found
     lanes = by_lane(PhaseCosts(other.request, settings, _BYTES).of(settings.place))
     return ModeCosts(
         mode=other.mode,
         delay=settings.delay,
         seconds=seconds,
         held_bytes=_held_bytes(other.request, settings),
-        disk_bytes=round(question.expected(lanes["read"] + lanes["write"], settings)),
+        disk_bytes=round((1 + question.repeated(settings)) * (lanes["read"] + lanes["write"]) + back),
         simulated=simulated,
     )
 
 
-def _searched(question: Question) -> tuple[Settings, float] | None:
+def _searched(question: Question) -> tuple[Settings, float, float] | None:
+    """Settings, seconds of a step, and bytes that are read on average where a step is dropped."""
     try:
         choice = search(replace(question, simulated_ops=_OPS))
     except BudgetError:
         return None
-    return choice.plan.settings, choice.expected_seconds
+    return choice.plan.settings, choice.expected_seconds, choice.repeats * choice.plan.taken_back_bytes
 
 
-def _estimated(question: Question, like: Settings) -> tuple[Settings, float] | None:
-    """The linear program's best for the chunks of a plan."""
+def _estimated(question: Question, like: Settings) -> tuple[Settings, float, float] | None:
+    """As ``_searched``, of the linear program's best for the chunks of a plan. What is read where a step is dropped is
+    not in its estimates."""
     proposals = Proposals(question)
     (request,) = question.requests
     delay = like.delay if request.delay is None else request.delay
@@ -151,7 +154,7 @@ def _estimated(question: Question, like: Settings) -> tuple[Settings, float] | N
     if not found:
         return None
     best = min(found, key=lambda proposal: proposal.estimate)
-    return best.settings, best.estimate
+    return best.settings, best.estimate, 0.0
 
 
 def _held_bytes(request: Request, settings: Settings) -> int:

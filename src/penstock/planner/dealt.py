@@ -23,7 +23,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.proposals import Proposal
 from penstock.planner.question import SIMULATED_OPS, Question
 from penstock.planner.request import Request
-from penstock.planner.update_mode import REPEATS, steps_early
+from penstock.planner.update_mode import REPEATS, expected_seconds, steps_early
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.dealt import programs_of_ranks, stages_dealt
 from penstock.schedule.ir.ops import Schedule
@@ -53,18 +53,14 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Foreseen:
-    """A step of all ranks. ``plans``: by rank; ``repeats``: runs of the step besides the first, on average; ``ops``: of
-    all that was simulated to choose it."""
+    """A step of all ranks. ``plans``: by rank; ``seconds``: of a step on average, as some are run twice; ``repeats``:
+    runs of the step besides the first, on average; ``ops``: of all that was simulated to choose it."""
 
     plans: tuple[Plan, ...]
     simulation: Simulation
+    seconds: float
     repeats: float
     ops: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Of a step on average, as some are run twice."""
-        return self.simulation.time * (1 + self.repeats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +105,11 @@ class Pace:
         """The simulation of all ranks' steps."""
         costs = [self.costs(rank, plan) for rank, plan in enumerate(plans)]
         simulation = simulate(world_of([plan.schedule for plan in plans]), costs)
-        early = any(steps_early(plan.program, plan.settings) for plan in plans)
-        return Foreseen(plans=tuple(plans), simulation=simulation, repeats=self.repeats * early)
+        repeats = self.repeats * any(steps_early(plan.program, plan.settings) for plan in plans)
+        slowest = max(
+            expected_seconds(plan, self.machine(rank), simulation.time, repeats) for rank, plan in enumerate(plans)
+        )
+        return Foreseen(plans=tuple(plans), simulation=simulation, seconds=slowest, repeats=repeats)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,7 +239,7 @@ def shared_by_all(asked: Asked, layout: Layout) -> Outcome:
     check_memory(asked.hosts, hosts)
     return Outcome(
         layout=layout,
-        seconds=choice.question.expected(simulation.time, choice.plan.settings),
+        seconds=choice.question.expected(simulation.time, choice.plan),
         tokens=asked.batch * asked.task.sequence_length,
         micro_batches=choice.request.micro_batches,
         micro_batch_size=found.size,
@@ -334,7 +334,7 @@ def _in_proportion(asked: Asked, choice: Choice, world: World, costs: Sequence[C
     paces = [1 / max(s for lane, s in even.work(k).items() if lane not in _LINKS) for k in range(len(kinds))]
     mean = sum(kind.count * pace for kind, pace in zip(kinds, paces, strict=True)) / asked.hosts.count
     scaled = [_scaled(own, pace / mean) for own, pace in zip(costs, paces, strict=True)]
-    return choice.question.expected(simulate(world, scaled).time, choice.plan.settings)
+    return choice.question.expected(simulate(world, scaled).time, choice.plan)
 
 
 def _scaled(costs: Costs, factor: float) -> Costs:

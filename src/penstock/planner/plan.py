@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.config import Tier, format_size
-from penstock.schedule.ir.ops import Schedule, graphs_kept
+from penstock.schedule.check.late import late_chunks
+from penstock.schedule.ir.ops import Schedule, chunk_of, graphs_kept
 from penstock.schedule.meaning import narrow_groups_of
 from penstock.schedule.place import FP32, Settings
 from penstock.schedule.program import Program
@@ -30,6 +31,17 @@ class Plan:
     def graphs_kept(self) -> int:
         """The number of calls of blocks in a step whose graph is kept for their backward."""
         return graphs_kept(self.schedule)
+
+    @cached_property
+    def taken_back_bytes(self) -> int:
+        """Bytes that are read when a step whose norm is over the limit is dropped, before it is run again: weights that
+        stages find in memory and that are at home on disk, whole, of groups that have stepped before the norm is known.
+        """
+        place, late = self.settings.place, late_chunks(self.schedule)
+        steps = {chunk_of(op) for op in self.schedule.ops if op.id.kind in ("OP", "MU")}
+        early = {group for group, _ in steps - late if not self.settings.waits(group)}
+        copied = (group for group in self.program.groups if group.index in early and place.copied(group))
+        return sum(group.numel for group in copied) * self.settings.form.weight_bytes
 
     @property
     def calls(self) -> int:

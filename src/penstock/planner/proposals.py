@@ -327,7 +327,7 @@ class Proposals:
         lp = self.program(settings, request)
         graphs = request.with_graphs(settings).depths.graphs - lp.s.depths.graphs
         load = lp.loads.of(settings.place, graphs)
-        expected = self.q.expected(lp.bound.seconds(load), settings)
+        expected = lp.bound.seconds(load) * (1 + self.q.repeated(settings))
         return Proposal(request=request, settings=settings, pattern=pattern, estimate=expected, work=float(load.sum()))
 
     # ---- sizes of schedules

@@ -13,7 +13,7 @@ from penstock.planner.fit import base_placement
 from penstock.planner.phase_memory import Peaks, Phase, beyond, peaks_outside_steps
 from penstock.planner.plan import Plan
 from penstock.planner.request import Request
-from penstock.planner.update_mode import DELAYS, REPEATS, steps_early
+from penstock.planner.update_mode import DELAYS, REPEATS, expected_seconds, steps_early
 from penstock.schedule.place import Placement, Settings, Side
 from penstock.shape.model import StageTimes
 from penstock.sim.costs import Costs
@@ -81,9 +81,13 @@ class Question:
         in_place = request.bottom == "disk" and request.budget.slots == 1
         return (0.0,) if request.order != "vertical" or in_place else self.delays
 
-    def expected(self, seconds: float, settings: Settings) -> float:
-        """Seconds of a step on average, where one with these settings takes ``seconds``: some are run twice."""
-        return seconds * (1 + self.repeats) if steps_early(self.request.program, settings) else seconds
+    def repeated(self, settings: Settings) -> float:
+        """The share of steps with these settings that is expected to be run twice; 0 if nothing speculates."""
+        return self.repeats * steps_early(self.request.program, settings)
+
+    def expected(self, seconds: float, plan: Plan) -> float:
+        """Seconds of a step on average, where a run of its plan takes ``seconds``."""
+        return expected_seconds(plan, self.machine, seconds, self.repeated(plan.settings))
 
     @cached_property
     def allowance(self) -> float | None:
@@ -97,8 +101,9 @@ class Question:
 
     def written_per_day(self, plan: Plan, seconds: float) -> float:
         """Bytes a day that a plan writes whose steps take so long, if they are run once."""
-        expected = self.expected(seconds, plan.settings)
-        return written_per_day(self.request.budget, plan, self.machine, expected / seconds, expected)
+        expected = self.expected(seconds, plan)
+        runs = 1 + self.repeated(plan.settings)
+        return written_per_day(self.request.budget, plan, self.machine, runs, expected)
 
     @cached_property
     def unstartable(self) -> str | None:

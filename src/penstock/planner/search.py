@@ -35,7 +35,7 @@ from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promised, Proposal,
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.rounding import PATTERNS, Pattern
-from penstock.planner.update_mode import DELAY_STEP, REPEATS, steps_early
+from penstock.planner.update_mode import DELAY_STEP, REPEATS
 from penstock.schedule.collection import no_collection
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import ALIGN
@@ -79,12 +79,12 @@ class Choice:
     @property
     def expected_seconds(self) -> float:
         """Seconds of a step on average: some are run twice if anything speculates."""
-        return self.question.expected(self.seconds, self.plan.settings)
+        return self.question.expected(self.seconds, self.plan)
 
     @property
     def repeats(self) -> float:
         """The share of steps that is expected to be run twice; 0 if nothing speculates."""
-        return self.question.repeats * steps_early(self.plan.program, self.plan.settings)
+        return self.question.repeated(self.plan.settings)
 
 
 def best(
@@ -187,8 +187,7 @@ def _enduring(question: Question, worn: Choice, allowed: float) -> Choice:
         except BudgetError:
             return found
         return min(found, again, key=lambda choice: choice.expected_seconds)
-    runs = worn.expected_seconds / worn.seconds
-    by = worn_by(question.request.budget, worn.plan, question.machine, runs, worn.expected_seconds)
+    by = worn_by(question.request.budget, worn.plan, question.machine, 1 + worn.repeats, worn.expected_seconds)
     assert by is not None
     raise EnduranceError.of(by)
 
@@ -349,7 +348,7 @@ class _Search:
         simulation = simulate(proposal.request.world(plan.schedule), self.q.costs_of(proposal.request))
         self.ops += len(plan.schedule.ops)
         self.seen.add(key)
-        expected = self.q.expected(simulation.time, proposal.settings)
+        expected = self.q.expected(simulation.time, plan)
         if self._wears(plan, simulation.time):
             return False
         if self.best is not None and expected >= self.best[0] * BETTER:

@@ -10,6 +10,9 @@
 from penstock.config import Budget, StepConfig, StreamConfig
 from penstock.config.step import check_delay
 from penstock.errors import ConfigError
+from penstock.hardware.drives import together
+from penstock.hardware.machine import Machine
+from penstock.planner.plan import Plan
 from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
 
@@ -60,3 +63,11 @@ def steps_early(program: Program, settings: Settings) -> bool:
     """True if any group steps before the norm is known, so that a step whose norm is over the limit is run again."""
     early = settings.wait and settings.delay < 1
     return early and any(group.trainable and not settings.waits(group.index) for group in program.groups)
+
+
+def expected_seconds(plan: Plan, machine: Machine, seconds: float, repeats: float) -> float:
+    """Seconds of a step on average, where a run of the plan's schedule takes ``seconds`` and a share of the steps,
+    ``repeats``, is run twice: before that the drives are read for what is taken back, and nothing runs beside."""
+    nbytes = plan.taken_back_bytes if repeats else 0
+    back = nbytes / together(machine.drives).read if nbytes else 0.0
+    return seconds * (1 + repeats) + repeats * back

@@ -210,15 +210,17 @@ class StateArrays:
         """
         return not (self._late or self._changed or self.slots.in_place(self._trained_on_disk()))
 
-    def drop_step(self) -> None:
-        """Take back what a step has changed, which is ``droppable``.
+    def drop_step(self) -> int:
+        """Take back what a step has changed, which is ``droppable``. Returns the bytes that are read for it.
 
         Raises:
             StoreError: copies of weights could not be read back; it can be tried again.
         """
         self.slots.drop(self._trained_on_disk())
         self.renew_copies(self._renewed)
+        nbytes = sum(self._copies[g].array.nbytes for g in self._renewed)
         self._renewed.clear()
+        return nbytes
 
     def complete_step(self, late: Late) -> None:
         """Bring what a step has not written of the arrays that it has written, such as their frozen parts, so that
