@@ -28,7 +28,7 @@ def load(path: str, *, key: str = "data.tokenizer", revision: str | None = None)
     """The tokenizer in a folder, or of a name on the hub. No code that comes with it is run.
 
     Raises:
-        ConfigError: there is none, or none that transformers can load.
+        ConfigError: there is none, or none that transformers can load, or that it has not loaded whole.
     """
     try:
         found = cast(Any, AutoTokenizer).from_pretrained(path, revision=revision, trust_remote_code=False)
@@ -38,7 +38,18 @@ def load(path: str, *, key: str = "data.tokenizer", revision: str | None = None)
     assert isinstance(found, PreTrainedTokenizerBase)
     if not found.get_vocab():
         raise ConfigError(f"{key}={path!r}: the tokenizer there has no vocabulary")
+    if _lacks_merges(found, Path(path) / "tokenizer.json"):
+        raise ConfigError(f"{key}={path!r}: transformers could not read all of tokenizer.json there: try again")
     return found
+
+
+def _lacks_merges(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
+    """True if a tokenizer has none of the merges in the file that it is made of: transformers takes a file that cannot
+    be looked at for one that is not there, and makes such a one, whose tokens are others, of the rest."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or '"merges":[]' not in backend.to_str() or not file.exists():
+        return False
+    return bool(json.loads(file.read_bytes()).get("model", {}).get("merges"))
 
 
 def save(tokenizer: Any, folder: Path) -> None:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 _PIECE = 1 << 20
 """Bytes of a message between hosts. Where several ranks share a link they take turns: in larger pieces one waits for
 another, and then all of them rest."""
+_GLANCE = timedelta(seconds=LOOK)
 _PATIENCE = timedelta(days=7)
 """Patience of a rank with others that prepare data, or load a model; one that is gone is noticed at once."""
 
@@ -282,20 +283,18 @@ class Together(Telling):
 
     def _wait(self, work: Any, *tensors: torch.Tensor) -> None:
         """Block until a collective is done. ``tensors``: what it reads and writes."""
-        done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
+        device = tensors[0].device
         try:
             with self._watch.waits():
-                while not done.wait(LOOK):
+                while device.type == "cpu" and not _is_over(work):
                     if self._watch.failure is not None:
                         self._pending.append((work, tensors))  # the backend still has their addresses
                         self.check()
-                work.wait()
+                work.wait()  # of a device: until all is queued
         except RankError:
             raise
         except RuntimeError as error:
             raise self._watch.lost(error) from error
-        device = tensors[0].device
         if device.type != "cpu":
             self._wait_for_device(device, *tensors)
 
@@ -386,6 +385,19 @@ class Across(Some):
 def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
     size = _PIECE // flat.itemsize
     return [flat[start : start + size] for start in range(0, flat.numel(), size)]
+
+
+def _is_over(work: Any) -> bool:
+    """Wait for a collective of gloo, for ``LOOK`` seconds; True: it is done, or has failed.
+
+    torch itself waits. A callback of Python's would be made whenever the collective ends: also as the process does, after
+    a rank was given up, and then it aborts it.
+    """
+    try:
+        work.wait(_GLANCE)
+    except RuntimeError:
+        return bool(work.is_completed())
+    return True
 
 
 def _wait_for(works: Sequence[Any]) -> None:
