@@ -21,6 +21,7 @@ from penstock.ranks import watch
 from penstock.state.values import committed
 from penstock.store.store import Store
 from tests.models import MODELS, PLAIN
+from tests.ranks.launched import Launched
 from tests.ranks.worlds import RankFailedError, World, refusals, together
 from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
 
@@ -68,6 +69,17 @@ def others(found: list[Any], rank: int) -> list[RankFailedError]:
     kept = [f for r, f in enumerate(found) if r != rank]
     assert all(isinstance(f, RankFailedError) for f in kept), kept
     return kept
+
+
+@pytest.mark.parametrize(("axis", "lingers"), [("dp_shard", 1), ("pp", 1)])
+def test_who_gives_another_rank_up_ends_by_its_own_error(axis: str, lingers: int, tmp_path: Path) -> None:
+    """And not by a signal, as what still waits for others ends while the process does, or later."""
+    words = ["-m", "tests.ranks.given_up", axis, str(lingers)]
+    *ended, (code, _, _) = Launched(4, words, tmp_path).outcomes()
+    assert code == -signal.SIGKILL
+    for code, _, errors in ended:
+        assert code == 1, errors
+        assert "RankError: rank 3 was killed" in errors
 
 
 def to_be_ended(mesh: DeviceMesh, disk: Path, how: int, victim: int) -> None:

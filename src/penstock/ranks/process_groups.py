@@ -3,10 +3,11 @@
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -212,11 +213,12 @@ class Together(Telling):
         self._cross(dist.irecv, into, peer)
 
     def _cross(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
-        self._message(call(tensor, self._members[peer], group=self._crossing).wait, tensor)
+        work = call(tensor, self._members[peer], group=self._crossing)
+        self._message(work.wait, tensor, works=[[work]])
 
-    def _message(self, call: Callable[[], Any], *tensors: torch.Tensor) -> None:
+    def _message(self, call: Callable[[], Any], *tensors: torch.Tensor, works: Iterable[Sequence[Any]] = ()) -> None:
         """Do what waits for messages to or from other ranks. gloo gives none up: who waits looks whether all others are
-        there. ``tensors``: what it sends and receives."""
+        there. ``tensors``: what it sends and receives. ``works``: those of gloo that it waits for."""
         try:
             with self._watch.waits():
                 thread = threading.get_ident()
@@ -225,6 +227,8 @@ class Together(Telling):
                 self._beside[thread].make(call, self.check)
         except RankError:
             self._pending.append((call, tensors))  # the backend still has their addresses
+            for work in chain.from_iterable([*works]):
+                _give_up(work)
             raise
         except RuntimeError as error:
             raise self._watch.lost(error) from error
@@ -234,10 +238,10 @@ class Together(Telling):
     ) -> None:
         """Send tensors on the CPU to some ranks, and fill others with what those send: piece by piece, two of which are
         under way."""
+        under_way = deque[list[Any]]()
 
         def all_pieces() -> None:
             cut = {rank: (_pieces(sent[rank]), _pieces(got[rank])) for rank in sent}
-            under_way = deque[list[Any]]()
             for piece in range(max(len(theirs) for theirs, _ in cut.values())):
                 works = []
                 for rank, (to, of) in cut.items():
@@ -249,7 +253,7 @@ class Together(Telling):
             for works in under_way:
                 _wait_for(works)
 
-        self._message(all_pieces, *sent.values(), *got.values())
+        self._message(all_pieces, *sent.values(), *got.values(), works=under_way)
 
     def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
         self.gather_in(self.control, out, part)
@@ -278,6 +282,7 @@ class Together(Telling):
         self._watch.close()
         for thread in self._beside.values():
             thread.close()
+            thread.await_end()
         if not self.broken_off and self._watch.failure is None:
             self._left.put(self._number, [*self._groups, *self._to_take_over])
 
@@ -390,14 +395,22 @@ def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
 def _is_over(work: Any) -> bool:
     """Wait for a collective of gloo, for ``LOOK`` seconds; True: it is done, or has failed.
 
-    torch itself waits. A callback of Python's would be made whenever the collective ends: also as the process does, after
-    a rank was given up, and then it aborts it.
+    torch itself waits. A callback of Python would be made whenever the collective ends: also as the process does, after
+    another rank was given up, and would abort it.
     """
     try:
         work.wait(_GLANCE)
     except RuntimeError:
         return bool(work.is_completed())
     return True
+
+
+def _give_up(work: Any) -> None:
+    """Have a message of gloo fail, and with it all others of its process group, in whatever threads they are waited
+    for: gloo closes the connections of a group of which a message takes longer than it may. A thread that still waited
+    as the process ends would abort it."""
+    with suppress(RuntimeError):
+        work.wait(timedelta(milliseconds=1))
 
 
 def _wait_for(works: Sequence[Any]) -> None:

@@ -15,6 +15,10 @@ LOOK = 0.1
 """seconds after which who waits looks whether there is still somebody to wait for"""
 
 
+_FEW = 3.0
+"""seconds in which a call returns that was given up"""
+
+
 class Beside:
     """A thread that makes one call after the other for one that waits for each."""
 
@@ -59,6 +63,10 @@ class Beside:
         self._calls.put(None)
         if not self._left:
             self._thread.join()
+
+    def await_end(self) -> None:
+        """Wait for the end of the thread, which is ``close``d, but not long: its call may never return."""
+        self._thread.join(_FEW)
 
 
 def _make(calls: "queue.SimpleQueue[Callable[[], None] | None]", made: "queue.SimpleQueue[None]") -> None:
