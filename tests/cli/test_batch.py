@@ -78,6 +78,22 @@ def test_with_a_profile_it_is_what_the_plan_command_chooses(
     assert said.count("a step predicted, from the model's own stages") == 1
 
 
+@pytest.mark.usefixtures("brief")
+def test_what_does_not_fit_is_refused_in_the_words_of_the_plan_command(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what is missing of both tiers, and not of the one that was looked at first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_profile(measured_here(machine(tmp_path)))
+    flags = ["--plan", "auto", "--evaluate", "null", "--budget.device", "64KiB", "--budget.host", "64KiB"]
+    said = []
+    for command in ("plan", "train"):
+        assert main([command, str(path), *flags]) == 2
+        said.append(capsys.readouterr().err)
+    assert re.search(r"What makes it fit: .* more device \(.* in all\) and .* more host", said[0])
+    assert said[0] == said[1]
+
+
 def test_a_resumed_run_keeps_its_cut(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where the plan would now choose another one; a size that is asked for and is another one is refused."""
     assert main(["train", str(path), "--micro_batch_size", "1", "--steps", "1"]) == 0

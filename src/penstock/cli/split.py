@@ -16,7 +16,7 @@ from penstock.config.batch import dealt, other_batch
 from penstock.config.step import check_pipeline, check_strands, sharing
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.planner.advice import worn_out
+from penstock.planner.ask import refused_batch
 from penstock.planner.batches import Split, choose, cuts, splits, uncut
 from penstock.planner.dealt import Asked, plans_of
 from penstock.planner.durability import settled, undecided
@@ -161,14 +161,14 @@ def _best(task: Task, sequences: int) -> tuple[Split, list[Split]]:
     found = splits(named, sequences)
     try:
         return choose(named, sequences, found)[1], found
-    except EnduranceError as error:
+    except BudgetError as error:
         refused = error
-    if undecided(task):
+    if isinstance(refused, EnduranceError) and undecided(task):
         seldom = settled(task, "interval")
         found = splits(seldom, sequences)
         with suppress(EnduranceError):  # else what every durable step would need is said
             return choose(seldom, sequences, found)[1], found
-    raise worn_out(named, *cuts(sequences)[0], refused) from None
+    raise refused_batch(named, sequences, refused) from None
 
 
 def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> tuple[int, str]:

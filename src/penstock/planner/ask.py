@@ -256,13 +256,19 @@ def _chosen(task: Task, batch: int | None) -> tuple[Choice, Split]:
         if batch is None:
             batch = saturating(task)
         return choose(task, batch)
-    except EnduranceError as error:
-        raise worn_out(task, *cuts(batch or 1)[0], error) from None
     except BudgetError as error:
-        refused = refusal(task, *cuts(batch or 1)[0], error)
-        smaller = next((n for n in _halves(batch or 1) if splits(task, n)), None)
-        more = "" if smaller is None else f". Or a smaller batch: {smaller} sequences fit"
-        raise BudgetError(f"{refused}{more}") from None
+        raise refused_batch(task, batch or 1, error) from None
+
+
+def refused_batch(task: Task, batch: int, why: BudgetError) -> BudgetError:
+    """The error for a batch of one rank that does not fit, or wears the drives too fast, however it is cut: what would
+    help."""
+    first = cuts(batch)[0]
+    if isinstance(why, EnduranceError):
+        return worn_out(task, *first, why)
+    smaller = next((n for n in _halves(batch) if splits(task, n)), None) if task.size == 1 else None
+    more = "" if smaller is None else f". Or a smaller batch: {smaller} sequences fit"
+    return BudgetError(f"{refusal(task, *first, why)}{more}")
 
 
 def _halves(batch: int) -> Iterator[int]:
