@@ -436,7 +436,7 @@ def test_a_rank_that_cannot_read_anothers_last_commit_does_not_take_the_one_befo
     kind = KINDS["shared"]
     stores = cut(tmp_path / "store", tmp_path / "ranks", kind)
     with closing(Store.open(stores[1])) as store:
-        newest, before = f"commit.{store.commits.sequence % 2}", store.commits.sequence
+        newest = f"commit.{store.commits.sequence % 2}"
     was = contents(stores)
     open_store, read = Store.open, records.read_bounded
     lent = threading.local()
@@ -455,7 +455,7 @@ def test_a_rank_that_cannot_read_anothers_last_commit_does_not_take_the_one_befo
         patched.setattr(records, "read_bounded", failing)
         for found in opened(tmp_path / "ranks", "int8", kind):
             assert isinstance(found, StoreError)
-            assert f"rank 0 finds commit {before - 1} in" in str(found)
+            assert "It may hold the last commit: try again" in str(found)
     assert contents(stores) == was
     check_nothing_else(stores)
 

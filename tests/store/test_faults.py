@@ -20,7 +20,8 @@ from penstock.store import ALIGN, Layout, Region, SnapshotWriter, Store, aligned
 from penstock.store.directory import DirectoryLock, in_memory
 from penstock.store.facts import store_exists
 from penstock.store.removal import delete_store
-from tests.faults import fill
+from tests import faults
+from tests.faults import Nth, error, fill, intercepted
 
 LAYOUT = Layout.build([("a", 64 * ALIGN, 1)], {"a": (Region(nbytes=64 * ALIGN, block=ALIGN),)})
 MIB = 1 << 20
@@ -330,6 +331,51 @@ def refuse_direct_read(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(fd, views, offset)
 
     inject(monkeypatch, "preadv", fault)
+
+
+@pytest.mark.parametrize("commits", [1, 2, 3])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EMFILE])
+def test_a_commit_that_cannot_be_read_once_is_not_passed_over(tmp_path: Path, number: int, commits: int) -> None:
+    """Whichever call fails: who opens the store finds its last commit, or an error; and the commit stays."""
+    path = tmp_path / "d"
+    with Store.create([path], LAYOUT, model={}) as store:
+        for step in range(commits):
+            store.commit({"step": step})
+    counted = Nth(-1, error(number), of_a_commit)
+    with intercepted(path, counted, names=True):
+        Store.open([path]).close()
+    refused = list[str]()
+    for at in range(len(counted.calls)):
+        with intercepted(path, Nth(at, error(number), of_a_commit), names=True):
+            try:
+                with Store.open([path]) as store:
+                    assert store.last_commit() == {"step": commits - 1}
+            except StoreError as failed:
+                refused.append(str(failed))
+        with Store.open([path]) as store:
+            assert store.last_commit() == {"step": commits - 1}
+    assert len(refused) > 2
+    assert all("commit." in said for said in refused)
+
+
+def of_a_commit(call: faults.Call) -> bool:
+    return Path(call.path).name.startswith("commit.")
+
+
+def test_what_helps_is_said_of_a_commit_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    with Store.create([path], LAYOUT, model={}) as store:
+        store.commit({"step": 1})
+        store.commit({"step": 2})
+    of_the_last = Nth(0, error(errno.EIO), lambda call: call.path.endswith("commit.0"))
+    with (
+        intercepted(path, of_the_last, names=True),
+        pytest.raises(StoreError, match=r"commit\.0 .* remove it to go on from the commit before"),
+    ):
+        Store.open([path])
+    (path / "commit.0").unlink()
+    with Store.open([path]) as store:
+        assert store.last_commit() == {"step": 1}
 
 
 @pytest.mark.parametrize("refuse", [refuse_direct_open, refuse_direct_read])

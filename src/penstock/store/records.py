@@ -136,7 +136,7 @@ class CommitLog:
         look at alone, else the newest record is made durable, and a file that is gone is made again.
 
         Raises:
-            StoreError: neither file holds a readable record, or what is to be written cannot be.
+            StoreError: neither file holds a readable record, one cannot be read, or what is to be written cannot be.
         """
         directory = directory.absolute()  # a program may go elsewhere between two commits
         self._paths = (directory / "commit.0", directory / "commit.1")
@@ -171,13 +171,25 @@ class CommitLog:
         return newest, tuple(fault for path, fault in faults.items() if not _blank(path))
 
     def _readable(self) -> tuple[list[_Entry], dict[Path, StoreError]]:
-        """The records that there are; and what is wrong with the others."""
+        """The records that there are; and what is wrong with the others.
+
+        Raises:
+            StoreError: the system does not let a file be read that is there. It may hold the newest record, and who
+                went on from the other one would write over what that names.
+        """
         found: list[_Entry] = []
         faults: dict[Path, StoreError] = {}
         for path in self._paths:
             try:
                 found.append(self._read(path))
             except StoreError as e:  # one of the two may be blank, or torn by a crash while it was written
+                refused = e.__cause__
+                if isinstance(refused, OSError) and not isinstance(refused, FileNotFoundError | IsADirectoryError):
+                    raise store_error(
+                        f"{e}. It may hold the last commit: try again, or, if it stays so, remove it to go on from the "
+                        "commit before",
+                        refused,
+                    ) from refused
                 faults[path] = e
         return found, faults
 
