@@ -183,13 +183,8 @@ class CommitLog:
             try:
                 found.append(self._read(path))
             except StoreError as e:  # one of the two may be blank, or torn by a crash while it was written
-                refused = e.__cause__
-                if isinstance(refused, OSError) and not isinstance(refused, FileNotFoundError | IsADirectoryError):
-                    raise store_error(
-                        f"{e}. It may hold the last commit: try again, or, if it stays so, remove it to go on from the "
-                        "commit before",
-                        refused,
-                    ) from refused
+                if isinstance(e.__cause__, OSError) and not isinstance(e.__cause__, _NO_FILE):
+                    raise _refused(str(e), e.__cause__) from e.__cause__
                 faults[path] = e
         return found, faults
 
@@ -315,11 +310,23 @@ def _overwrite(path: Path, text: bytes) -> None:
         os.fdatasync(file.fileno())
 
 
+_NO_FILE = (FileNotFoundError, IsADirectoryError)
+"""There is nothing in the place of a commit file that could hold a record."""
+
+
+def _refused(said: str, cause: OSError) -> StoreError:
+    """The error for a commit file that the system does not let be read."""
+    helps = "It may hold the last commit: try again, or, if it stays so, remove it to go on from the commit before"
+    return store_error(f"{said}. {helps}", cause)
+
+
 def _blank(path: Path) -> bool:
     try:
         return read_bounded(path, _LARGEST).isspace()
-    except (OSError, MalformedError):
+    except (*_NO_FILE, MalformedError):
         return False
+    except OSError as e:
+        raise _refused(f"{path} cannot be read: {in_the_way(path, e)}", e) from e
 
 
 def _write_again(path: Path) -> None:
