@@ -60,6 +60,8 @@ def _watch_ops(sim: Simulated) -> None:
     of_output: dict[tuple[int, int], int] = defaultdict(_keys.__next__)
     of_step: dict[int, int] = {}
     of_mark: dict[int, tuple[Mark, int]] = {}
+    of_failed = list[int]()
+    """what failed in a step: who runs it goes on when nothing runs any more"""
 
     def begin(self: DeviceStreams, mark: Mark, waits: Iterable[Mark]) -> None:
         behind = list(waits)
@@ -82,11 +84,12 @@ def _watch_ops(sim: Simulated) -> None:
 
     def step(self: Executor) -> None:
         of_mark.clear()
+        of_failed.clear()
         try:
             run_step(self)
         finally:
             of_step.pop(id(self.streams), None)
-            for _, key in of_mark.values():
+            for key in (*(key for _, key in of_mark.values()), *of_failed):
                 sim.hear(key)
 
     def labelled(self: Actions, op: Op) -> int:
@@ -94,6 +97,11 @@ def _watch_ops(sim: Simulated) -> None:
         under_way.op = op
         try:
             return act(self, op)
+        except BaseException:
+            key = next(_keys)
+            of_failed.append(key)
+            sim.tell(key)
+            raise
         finally:
             sim.label("")
             if op.id.kind == "RD":
