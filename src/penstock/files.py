@@ -7,6 +7,7 @@ where the file is added to or changed in place.
 | function | what becomes of the path |
 |---|---|
 | `regular`, `read` | nothing: it is read, if it is a file |
+| `matching` | nothing: it is looked into |
 | `create` | a new file; there must be nothing |
 | `append`, `update` | a file that goes on growing, or is changed in place |
 | `replace` | the old file or the new one, whenever somebody looks, and after a power cut too |
@@ -24,6 +25,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -181,6 +183,19 @@ def copy(source: Path, target: Path, *, private: bool = True) -> None:
     target.unlink(missing_ok=True)
     with named(target), open(source, "rb") as given, create(target, private=private) as file:
         shutil.copyfileobj(given, file)
+
+
+def matching(folder: Path, pattern: str) -> list[Path]:
+    """The entries of a folder whose names match a pattern, sorted; none of one that is not there.
+
+    Raises:
+        OSError: the folder cannot be looked into. ``Path.glob`` takes such a one for empty.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
 
 
 def remove(path: Path) -> None:

@@ -429,7 +429,7 @@ def _require_no_others(disks: Sequence[Path], ours: set[str], host: int) -> None
     ConfigError: a directory has a store whose id is none of ``ours``.
     """
     for path in disks:
-        for place in (path, *sorted(filter(is_of_rank, path.glob("*")))):
+        for place in (path, *filter(is_of_rank, files.matching(path, "*"))):
             require_settled(place)
             if not is_there(place / DATA):
                 continue

@@ -18,6 +18,7 @@ from penstock.config.step import STRANDS
 from penstock.documents.typed import shown
 from penstock.engine.due import Due
 from penstock.errors import ConfigError, StoreError
+from penstock.files import matching
 from penstock.store.snapshot_parts import opened_snapshot
 from penstock.store.whole import remove_abandoned
 
@@ -34,7 +35,7 @@ _NAME = re.compile(r"snapshot-(\d{1,15})")
 
 def snapshots_of(folder: Path) -> list[Path]:
     """The snapshots in a run's folder, the newest first."""
-    found = [(int(match[1]), path) for path in folder.glob("snapshot-*") if (match := _NAME.fullmatch(path.name))]
+    found = [(int(match[1]), path) for path in matching(folder, "snapshot-*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True) if path.is_dir() and not path.is_symlink()]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of
 from penstock.config.budget import is_of_rank
 from penstock.config.step import SPLIT, check_copies
+from penstock.files import matching
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import file_system, on_one_drive
 from penstock.hardware.sharing import of_each_rank, room_of_each
@@ -193,6 +194,6 @@ def as_free_here(machine: Machine, paths: Sequence[Path]) -> Machine:
 
 def _stored(path: Path) -> int:
     """Bytes of the stores that are in a directory: of one process or of ranks, with what they keep for a while."""
-    places = (path, *filter(is_of_rank, path.glob("*")))
+    places = (path, *filter(is_of_rank, matching(path, "*")))
     stores = (place / name for place in places for name in (DATA, Path(SCRATCH, DATA)))
     return sum(file.stat().st_size for file in stores if file.is_file())

@@ -99,7 +99,9 @@ def last_complete(output_dir: Path) -> str | None:
 
 def _checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoints in a Trainer's output folder, the newest first."""
-    numbers = {path: path.name.removeprefix(_PREFIX) for path in output_dir.glob(f"{_PREFIX}*") if path.is_dir()}
+    numbers = {
+        path: path.name.removeprefix(_PREFIX) for path in files.matching(output_dir, f"{_PREFIX}*") if path.is_dir()
+    }
     found = [path for path, number in numbers.items() if number.isdecimal()]
     return sorted(found, key=lambda path: int(numbers[path]), reverse=True)
 
@@ -199,7 +201,9 @@ def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
 def _stores_in(directories: Sequence[Path]) -> list[Sequence[Path]]:
     """The directories of every store in the budget's: of one process, and of each rank of several, how many they were
     when it was made."""
-    ranks = sorted({path.name for directory in directories for path in directory.glob("*") if is_of_rank(path)})
+    ranks = sorted(
+        {path.name for directory in directories for path in files.matching(directory, "*") if is_of_rank(path)}
+    )
     found = [directories, *([d / name for d in directories if (d / name).is_dir()] for name in ranks)]
     return [paths for paths in found if store_exists(paths)]
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.config import Budget, format_size
 from penstock.config.budget import folder_of_rank, is_of_rank
 from penstock.errors import BudgetError, ConfigError, StoreError
+from penstock.files import matching
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import Format
@@ -173,7 +174,7 @@ class Commits:
         """
         alone = self.ranks.size == 1
         for path in self._budget.disk_paths:
-            for place in sorted(filter(is_of_rank, path.glob("*"))) if alone else [path.parent]:
+            for place in filter(is_of_rank, matching(path, "*")) if alone else [path.parent]:
                 if (facts := facts_of([place])) is not None and not facts.untouched:
                     whose = "a rank of several" if alone else "one process"
                     raise StoreError(

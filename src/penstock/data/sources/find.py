@@ -5,6 +5,7 @@ import os
 import re
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 from penstock.config import SourceConfig
 from penstock.data.sources.delimited import Csv
@@ -116,9 +117,20 @@ def _files(pattern: str) -> tuple[Path, ...]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The files in a folder and below, in order; none that is hidden, or in a hidden folder."""
-    inside = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in inside if not any(p.startswith(".") for p in path.relative_to(folder).parts))
+    """The files in a folder and below, in order; none that is hidden, or in a hidden folder.
+
+    Raises:
+        ConfigError: a folder cannot be looked into.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise ConfigError(f"data: {error.filename} cannot be read: {error.strerror}") from error
+
+    found = list[Path]()
+    for where, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(where, name) for name in names if not name.startswith(".")]
+    return sorted(path for path in found if path.is_file())
 
 
 def _is_data(path: Path) -> bool:

@@ -66,7 +66,7 @@ def keep(
         elif source is not None:
             copy_tokenizer(source, partial)
         if source is not None and getattr(config, "auto_map", None):
-            for path in source.glob("*.py"):
+            for path in files.matching(source, "*.py"):
                 files.copy(path, partial / path.name)
         notes = {"rules": None if rules is None else mapping.rules_to_json(list(rules)), "code": _runs_code(model)}
         files.replace(partial / NOTES, json.dumps(notes, indent=2) + "\n")
@@ -107,12 +107,13 @@ def copy_tokenizer(source: Path, folder: Path, *, private: bool = True) -> None:
     """Copy from one folder of a model to another what prepares its inputs.
 
     Raises:
-        OSError: it could not be written.
+        OSError: it could not be read or written.
     """
-    for file in sorted(path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
-        target = folder / file.relative_to(source)
-        target.parent.mkdir(exist_ok=True)
-        files.copy(file, target, private=private)
+    for place, pattern in (((source / name).parent, Path(name).name) for name in TOKENIZER_FILES):
+        for file in files.matching(place, pattern):
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            files.copy(file, target, private=private)
 
 
 def kept_model(folder: Path, *, trust_remote_code: bool = False, flag: str = "trust_remote_code=True") -> Kept:
