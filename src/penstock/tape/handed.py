@@ -17,6 +17,7 @@ from penstock.tape import trees
 from penstock.tape.modes import Modes
 
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+_MORE = "leave out a router's loss: output_router_logits=False, or attentions: output_attentions=False"
 _ADVICE = "a pipeline cannot send that. Train with ranks that share all state (without a pipeline)"
 
 
@@ -145,8 +146,9 @@ class Calls:
         """Note what a call has returned, whose outputs ``made`` are."""
         call = self.calls[segment]
         if len(made) != 1 or [id(t) for t in trees.tensors(output)] != [id(made[0])]:
-            why = call.why or f"it returns {len(made)} tensors, or hands on what it was handed, and one is sent"
-            self.calls[segment] = replace(call, why=why)
+            more = f"it returns {len(made)} tensors, and one is sent ({_MORE})"
+            why = more if len(made) > 1 else "it returns nothing that it has computed, or what it was handed besides"
+            self.calls[segment] = replace(call, why=call.why or why)
             return
         empty = torch.empty(0, device="meta", dtype=made[0].dtype)
         shown = trees.replace(output, lambda tensor: empty)
