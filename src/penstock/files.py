@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NoReturn, cast
 
 PARTIAL = ".partial"
 _PRIVATE, _ORDINARY = 0o600, 0o666  # the second less the umask
@@ -236,13 +236,18 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
+def refuse(error: OSError) -> NoReturn:
+    """For ``os.walk``, which takes a folder that it may not look into for an empty one."""
+    raise error
+
+
 def sync_tree(folder: Path, *, private: bool = True) -> None:
     """Make a folder that others have written into durable, with all that is in it; and private, if it is to be.
 
     Raises:
         OSError: it could not be made so.
     """
-    for place, _, names in os.walk(folder, topdown=False):
+    for place, _, names in os.walk(folder, topdown=False, onerror=refuse):
         for name in names:
             fd = descriptor(Path(place) / name, os.O_RDONLY)
             try:

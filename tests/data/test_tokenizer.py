@@ -1,42 +1,64 @@
 """A tokenizer is loaded whole, or not at all."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from penstock.data.tokenizer import load, save
 from penstock.errors import ConfigError
 from tests.data_documents import sentences, tokenizer
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("tokenizer")
-    save(tokenizer(), found)
-    return found
+TEXT = " ".join(sentences(20))
+WORDS = {"[UNK]": 0} | {word: n for n, word in enumerate(sorted(set(TEXT.split())), start=1)}
 
 
-@pytest.mark.parametrize("at", range(4))
-def test_a_file_that_cannot_be_looked_at_once_gives_no_other_tokens(
-    folder: Path, at: int, monkeypatch: pytest.MonkeyPatch
+def of(model: Any) -> Any:
+    found = Tokenizer(model)
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=found, unk_token="[UNK]", eos_token="[UNK]")
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "BPE": tokenizer,
+    "WordPiece": lambda: of(models.WordPiece(WORDS, unk_token="[UNK]")),
+    "WordLevel": lambda: of(models.WordLevel(WORDS, unk_token="[UNK]")),
+    "Unigram": lambda: of(models.Unigram([(word, -1.0) for word in WORDS], unk_id=0)),
+}
+
+
+@pytest.mark.parametrize("hidden", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_cannot_be_looked_at_for_once_gives_no_other_tokens(
+    kind: str, hidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``os.path.isfile`` says no where the drive fails, and transformers then makes a tokenizer of the rest."""
-    is_file, asked = os.path.isfile, [0]
+    save(KINDS[kind](), tmp_path)
+    is_file, asked = os.path.isfile, [0, 0]
 
     def told(path: str) -> bool:
-        if os.path.basename(path) != "tokenizer.json":
+        if os.path.basename(path) != hidden:
             return is_file(path)
         asked[0] += 1
-        return asked[0] - 1 != at and is_file(path)
+        return asked[0] - 1 != asked[1] and is_file(path)
 
-    text = " ".join(sentences(20))
-    whole = load(str(folder))(text)["input_ids"]
+    whole = load(str(tmp_path))
     monkeypatch.setattr(os.path, "isfile", told)
-    try:
-        found = load(str(folder))(text)["input_ids"]
-    except ConfigError as error:
-        assert "tokenizer" in str(error)  # noqa: PT017 - it may also be loaded
-    else:
-        assert found == whole
-    assert asked[0] > min(at, 1), "transformers has looked"
+    refused = 0
+    for at in range(6):
+        asked[:] = [0, at]
+        try:
+            found = load(str(tmp_path))
+        except ConfigError:
+            refused += 1
+        else:
+            assert found(TEXT)["input_ids"] == whole(TEXT)["input_ids"]
+            assert found.special_tokens_map == whole.special_tokens_map
+        if asked[0] <= at:
+            break
+    assert at > 0, "transformers has looked"
+    assert refused or hidden != "tokenizer.json"

@@ -455,7 +455,7 @@ def test_a_rank_that_cannot_read_anothers_last_commit_does_not_take_the_one_befo
         patched.setattr(records, "read_bounded", failing)
         for found in opened(tmp_path / "ranks", "int8", kind):
             assert isinstance(found, StoreError)
-            assert "It may hold the last commit: try again" in str(found)
+            assert "it may hold the last commit, so try again" in str(found)
     assert contents(stores) == was
     check_nothing_else(stores)
 

@@ -363,6 +363,7 @@ def of_a_commit(call: faults.Call) -> bool:
 
 
 def test_what_helps_is_said_of_a_commit_that_cannot_be_read(tmp_path: Path) -> None:
+    """Not to remove it: a step that was under way has written over what the commit before names."""
     path = tmp_path / "d"
     with Store.create([path], LAYOUT, model={}) as store:
         store.commit({"step": 1})
@@ -370,12 +371,9 @@ def test_what_helps_is_said_of_a_commit_that_cannot_be_read(tmp_path: Path) -> N
     of_the_last = Nth(0, error(errno.EIO), lambda call: call.path.endswith("commit.0"))
     with (
         intercepted(path, of_the_last, names=True),
-        pytest.raises(StoreError, match=r"commit\.0 .* remove it to go on from the commit before"),
+        pytest.raises(StoreError, match=r"commit\.0 cannot be read: .* so try again; if it stays so, go on from a"),
     ):
         Store.open([path])
-    (path / "commit.0").unlink()
-    with Store.open([path]) as store:
-        assert store.last_commit() == {"step": 1}
 
 
 @pytest.mark.parametrize("refuse", [refuse_direct_open, refuse_direct_read])

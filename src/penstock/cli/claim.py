@@ -40,7 +40,7 @@ from penstock.cli.settings import dump
 from penstock.config import TrainConfig
 from penstock.config.budget import is_of_rank
 from penstock.errors import ConfigError, StoreError
-from penstock.store.directory import DirectoryLock, in_the_way, is_there
+from penstock.store.directory import DirectoryLock, entries, in_the_way, is_there
 from penstock.store.facts import StoreFacts, facts_of_all
 from penstock.store.making import require_settled
 from penstock.store.manifest import DATA, Manifest
@@ -333,9 +333,9 @@ class Claim:
             return True
         try:
             facts = facts_of_all(self._reach.of_host(self._stores))  # asked as all may have failed
-        except OSError:
+            return (facts is not None and not facts.untouched) or bool(snapshots_of(self.folder))
+        except (OSError, StoreError):
             return True
-        return (facts is not None and not facts.untouched) or bool(snapshots_of(self.folder))
 
     def take_back(self) -> None:
         """Remove what this start has made, if it has begun the run and no step of it is committed."""
@@ -429,7 +429,7 @@ def _require_no_others(disks: Sequence[Path], ours: set[str], host: int) -> None
     ConfigError: a directory has a store whose id is none of ``ours``.
     """
     for path in disks:
-        for place in (path, *filter(is_of_rank, files.matching(path, "*"))):
+        for place in (path, *filter(is_of_rank, entries(path))):
             require_settled(place)
             if not is_there(place / DATA):
                 continue

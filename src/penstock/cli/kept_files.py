@@ -22,6 +22,7 @@ import xxhash
 from penstock import files
 from penstock.data.token_files import SUMS
 from penstock.errors import StoreError
+from penstock.store.directory import is_there
 from penstock.store.packed import store_error
 from penstock.store.records import read_document, write_document
 
@@ -81,7 +82,7 @@ class KeptFiles:
         Raises:
             StoreError: it is damaged, or cannot be read.
         """
-        if not os.path.lexists(run / KEPT):
+        if not is_there(run / KEPT):
             return None
         try:
             body = read_document(run / KEPT, _KIND)
@@ -203,7 +204,7 @@ def _place(run: Path, prepared: Path, name: str) -> Path:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    for place, _, names in os.walk(folder):
+    for place, _, names in os.walk(folder, onerror=files.refuse):
         yield from (Path(place) / name for name in names if Path(name).suffix not in _BY_BLOCKS)
 
 

@@ -5,11 +5,13 @@ go when it is there. Which of them a run goes on from is asked of the folder alo
 each; the first of them says when, and looks after the folder.
 """
 
+import errno
 import logging
 import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from penstock.config.step import STRANDS
 from penstock.documents.typed import shown
 from penstock.engine.due import Due
 from penstock.errors import ConfigError, StoreError
-from penstock.files import matching
+from penstock.store.directory import entries
 from penstock.store.snapshot_parts import opened_snapshot
 from penstock.store.whole import remove_abandoned
 
@@ -34,8 +36,12 @@ _NAME = re.compile(r"snapshot-(\d{1,15})")
 
 
 def snapshots_of(folder: Path) -> list[Path]:
-    """The snapshots in a run's folder, the newest first."""
-    found = [(int(match[1]), path) for path in matching(folder, "snapshot-*") if (match := _NAME.fullmatch(path.name))]
+    """The snapshots in a run's folder, the newest first.
+
+    Raises:
+        StoreError: the folder cannot be looked into.
+    """
+    found = [(int(match[1]), path) for path in entries(folder) if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True) if path.is_dir() and not path.is_symlink()]
 
 
@@ -48,7 +54,7 @@ def newest(folder: Path) -> Path | None:
     """The snapshot that the run in a folder goes on from; None: it has none.
 
     Raises:
-        StoreError: it has some, and none can be opened.
+        StoreError: it has some, and none can be opened; or the system does not let one be read.
     """
     failed: dict[Path, StoreError] = {}
     for path in snapshots_of(folder):
@@ -58,6 +64,8 @@ def newest(folder: Path) -> Path | None:
                     log.warning("%s: passed over: %s", other, error)
                 return path
         except StoreError as error:
+            if error.errno not in (None, errno.ENOENT):  # it may be whole: who passed it over would remove it
+                raise
             failed[path] = error
     if failed:
         said = "; ".join(f"{path}: {error}" for path, error in failed.items())
@@ -172,6 +180,7 @@ class RunSnapshots:
         path = self._folder / f"snapshot-{engine.step_count}"
         engine.save(path, overwrite=True)
         if self._ranks.rank == 0:
-            for old in snapshots_of(self._folder):
-                if old != path:
-                    shutil.rmtree(old, ignore_errors=True)
+            with suppress(StoreError):  # they do no harm
+                for old in snapshots_of(self._folder):
+                    if old != path:
+                        shutil.rmtree(old, ignore_errors=True)

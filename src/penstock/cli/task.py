@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of
 from penstock.config.budget import is_of_rank
 from penstock.config.step import SPLIT, check_copies
-from penstock.files import matching
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import file_system, on_one_drive
 from penstock.hardware.sharing import of_each_rank, room_of_each
@@ -23,6 +22,7 @@ from penstock.shape.huggingface import model_shape
 from penstock.shape.meta import Change
 from penstock.shape.model import ModelShape
 from penstock.shape.shipped import CONFIGS, shipped_name
+from penstock.store.directory import entries
 from penstock.store.manifest import DATA
 from penstock.store.removal import SCRATCH
 
@@ -194,6 +194,6 @@ def as_free_here(machine: Machine, paths: Sequence[Path]) -> Machine:
 
 def _stored(path: Path) -> int:
     """Bytes of the stores that are in a directory: of one process or of ranks, with what they keep for a while."""
-    places = (path, *filter(is_of_rank, matching(path, "*")))
+    places = (path, *filter(is_of_rank, entries(path)))
     stores = (place / name for place in places for name in (DATA, Path(SCRATCH, DATA)))
     return sum(file.stat().st_size for file in stores if file.is_file())

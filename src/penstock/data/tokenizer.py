@@ -38,18 +38,43 @@ def load(path: str, *, key: str = "data.tokenizer", revision: str | None = None)
     assert isinstance(found, PreTrainedTokenizerBase)
     if not found.get_vocab():
         raise ConfigError(f"{key}={path!r}: the tokenizer there has no vocabulary")
-    if _lacks_merges(found, Path(path) / "tokenizer.json"):
-        raise ConfigError(f"{key}={path!r}: transformers could not read all of tokenizer.json there: try again")
+    if (lacking := _lacking(found, Path(path))) is not None:
+        raise ConfigError(f"{key}={path!r}: transformers has not read all of {lacking} there: try again")
     return found
 
 
-def _lacks_merges(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
-    """True if a tokenizer has none of the merges in the file that it is made of: transformers takes a file that cannot
-    be looked at for one that is not there, and makes such a one, whose tokens are others, of the rest."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or '"merges":[]' not in backend.to_str() or not file.exists():
-        return False
-    return bool(json.loads(file.read_bytes()).get("model", {}).get("merges"))
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def _lacking(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str | None:
+    """The file of a folder that a tokenizer from there was made without; None: none. transformers takes a file that
+    cannot be looked at for one that is not there, and makes a tokenizer of the rest, whose tokens are others."""
+    whole, backend = _document(folder / "tokenizer.json"), getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(told := whole.get("model"), dict) and backend is not None:
+        document = json.loads(backend.to_str())
+        made = document["model"]
+        other = made["type"] != told.get("type", made["type"])
+        if type(tokenizer) is PreTrainedTokenizerFast:  # which adds nothing of its own to the file
+            other |= any(_type(whole, part) != _type(document, part) for part in ("normalizer", "pre_tokenizer"))
+        if other or any(told.get(part) and not made.get(part) for part in ("vocab", "merges")):
+            return "tokenizer.json"
+    named = _document(folder / "tokenizer_config.json")
+    lost = any(named.get(token) and getattr(tokenizer, token, None) is None for token in _SPECIAL)
+    return "tokenizer_config.json" if lost else None
+
+
+def _type(document: dict[str, Any], part: str) -> str | None:
+    found = document.get(part)
+    return found.get("type") if isinstance(found, dict) else None
+
+
+def _document(file: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is no such file, or no such object in it."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):  # transformers has made something of it, or there is a name of the hub
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def save(tokenizer: Any, folder: Path) -> None:

@@ -32,6 +32,7 @@ from penstock.state.buffers import Buffers
 from penstock.state.record import check_kept, check_param_groups, check_progress
 from penstock.state.snapshots import require_like
 from penstock.state.splits import SPLITS
+from penstock.store.directory import entries
 from penstock.store.facts import store_exists
 from penstock.store.removal import delete_store
 from penstock.store.snapshot_parts import opened_snapshot
@@ -107,10 +108,14 @@ def _checkpoints(output_dir: Path) -> list[Path]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """True if the file that the Trainer writes last is whole."""
+    """True if the file that the Trainer writes last is whole.
+
+    Raises:
+        OSError: it is there, and cannot be read: who passed it over would train again what it has.
+    """
     try:
         json.loads((folder / _LAST).read_text())
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return False
     return True
 
@@ -201,9 +206,7 @@ def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
 def _stores_in(directories: Sequence[Path]) -> list[Sequence[Path]]:
     """The directories of every store in the budget's: of one process, and of each rank of several, how many they were
     when it was made."""
-    ranks = sorted(
-        {path.name for directory in directories for path in files.matching(directory, "*") if is_of_rank(path)}
-    )
+    ranks = sorted({path.name for directory in directories for path in entries(directory) if is_of_rank(path)})
     found = [directories, *([d / name for d in directories if (d / name).is_dir()] for name in ranks)]
     return [paths for paths in found if store_exists(paths)]
 

@@ -67,7 +67,12 @@ def steps_early(program: Program, settings: Settings) -> bool:
 
 def expected_seconds(plan: Plan, machine: Machine, seconds: float, repeats: float) -> float:
     """Seconds of a step on average, where a run of the plan's schedule takes ``seconds`` and a share of the steps,
-    ``repeats``, is run twice: before that the drives are read for what is taken back, and nothing runs beside."""
-    nbytes = plan.taken_back_bytes if repeats else 0
-    back = nbytes / together(machine.drives).read if nbytes else 0.0
-    return seconds * (1 + repeats) + repeats * back
+    ``repeats``, is run twice, after what is taken back was read (``seconds_back``)."""
+    return seconds * (1 + repeats) + (repeats * seconds_back(plan, machine) if repeats else 0.0)
+
+
+def seconds_back(plan: Plan, machine: Machine) -> float:
+    """Seconds in which what a plan's step has changed is taken back, if it is dropped: read from the drives, and then
+    copied, one piece after the other, and nothing else runs."""
+    nbytes = plan.taken_back_bytes
+    return nbytes / together(machine.drives).read + nbytes / machine.host.copy if nbytes else 0.0

@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,8 @@ _PIECE = 1 << 20
 """Bytes of a message between hosts. Where several ranks share a link they take turns: in larger pieces one waits for
 another, and then all of them rest."""
 _GLANCE = timedelta(seconds=LOOK)
+_SHORT, _FEW = 1e-3, 3.0
+"""seconds; the second ones: in which calls return that were given up"""
 _PATIENCE = timedelta(days=7)
 """Patience of a rank with others that prepare data, or load a model; one that is gone is noticed at once."""
 
@@ -282,7 +285,9 @@ class Together(Telling):
         self._watch.close()
         for thread in self._beside.values():
             thread.close()
-            thread.await_end()
+        until = time.monotonic() + _FEW
+        for thread in self._beside.values():
+            thread.await_end(until)
         if not self.broken_off and self._watch.failure is None:
             self._left.put(self._number, [*self._groups, *self._to_take_over])
 
@@ -401,6 +406,7 @@ def _is_over(work: Any) -> bool:
     try:
         work.wait(_GLANCE)
     except RuntimeError:
+        time.sleep(_SHORT)  # whatever it was that came at once
         return bool(work.is_completed())
     return True
 

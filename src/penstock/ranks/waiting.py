@@ -6,6 +6,7 @@ there is still somebody to wait for.
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,10 +14,6 @@ T = TypeVar("T")
 
 LOOK = 0.1
 """seconds after which who waits looks whether there is still somebody to wait for"""
-
-
-_FEW = 3.0
-"""seconds in which a call returns that was given up"""
 
 
 class Beside:
@@ -64,9 +61,10 @@ class Beside:
         if not self._left:
             self._thread.join()
 
-    def await_end(self) -> None:
-        """Wait for the end of the thread, which is ``close``d, but not long: its call may never return."""
-        self._thread.join(_FEW)
+    def await_end(self, until: float) -> None:
+        """Wait for the end of the thread, which is ``close``d; its call may never return. ``until``: an instant by
+        ``time.monotonic``."""
+        self._thread.join(max(0.0, until - time.monotonic()))
 
 
 def _make(calls: "queue.SimpleQueue[Callable[[], None] | None]", made: "queue.SimpleQueue[None]") -> None:

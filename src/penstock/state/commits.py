@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from penstock.config import Budget, format_size
 from penstock.config.budget import folder_of_rank, is_of_rank
 from penstock.errors import BudgetError, ConfigError, StoreError
-from penstock.files import matching
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import Format
@@ -30,7 +29,7 @@ from penstock.state.slots import Slots
 from penstock.state.splits import as_known, require_splits
 from penstock.state.take_over import Found, drives_of, givers, require_drives, take_over
 from penstock.store import successor
-from penstock.store.directory import make_directory
+from penstock.store.directory import entries, make_directory
 from penstock.store.facts import StoreFacts, facts_of, in_words, left_behind, store_exists
 from penstock.store.layout import Layout
 from penstock.store.owner import Owner, check_owner
@@ -174,7 +173,7 @@ class Commits:
         """
         alone = self.ranks.size == 1
         for path in self._budget.disk_paths:
-            for place in filter(is_of_rank, matching(path, "*")) if alone else [path.parent]:
+            for place in filter(is_of_rank, entries(path)) if alone else [path.parent]:
                 if (facts := facts_of([place])) is not None and not facts.untouched:
                     whose = "a rank of several" if alone else "one process"
                     raise StoreError(

@@ -26,6 +26,18 @@ _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
+def entries(path: Path) -> list[Path]:
+    """The entries of a directory, sorted; none of one that is not there.
+
+    Raises:
+        StoreError: it cannot be looked into; names the directory that stands in the way, and whose it is.
+    """
+    try:
+        return files.matching(path, "*")
+    except OSError as e:
+        raise store_error(f"{path} cannot be looked into: {in_the_way(path, e)}", e) from e
+
+
 def is_there(path: Path) -> bool:
     """True if there is something at ``path``.
 

@@ -316,8 +316,8 @@ _NO_FILE = (FileNotFoundError, IsADirectoryError)
 
 def _refused(said: str, cause: OSError) -> StoreError:
     """The error for a commit file that the system does not let be read."""
-    helps = "It may hold the last commit: try again, or, if it stays so, remove it to go on from the commit before"
-    return store_error(f"{said}. {helps}", cause)
+    helps = "it may hold the last commit, so try again; if it stays so, go on from a snapshot in another directory"
+    return store_error(f"{said.removesuffix('?')}; {helps}", cause)
 
 
 def _blank(path: Path) -> bool:

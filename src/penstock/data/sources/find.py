@@ -116,6 +116,10 @@ def _files(pattern: str) -> tuple[Path, ...]:
     return tuple(sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)))
 
 
+_OF_THE_SYSTEM = "lost+found"
+"""A folder at the root of a file system that root alone may look into."""
+
+
 def _inside(folder: Path) -> list[Path]:
     """The files in a folder and below, in order; none that is hidden, or in a hidden folder.
 
@@ -124,11 +128,14 @@ def _inside(folder: Path) -> list[Path]:
     """
 
     def refuse(error: OSError) -> NoReturn:
-        raise ConfigError(f"data: {error.filename} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"data: {error.filename} cannot be read ({error.strerror}): make it readable, or name what is to be "
+            "read by a pattern"
+        ) from error
 
     found = list[Path]()
     for where, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".") and name != _OF_THE_SYSTEM]
         found += [Path(where, name) for name in names if not name.startswith(".")]
     return sorted(path for path in found if path.is_file())
 
