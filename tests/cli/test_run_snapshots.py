@@ -1,5 +1,6 @@
 """A run without a disk tier keeps snapshots in its folder, and goes on from the last one after a kill."""
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import StoreError
 from penstock.ranks.group import ALONE
 from penstock.store.snapshot import SnapshotReader
+from tests.faults import Nth, error, intercepted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,6 +103,12 @@ def test_a_damaged_snapshot_is_passed_over_and_a_run_may_say_that_it_keeps_none(
     assert step_kept(run) == 1
     assert RunSnapshots.of(Budget(device=1, host=1, disk="d"), run, ALONE) is None
     assert run_snapshots.newest(run) == run / "snapshot-1"
+    (run / "snapshot-9").rmdir()
+    shutil.copytree(run / "snapshot-1", run / "snapshot-0")
+    unread = Nth(0, error(errno.EIO), lambda call: "snapshot-1/" in call.path and call.name in ("open", "read"))
+    with intercepted(run, unread, names=True), pytest.raises(StoreError, match="snapshot-1"):
+        run_snapshots.newest(run)
+    assert run_snapshots.newest(run) == run / "snapshot-1", "the older one was not taken instead, and all is there"
     assert main([*words, "--overwrite", "--budget.durability", "none"]) == 0
     assert snapshots_of(run) == []
 

@@ -1,5 +1,7 @@
 """Checkpoints of ``penstock.hf.Trainer``: which ones a run goes on from, and which store gives way to them."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 import transformers
 
 import penstock
-from penstock.hf import Trainer
+from penstock.hf import Trainer, last_checkpoint
 from penstock.store.facts import facts_of
 from tests.hf.test_trainer import DATA, HELD_OUT, streamed
 from tests.library_runs import StopAfter, arguments, in_memory, llama, on_disk, shown
@@ -184,3 +186,26 @@ def test_a_checkpoint_is_resumed_whatever_a_kill_has_left_of_the_store(tmp_path:
     resumed.train(resume_from_checkpoint=str(tmp_path / "engine" / "checkpoint-2"))
     assert shown(resumed)[:-1] == shown(whole)[:-1]
     resumed.end()
+
+
+def test_a_checkpoint_that_cannot_be_read_once_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older one would be gone on from, and a store that has more steps removed."""
+    for step in (1, 2):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    newest, read = tmp_path / "checkpoint-2", Path.read_text
+
+    def failing(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path.parent == newest:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", failing)
+        with pytest.raises(OSError, match="checkpoint-2"):
+            last_checkpoint(tmp_path)
+    assert last_checkpoint(tmp_path) == str(newest)
+    (newest / "trainer_state.json").write_text("{")
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1"), "it was broken off"
