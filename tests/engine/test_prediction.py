@@ -2,20 +2,27 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import pytest
 from bench.prediction_run import bytes_of_a_repeat
 
 import penstock
+from penstock.engine.dealt import repeat_of_all
 from penstock.hardware.crossing import crossing_of
 from penstock.hardware.machine import Device, Drive, Host, Machine
 from penstock.hardware.profiles import save_profile
+from penstock.planner.update_mode import seconds_back
+from penstock.ranks.group import Ranks
 from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.place import FP32
 from tests.machines import measured_here
 from tests.models import MODELS
+from tests.planner.test_update_mode import MIB, forced, open_question
+from tests.questions import searched
 from tests.training import assert_same, budget, run_steps, steps_of, wrap
+
+T = TypeVar("T")
 
 
 def machine(folder: Path, **changes: Any) -> Machine:
@@ -171,3 +178,25 @@ def test_a_run_whose_drives_would_not_last_is_refused_before_its_first_step(tmp_
         with pytest.raises(penstock.BudgetError, match=r"wears its drives too fast: .* allows 97\.7 KiB a day\. What"):
             engine.prepare(step)
         assert engine.step_count == 0
+
+
+def test_of_a_pipeline_the_slowest_rank_says_how_long_a_step_is_taken_back() -> None:
+    """And all ranks run it again if any has stepped before the norm was known."""
+    kept = forced(open_question(), speculate=True, delay=0.0)
+    kept = forced(kept, budget=replace(kept.request.budget, weights="host", host=64 * MIB))
+    early, late = searched(kept).plan, searched(forced(kept, speculate=False)).plan
+    own = seconds_back(early, kept.machine)
+    assert own > 0
+
+    class Two(Ranks):
+        def __init__(self, other: float | None) -> None:
+            self.other = other
+
+        def gather_objects(self, what: str, value: T) -> list[T]:
+            return [value, cast(T, self.other)]
+
+    assert repeat_of_all(Two(2 * own), early, kept.machine) == 2 * own
+    assert repeat_of_all(Two(own / 2), early, kept.machine) == own
+    assert repeat_of_all(Two(own), late, kept.machine) == repeat_of_all(Two(None), early, kept.machine) == own
+    assert repeat_of_all(Two(None), late, kept.machine) is None
+    assert repeat_of_all(Two(None), early, None) == 0.0

@@ -9,9 +9,11 @@ from penstock.compat.modules import buffers_of
 from penstock.config import Family
 from penstock.engine.probed import HandedOn, slowest_of
 from penstock.errors import BudgetError, ConfigError, ModelError
+from penstock.hardware.machine import Machine
 from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of, world_of
 from penstock.planner.plan import Plan
 from penstock.planner.request import Request
+from penstock.planner.update_mode import seconds_back, steps_early
 from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
 from penstock.schedule.dealt import (
@@ -256,6 +258,14 @@ def times_of_all(ranks: Ranks, own: StageTimes | None, dealt: Dealt) -> StageTim
         weights=tuple(by_rank[rank].weights[k] for k, rank in of_stages) if splits else (),
         orthogonal=min((times.orthogonal for times in by_rank if times.orthogonal is not None), default=None),
     )
+
+
+def repeat_of_all(ranks: Ranks, plan: Plan, machine: Machine | None) -> float | None:
+    """Seconds in which the slowest rank takes back what a step has changed that is over the limit of the norm, before
+    all run it again; None: no rank steps before the norm is known. ``machine``: None: nothing is predicted."""
+    back = 0.0 if machine is None else seconds_back(plan, machine)
+    own = back if steps_early(plan.program, plan.settings) else None
+    return max((s for s in ranks.gather_objects("time of a repeat", own) if s is not None), default=None)
 
 
 def predicted_of_all(ranks: Ranks, plan: Plan, pace: Pace) -> Simulation:

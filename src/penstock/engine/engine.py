@@ -333,7 +333,7 @@ class Engine:
         Raises:
             ConfigError: there is no plan yet.
         """
-        return 1 + self._planning.repeats.of(self.plan)
+        return self._planning.expected(self.plan)[0]
 
     @property
     def expected_seconds(self) -> float | None:
@@ -342,7 +342,7 @@ class Engine:
         Raises:
             ConfigError: there is no plan yet.
         """
-        return self._planning.expected_seconds(self.plan)
+        return self._planning.expected(self.plan)[1]
 
     @property
     def step_count(self) -> int:

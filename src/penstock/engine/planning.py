@@ -13,7 +13,7 @@ import torch
 from penstock.config import Family, Tier, fields_of
 from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
-from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, schedules_of, times_of_all
+from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, repeat_of_all, schedules_of, times_of_all
 from penstock.engine.following import Following, Searched, Step, better, change_in_words, wear_in_words
 from penstock.engine.mixing import check_on_first
 from penstock.engine.probed import HandedOn, Probed, check_probed, join, join_facts, slowest_of
@@ -34,7 +34,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.search import best
-from penstock.planner.update_mode import expected_repeats, expected_seconds
+from penstock.planner.update_mode import expected_repeats
 from penstock.runtime.bound import Bound
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
@@ -57,12 +57,14 @@ class Ready:
     plan: Plan
     facts: tuple[StageFacts, ...]
     shapes: tuple[batch.Shapes, ...]
-    prediction: Simulation | None
     request: Request
-    times: StageTimes | None
-    """measured times of stages, from which steps are predicted; None: nothing is predicted"""
     handed: Mapping[batch.Shapes, HandedOn]
     """by shape on the device, what calls of blocks are handed"""
+    times: StageTimes | None = None
+    """measured times of stages, from which steps are predicted; None: nothing is predicted"""
+    prediction: Simulation | None = None
+    repeat: float | None = None
+    """seconds in which a step is taken back that is then run again; None: none is"""
 
     def covers(self, wanted: Sequence[batch.Shapes]) -> bool:
         """True if these micro-batches need no more than the plan has."""
@@ -186,16 +188,14 @@ class Planning:
             ranks.sharing.agree("schedule", hashlib.sha256(str(plan.schedule).encode()).hexdigest()[:16])
         if train:
             self._is_placed(plan.settings.place)
-        prediction = None if times is None else self._predict(request, plan, times)
-        return Ready(
-            plan=plan,
-            facts=facts,
-            shapes=tuple(probed),
-            prediction=prediction,
-            request=request,
-            times=times,
-            handed=calls,
-        )
+        made = Ready(plan=plan, facts=facts, shapes=tuple(probed), request=request, handed=calls)
+        return self._predicted(made, times)
+
+    def _predicted(self, ready: Ready, times: StageTimes | None) -> Ready:
+        """The same with what is predicted of its plan by these times. All ranks come here."""
+        prediction = None if times is None else self._predict(ready.request, ready.plan, times)
+        repeat = repeat_of_all(self._shared.ranks, ready.plan, self._machine)
+        return replace(ready, times=times, prediction=prediction, repeat=repeat)
 
     def look(self, runner: Runner) -> None:
         """A step is done that counts: see what its lanes did. The first of a runner warms up, and shows nothing."""
@@ -220,7 +220,7 @@ class Planning:
             self._why = what_is_off(off, machine)
             self._machine = corrected(machine, factors)
             times = corrected_times(times, factors, ready.plan.program.stages)
-            ready = replace(ready, times=times, prediction=self._predict(ready.request, ready.plan, times))
+            ready = self._predicted(ready, times)
             self._plans[True] = ready
             following.corrected(off)
         if not following.due:
@@ -270,9 +270,9 @@ class Planning:
         ready = self._plans[True]
         plan = ready.request.plan(settings)
         self._check(plan, ready.request)
-        prediction = None if ready.times is None else self._predict(ready.request, plan, ready.times)
+        changed = self._predicted(replace(ready, plan=plan), ready.times)
         self._before = self._before or ready
-        self._plans[True] = replace(ready, plan=plan, prediction=prediction)
+        self._plans[True] = changed
 
     def _use_changed(self, ready: Ready, before: Ready) -> Runner:
         """Bring a changed plan into use, which nobody has asked for: if any rank cannot, all go on with the one before.
@@ -321,12 +321,13 @@ class Planning:
         """The prediction for a plan that is in use; None: there is none."""
         return next((ready.prediction for ready in self._plans.values() if ready.plan is plan), None)
 
-    def expected_seconds(self, plan: Plan) -> float | None:
-        """Seconds of a step on average, by a plan that is in use; None: nothing is predicted."""
-        prediction, machine = self.prediction_of(plan), self._machine
-        if prediction is None or machine is None:
-            return None
-        return expected_seconds(plan, machine, prediction.time, self.repeats.of(plan))
+    def expected(self, plan: Plan) -> tuple[float, float | None]:
+        """Runs and seconds of a step on average, by a plan that is in use; None: nothing is predicted."""
+        ready = next((ready for ready in self._plans.values() if ready.plan is plan), None)
+        back = None if ready is None else ready.repeat
+        repeats, prediction = 0.0 if back is None else self.repeats.share, self.prediction_of(plan)
+        seconds = None if prediction is None else prediction.time * (1 + repeats) + repeats * (back or 0.0)
+        return 1 + repeats, seconds
 
     def _predict(self, request: Request, plan: Plan, times: StageTimes) -> Simulation:
         shared = self._shared

@@ -2,9 +2,6 @@
 
 from collections import deque
 
-from penstock.planner.plan import Plan
-from penstock.planner.update_mode import steps_early
-
 WINDOW = 50
 """steps after which it is looked at how many were over the limit of the norm"""
 _OTHER = 0.1
@@ -31,8 +28,3 @@ class Repeats:
         self._over.append(over)
         self._steps += 1
         return self._steps % WINDOW == 0 and abs(self.share - self.planned) > _OTHER
-
-    def of(self, plan: Plan) -> float:
-        """Runs of a plan's schedule that a step takes on average besides its first: some if any group steps before the
-        norm is known."""
-        return self.share * steps_early(plan.program, plan.settings)
