@@ -192,7 +192,7 @@ class Planning:
         return self._predicted(made, times)
 
     def _predicted(self, ready: Ready, times: StageTimes | None) -> Ready:
-        """The same with what is predicted of its plan by these times. All ranks come here."""
+        """``ready``, with the prediction of its plan by these times. All ranks come here."""
         prediction = None if times is None else self._predict(ready.request, ready.plan, times)
         repeat = repeat_of_all(self._shared.ranks, ready.plan, self._machine)
         return replace(ready, times=times, prediction=prediction, repeat=repeat)
