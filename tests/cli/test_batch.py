@@ -59,12 +59,17 @@ def test_on_several_hosts_there_is_room_for_what_crosses_within_and_between_them
     assert sizes == [4, 2], "collectives of two levels take a buffer more"
 
 
-@pytest.mark.usefixtures("brief")
-def test_with_a_profile_it_is_what_the_plan_command_chooses(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine has a profile."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save_profile(measured_here(machine(tmp_path)))
+
+
+@pytest.mark.usefixtures("brief", "profiled")
+def test_with_a_profile_it_is_what_the_plan_command_chooses(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--batch.sequences", "6", "--plan", "auto", "--delay", "0", "--speculate", "false", "--evaluate", "null"]
     assert main(["plan", str(path), *flags, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["plan"]
@@ -78,13 +83,11 @@ def test_with_a_profile_it_is_what_the_plan_command_chooses(
     assert said.count("a step predicted, from the model's own stages") == 1
 
 
-@pytest.mark.usefixtures("brief")
+@pytest.mark.usefixtures("brief", "profiled")
 def test_what_does_not_fit_is_refused_in_the_words_of_the_plan_command(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With what is missing of both tiers, and not of the one that was looked at first."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    save_profile(measured_here(machine(tmp_path)))
     flags = ["--plan", "auto", "--evaluate", "null", "--budget.device", "64KiB", "--budget.host", "64KiB"]
     said = []
     for command in ("plan", "train"):

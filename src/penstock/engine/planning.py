@@ -34,7 +34,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.search import best
-from penstock.planner.update_mode import expected_repeats
+from penstock.planner.update_mode import expected_repeats, expected_seconds
 from penstock.runtime.bound import Bound
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
@@ -319,15 +319,19 @@ class Planning:
 
     def prediction_of(self, plan: Plan) -> Simulation | None:
         """The prediction for a plan that is in use; None: there is none."""
-        return next((ready.prediction for ready in self._plans.values() if ready.plan is plan), None)
+        ready = self._of(plan)
+        return None if ready is None else ready.prediction
+
+    def _of(self, plan: Plan) -> Ready | None:
+        return next((ready for ready in self._plans.values() if ready.plan is plan), None)
 
     def expected(self, plan: Plan) -> tuple[float, float | None]:
         """Runs and seconds of a step on average, by a plan that is in use; None: nothing is predicted."""
-        ready = next((ready for ready in self._plans.values() if ready.plan is plan), None)
-        back = None if ready is None else ready.repeat
-        repeats, prediction = 0.0 if back is None else self.repeats.share, self.prediction_of(plan)
-        seconds = None if prediction is None else prediction.time * (1 + repeats) + repeats * (back or 0.0)
-        return 1 + repeats, seconds
+        ready, repeats, back = self._of(plan), 0.0, 0.0
+        if ready is not None and ready.repeat is not None:
+            repeats, back = self.repeats.share, ready.repeat
+        predicted = self.prediction_of(plan)
+        return 1 + repeats, None if predicted is None else expected_seconds(predicted.time, repeats, back)
 
     def _predict(self, request: Request, plan: Plan, times: StageTimes) -> Simulation:
         shared = self._shared

@@ -266,8 +266,10 @@ def refused_batch(task: Task, batch: int, why: BudgetError) -> BudgetError:
     first = cuts(batch)[0]
     if isinstance(why, EnduranceError):
         return worn_out(task, *first, why)
-    smaller = next((n for n in _halves(batch) if splits(task, n)), None) if task.size == 1 else None
-    more = "" if smaller is None else f". Or a smaller batch: {smaller} sequences fit"
+    smaller = next((n for n in _halves(batch) if splits(task, n)), None)
+    more = (
+        "" if smaller is None else f". Or a smaller batch: {smaller} sequences fit{' on each rank' * (task.size > 1)}"
+    )
     return BudgetError(f"{refusal(task, *first, why)}{more}")
 
 

@@ -23,7 +23,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.proposals import Proposal
 from penstock.planner.question import SIMULATED_OPS, Question
 from penstock.planner.request import Request
-from penstock.planner.update_mode import REPEATS, expected_seconds, steps_early
+from penstock.planner.update_mode import REPEATS, expected_seconds, seconds_back, steps_early
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.dealt import programs_of_ranks, stages_dealt
 from penstock.schedule.ir.ops import Schedule
@@ -106,10 +106,9 @@ class Pace:
         costs = [self.costs(rank, plan) for rank, plan in enumerate(plans)]
         simulation = simulate(world_of([plan.schedule for plan in plans]), costs)
         repeats = self.repeats * any(steps_early(plan.program, plan.settings) for plan in plans)
-        slowest = max(
-            expected_seconds(plan, self.machine(rank), simulation.time, repeats) for rank, plan in enumerate(plans)
-        )
-        return Foreseen(plans=tuple(plans), simulation=simulation, seconds=slowest, repeats=repeats)
+        back = max(seconds_back(plan, self.machine(rank)) for rank, plan in enumerate(plans))
+        seconds = expected_seconds(simulation.time, repeats, back)
+        return Foreseen(plans=tuple(plans), simulation=simulation, seconds=seconds, repeats=repeats)
 
 
 @dataclass(frozen=True, kw_only=True)

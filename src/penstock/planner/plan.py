@@ -36,9 +36,9 @@ class Plan:
     def taken_back_bytes(self) -> int:
         """Bytes that are read when a step whose norm is over the limit is dropped, before it is run again: weights that
         stages find in memory and that are at home on disk, whole, of groups that have stepped before the norm is known.
-        0 where no step waits for a norm.
+        0 where nothing speculates.
         """
-        if not self.settings.wait:
+        if not (self.settings.wait and self.settings.speculate):
             return 0
         place, late = self.settings.place, late_chunks(self.schedule)
         steps = {chunk_of(op) for op in self.schedule.ops if op.id.kind in ("OP", "MU")}

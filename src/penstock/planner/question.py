@@ -13,7 +13,7 @@ from penstock.planner.fit import base_placement
 from penstock.planner.phase_memory import Peaks, Phase, beyond, peaks_outside_steps
 from penstock.planner.plan import Plan
 from penstock.planner.request import Request
-from penstock.planner.update_mode import DELAYS, REPEATS, expected_seconds, steps_early
+from penstock.planner.update_mode import DELAYS, REPEATS, expected_seconds, seconds_back, steps_early
 from penstock.schedule.place import Placement, Settings, Side
 from penstock.shape.model import StageTimes
 from penstock.sim.costs import Costs
@@ -87,7 +87,7 @@ class Question:
 
     def expected(self, seconds: float, plan: Plan) -> float:
         """Seconds of a step on average, where a run of its plan takes ``seconds``."""
-        return expected_seconds(plan, self.machine, seconds, self.repeated(plan.settings))
+        return expected_seconds(seconds, self.repeated(plan.settings), seconds_back(plan, self.machine))
 
     @cached_property
     def allowance(self) -> float | None:

@@ -65,14 +65,14 @@ def steps_early(program: Program, settings: Settings) -> bool:
     return early and any(group.trainable and not settings.waits(group.index) for group in program.groups)
 
 
-def expected_seconds(plan: Plan, machine: Machine, seconds: float, repeats: float) -> float:
-    """Seconds of a step on average, where a run of the plan's schedule takes ``seconds`` and a share of the steps,
-    ``repeats``, is run twice, after what is taken back was read (``seconds_back``)."""
-    return seconds * (1 + repeats) + (repeats * seconds_back(plan, machine) if repeats else 0.0)
-
-
 def seconds_back(plan: Plan, machine: Machine) -> float:
     """Seconds in which what a plan's step has changed is taken back, if it is dropped: read from the drives, and then
     copied, one piece after the other, and nothing else runs."""
     nbytes = plan.taken_back_bytes
     return nbytes / together(machine.drives).read + nbytes / machine.host.copy if nbytes else 0.0
+
+
+def expected_seconds(seconds: float, repeats: float, back: float) -> float:
+    """Seconds of a step on average, of which a run takes ``seconds``, where a share of the steps, ``repeats``, is run
+    twice: before that it is taken back in ``back`` seconds."""
+    return seconds * (1 + repeats) + repeats * back

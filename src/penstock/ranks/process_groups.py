@@ -32,8 +32,10 @@ _PIECE = 1 << 20
 """Bytes of a message between hosts. Where several ranks share a link they take turns: in larger pieces one waits for
 another, and then all of them rest."""
 _GLANCE = timedelta(seconds=LOOK)
-_SHORT, _FEW = 1e-3, 3.0
-"""seconds; the second ones: in which calls return that were given up"""
+_SHORT = 1e-3
+"""seconds"""
+_FEW = 3.0
+"""seconds in which calls return that were given up"""
 _PATIENCE = timedelta(days=7)
 """Patience of a rank with others that prepare data, or load a model; one that is gone is noticed at once."""
 

@@ -173,7 +173,7 @@ def _opened(store: Store, stores: Stores, found: Sequence[_Lent], own: int, stac
             continue
         paths = stores[rank]
         opened.append(stack.enter_context(Store.open(paths, writable=False, lent=True)))
-        if (seen := opened[-1].commits.sequence) != found[rank].sequence:  # what cannot be read of it is passed over
+        if (seen := opened[-1].commits.sequence) != found[rank].sequence:  # a torn record is passed over
             raise StoreError(
                 f"rank {own} finds commit {seen} in {paths[0]}, and rank {rank}, whose it is, {found[rank].sequence}: "
                 "see that the drive can be read, and that both have the same directory there, and start again"

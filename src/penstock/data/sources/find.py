@@ -5,8 +5,8 @@ import os
 import re
 from collections import Counter
 from pathlib import Path
-from typing import NoReturn
 
+from penstock import files
 from penstock.config import SourceConfig
 from penstock.data.sources.delimited import Csv
 from penstock.data.sources.hub import open_dataset
@@ -126,17 +126,16 @@ def _inside(folder: Path) -> list[Path]:
     Raises:
         ConfigError: a folder cannot be looked into.
     """
-
-    def refuse(error: OSError) -> NoReturn:
+    found = list[Path]()
+    try:
+        for where, folders, names in os.walk(folder, onerror=files.refuse):
+            folders[:] = [name for name in folders if not name.startswith(".") and name != _OF_THE_SYSTEM]
+            found += [Path(where, name) for name in names if not name.startswith(".")]
+    except OSError as error:
         raise ConfigError(
             f"data: {error.filename} cannot be read ({error.strerror}): make it readable, or name what is to be "
             "read by a pattern"
         ) from error
-
-    found = list[Path]()
-    for where, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != _OF_THE_SYSTEM]
-        found += [Path(where, name) for name in names if not name.startswith(".")]
     return sorted(path for path in found if path.is_file())
 
 
