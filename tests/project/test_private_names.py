@@ -67,6 +67,17 @@ def _imported_from_libraries(text: str) -> set[str]:
     return found
 
 
+def _texts(text: str) -> dict[str, str]:
+    """What is written in a source's constants, by name."""
+    return {
+        target.id: str(node.value.value)
+        for node in _nodes(text)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
 def _name(node: ast.AST) -> str:
     """The first name of a chain of attributes."""
     while isinstance(node, ast.Attribute):
@@ -88,7 +99,7 @@ def private_uses(text: str, everywhere: frozenset[str] = frozenset()) -> Iterato
     A private attribute is a class's own if the class is in this file; of ``self`` it may be from a base elsewhere in
     the sources, ``everywhere``.
     """
-    own, foreign = _members(text), _imported_from_libraries(text)
+    own, foreign, constants = _members(text), _imported_from_libraries(text), _texts(text)
     for node in _nodes(text):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _name(node.value) in foreign:
             yield node.lineno, f"{ast.unparse(node)} = ..."
@@ -98,7 +109,7 @@ def private_uses(text: str, everywhere: frozenset[str] = frozenset()) -> Iterato
                 yield node.lineno, f"{ast.unparse(node.value)}.{node.attr}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ASKING:
             for value in node.args[1:2]:
-                name = str(value.value) if isinstance(value, ast.Constant) else ""
+                name = constants.get(ast.unparse(value), str(value.value) if isinstance(value, ast.Constant) else "")
                 if _PRIVATE.fullmatch(name) and name not in own | set(ALLOWED):
                     yield node.lineno, f"{node.func.id}(..., {name!r})"
         elif not _is_documented(looked_up := _looked_up(node)):
@@ -156,6 +167,7 @@ def test_private_names_of_libraries_are_in_compat_alone() -> None:
         "from torch import _C",
         "import torch; torch.nn.functional.relu = other",
         "getattr(parameter, '_post_accumulate_grad_hooks', None)",
+        "name = '_is_stateful'; setattr(model, name, True)",
         "sys.modules.get('transformers.cache_utils')",
         "sys.modules['torch._dynamo']",
         "importlib.import_module('torch._dynamo')",

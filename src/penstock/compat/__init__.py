@@ -7,6 +7,7 @@
     peft           the names and the layers of adapters
     trl            the books of ``SFTTrainer``
     fabric         the steps of Lightning Fabric's strategies
+    python         who listens to warnings
     marks          what transformers, accelerate and peft leave on modules, for rooms that must not import them
 
 A name is private if it begins with an underscore or is in a module that the library does not document; no other room

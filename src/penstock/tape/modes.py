@@ -6,8 +6,6 @@ building on, is refused where a block is called inside of it.
 """
 
 import operator
-import sys
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 
 from penstock.compat import torch as private
+from penstock.compat.python import listening, set_listening
 from penstock.errors import ModelError
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -72,21 +71,6 @@ def _anomalies() -> tuple[bool, bool]:
 def _set_anomalies(value: tuple[bool, bool]) -> None:
     torch.autograd.set_detect_anomaly(value[0], check_nan=value[1])
 
-
-def _python() -> tuple[Any, ...]:
-    """Values that context managers of Python set: ``redirect_stdout``, ``redirect_stderr`` and ``catch_warnings``."""
-    return sys.stdout, sys.stderr, warnings.filters, warnings.showwarning, getattr(warnings, _SHOW, None)
-
-
-def _set_python(value: tuple[Any, ...]) -> None:
-    sys.stdout, sys.stderr, warnings.filters, warnings.showwarning, show = value
-    setattr(warnings, _SHOW, show)
-    with warnings.catch_warnings():  # which has Python forget what it did by the filters before
-        pass
-
-
-_SHOW = "_showwarnmsg_impl"
-"""The name that ``catch_warnings(record=True)`` sets."""
 
 _CUDA: Any = torch.backends.cuda
 _SWITCHES: tuple[_Switch, ...] = (
@@ -169,7 +153,7 @@ class Modes:
             switches=tuple([read() for read, _ in _SWITCHES]),
             switched=flags.switched(),
             beside=tuple([read() for read, _ in _BESIDE]),
-            python=_python(),
+            python=listening(),
         )
 
     def printing_as(self, other: "Modes") -> "Modes":
@@ -189,7 +173,7 @@ class Modes:
         if self.beside != now.beside:
             _set(_BESIDE, self.beside)
         if any(mine is not other for mine, other in zip(self.python, now.python, strict=True)):
-            _set_python(self.python)
+            set_listening(self.python)
         if self.switched != now.switched:
             flags.switch(self.switched)
 
