@@ -44,7 +44,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.pools import Pools
 from penstock.runtime.streams import streams_for
 from penstock.schedule.ir.ops import Op, Schedule
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, round_up
 from penstock.shape.huggingface import model_shape
@@ -100,7 +100,7 @@ def schedule_of(tier: Tier, *, layers: int = 32, micro_batches: int = 8) -> Sche
         grad_dtype="bf16",
         cast="device",
     )
-    return vertical(program, settings)
+    return lower_step("vertical", program, settings)
 
 
 def _nothing(op: Op) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.config import TIERS, Family, Tier
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.route import Route
-from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
+from penstock.schedule.lower.visits import lower_step, route_of
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage, Whole
 
@@ -78,12 +78,10 @@ class AnyCase:
 
     @property
     def route(self) -> Route:
-        if self.family == "horizontal":
-            return horizontal_route(self.program, self.settings.micro_batches)
-        return vertical_route(self.program, self.settings.micro_batches, train=self.settings.train)
+        return route_of(self.program, self.settings.micro_batches, self.family, train=self.settings.train)
 
     def build(self) -> Schedule:
-        return (horizontal if self.family == "horizontal" else vertical)(self.program, self.settings)
+        return lower_step(self.family, self.program, self.settings)
 
 
 FORMATS = st.builds(

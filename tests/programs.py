@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal
 
-from penstock.config import TIERS, Tier, ZeroStage
+from penstock.config import TIERS, Family, Tier, ZeroStage
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.lower.fixed import Fixed
 from penstock.schedule.lower.seat import streaming_seat
-from penstock.schedule.lower.visits import horizontal, vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
 
@@ -89,14 +89,13 @@ class Case:
 
     program: Program
     settings: Settings
-    family: str
+    family: Family
     ranks: int = 1
 
     def build(self) -> Schedule:
-        build = horizontal if self.family == "horizontal" else vertical
         fixed: Fixed = (("device", "working", 900),)
         seat = streaming_seat(self.ranks, self.settings.stage)
-        return build(self.program, self.settings, fixed, seat=seat)
+        return lower_step(self.family, self.program, self.settings, fixed, seat=seat)
 
     def shared_by(self, ranks: int, stage: ZeroStage = 3) -> "Case":
         """The case of one of several ranks, whose parts live below the device."""
@@ -144,7 +143,7 @@ def random_case(seed: int, *, largest: int = 4) -> Case:
     )
     if settings.wait and rng.random() < 0.4:
         settings = replace(settings, speculate=True)
-    family = rng.choice(("vertical", "horizontal")) if train else "vertical"
+    family: Family = rng.choice(("vertical", "horizontal")) if train else "vertical"
     if rng.random() < 0.4:
         settings = replace(settings, grad_dtype="bf16", cast=rng.choice(("device", "host")))
     settings = replace(settings, keep=rng.random() < 0.5)

@@ -12,7 +12,7 @@ from penstock.report.prediction import Prediction
 from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
 from penstock.sim.costs import Costs
@@ -29,7 +29,8 @@ def offload_schedule(layers: int = 3, micro_batches: int = 2, delay: float = 0.0
     program = transformer(layers)
     everywhere = ("disk",) * len(program.groups)
     place = Placement(weights=everywhere, state=everywhere, gradients="host", activations="host")
-    return vertical(
+    return lower_step(
+        "vertical",
         program,
         Settings(
             micro_batches=micro_batches,

@@ -20,7 +20,7 @@ from penstock.errors import ScheduleError, StoreError
 from penstock.runtime.actions import Actions
 from penstock.runtime.pools import Pools
 from penstock.schedule.ir.ops import Op
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
@@ -248,7 +248,7 @@ def test_a_schedule_of_ones_own_may_not_step_in_place_before_the_norm() -> None:
         wait=True,
         speculate=True,
     )
-    schedule = vertical(program, settings)
+    schedule = lower_step("vertical", program, settings)
     prove(schedule, Needs.of(program, settings))
     early = schedule.by_id["OP0.0"]
     ops = [op for op in schedule.ops if op is not early]

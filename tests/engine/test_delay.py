@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import Budget, Tier
+from penstock.config import Budget, Family, Tier
 from penstock.errors import ScheduleError
 from penstock.planner.fit import fit
 from penstock.planner.own_schedule import own_plan
@@ -23,7 +23,7 @@ from penstock.schedule.ir.ops import Op, Schedule, chunk_of
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.seat import streaming_seat
-from penstock.schedule.lower.visits import horizontal, vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import FP32, PAGE, Depths, Format, Placement, Settings, chunks, delayed_share
 from penstock.schedule.program import ALIGN, Program
@@ -240,15 +240,14 @@ def test_every_forward_and_backward_sees_all_steps_before_its_own(case: Case, sh
 
 @settings(max_examples=20, deadline=None)
 @given(cases, st.sampled_from((0.0, 0.5)), st.integers(2, 5), st.sampled_from(("vertical", "horizontal")))
-def test_the_same_holds_on_each_of_several_ranks(case: Case, share: float, ranks: int, family: str) -> None:
+def test_the_same_holds_on_each_of_several_ranks(case: Case, share: float, ranks: int, family: Family) -> None:
     place = case.settings.place
     host = [tuple("host" if tier == "device" else tier for tier in tiers) for tiers in (place.weights, place.state)]
     s = replace(case.settings, place=replace(place, weights=host[0], state=host[1]))
     s = replace(s, delay=share if family == "vertical" else 0.0)
     everyone = Mesh(data=ranks).everyone()
     case = replace(case, program=everyone.part(case.program), family=family, settings=s)
-    lower = vertical if family == "vertical" else horizontal
-    schedule = lower(case.program, s, seat=streaming_seat(ranks))
+    schedule = lower_step(family, case.program, s, seat=streaming_seat(ranks))
     check_world(World(name="ranks", ranks=(schedule,) * ranks, groups={everyone.name: everyone.members}))
     run = Run(case, schedule)
     for _ in range(3):
@@ -280,7 +279,7 @@ def _without(schedule: Schedule, ident: str, *names: str) -> Schedule:
 
 
 def test_a_commit_that_may_come_too_early_or_too_late_is_found() -> None:
-    schedule = vertical(PLAIN, placed(delay=0.5))
+    schedule = lower_step("vertical", PLAIN, placed(delay=0.5))
     check(schedule)
     last = schedule.by_id["CM"].after[-1]
     with pytest.raises(ScheduleError, match=rf"op CM may run before {last}"):
@@ -322,15 +321,15 @@ def pool_bytes(schedule: Schedule, *names: str) -> int:
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("activations", ["device", "host", "disk"])
 def test_with_a_wait_for_the_norm_a_delay_costs_no_memory(share: float, activations: Tier) -> None:
-    plain = vertical(PLAIN, placed(wait=True, activations=activations))
-    late = vertical(PLAIN, placed(wait=True, activations=activations, delay=share))
+    plain = lower_step("vertical", PLAIN, placed(wait=True, activations=activations))
+    late = lower_step("vertical", PLAIN, placed(wait=True, activations=activations, delay=share))
     assert late.peak_bytes("host") <= plain.peak_bytes("host")
     assert late.peak_bytes("device") == plain.peak_bytes("device")
 
 
 @pytest.mark.parametrize("share", SHARES)
 def test_without_a_wait_a_delay_costs_what_it_delays_of_the_gradients(share: float) -> None:
-    plain, late = (vertical(PLAIN, placed(activations="device", delay=a)) for a in (0.0, share))
+    plain, late = (lower_step("vertical", PLAIN, placed(activations="device", delay=a)) for a in (0.0, share))
     assert pool_bytes(late, "gradients_held") == late_count(plain, share) * 4 * ALIGN * FP32
     out = 0 if share < 1 else pool_bytes(plain, "gradients_out")  # nothing else comes down
     more = pool_bytes(late, "gradients_held") - out
@@ -348,8 +347,8 @@ def test_saved_activations_and_delayed_gradients_take_turns_in_one_pool(chunk: i
         replace(s, activation=activation if s.activation else 0) for s in transformer(LAYERS, block=block).stages
     )
     program = replace(PLAIN, stages=stages)
-    plain = vertical(program, placed(chunk=chunk, program=program))
-    late = vertical(program, placed(chunk=chunk, program=program, delay=share))
+    plain = lower_step("vertical", program, placed(chunk=chunk, program=program))
+    late = lower_step("vertical", program, placed(chunk=chunk, program=program, delay=share))
     check(late)
     apart = pool_bytes(plain, "saved_activations")
     gradients = late_count(plain, share) * chunk * ALIGN * FP32
@@ -361,7 +360,7 @@ def test_saved_activations_and_delayed_gradients_take_turns_in_one_pool(chunk: i
 
 def test_a_saved_activation_that_fits_no_shared_buffer_well_keeps_a_pool_of_its_own() -> None:
     """Saved activations of 2 pages in buffers of a gradient chunk, 4 times as large: apart they take less."""
-    late = vertical(PLAIN, replace(placed(chunk=2, delay=0.25), micro_batches=16))
+    late = lower_step("vertical", PLAIN, replace(placed(chunk=2, delay=0.25), micro_batches=16))
     assert 4 * 2 * PAGE == 2 * ALIGN * FP32
     assert {"saved_activations", "gradients_held"} <= {pool.name for pool in late.pools}
 
@@ -434,7 +433,7 @@ def test_a_delay_is_faster_where_the_drive_would_idle_in_the_forward() -> None:
     times = {}
     for share in (0.0, 0.25, 0.5):
         s = replace(placed(program=program, delay=share), micro_batches=2, form=Format.of("fp16", 2))
-        found = simulate(World.of(vertical(program, s)), costs)
+        found = simulate(World.of(lower_step("vertical", program, s)), costs)
         times[share] = found.time
         assert found.time >= found.lower_bound
     assert times[0.25] < 0.95 * times[0.0]
@@ -445,7 +444,7 @@ def test_a_delay_is_faster_where_the_drive_would_idle_in_the_forward() -> None:
 
 
 def test_a_step_after_the_load_of_its_weights_is_found() -> None:
-    schedule = vertical(PLAIN, placed(delay=0.5))
+    schedule = lower_step("vertical", PLAIN, placed(delay=0.5))
     tag = next(op.id[2:] for op in late_steps(schedule) if op.id.group == 5)
     again = next(op for op in schedule.ops if op.id.startswith(f"RW{tag}@B"))
     for after, missing in (((), f"OP{tag}"), ((f"OP{tag}",), f"WW{tag}")):
@@ -461,7 +460,7 @@ def test_a_step_after_the_load_of_its_weights_is_found() -> None:
 def test_a_gradient_that_comes_back_from_disk_is_the_step_befores_or_this_ones() -> None:
     waits = placed(wait=True)
     waits = replace(waits, place=replace(waits.place, gradients="disk"))
-    late, on_time = vertical(PLAIN, replace(waits, delay=0.5)), vertical(PLAIN, waits)
+    late, on_time = lower_step("vertical", PLAIN, replace(waits, delay=0.5)), lower_step("vertical", PLAIN, waits)
     check(late)
     tag = late_steps(late)[0].id[2:]
     assert [op.id[:2] for op in late.ops if op.id in (f"RG{tag}", f"WG{tag}")] == ["RG", "WG"]
@@ -472,7 +471,7 @@ def test_a_gradient_that_comes_back_from_disk_is_the_step_befores_or_this_ones()
 
 def test_only_the_vertical_schedule_delays() -> None:
     with pytest.raises(AssertionError):
-        horizontal(PLAIN, placed(delay=0.5))
+        lower_step("horizontal", PLAIN, placed(delay=0.5))
 
 
 @pytest.mark.parametrize("gradients", ["host", "disk"])
@@ -482,7 +481,7 @@ def test_a_users_schedule_says_itself_what_it_delays(gradients: Literal["host", 
     form = Format.of("bf16", 2)
     request = Request(program=PLAIN, budget=budget, form=form, micro_batches=2, wait=True, speculate=False)
     plan = fit(request)
-    late = vertical(PLAIN, replace(plan.settings, delay=0.5))
+    late = lower_step("vertical", PLAIN, replace(plan.settings, delay=0.5))
     assert own_plan(request, late).schedule.ops == late.ops
     with pytest.raises(ScheduleError, match=r"leave delay=0\.0 out"):
         own_plan(replace(request, delay=0.0), late)

@@ -19,7 +19,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.plan import Plan
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from tests.models import MODELS, causal_lm, llama
 from tests.training import (
     Result,
@@ -59,7 +59,7 @@ def planned(precision: str) -> Plan:
 
 def cast_on_host(plan: Plan, *, wait: bool = True) -> Schedule:
     """The schedule of the plan with the cast on the other side."""
-    return vertical(plan.program, replace(plan.settings, cast="host", wait=wait), plan.schedule.fixed)
+    return lower_step("vertical", plan.program, replace(plan.settings, cast="host", wait=wait), plan.schedule.fixed)
 
 
 @cache

@@ -11,7 +11,7 @@ from penstock.schedule.check import check
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.text import parse_schedule
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
@@ -68,7 +68,7 @@ def test_a_step_before_the_norm_is_refused_where_nothing_can_take_it_back() -> N
         wait=True,
         speculate=True,
     )
-    schedule = vertical(program, s)
+    schedule = lower_step("vertical", program, s)
     check(schedule)
     with pytest.raises(ScheduleError, match=r"op OP1\.0 may run before NORM"):
         check(replace(schedule, speculative=False))

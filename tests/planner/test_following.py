@@ -27,7 +27,7 @@ from penstock.planner.following import (
 from penstock.planner.plan import Plan
 from penstock.runtime.streams import Mark
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, Whole
@@ -71,7 +71,13 @@ def plan() -> Plan:
         micro_batches=2, chunk=4 * ALIGN, form=Format.of("fp32", 2), depths=Depths(), wait=False,
         place=Placement(weights=("disk",) * count, state=("disk",) * count, gradients="host", activations="host"),
     )  # fmt: skip
-    return Plan(program=PROGRAM, settings=settings, schedule=vertical(PROGRAM, settings), state_bytes=0, disk_bytes=0)
+    return Plan(
+        program=PROGRAM,
+        settings=settings,
+        schedule=lower_step("vertical", PROGRAM, settings),
+        state_bytes=0,
+        disk_bytes=0,
+    )
 
 
 def times(scale: float = 1.0) -> StageTimes:
@@ -144,7 +150,7 @@ def test_updates_that_are_made_orthogonal_have_a_pace_of_their_own() -> None:
     known, settings = machine(), plan().settings
     whole = Whole(flop=10**6, scratch=0)
     program = replace(PROGRAM, groups=tuple(replace(g, whole=whole) if g.trainable else g for g in PROGRAM.groups))
-    schedule = vertical(program, settings)
+    schedule = lower_step("vertical", program, settings)
     muons = replace(plan(), program=program, schedule=schedule)
 
     def step(rate: float) -> Simulation:

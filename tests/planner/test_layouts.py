@@ -12,15 +12,14 @@ from penstock.hardware.hosts import Hosts, Kind
 from penstock.hardware.machine import Between, Machine, Network
 from penstock.hardware.sharing import room_of_each
 from penstock.planner.comparison import Comparison, compared, layouts
-from penstock.planner.dealt import world_of
 from penstock.planner.endurance import EnduranceError
 from penstock.planner.fit import fit
-from penstock.planner.layouts import Asked, Layout, asked_seat, one_of_each, planned, shared_by_all
+from penstock.planner.layouts import Asked, Layout, asked_seat, planned, shared_by_all
 from penstock.planner.pipelines import pipeline, simulated, views_of
 from penstock.planner.task import Task
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.seat import shards_at
+from penstock.schedule.lower.seat import pipeline_world, shards_at
 from penstock.schedule.mesh import Mesh
 from penstock.shape.huggingface import model_shape
 from penstock.sim.costs import Costs
@@ -81,7 +80,7 @@ def test_one_rank_of_each_kind_of_host_takes_as_long_as_the_whole_world(what: As
     schedule, hosts = found.choice.plan.schedule, what.hosts
     seat = asked_seat(layout, hosts.count)
     whole = simulate(seat.world(schedule), [found.costs[hosts.kind_of(rank)] for rank in range(hosts.ranks)])
-    few = simulate(one_of_each(schedule, layout, hosts.count, len(hosts.kinds)), found.costs)
+    few = simulate(seat.of_kinds(schedule, len(hosts.kinds)), found.costs)
     assert len(whole.world.ranks) == 4
     assert few.time == pytest.approx(whole.time, rel=1e-9)
     if hosts.alike:
@@ -155,7 +154,7 @@ def test_the_first_of_pipelines_beside_each_other_takes_as_long_as_all_of_them()
     groups = {shards_at(place): tuple(range(place * beside, (place + 1) * beside)) for place in range(2)}
     world = World(name="all", ranks=tuple(ranks), groups=groups | {"all": tuple(range(2 * beside))})
     check_world(world)
-    found, few = (simulate(one, costs) for one in (world, world_of([plan.schedule for plan in step.plans])))
+    found, few = (simulate(one, costs) for one in (world, pipeline_world([plan.schedule for plan in step.plans])))
     assert found.time == pytest.approx(few.time, rel=1e-9)
     assert [found.work(rank) for rank in range(4)] == [few.work(rank // beside) for rank in range(4)]
     assert step.seconds > 0

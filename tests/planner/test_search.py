@@ -28,7 +28,7 @@ from penstock.planner.task import Task, own_budget
 from penstock.schedule.check import check
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import BOUNCE, Format, Settings
@@ -476,7 +476,7 @@ def test_the_roofline_reads_frozen_weights_as_often_as_a_step_does() -> None:
     program = replace(program, groups=groups, stages=tuple(stages))
     drive = replace(DRIVE, read=1e6, write=1e6, read_both=0.5e6, write_both=0.5e6)
     asked = question(program, form=ADAM16, machine=replace(MACHINE, drives=(drive,)))
-    moved = vertical(program, all_on_disk(program, chunk=64 * ALIGN, micro_batches=3)).bytes_per_lane()
+    moved = lower_step("vertical", program, all_on_disk(program, chunk=64 * ALIGN, micro_batches=3)).bytes_per_lane()
     found = roofline(asked, 1000)
     assert found.disk_seconds == pytest.approx((moved["read"] + moved["write"]) / 1e6, rel=0.05)
 

@@ -14,7 +14,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime.bound import refuse_others
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_op, parse_schedule
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.program import ALIGN
 from tests.models import MODELS
@@ -308,7 +308,7 @@ def test_names_of_weights_on_the_device_say_what_is_in_them(old: str, new: str, 
 def test_a_step_changes_the_buffers_that_it_reads() -> None:
     program = transformer(1)
     settings = all_on_disk(program, chunk=20 * ALIGN)
-    schedule = vertical(program, settings)
+    schedule = lower_step("vertical", program, settings)
     step = next(op for op in schedule.ops if op.id.kind == "OP")
     over = replace(step, writes=(*(name for name in step.writes if name in step.reads), step.reads[0]))
     own = replace(schedule, ops=tuple(over if op is step else op for op in schedule.ops))

@@ -25,7 +25,7 @@ from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.seat import streaming_seat
-from penstock.schedule.lower.visits import horizontal, vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Depths, Format, Placement, Settings
@@ -37,7 +37,6 @@ from tests.conftest import Campaign
 from tests.questions import question
 
 T = TypeVar("T")
-Builder = Callable[[Program, Settings], Schedule]
 
 
 def proved(campaign: Campaign, strategy: st.SearchStrategy[T], holds: Callable[[T], None], few: int = 60) -> None:
@@ -82,9 +81,8 @@ def test_every_schedule_of_ranks_that_share_a_program_is_safe_computes_its_step_
             ranks.part(case.program) if stage else case.program,
             replace(case.settings, place=shared, stage=stage),
         )
-        build = vertical if case.family == "vertical" else horizontal
         seat = streaming_seat(size, stage, copies, hosts)
-        schedule = build(part, asked, seat=seat)
+        schedule = lower_step(case.family, part, asked, seat=seat)
         world = seat.world(schedule)
         check_world(world)
         prove(schedule, Needs.of(part, asked, size, copies, seat.hosts.size))
@@ -113,9 +111,9 @@ def test_weights_are_loaded_ahead_only_as_far_as_buffers_reach(campaign: Campaig
     proved(campaign, cases(), holds, few=40)
 
 
-@pytest.mark.parametrize("build", [vertical, horizontal])
+@pytest.mark.parametrize("order", ["vertical", "horizontal"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_new_weights_on_their_way_up_are_not_held_up_by_loads(build: Builder, depth: int) -> None:
+def test_new_weights_on_their_way_up_are_not_held_up_by_loads(order: Family, depth: int) -> None:
     """Three groups of every stage move, a large one lives on the device and is stepped on the host in many chunks."""
     stages, groups = [], []
     for k in range(6):
@@ -148,7 +146,11 @@ def test_new_weights_on_their_way_up_are_not_held_up_by_loads(build: Builder, de
     )
     few = Depths(weights=depth, gradients=1, stage_in=1, stage_out=1, state=1, activations=1)
     form = Format.of("bf16", 2)
-    check(build(program, Settings(micro_batches=2, chunk=ALIGN, form=form, place=place, depths=few, wait=False)))
+    check(
+        lower_step(
+            order, program, Settings(micro_batches=2, chunk=ALIGN, form=form, place=place, depths=few, wait=False)
+        )
+    )
 
 
 Sum = tuple[object, ...]

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from penstock.config import Precision, Tier
+from penstock.config import Family, Precision, Tier
 from penstock.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.provision import Provision
-from penstock.schedule.lower.visits import horizontal, horizontal_route, vertical, vertical_route
+from penstock.schedule.lower.visits import lower_step, route_of, vertical_route
 from penstock.schedule.place import (
     LARGE_PART,
     PAGE,
@@ -64,12 +64,12 @@ BLOCK = BLOCKS // LAYERS
 ADAM32, ADAM16 = Format.of("fp32", 2), Format.of("bf16", 2)
 
 
-def moved(family: str, s: Settings) -> dict[Lane, int]:
+def moved(family: Family, s: Settings) -> dict[Lane, int]:
     program = transformer(LAYERS)
-    return (vertical if family == "vertical" else horizontal)(program, s).bytes_per_lane()
+    return lower_step(family, program, s).bytes_per_lane()
 
 
-def loaded(family: str, micro_batches: int = 3) -> int:
+def loaded(family: Family, micro_batches: int = 3) -> int:
     """Elements that go to the device: a block's twice and the ends' once, if horizontal for each micro-batch. The last
     block's stay there from its forward to its backward; the first one's from one micro-batch's backward to the next
     one's forward, since only the embedding's come in between.
@@ -121,7 +121,7 @@ def test_bf16_adam_on_disk_reads_2_and_2_and_12_and_writes_12_bytes_per_paramete
 
 
 @pytest.mark.parametrize(("family", "form"), list(product(("vertical", "horizontal"), (ADAM32, ADAM16))))
-def test_weights_that_are_kept_are_read_for_visits_alone(family: str, form: Format) -> None:
+def test_weights_that_are_kept_are_read_for_visits_alone(family: Family, form: Format) -> None:
     """Of a block 4 + 4 + 8 bytes a parameter in fp32, and 2 + 2 + 10 in bf16; with several micro-batches in turn, the
     last one's. The embedding's are read once more: they are loaded when a step begins, and stepped when it ends."""
     s = replace(settings(transformer(LAYERS), "disk", "disk", form=form), keep=True)
@@ -153,7 +153,7 @@ def test_room_for_kept_weights_is_one_block_more_than_their_depth_and_what_may_l
     program, chunks_of_a_block = transformer(8, block=60), 12  # more than the head has
     s = settings(program, "disk", "disk", form=ADAM16)
     s = replace(s, keep=True, depths=Depths(weights=depth, stage_out=2))
-    schedule = vertical(program, s)
+    schedule = lower_step("vertical", program, s)
     (pool,) = (pool for pool in schedule.pools if pool.name == "kept_weights")
     assert pool.size == 5 * ALIGN * 2
     assert pool.count == (depth + 1) * chunks_of_a_block + 2
@@ -172,7 +172,9 @@ def test_reads_and_writes_do_not_take_turns_where_weights_are_kept() -> None:
     program = transformer(12, block=20)
     s = replace(settings(program, "disk", "disk", form=ADAM32), chunk=20 * ALIGN, micro_batches=1, delay=0.4)
     each = Costs(name="drive", seconds=lambda op: op.nbytes / (1 if op.lane in ("read", "write") else 100))
-    without, kept = (simulate(World.of(vertical(program, replace(s, keep=keep))), each).time for keep in (False, True))
+    without, kept = (
+        simulate(World.of(lower_step("vertical", program, replace(s, keep=keep))), each).time for keep in (False, True)
+    )
     assert kept < 0.95 * without
 
 
@@ -186,7 +188,7 @@ def test_fp16_adam_on_disk_reads_2_and_2_and_12_and_writes_12_and_2_bytes_per_pa
 @pytest.mark.parametrize(("moments", "family"), list(product((0, 1, 2), ("vertical", "horizontal"))))
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_optimizer_step_touches_gradient_weights_and_state_once(
-    moments: int, family: str, precision: Precision
+    moments: int, family: Family, precision: Precision
 ) -> None:
     """cpu lane: gradient read, master and moments read and written, weights written where they are no part of it."""
     form = Format.of(precision, moments)
@@ -220,7 +222,7 @@ def test_the_optimizer_step_touches_gradient_weights_and_state_once(
     ],
 )
 def test_only_what_is_on_disk_is_read_and_written(
-    weights: Tier, state: Tier, precision: Precision, read: int, write: int, family: str
+    weights: Tier, state: Tier, precision: Precision, read: int, write: int, family: Family
 ) -> None:
     form = Format.of(precision, 2)
     width = form.weight_bytes
@@ -235,13 +237,13 @@ def test_only_what_is_on_disk_is_read_and_written(
 
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 @pytest.mark.parametrize("form", [ADAM32, ADAM16])
-def test_a_model_that_is_at_home_on_the_device_moves_nothing(family: str, form: Format) -> None:
+def test_a_model_that_is_at_home_on_the_device_moves_nothing(family: Family, form: Format) -> None:
     found = moved(family, settings(transformer(LAYERS), "device", "device", form=form))
     assert set(found.values()) == {0}
 
 
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
-def test_gradients_that_wait_on_disk_cost_4_bytes_each_way(family: str) -> None:
+def test_gradients_that_wait_on_disk_cost_4_bytes_each_way(family: Family) -> None:
     at_once = settings(transformer(LAYERS), "disk", "disk", form=ADAM32)
     waiting = replace(at_once, wait=True)
     on_disk = replace(waiting, place=replace(waiting.place, gradients="disk"))
@@ -254,7 +256,7 @@ def test_gradients_that_wait_on_disk_cost_4_bytes_each_way(family: str) -> None:
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 @pytest.mark.parametrize("M", [1, 2, 3, 5])
 def test_a_saved_activation_goes_down_once_and_up_once_but_the_last_blocks_stays(
-    family: str,
+    family: Family,
     M: int,  # noqa: N803 - M is the field's name for it
 ) -> None:
     """Per micro-batch and block boundary one way down and one up, 2MC; the last block's outputs are used by the
@@ -287,11 +289,11 @@ def ops_of(schedule: Schedule, kind: str, group: int) -> list[str]:
 def test_the_last_blocks_weights_come_once_for_forward_and_backward(kind: str) -> None:
     program = transformer(LAYERS)
     first, last = len(program.groups) - LAYERS, len(program.groups) - 1
-    by_block = vertical(program, settings(program, "disk", "disk", form=ADAM16))
+    by_block = lower_step("vertical", program, settings(program, "disk", "disk", form=ADAM16))
     assert ops_of(by_block, kind, last) == [f"F{LAYERS}"]
     assert ops_of(by_block, kind, last - 1) == [f"F{LAYERS - 1}", f"B{LAYERS - 1}"]
     assert by_block.by_id[f"B{LAYERS}m2"].gives[0] == f"W{last}@F{LAYERS}"
-    one_by_one = horizontal(program, settings(program, "disk", "disk", form=ADAM16))
+    one_by_one = lower_step("horizontal", program, settings(program, "disk", "disk", form=ADAM16))
     assert ops_of(one_by_one, kind, last) == [f"F{LAYERS}m{m}" for m in range(3)]
     assert ops_of(one_by_one, kind, first) == ["F1m0", "B1m0", "B1m1", "B1m2"]
     assert ops_of(one_by_one, kind, first + 1) == [f"{visit}2m{m}" for m in range(3) for visit in "FB"]
@@ -300,13 +302,13 @@ def test_the_last_blocks_weights_come_once_for_forward_and_backward(kind: str) -
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 @pytest.mark.parametrize("reader", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_what_stays_takes_no_buffer_more(family: str, reader: bool, depth: int) -> None:
+def test_what_stays_takes_no_buffer_more(family: Family, reader: bool, depth: int) -> None:
     """The pools are those of visits that load everything: room for one, and ``depth`` - 1 groups more. Blocks,
     embedding and head are of one size class, so that with depth 1 the last block has to make room for the head."""
     program = transformer(LAYERS, reader=reader)
     s = settings(program, "disk", "disk", micro_batches=4, form=ADAM16)
     s = replace(s, depths=Depths(weights=depth), place=replace(s.place, activations="host"))
-    schedule = (vertical if family == "vertical" else horizontal)(program, s)
+    schedule = lower_step(family, program, s)
     check(schedule)
     pools = {pool.name: pool.count for pool in schedule.pools}
     assert pools["weights.0"] == depth
@@ -331,7 +333,7 @@ def test_consecutive_visits_of_one_group_load_it_once() -> None:
     program = replace(program, stages=stages)
     for depth, loads in ((1, ["F1", f"B{LAYERS}"]), (2, ["F1"])):
         s = replace(settings(program, "disk", "disk", form=ADAM16), depths=Depths(weights=depth))
-        schedule = vertical(program, s)
+        schedule = lower_step("vertical", program, s)
         check(schedule)
         assert ops_of(schedule, "UW", shared) == loads
 
@@ -341,7 +343,7 @@ def test_as_many_inputs_of_the_last_block_stay_as_there_is_room_for(inputs: int)
     program = transformer(LAYERS)
     s = settings(program, "disk", "disk", micro_batches=5, form=ADAM16)
     s = replace(s, place=replace(s.place, activations="host"), depths=Depths(inputs=inputs))
-    schedule = vertical(program, s)
+    schedule = lower_step("vertical", program, s)
     check(schedule)
     leave = 5 - inputs
     for kind in ("DC", "UC"):
@@ -358,7 +360,7 @@ def test_as_many_inputs_of_the_last_block_stay_as_there_is_room_for(inputs: int)
 def test_frozen_parameters_move_up_only() -> None:
     program = transformer(2, frozen=True)
     s = settings(program, "disk", "disk", form=ADAM32)
-    found = vertical(program, s).bytes_per_lane()
+    found = lower_step("vertical", program, s).bytes_per_lane()
     trained, all_blocks = (12 + 41) * ALIGN, (12 + 15) * ALIGN
     assert found["d2h"] == 4 * trained
     assert found["write"] == 12 * trained
@@ -367,7 +369,7 @@ def test_frozen_parameters_move_up_only() -> None:
 
 def test_tied_weights_are_stepped_once_after_both_gradients() -> None:
     program = transformer(2, tied=True)
-    schedule = vertical(program, settings(program, "disk", "disk", form=ADAM32))
+    schedule = lower_step("vertical", program, settings(program, "disk", "disk", form=ADAM32))
     n, twice = (24 + 21) * ALIGN, 20 * ALIGN
     assert schedule.bytes_per_lane()["d2h"] == 4 * (n + twice)
     assert schedule.bytes_per_lane()["write"] == 12 * n
@@ -376,7 +378,7 @@ def test_tied_weights_are_stepped_once_after_both_gradients() -> None:
 def test_an_evaluation_moves_weights_up_once_and_nothing_else() -> None:
     program = transformer(LAYERS)
     s = replace(settings(program, "disk", "disk", form=ADAM16), train=False)
-    found = vertical(program, s).bytes_per_lane()
+    found = lower_step("vertical", program, s).bytes_per_lane()
     assert found == {"compute": 0, "h2d": 2 * N, "d2h": 0, "read": 2 * N, "write": 0, "cpu": 0}
 
 
@@ -396,9 +398,11 @@ def test_gradients_are_added_up_in_the_same_order_by_both_families() -> None:
     s = settings(program, "disk", "disk", form=ADAM32)
     for group in (0, 4):
         compute = [
-            op for op in vertical(program, s).lanes["compute"] if any(w.startswith(f"G{group}@") for w in op.writes)
+            op
+            for op in lower_step("vertical", program, s).lanes["compute"]
+            if any(w.startswith(f"G{group}@") for w in op.writes)
         ]
-        ops = horizontal(program, s).ops
+        ops = lower_step("horizontal", program, s).ops
         down = [
             op.id.partition("@")[2] for op in ops if op.id.kind == "DG" and op.id.group == group and not op.id.chunk
         ]
@@ -407,7 +411,7 @@ def test_gradients_are_added_up_in_the_same_order_by_both_families() -> None:
         for stage in {visit.partition("m")[0] for visit in down}:
             parts = [visit for visit in down if visit.startswith(f"{stage}m")]
             assert parts == [f"{stage}m{m}" for m in range(3)]
-    sums = [op.id for op in horizontal(program, s).lanes["cpu"] if op.id.startswith("AG0.0@")]
+    sums = [op.id for op in lower_step("horizontal", program, s).lanes["cpu"] if op.id.startswith("AG0.0@")]
     assert sums[-1] == "AG0.0@sum1"  # the head's sum first, the embedding's onto it
 
 
@@ -415,7 +419,7 @@ def test_a_group_is_not_stepped_while_a_later_stage_still_reads_it() -> None:
     """The norm's group gets its gradient in the epilogue, but block 0 reads it once more in its backward."""
     program = transformer(3, reader=True)
     for wait in (False, True):
-        schedule = vertical(program, settings(program, "disk", "disk", form=ADAM32, wait=wait))
+        schedule = lower_step("vertical", program, settings(program, "disk", "disk", form=ADAM32, wait=wait))
         assert "B1m2" in schedule.by_id["OP1.0"].after
 
 
@@ -423,10 +427,7 @@ def test_a_group_is_not_stepped_while_a_later_stage_still_reads_it() -> None:
 def test_pools_are_known_before_any_op_exists(seed: int) -> None:
     case = random_case(seed)
     s = case.settings
-    if case.family == "horizontal":
-        route = horizontal_route(case.program, s.micro_batches)
-    else:
-        route = vertical_route(case.program, s.micro_batches, train=s.train)
+    route = route_of(case.program, s.micro_batches, case.family, train=s.train)
     schedule = case.build()
     assert tuple(Provision(route, s).pools.values()) == schedule.pools
     assert {pool for op in schedule.ops for _, pool in op.takes} == {pool.name for pool in schedule.pools}

@@ -10,7 +10,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.lower.seat import streaming_seat
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.mesh import Mesh
 from tests.programs import all_on_disk, transformer
@@ -18,7 +18,7 @@ from tests.programs import all_on_disk, transformer
 PART = Mesh(data=2).everyone().part(transformer(1, block=2))
 SETTINGS = all_on_disk(PART, chunk=4096, micro_batches=2)
 SEAT = streaming_seat(2, copies=2)
-WHOLE = vertical(PART, SETTINGS, seat=SEAT)
+WHOLE = lower_step("vertical", PART, SETTINGS, seat=SEAT)
 NEEDS = Needs.of(PART, SETTINGS, 2, 2)
 
 

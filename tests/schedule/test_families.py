@@ -19,7 +19,7 @@ from penstock.schedule.lower.families import FAMILIES, ScheduleFamily, build
 from penstock.schedule.lower.layers import layer_program
 from penstock.schedule.lower.request import FamilyRequest, Sizes
 from penstock.schedule.lower.seat import streaming_seat
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.place import Depths
 from penstock.schedule.program import ALIGN
 from penstock.sim.costs import Costs
@@ -186,7 +186,7 @@ def test_parts_that_stream_meet_the_other_ranks_as_parts_on_the_device_do() -> N
     program = layer_program(SIZES, layers)
     parts = replace(program, groups=tuple(replace(group, trainable=ALIGN) for group in program.groups))
     settings = replace(all_on_disk(parts, chunk=ALIGN), depths=Depths(weights=1))
-    streamed = vertical(parts, settings, seat=streaming_seat(ranks))
+    streamed = lower_step("vertical", parts, settings, seat=streaming_seat(ranks))
     done = []
     for schedule in (on_device, streamed):
         computed = [op.id for op in schedule.lanes["compute"] if op.id.kind != "OD"]

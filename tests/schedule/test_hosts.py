@@ -10,7 +10,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.lower.seat import Seat, streaming_seat
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.mesh import Mesh
 from penstock.sim.costs import Costs
@@ -21,7 +21,7 @@ RANKS, HOSTS = 4, 2
 PART = Mesh(data=RANKS).everyone().part(transformer(2, block=2))
 SETTINGS = all_on_disk(PART, chunk=4096, micro_batches=2)
 SEAT = streaming_seat(RANKS, hosts=HOSTS)
-WHOLE = vertical(PART, SETTINGS, seat=SEAT)
+WHOLE = lower_step("vertical", PART, SETTINGS, seat=SEAT)
 NEEDS = Needs.of(PART, SETTINGS, RANKS, hosts=HOSTS)
 
 
@@ -48,7 +48,7 @@ def test_each_level_is_an_op_on_a_lane_of_its_own() -> None:
 
 
 def test_all_in_all_a_rank_sends_as_much_as_on_one_level() -> None:
-    flat = vertical(PART, SETTINGS, seat=streaming_seat(RANKS)).bytes_per_lane()
+    flat = lower_step("vertical", PART, SETTINGS, seat=streaming_seat(RANKS)).bytes_per_lane()
     moved = WHOLE.bytes_per_lane()
     assert moved["net"] + moved["nic"] == flat["net"]
 
@@ -67,7 +67,7 @@ def test_who_has_no_two_levels_has_one(seat: Seat, kinds: set[str]) -> None:
     """A host of three ranks has no branch of the tree of sums: its gradients go on one level."""
     whole = transformer(2, block=2)
     part = seat.shards.part(whole) if seat.parts > 1 else whole
-    schedule = vertical(part, all_on_disk(part, chunk=4096, micro_batches=2), seat=seat)
+    schedule = lower_step("vertical", part, all_on_disk(part, chunk=4096, micro_batches=2), seat=seat)
     assert {op.id.kind for op in schedule.ops if op.lane == "nic"} == kinds
 
 
@@ -122,7 +122,7 @@ def test_what_is_not_done_on_both_levels_is_refused(schedule: Schedule, said: st
 
 
 def test_one_level_is_refused_where_there_are_two_and_the_other_way_round() -> None:
-    flat = vertical(PART, SETTINGS, seat=streaming_seat(RANKS))
+    flat = lower_step("vertical", PART, SETTINGS, seat=streaming_seat(RANKS))
     with pytest.raises(ScheduleError, match="GW"):
         prove(flat, NEEDS)
     with pytest.raises(ScheduleError, match="HW0@F0 is for other ranks than those that train"):

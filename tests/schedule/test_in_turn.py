@@ -13,7 +13,6 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.planner.dealt import world_of
 from penstock.schedule.check.order import run_orders
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.dealt import dealt_as, dealt_out, program_of_rank, stages_dealt
@@ -24,8 +23,8 @@ from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.in_turn import Part, in_turn_route, order_of_all, runs_of
 from penstock.schedule.lower.offload import settings
 from penstock.schedule.lower.request import FamilyRequest
-from penstock.schedule.lower.seat import streaming_seat
-from penstock.schedule.lower.visits import in_turn
+from penstock.schedule.lower.seat import pipeline_world, streaming_seat
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.program import ALIGN, Program
 from penstock.sim.costs import Costs
@@ -123,7 +122,7 @@ def test_whatever_is_trained_and_wherever_it_lives_ranks_are_proved_and_end(name
             continue  # a block reads what is rank 0's, or no backward can be split
         seat = streaming_seat(1, pipe=ranks)
         fixed = (("device", "working", 900),)
-        world = world_of([in_turn(of, s, fixed, "any", seat, split=SPLIT[name]) for of in of_ranks])
+        world = pipeline_world([lower_step(name, of, s, fixed, "any", seat) for of in of_ranks])
         check_world(world)
         for of, schedule in zip(of_ranks, world.ranks, strict=True):
             prove(schedule, Needs.of(of, s))
@@ -219,7 +218,7 @@ def test_what_calls_are_handed_besides_comes_before_they_do(name: str, ranks: in
     s, seat, schedules = settings(asked, FAMILIES[asked.family].streaming), streaming_seat(1, pipe=ranks), []
     of_ranks = programs(of, name, ranks, besides)
     for one in of_ranks:
-        schedules.append(in_turn(one, s, (), "besides", seat, split=SPLIT[name]))
+        schedules.append(lower_step(name, one, s, (), "besides", seat))
         prove(schedules[-1], Needs.of(one, s))
         assert schedules[-1].bytes_per_lane()["send"] == sent_bytes(one, 9)
     world = World(name="besides", ranks=tuple(schedules), groups={"all": tuple(range(ranks))})

@@ -3,19 +3,19 @@ something else, or in another order, is refused. And sums of strands have the ro
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config import Family
 from penstock.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.lower.seat import FULLY, Seat, streaming_seat
-from penstock.schedule.lower.visits import horizontal, vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Depths, Settings, most_sums, strand_sums
@@ -25,7 +25,7 @@ from tests.programs import all_on_disk, transformer
 TWO = Mesh(data=2).everyone()
 PART = TWO.part(transformer(1, block=2))
 SETTINGS = all_on_disk(PART, chunk=4096, micro_batches=4, strands=4)
-SUMMED = horizontal(PART, SETTINGS, seat=streaming_seat(2))
+SUMMED = lower_step("horizontal", PART, SETTINGS, seat=streaming_seat(2))
 
 
 def proved(schedule: Schedule, program: Program = PART, asked: Settings = SETTINGS) -> None:
@@ -98,7 +98,7 @@ def test_another_sum_of_strands_is_refused() -> None:
 def test_what_is_exchanged_after_each_micro_batch_is_refused(micro_batches: int, strands: int) -> None:
     """Its numbers would depend on the number of ranks."""
     asked = replace(SETTINGS, micro_batches=micro_batches, strands=strands)
-    schedule = horizontal(PART, asked, seat=Seat(shards=TWO, sharding=FULLY))
+    schedule = lower_step("horizontal", PART, asked, seat=Seat(shards=TWO, sharding=FULLY))
     check_world(TWO.world(schedule))
     with pytest.raises(ScheduleError, match="it has to be the sum of all micro-batches of one stage"):
         prove(schedule, Needs.of(PART, asked, 2))
@@ -127,14 +127,14 @@ def test_few_sums_are_alive(micro_batches: int, strands: int) -> None:
     assert 1 <= staged <= most <= staged + 1
 
 
-@pytest.mark.parametrize("build", [vertical, horizontal])
-def test_there_is_room_for_the_sums_of_any_strands(build: Any) -> None:
+@pytest.mark.parametrize("order", ["vertical", "horizontal"])
+def test_there_is_room_for_the_sums_of_any_strands(order: Family) -> None:
     """Also of fewer micro-batches than strands, and with one buffer of everything."""
     program = transformer(2, tied=True)
     few = Depths(weights=1, gradients=1, stage_in=1, stage_out=1, state=1, activations=1)
     for micro_batches in range(1, 10):
         for strands in (1, 2, 3, 4, 6, 8, 16):
             asked = all_on_disk(program, chunk=1 << 18, micro_batches=micro_batches, strands=strands, depths=few)
-            schedule = build(program, asked)
+            schedule = lower_step(order, program, asked)
             check(schedule)
             prove(schedule, Needs.of(program, asked))

@@ -14,7 +14,7 @@ from penstock.schedule.ir.ops import Op, Schedule, chunk_of
 from penstock.schedule.ir.references import group_buffer
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN
@@ -81,7 +81,7 @@ def test_the_first_delayed_chunks_are_read_ahead_in_buffers_that_are_there_anywa
 
 @pytest.mark.parametrize("buffers", [1, 2, 4, 7])
 def test_one_buffer_of_state_is_left_to_the_steps_own(buffers: int) -> None:
-    schedule = vertical(PROGRAM, placed(state=buffers))
+    schedule = lower_step("vertical", PROGRAM, placed(state=buffers))
     check(schedule)
     prove(schedule, Needs.of(PROGRAM, placed(state=buffers)))
     assert len(ahead(schedule)) == min(buffers, Depths().stage_out) - 1
@@ -90,13 +90,13 @@ def test_one_buffer_of_state_is_left_to_the_steps_own(buffers: int) -> None:
 
 
 def test_nothing_is_read_ahead_of_steps_on_time() -> None:
-    assert not ahead(vertical(PROGRAM, placed(delay=0.0)))
+    assert not ahead(lower_step("vertical", PROGRAM, placed(delay=0.0)))
 
 
 def test_a_step_begins_with_arithmetic_instead_of_a_read() -> None:
     """Simulated with reads and writes that take as long as they have bytes: nothing comes before the first write but
     the step of its chunk."""
-    schedule = vertical(PROGRAM, placed())
+    schedule = lower_step("vertical", PROGRAM, placed())
     size = max(op.nbytes for op in schedule.lanes["read"])
     costs = Costs(name="drive", seconds=lambda op: op.nbytes / size if op.lane in ("read", "write") else 0.0)
     starts = {
@@ -115,7 +115,7 @@ def with_op(schedule: Schedule, ident: str, change: Callable[[Op], Op]) -> Sched
 
 
 def test_a_read_that_may_come_before_the_chunk_is_home_is_refused() -> None:
-    schedule = vertical(PROGRAM, placed())
+    schedule = lower_step("vertical", PROGRAM, placed())
     read = ahead(schedule)[0]
     early = with_op(schedule, read.id, lambda op: replace(op, after=()))
     with pytest.raises(ScheduleError, match=rf"{read.id} may run before {read.id.of('WS')}"):
@@ -124,7 +124,7 @@ def test_a_read_that_may_come_before_the_chunk_is_home_is_refused() -> None:
 
 def test_state_that_was_read_before_its_step_is_not_what_the_next_step_finds() -> None:
     """The read first of all, into a buffer that is handed on beside the one that the step takes."""
-    schedule = vertical(PROGRAM, placed())
+    schedule = lower_step("vertical", PROGRAM, placed())
     read = ahead(schedule)[0]
     early = with_op(schedule, read.id.of("WS"), lambda op: replace(op, after=(*op.after, read.id)))
     early = with_op(early, read.id.of("WW"), lambda op: replace(op, after=(*op.after, read.id)))
@@ -135,7 +135,7 @@ def test_state_that_was_read_before_its_step_is_not_what_the_next_step_finds() -
 
 def test_only_a_chunk_that_is_left_to_the_next_step_is_read_ahead_of_it() -> None:
     """State of a chunk that steps on time is still to be written beside what counts when it would be read."""
-    schedule = vertical(PROGRAM, placed(delay=0.5))
+    schedule = lower_step("vertical", PROGRAM, placed(delay=0.5))
     late = late_chunks(schedule)
     step = next(op for op in schedule.lanes["cpu"] if op.id.kind == "OP" and chunk_of(op) not in late)
     read = schedule.by_id[step.id.of("RS")]
@@ -158,7 +158,7 @@ def test_only_a_chunk_that_is_left_to_the_next_step_is_read_ahead_of_it() -> Non
 
 
 def test_what_a_step_hands_on_beside_its_gradient_is_of_the_same_chunk() -> None:
-    schedule = vertical(PROGRAM, placed())
+    schedule = lower_step("vertical", PROGRAM, placed())
     (gradient, (one, one_end, pool), *others) = schedule.carried
     other = next(start for start, _, _ in others if start.holds == "state")
     swap = {one: other, other: one}
@@ -176,7 +176,7 @@ def test_what_a_step_hands_on_beside_its_gradient_is_of_the_same_chunk() -> None
 def test_what_no_op_reads_from_disk_for_the_next_step_is_not_handed_on() -> None:
     """Here the next step finds it as this one has left it. A run's first step would find nothing: it reads what the op
     reads that is missing."""
-    schedule = vertical(PROGRAM, placed())
+    schedule = lower_step("vertical", PROGRAM, placed())
     read = ahead(schedule)[0]
     starts = {end: start for start, end, _ in schedule.carried if end in read.writes}
     ops = (

@@ -1,6 +1,6 @@
 """A pipeline of ranks that stream: what crosses is the formula, each rank is proved, all are safe together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -18,13 +18,13 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.offload import settings
 from penstock.schedule.lower.request import FamilyRequest
-from penstock.schedule.lower.seat import streaming_seat
-from penstock.schedule.lower.visits import vertical
+from penstock.schedule.lower.seat import pipeline_world, streaming_seat
+from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.program import ALIGN, Program
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
-from tests.programs import sent_bytes
+from tests.programs import all_on_disk, sent_bytes
 from tests.uniform import uniform_program
 
 LAYERS, ACTIVATION = 8, 10 * ALIGN
@@ -157,13 +157,49 @@ def test_what_calls_are_handed_besides_comes_once_from_the_first_rank(ranks: int
     s, seat, schedules = settings(asked, streaming), streaming_seat(1, pipe=ranks), []
     for program, plain in zip(programs(ranks, besides), programs(ranks), strict=True):
         assert program.dealt is not None
-        schedules.append(vertical(program, s, (), "besides", seat))
+        schedules.append(lower_step("vertical", program, s, (), "besides", seat))
         prove(schedules[-1], Needs.of(program, s))
         more = 3 * sum(besides) * (program.dealt.rank == 0)
         assert sent(schedules[-1]) == sent_bytes(program, 3) == sent_bytes(plain, 3) + more
         kept = [sum(stage.kept for stage in p.stages) for p in (program, plain)]
         assert kept[0] - kept[1] == sum(n for k, n in enumerate(besides) if program.has(k)), "until the step's end"
     check_world(World(name="besides", ranks=tuple(schedules), groups={"all": tuple(range(ranks))}))
+
+
+def handed(ranks: int, layers: int, micro_batches: int, besides: Callable[[Sequence[int]], Sequence[int]]) -> World:
+    """A pipeline in which stages are handed something besides, by the rank of each stage."""
+    whole = uniform_program(layers, block=64 * ALIGN, embedding=4 * ALIGN, head=4 * ALIGN, activation=ACTIVATION)
+    of_stages = stages_dealt(whole, ranks)
+    sizes = besides(of_stages)
+    of_ranks = [program_of_rank(whole, of_stages, rank, ranks, besides=sizes) for rank in range(ranks)]
+    s = all_on_disk(whole, chunk=64 * ALIGN, micro_batches=micro_batches)
+    return pipeline_world([lower_step("vertical", of, s, seat=streaming_seat(1, pipe=ranks)) for of in of_ranks])
+
+
+@given(st.data())
+def test_what_is_handed_besides_to_any_stages_holds_up_no_rank_for_good(data: st.DataObject) -> None:
+    ranks, micro_batches = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 7))
+    layers = data.draw(st.integers(ranks, 12))
+    world = handed(
+        ranks, layers, micro_batches, lambda of: [bool(rank) * data.draw(st.sampled_from((0, ALIGN))) for rank in of]
+    )
+    check_world(world)
+    run_orders(world)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 8), (4, 8), (8, 16)])
+def test_what_each_rank_is_handed_besides_delays_none(ranks: int, micro_batches: int) -> None:
+    """Position embeddings, say: a rank that had them only after the last micro-batch's would begin that much later."""
+    costs = Costs(name="compute", seconds=lambda op: {"compute": 1.0, "send": 0.01, "recv": 0.01}.get(op.lane, 0.0))
+
+    def once(of_stages: Sequence[int]) -> list[int]:
+        return [(rank > 0 and rank not in of_stages[:k]) * ALIGN for k, rank in enumerate(of_stages)]
+
+    without, found = (
+        simulate(handed(ranks, 2 * ranks, micro_batches, besides), costs).time
+        for besides in (lambda of_stages: [0] * len(of_stages), once)
+    )
+    assert without <= found < without + 0.01 * (ranks + micro_batches)
 
 
 def broken(world: World, rank: int, change: "dict[str, Op | None]") -> World:

@@ -10,7 +10,7 @@ from penstock.config import Family
 from penstock.engine.probed import HandedOn, slowest_of
 from penstock.errors import BudgetError, ConfigError, ModelError
 from penstock.hardware.machine import Machine
-from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of, world_of
+from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of
 from penstock.planner.plan import Plan
 from penstock.planner.request import Request
 from penstock.planner.update_mode import seconds_back, steps_early
@@ -27,6 +27,7 @@ from penstock.schedule.dealt import (
 )
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.seat import pipeline_world
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Dealt, GroupSpec, Program
@@ -240,7 +241,7 @@ def _of_places(ranks: Ranks, what: str, value: T) -> list[T]:
 
 def schedules_of(ranks: Ranks, schedule: Schedule) -> World:
     """The world of the schedules of all ranks."""
-    return world_of(_of_places(ranks, "schedules", schedule))
+    return pipeline_world(_of_places(ranks, "schedules", schedule))
 
 
 def times_of_all(ranks: Ranks, own: StageTimes | None, dealt: Dealt) -> StageTimes | None:

@@ -26,9 +26,7 @@ from penstock.planner.request import Request
 from penstock.planner.update_mode import REPEATS, expected_seconds, seconds_back, steps_early
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.dealt import programs_of_ranks, stages_dealt
-from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.ir.worlds import World
-from penstock.schedule.lower.seat import shards_at
+from penstock.schedule.lower.seat import pipeline_world
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Placement, Settings, Side
 from penstock.schedule.program import Program
@@ -104,7 +102,7 @@ class Pace:
     def step(self, plans: Sequence[Plan]) -> Foreseen:
         """The simulation of all ranks' steps."""
         costs = [self.costs(rank, plan) for rank, plan in enumerate(plans)]
-        simulation = simulate(world_of([plan.schedule for plan in plans]), costs)
+        simulation = simulate(pipeline_world([plan.schedule for plan in plans]), costs)
         repeats = self.repeats * any(steps_early(plan.program, plan.settings) for plan in plans)
         back = max(seconds_back(plan, self.machine(rank)) for rank, plan in enumerate(plans))
         seconds = expected_seconds(simulation.time, repeats, back)
@@ -161,17 +159,6 @@ class Pipeline:
         """Bytes that each rank's store and scratch space take."""
         both = zip(self.requests, self.step.plans, strict=True)
         return tuple(request.space_bytes(plan.settings) for request, plan in both)
-
-
-def world_of(schedules: Sequence[Schedule]) -> World:
-    """The world of all ranks of a pipeline, by rank. Of several beside each other it stands for all: ranks that have
-    one place do the same, and so meet when one of them arrives."""
-    everyone = Mesh(stages=len(schedules)).everyone()
-    groups = {everyone.name: everyone.members}
-    for place, schedule in enumerate(schedules):
-        if any(op.group == shards_at(place) for op in schedule.lanes.get("net", ())):
-            groups[shards_at(place)] = (place,)
-    return World(name=schedules[0].name, ranks=tuple(schedules), groups=groups)
 
 
 def programs_of(

@@ -25,7 +25,7 @@ from penstock.planner.question import Question
 from penstock.planner.search import Choice, search
 from penstock.planner.task import Task
 from penstock.schedule.ir.lanes import Lane
-from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.seat import Seat, streaming_seat
 from penstock.schedule.mesh import is_branch
@@ -233,7 +233,7 @@ def shared_by_all(asked: Asked, layout: Layout) -> Outcome:
     """The outcome where ranks share all state, or each copy of it; raises as ``planned``, and ``check_memory``."""
     found = planned(asked, layout)
     choice, kinds = found.choice, len(asked.hosts.kinds)
-    world = one_of_each(choice.plan.schedule, layout, asked.hosts.count, kinds)
+    world = asked_seat(layout, asked.hosts.count).of_kinds(choice.plan.schedule, kinds)
     simulation = choice.simulation if asked.hosts.alike else simulate(world, found.costs)
     hosts = tuple(_of_host(asked, layout, choice, simulation, kind) for kind in range(kinds))
     check_memory(asked.hosts, hosts)
@@ -271,22 +271,6 @@ def _costs(task: Task, choice: Choice, view: Machine, size: int) -> Costs:
     times = stage_times(task.profile(size), view, str(task.precision))
     question: Question = replace(choice.question, machine=view, times=times)
     return question.costs_of(choice.request)
-
-
-def one_of_each(schedule: Schedule, layout: Layout, hosts: int, kinds: int) -> World:
-    """A world of one rank of each kind of host, whose collectives wait for all that they would meet: within a host for
-    nobody, and where there are copies of the state, each is within one."""
-    seat, together = asked_seat(layout, hosts), tuple(range(kinds))
-    world, near = seat.in_step(schedule), (seat.shards if layout.copies > 1 else seat.near).name
-    if kinds == 1 or (layout.copies == 1 and seat.hosts.size == 1):
-        return replace(world, ranks=(schedule,) * kinds, groups=dict.fromkeys(world.groups, together))
-
-    def of(kind: int) -> Schedule:
-        ops = (replace(op, group=f"{near}{kind}") if op.group == near else op for op in schedule.ops)
-        return replace(schedule, ops=tuple(ops))
-
-    groups = {f"{near}{kind}": (kind,) for kind in together} | {name: together for name in world.groups if name != near}
-    return World(name=schedule.name, ranks=tuple(map(of, together)), groups=groups)
 
 
 def asked_seat(layout: Layout, hosts: int) -> Seat:

@@ -24,12 +24,12 @@ from penstock.config import Family, Tier
 from penstock.planner.classes import GroupClass, Home, group_classes
 from penstock.planner.fit import settings_of, tied_groups
 from penstock.planner.phases import Phases
-from penstock.planner.request import BUILDS, Request
+from penstock.planner.request import Request
 from penstock.planner.sample import Sample, without_activations, without_weights
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.lower.seat import Seat
 from penstock.schedule.lower.update import partials_of
-from penstock.schedule.lower.visits import route_of
+from penstock.schedule.lower.visits import lower_step, route_of
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Depths, Placement, Settings
 from penstock.schedule.program import GroupSpec, Program
@@ -180,7 +180,7 @@ def _in_host_memory(program: Program) -> Placement:
 def _probe(program: Program, settings: Settings, seat: Seat, family: Family) -> Probe:
     """The facts of a program's schedule, whose groups have one chunk for each of their parts."""
     route = route_of(program, settings.micro_batches, family, train=settings.train)
-    schedule = BUILDS[family](program, settings, seat=seat)
+    schedule = lower_step(family, program, settings, seat=seat)
     groups: dict[int, Counter[Fact]] = defaultdict(Counter)
     stages: dict[int, Counter[Fact]] = defaultdict(Counter)
     alone: Counter[Fact] = Counter()

@@ -4,9 +4,8 @@ Peak memory is not estimated: it is what the schedule's own pools add up to.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from penstock.config import Budget, Family, StreamConfig, Tier
@@ -23,21 +22,12 @@ from penstock.schedule.lower.pools import STAGED, in_depth
 from penstock.schedule.lower.provision import Provision, narrow_groups
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import Seat, streaming_seat
-from penstock.schedule.lower.visits import horizontal, in_turn, route_of, vertical
+from penstock.schedule.lower.visits import lower_step, route_of
 from penstock.schedule.place import BF16, FP32, Format, Placement, Settings, Side, checksum_bytes, page_up
 from penstock.schedule.program import Program
 
 DEVICE_TEMPORARIES = 32 << 20
 """Bytes that an optimizer step on an accelerator needs besides its arguments (``optim.fallback`` has the same)."""
-
-BUILDS: Mapping[Family, Callable[..., Schedule]] = {
-    "vertical": vertical,
-    "horizontal": horizontal,
-    "1f1b": partial(in_turn, name="1f1b"),
-    "interleaved-1f1b": partial(in_turn, name="interleaved-1f1b"),
-    "zero-bubble": partial(in_turn, name="zero-bubble", split=True),
-}
-"""The functions that lower a step, by its order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +56,7 @@ class Request(StreamConfig):
     hosts: int = 1
 
     def build(self, settings: Settings) -> Schedule:
-        return BUILDS[self.order](self.program, settings, self.fixed(settings.place), seat=self.seat(settings))
+        return lower_step(self.order, self.program, settings, self.fixed(settings.place), seat=self.seat(settings))
 
     def seat(self, settings: Settings) -> Seat:
         """The seat of each rank."""

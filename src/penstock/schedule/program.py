@@ -143,10 +143,11 @@ class Dealt:
         """True if what a stage puts out goes to another rank than the one that has it."""
         return stage + 1 < len(self.of_stages) and self.of_stages[stage] != self.of_stages[stage + 1]
 
-    def elsewhere(self, stage: int) -> tuple[int, ...]:
-        """The stages behind one of this rank's that other ranks have, up to its next one."""
-        own = (k for k in range(stage + 1, len(self.of_stages)) if self.has(k))
-        return tuple(range(stage + 1, next(own, len(self.of_stages))))
+    def others_after(self, stage: int) -> range:
+        """The stages behind a stage that other ranks have than the one that has it, up to that one's next."""
+        following = range(stage + 1, len(self.of_stages))
+        own = (k for k in following if self.of_stages[k] == self.of_stages[stage])
+        return range(stage + 1, next(own, len(self.of_stages)))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

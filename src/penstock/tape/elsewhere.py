@@ -202,7 +202,7 @@ class Elsewhere:
         """Run the model's code through the calls of other ranks, up to the next one of this rank."""
         tape, mb = self._tape, suspended.index
         random = RandomState.capture(tape.device)
-        for k in self._dealt.elsewhere(stage):
+        for k in self._dealt.others_after(stage):
             site = tape.facts[k].site
             assert site is not None
             suspended.expect_call(k, site)

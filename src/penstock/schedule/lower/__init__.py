@@ -5,7 +5,7 @@ a placement and a mesh to a world: each rank is a walk over its visits (``rank``
 
     program     model's stages (tape), or layers of unit costs and a loss (``layers``)
     order       ``visits``: vertical, horizontal; ``orders``, ``folded``: pipelines     -> ``route``, ``stay``
-                ``in_turn``: pipelines of ranks that stream
+                ``in_turn``: pipelines of ranks that stream; ``messages`` between all of these
     seat        on a ``mesh``: what is cut over which ranks, and when that is combined  -> ``seat``
     placement   the tier of each group's weights and state                              -> ``provision``: the ``pools``
                      |

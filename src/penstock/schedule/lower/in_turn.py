@@ -29,14 +29,15 @@ forwards are allowed, since no more than (runs - 1) x ranks come between them on
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from penstock.schedule.ir.references import stage_op, visit
+from penstock.schedule.ir.references import visit
+from penstock.schedule.lower.messages import passed_after
 from penstock.schedule.lower.route import Message, Route, Visit
-from penstock.schedule.program import Dealt, Program
+from penstock.schedule.program import Program
 
 _TIMES: Final[Mapping[str, int]] = {"F": 1, "E": 1, "B": 3, "I": 2, "W": 1}
 """as long as a forward, which a backward begins with"""
@@ -231,7 +232,12 @@ def in_turn_route(program: Program, micro_batches: int, *, split: bool = False) 
     assert dealt is not None
     halved = frozenset(stage.index for stage in program.stages if split and stage.split is not None)
     runs, order = runs_of(dealt.of_stages), order_of_all(dealt.of_stages, micro_batches, halved)
-    walk = [step for part in order for step in _steps(program, dealt, runs, part, _kind_of(part, halved))]
+    walk: list[Visit | Message] = []
+    for part in order:
+        kind, k, m = _kind_of(part, halved), part.stage, part.unit.micro_batch
+        if dealt.has(k):
+            walk.append(Visit(visit(kind, k, m), (m,)))
+        walk += passed_after(program, kind, k, m)
     of_ranks = {dealt.rank}
     if any(dealt.besides[k] for k in range(len(program.stages)) if dealt.has(k)):
         of_ranks.add(0)  # what that sends of a micro-batch is here as soon as it begins with it
@@ -240,39 +246,6 @@ def in_turn_route(program: Program, micro_batches: int, *, split: bool = False) 
         for rank in of_ranks
     )
     return Route(program, walk, train=True, at_once=at_once)
-
-
-def _steps(program: Program, dealt: Dealt, runs: Sequence[Run], part: Part, kind: str) -> Iterator[Visit | Message]:
-    """A rank's step in a part: its visit, or none where that is another's, and its messages of what the unit makes."""
-    unit, k = part
-    run, m = runs[unit.run], unit.micro_batch
-    if run.rank == dealt.rank:
-        yield Visit(visit(kind, k, m), (m,))
-    of, first, last = dealt.of_stages, run.stages[0], run.stages[-1]
-    if kind == "W" or k != (last if kind == "F" else first):
-        return
-
-    def message(what: str, k: int, to: int) -> Iterator[Message]:
-        if dealt.rank == run.rank:
-            yield Message(stage_op(f"S{what}", k, m), to)
-        elif dealt.rank == to:
-            yield Message(stage_op(f"R{what}", k, m), run.rank)
-
-    if kind != "F":
-        if first and dealt.crosses(first - 1) and program.stages[first - 1].gradient:
-            yield from message("D", first - 1, of[first - 1])
-        return
-    own = (n for n in range(unit.run + 1, len(runs)) if not runs[n].rank)
-    following = range(last + 1, runs[next(own, len(runs) - 1)].stages[0])
-    further = [] if run.rank else [k for k in following if dealt.besides[k]]
-    for k in further:
-        if k == last + 1:
-            yield from message("X", k, of[k])
-    if dealt.crosses(last):
-        yield from message("A", last, of[last + 1])
-    for k in further:
-        if k > last + 1:
-            yield from message("X", k, of[k])
 
 
 def _most_under_way(micro_batches: Iterable[int]) -> int:

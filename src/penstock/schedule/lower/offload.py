@@ -24,19 +24,19 @@ the head is used at once and never leaves. That before the last block leaves for
 vertical schedule, and for none in the horizontal one.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from math import ceil
 
 from penstock.config import Family, Tier
 from penstock.config.step import SPLIT, parts_of
 from penstock.errors import ConfigError
-from penstock.schedule.dealt import program_of_rank, stages_dealt
+from penstock.schedule.dealt import programs_of_ranks, stages_dealt
+from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.fixed import fixed_bytes
 from penstock.schedule.lower.request import FamilyRequest
-from penstock.schedule.lower.seat import Seat, Sharding, streaming_seat
-from penstock.schedule.lower.visits import horizontal, in_turn, route_of, vertical
+from penstock.schedule.lower.seat import Seat, Sharding, pipeline_world, streaming_seat
+from penstock.schedule.lower.visits import lower_step, route_of
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import FP32, Depths, Placement, Settings
 from penstock.schedule.program import ALIGN, Program, round_up
@@ -71,31 +71,30 @@ def lower_program(request: FamilyRequest, streaming: Streaming) -> World:
     Raises:
         ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
     """
+    s = settings(request, streaming)
     if streaming.dealt and request.ranks > 1:
-        return _lower_dealt(request, settings(request, streaming), streaming.order)
-    s, ranks, program = settings(request, streaming), Mesh(data=request.ranks).everyone(), _part(request, streaming)
-    seat = streaming_seat(request.ranks, s.stage)
+        return _lower_dealt(request, s, streaming.order)
+    program, seat = _part(request, streaming), streaming_seat(request.ranks, s.stage)
     if streaming.sharding is not None and request.ranks > 1:
-        seat = Seat(shards=ranks, sharding=streaming.sharding)
-    build, at_once = (vertical, s.micro_batches) if streaming.order == "vertical" else (horizontal, 1)
-    return ranks.world(build(program, s, fixed_bytes(program, s.form, s.place, at_once), request.family, seat))
+        seat = replace(seat, sharding=streaming.sharding)
+    order: Family = "vertical" if streaming.order == "vertical" else "horizontal"
+    return seat.world(_lower(request, program, s, order, seat))
 
 
 def _lower_dealt(request: FamilyRequest, s: Settings, order: Family) -> World:
     """A pipeline: each rank has some of the blocks, and goes through all micro-batches."""
     assert request.program is not None
-    ranks = Mesh(stages=request.ranks).everyone()
-    of_stages = stages_dealt(request.program, ranks.size, family=order)
-    programs = [program_of_rank(request.program, of_stages, rank, ranks.size) for rank in ranks.members]
-    seat = streaming_seat(1, pipe=ranks.size)
-    split = order in SPLIT
-    build = vertical if order == "vertical" else partial(in_turn, split=split)
-    schedules = []
-    for program in programs:
-        at_once = route_of(program, s.micro_batches, order).at_once
-        fixed = fixed_bytes(program, s.form, s.place, at_once, split=split)
-        schedules.append(build(program, s, fixed, request.family, seat))
-    return World(name=request.family, ranks=tuple(schedules), groups={ranks.name: ranks.members})
+    of_stages = stages_dealt(request.program, request.ranks, family=order)
+    seat = streaming_seat(1, pipe=request.ranks)
+    programs = programs_of_ranks(request.program, of_stages, request.ranks)
+    return pipeline_world([_lower(request, program, s, order, seat) for program in programs])
+
+
+def _lower(request: FamilyRequest, program: Program, s: Settings, order: Family, seat: Seat) -> Schedule:
+    """One rank's schedule, with what it holds besides its pools."""
+    at_once = route_of(program, s.micro_batches, order).at_once
+    fixed = fixed_bytes(program, s.form, s.place, at_once, split=order in SPLIT)
+    return lower_step(order, program, s, fixed, request.family, seat)
 
 
 def settings(request: FamilyRequest, streaming: Streaming) -> Settings:

@@ -24,6 +24,7 @@ ZeRO and ZeRO-R are arXiv 1910.02054. Groups that stream are shared as one of th
 leaves the device as soon as it is complete, so that stages 1 and 2 are one: nobody has it whole for longer.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -126,12 +127,16 @@ class Seat:
         if far.size == 1:
             return self.shards.world(schedule)
         each, size = near.size, near.size * far.size
-        ranks = [_renamed(schedule, near, far, *divmod(rank, each)) for rank in range(size)]
+
+        def of(rank: int) -> Schedule:
+            which, place = divmod(rank, each)
+            return _renamed(schedule, {near.name: f"{near.name}{which}", far.name: f"{far.name}{place}"})
+
         groups = {f"{near.name}{n}": tuple(range(n * each, (n + 1) * each)) for n in range(far.size)}
         groups |= {f"{far.name}{place}": tuple(range(place, size, each)) for place in range(each)}
         if self.hosts.size > 1:
             groups[self.shards.name] = self.shards.members
-        return World(name=schedule.name, ranks=tuple(ranks), groups=groups)
+        return World(name=schedule.name, ranks=tuple(map(of, range(size))), groups=groups)
 
     def of_few(self) -> "Seat":
         """The seat among two copies at most, of two hosts at most with two ranks: all do the same, so that a schedule
@@ -151,10 +156,32 @@ class Seat:
         more = [group for group in (self.copies, self.hosts, self.near) if group.size > 1]
         return replace(world, groups={**world.groups, **{group.name: (0,) for group in more}})
 
+    def of_kinds(self, schedule: Schedule, kinds: int) -> World:
+        """A world of one rank on each of so many kinds of host, whose collectives wait for all that they would meet:
+        within a host for nobody, and where there are copies of the state, each is within one."""
+        world, together = self.in_step(schedule), tuple(range(kinds))
+        if kinds == 1 or (self.copies.size == 1 and self.hosts.size == 1):
+            return replace(world, ranks=(schedule,) * kinds, groups=dict.fromkeys(world.groups, together))
+        near = self.near
+        ranks = tuple(_renamed(schedule, {near.name: f"{near.name}{kind}"}) for kind in together)
+        groups = {f"{near.name}{kind}": (kind,) for kind in together}
+        groups |= {name: together for name in world.groups if name != near.name}
+        return World(name=schedule.name, ranks=ranks, groups=groups)
 
-def _renamed(schedule: Schedule, near: ProcessGroup, far: ProcessGroup, which: int, place: int) -> Schedule:
-    """The schedule with the groups of one rank, which on each have a name of their own."""
-    own = {near.name: f"{near.name}{which}", far.name: f"{far.name}{place}"}
+
+def pipeline_world(schedules: Sequence[Schedule]) -> World:
+    """The world of all ranks of a pipeline that streams, by rank. Of several beside each other it stands for all: ranks
+    that have one place do the same, and so meet when one of them arrives."""
+    everyone = Mesh(stages=len(schedules)).everyone()
+    groups = {everyone.name: everyone.members}
+    for place, schedule in enumerate(schedules):
+        if any(op.group == shards_at(place) for op in schedule.lanes.get("net", ())):
+            groups[shards_at(place)] = (place,)
+    return World(name=schedules[0].name, ranks=tuple(schedules), groups=groups)
+
+
+def _renamed(schedule: Schedule, own: Mapping[str, str]) -> Schedule:
+    """The schedule with one rank's own names of groups."""
     return replace(schedule, ops=tuple(replace(op, group=own.get(op.group, op.group)) for op in schedule.ops))
 
 

@@ -15,18 +15,16 @@ each micro-batch.
 interleaved; or zero bubble, where backwards are split. Its weights move, and its gradients are summed, as horizontally.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-
 from penstock.config import Family
 from penstock.config.step import SPLIT
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.ops import Schedule
-from penstock.schedule.ir.references import VisitId, stage_op, visit
+from penstock.schedule.ir.references import VisitId, visit
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.fixed import Fixed
 from penstock.schedule.lower.in_turn import in_turn_route
+from penstock.schedule.lower.messages import received_before, sent_after
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.rank import lower_rank
 from penstock.schedule.lower.route import Message, Route, Visit
@@ -38,49 +36,13 @@ from penstock.schedule.program import Program
 def vertical_route(program: Program, micro_batches: int, *, train: bool = True) -> Route:
     """All micro-batches visit a stage together: forward, epilogue, and in training backward."""
     everyone = tuple(range(micro_batches))
-    visits = (Visit(name=stay, micro_batches=everyone) for stay in _there_and_back(program, train=train))
-    walk = visits if program.dealt is None else (step for stay in visits for step in _among(program, stay, train=train))
-    return Route(program, list(walk), train=train)
-
-
-def _among(program: Program, stay: Visit, *, train: bool) -> Iterator[Visit | Message]:
-    """A visit of a rank of a pipeline, with what it receives before and sends after; nothing where the stage is
-    another rank's."""
-    dealt, k = program.dealt, stay.stage
-    assert dealt is not None
-    if not dealt.has(k):
-        return
-
-    def messages(kind: str, stage: int, peer: int) -> Iterator[Message]:
-        """``peer``: a stage of the other rank."""
-        return (Message(stage_op(kind, stage, m), dealt.of_stages[peer]) for m in stay.micro_batches)
-
-    back = train and k > 0 and dealt.crosses(k - 1) and program.stages[k - 1].gradient > 0
-    if stay.kind == "B":
-        if dealt.crosses(k) and program.stages[k].gradient:
-            yield from messages("RD", k, k + 1)
-        yield stay
-        if back:
-            yield from messages("SD", k - 1, k - 1)
-        return
-    ways = [messages("RX", k, 0)] if dealt.rank and dealt.besides[k] else []
-    ways += [messages("RA", k - 1, k - 1)] if k and dealt.crosses(k - 1) else []
-    yield from _in_turn(ways)
-    yield stay
-    if stay.kind == "E" and back:
-        yield from messages("SD", k - 1, k - 1)
-    further = [other for other in dealt.elsewhere(k) if dealt.rank == 0 and dealt.besides[other]]
-    if dealt.crosses(k):
-        ways = [messages("SX", other, other) for other in further if other == k + 1]
-        yield from _in_turn([*ways, messages("SA", k, k + 1)])
-    for other in further:
-        if other > k + 1:
-            yield from messages("SX", other, other)
-
-
-def _in_turn(ways: Sequence[Iterable[Message]]) -> Iterator[Message]:
-    """Messages of several kinds, micro-batch by micro-batch: none waits for what comes after another micro-batch's."""
-    return chain.from_iterable(zip(*ways, strict=True))
+    walk: list[Visit | Message] = []
+    for name in _there_and_back(program, train=train):
+        if program.has(name.stage):
+            walk += received_before(program, name.kind, name.stage, everyone)
+            walk.append(Visit(name=name, micro_batches=everyone))
+            walk += sent_after(program, name.kind, name.stage, everyone, train=train)
+    return Route(program, walk, train=train)
 
 
 def horizontal_route(program: Program, micro_batches: int) -> Route:
@@ -108,46 +70,17 @@ def _there_and_back(program: Program, *, train: bool, micro_batch: int = -1) -> 
     return forward + [visit("B", k, micro_batch) for k in reversed(range(last))] if train else forward
 
 
-def vertical(
-    program: Program, settings: Settings, fixed: Fixed = (), name: str = "vertical", seat: Seat = ONE_RANK
-) -> Schedule:
-    """The vertical schedule of one step (or, with ``settings.train`` off, of one evaluation). ``seat``: of one of
-    several ranks, each of which has such a program, with what it has of the groups."""
-    route = vertical_route(program, settings.micro_batches, train=settings.train)
-    return _lower(route, settings, fixed, name if settings.train else "evaluate", seat)
-
-
-def horizontal(
-    program: Program,
-    settings: Settings,
-    fixed: Fixed = (),
-    name: str = "horizontal",
-    seat: Seat = ONE_RANK,
-) -> Schedule:
-    """The horizontal schedule of one training step. ``seat``: as of ``vertical``."""
-    assert settings.train, "an evaluation has one micro-batch order: use vertical()"
-    assert not settings.delay, "only the vertical schedule delays steps"
-    return _lower(horizontal_route(program, settings.micro_batches), settings, fixed, name, seat)
-
-
-def in_turn(
-    program: Program,
-    settings: Settings,
-    fixed: Fixed = (),
-    name: str = "1f1b",
-    seat: Seat = ONE_RANK,
-    *,
-    split: bool = False,
-) -> Schedule:
-    """The schedule of one training step of a rank of a pipeline that does forwards and backwards in turn. ``split``: as
-    of ``in_turn_route``."""
-    assert settings.train, "an evaluation has one micro-batch order: use vertical()"
-    assert not settings.delay, "only the vertical schedule delays steps"
-    return _lower(in_turn_route(program, settings.micro_batches, split=split), settings, fixed, name, seat)
-
-
 @no_collection()
-def _lower(route: Route, settings: Settings, fixed: Fixed, name: str, seat: Seat) -> Schedule:
-    settings.place.check(route.program)
+def lower_step(
+    order: Family, program: Program, settings: Settings, fixed: Fixed = (), name: str = "", seat: Seat = ONE_RANK
+) -> Schedule:
+    """One rank's schedule of one step in an order; or, with ``settings.train`` off, of one evaluation, which has one
+    order and one name. ``seat``: of one of several ranks, each of which has such a program, with what it has of the
+    groups. ``name``: the schedule's, if not that of its order.
+    """
+    assert order == "vertical" or not settings.delay, "only the vertical schedule delays steps"
+    settings.place.check(program)
+    route = route_of(program, settings.micro_batches, order, train=settings.train)
     provision = Provision(route, settings, seat)
+    name = (name or order) if settings.train else "evaluate"
     return lower_rank(Builder(provision, Emitter(provision.pools.values())), name, fixed)

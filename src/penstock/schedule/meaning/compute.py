@@ -64,7 +64,7 @@ class ComputeRules(Ground):
                 raise refused(
                     op, f"needs what stage {k} is handed besides its input, which no op RX{k}m{m} has brought"
                 )
-        for other in () if dealt.rank else dealt.elsewhere(k):
+        for other in () if dealt.rank else dealt.others_after(k):
             self.accesses.write(op, "besides", other, m)
             self.besides.add((other, m))
 
