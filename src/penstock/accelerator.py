@@ -27,6 +27,10 @@ class Accelerator(Protocol):
     def queued_on(self, stream: torch.Stream) -> AbstractContextManager[None]:
         """Within, the calling thread queues on this stream, and its device is the current one."""
 
+    def selected(self, device: torch.device) -> AbstractContextManager[None]:
+        """Within, a device is the calling thread's current one. A thread begins with the first of all: there it would
+        have memory taken by each call that is about no device, such as one that waits for an event."""
+
     def event(self, *, timed: bool = False) -> torch.Event:
         """An event in which a host thread that waits for it sleeps, so that its core is left to the optimizer."""
 
@@ -72,6 +76,9 @@ class Cuda:
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             yield
 
+    def selected(self, device: torch.device) -> AbstractContextManager[None]:
+        return torch.cuda.device(device)
+
     def event(self, *, timed: bool = False) -> torch.Event:
         return torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
 
@@ -84,7 +91,8 @@ class Cuda:
 
     def unlock_pages(self, device: torch.device, address: int) -> None:
         with torch.cuda.device(device):  # as above
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+            if int(torch.cuda.cudart().cudaHostUnregister(address)):  # type: ignore[no-untyped-call]
+                _forget_error(device)
 
     def name(self, device: torch.device) -> str:
         return torch.cuda.get_device_name(device)

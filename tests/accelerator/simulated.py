@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 
 import torch
@@ -64,6 +64,9 @@ class Simulated:
             yield
         finally:
             torch.accelerator.set_stream(before)
+
+    def selected(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()  # it is the only one
 
     def event(self, *, timed: bool = False) -> torch.Event:
         return torch.Event(NAME, enable_timing=timed)

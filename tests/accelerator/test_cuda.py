@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -37,13 +37,18 @@ class Stream:
 class Event:
     """All is over as soon as it is queued."""
 
+    waited: ClassVar[list[tuple[str, torch.device]]] = []
+    """(thread, its current device) of each wait"""
+    of_thread: ClassVar["Selected"]
+
     def __init__(self, **_: bool) -> None:
         self.at = 0.0
 
     def record(self, stream: Stream) -> None:
         self.at = time.perf_counter()
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self.waited.append((threading.current_thread().name, self.of_thread.device))
 
     def elapsed_time(self, other: "Event") -> float:
         return 1e3 * (other.at - self.at)
@@ -74,6 +79,8 @@ class Selected(threading.local):
 def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
     devices = [torch.device("cuda", index) for index in range(2)]
     found = Selected({device: Stream(device) for device in devices})
+    monkeypatch.setattr(Event, "of_thread", found, raising=False)
+    monkeypatch.setattr(Event, "waited", [])
     for name, stand_in in {
         "Stream": Stream,
         "Event": Event,
@@ -88,7 +95,8 @@ def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
 def test_an_engines_calls_and_lanes_are_on_its_device(
     selected: Selected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they launch would otherwise be the current device's: the caller's, and the first GPU's in other threads."""
+    """What they launch would otherwise be the current device's: the caller's, and the first GPU's in other threads. A
+    thread that waits for an event would have memory taken there."""
     monkeypatch.setattr(resources, "streams_for", lambda device: DeviceStreams(SECOND))
     case, seen, in_losses, act = MODELS["skips"], dict[str, set[Any]](), set[Any](), Actions.__call__
 
@@ -121,3 +129,5 @@ def test_an_engines_calls_and_lanes_are_on_its_device(
     assert in_losses == {(SECOND, streams.streams["compute"])}
     for lane in ("compute", "h2d", "d2h"):
         assert seen[lane] == {(SECOND, streams.streams[lane])}, lane
+    assert {"penstock-cpu", "penstock-read"} <= {thread.rpartition("-")[0] for thread, _ in Event.waited}
+    assert {device for _, device in Event.waited} == {SECOND}

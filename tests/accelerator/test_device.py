@@ -171,10 +171,24 @@ def test_a_host_thread_that_does_not_wait_is_found(waits: bool, sim: Simulated) 
         torch.accelerator.synchronize()
     sim.host_access(slab.bytes.data_ptr(), 4096, "a look", writes=False)
     found = sim.findings()
-    sim.clear()
-    slab.close()
     assert bool(found) is not waits
     assert all("read by a look on host thread" in each for each in found)
+    torch.accelerator.synchronize()
+    slab.close()
+    sim.clear()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_that_is_given_back_while_the_device_uses_it_is_found(waits: bool, sim: Simulated) -> None:
+    slab = HostSlab(4096, beside=torch.device(SIM))
+    slab.bytes.copy_(torch.ones(4096, dtype=torch.uint8, device=SIM), non_blocking=True)
+    if waits:
+        torch.accelerator.synchronize()
+    slab.close()
+    found = sim.findings()
+    sim.clear()
+    assert bool(found) is not waits
+    assert all("unlock on host thread" in each for each in found), found
 
 
 def test_random_numbers_are_its_own(sim: Simulated) -> None:

@@ -316,9 +316,14 @@ class Together(Telling):
         its = accelerator.of(device)
         done = its.event()
         done.record(its.current_stream(device))
+
+        def over() -> None:
+            with its.selected(device):
+                done.synchronize()
+
         if not done.query():
             try:
-                self._message(done.synchronize, *tensors)
+                self._message(over, *tensors)
             except RankError:
                 self._abort()
                 raise

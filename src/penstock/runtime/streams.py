@@ -110,9 +110,9 @@ class DeviceStreams:
         return Mark(lane=lane, begun=self._its.event(timed=True), done=self._its.event(timed=True))
 
     def on(self, lane: Lane) -> AbstractContextManager[None]:
-        """Within, the calling thread queues on the lane's stream, if it has one."""
+        """Within, the calling thread queues on the lane's stream, if it has one. Our device is its current one."""
         stream = self.streams.get(lane)
-        return nullcontext() if stream is None else self._its.queued_on(stream)
+        return self._its.selected(self.device) if stream is None else self._its.queued_on(stream)
 
     def begin(self, mark: Mark, waits: Iterable[Mark]) -> None:
         """An op begins, in a thread that is ``on`` its lane. ``waits``: marks of those that come before it."""

@@ -341,7 +341,7 @@ class DeviceCopies:
             self._stream.wait_event(self._begun)
             target.copy_(source, non_blocking=True)
             self._copied.record(self._stream)
-        self._copied.synchronize()
+            self._copied.synchronize()
 
     def copy_here(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._its.current_stream(source.device).wait_event(self._begun)

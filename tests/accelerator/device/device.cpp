@@ -162,7 +162,11 @@ SIM_API void sim_patience(double us, uint64_t seed) {
   sim::g_random.seed(seed);
 }
 SIM_API int sim_lock_pages(const void* address, uint64_t nbytes) { return sim::lock_pages(address, nbytes); }
-SIM_API int sim_unlock_pages(const void* address) { return sim::unlock_pages(address); }
+SIM_API int sim_unlock_pages(const void* address) {
+  // CUDA waits for nobody there, by its documents, and the memory is somebody else's afterwards.
+  if (size_t nbytes = sim::locked_at(address)) sim::host_access(address, nbytes, true, "unlock");
+  return sim::unlock_pages(address);
+}
 SIM_API void sim_host_access(const void* address, uint64_t nbytes, int writes, const char* what) {
   if (sim::is_locked(address, 1)) sim::host_access(address, nbytes, writes, what);
 }

@@ -227,6 +227,11 @@ inline bool is_locked(const void* address, size_t nbytes) {
   auto [begin, size] = *std::prev(after);
   return first + nbytes <= begin + size;
 }
+inline size_t locked_at(const void* address) {  // bytes of what begins there; 0: nothing does
+  std::lock_guard<std::mutex> guard(g_pages_lock);
+  auto entry = g_pages.find(static_cast<const char*>(address));
+  return entry == g_pages.end() ? 0 : entry->second;
+}
 inline int lock_pages(const void* address, size_t nbytes) {
   std::lock_guard<std::mutex> guard(g_pages_lock);
   auto first = static_cast<const char*>(address);
