@@ -199,3 +199,13 @@ def test_settings_are_shown_by_need_wherever_python_keeps_annotations() -> None:
     for kind in (Base, Own):
         del kind.__annotations__
     assert [f.name for f in by_need(Own)] == ["first", "needed", "own", "rare"]
+
+
+def test_no_two_dataclasses_are_the_same_fields() -> None:
+    found: dict[tuple[str, ...], set[str]] = {}
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+                own = tuple(ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign))
+                found.setdefault(own, set()).add(f"{file.relative_to(SOURCE).as_posix()}: {node.name}")
+    assert {names for names, where in found.items() if len(where) > 1 and len(names) > 2} == set()
