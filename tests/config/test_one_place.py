@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.cli.plan import FileArguments, ModelArguments, PlanOptions
 from penstock.config import Budget, OptimizerConfig, RunConfig, StepConfig, StreamConfig, TrainConfig
 from penstock.config.layout import LayoutConfig
 from penstock.config.meanings import by_need
@@ -176,6 +177,17 @@ def test_a_setting_is_declared_in_one_place_and_where_it_is_used(name: str) -> N
 def test_who_adds_to_settings_declares_none_of_them_again(kind: type) -> None:
     inherited = {name for base in kind.__mro__[1:] for name in vars(base).get("__annotations__", {})}
     assert set(kind.__annotations__) & inherited == OTHERWISE[kind]
+
+
+def test_the_forms_of_a_command_declare_no_option_each() -> None:
+    """Where both have one it is of the class that they have in common."""
+    both = {cls for cls in FileArguments.__mro__ if cls in ModelArguments.__mro__}
+    own = [
+        {name for cls in form.__mro__ if cls not in both for name in vars(cls).get("__annotations__", {})}
+        for form in (FileArguments, ModelArguments)
+    ]
+    assert own[0] & own[1] == set()
+    assert {"batch", "machine", "json"} <= {field.name for field in fields(PlanOptions)}
 
 
 def test_every_setting_of_a_steps_streams_and_of_the_optimizer_is_looked_at() -> None:
