@@ -101,6 +101,12 @@ class Run:
                 event = Event.FAILED_IN_PLACE if self.in_place or self.begun else Event.FAILED
             actions = self.tell(event)
 
+    def close(self) -> None:
+        """As ``Durability.close`` does."""
+        if Action.SETTLE in self.tell(Event.CLOSE):
+            self._settle()
+            assert self.durable == self.state
+
     def tell(self, event: Event) -> tuple[Action, ...]:
         self.now, actions = transition(self.now, event)
         assert self.now is not State.BROKEN or not actions, "after it broke nothing is written"
@@ -241,6 +247,4 @@ def test_whatever_happens_a_step_counts_whole_or_not_at_all(data: st.DataObject)
         run.follow(Event.END)
         assert run.durable == durable, "CLOSE commits"
         assert run.now in (State.WHOLE, State.BROKEN)
-    if run.tell(Event.CLOSE):
-        run._settle()
-        assert run.durable == run.state
+    run.close()
