@@ -529,6 +529,8 @@ def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.Cap
         (("--model", "gpt-65b", "--machine", "a100-40g", "--host", "9TiB"), "has 512 GiB of host memory"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--precision", "fp8"), "must be one of fp32, bf16, fp16"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--micro-batches", "4"), "belong together"),
+        (("--model", "gpt-65b", "--schedule", "1f1b"), "penstock plan FILE --pipeline N --schedule 1f1b"),
+        (("--model", "gpt-65b", "--schedule", "diagonal"), "--schedule must be one of vertical, horizontal, not"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--sequence-length", "9999", "--batch", "2"), "9999"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "1009"), "batch=1009"),
     ],

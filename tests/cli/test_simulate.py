@@ -224,6 +224,39 @@ def test_a_schedule_written_as_text_simulates_to_the_same_numbers(
     assert said == wanted
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_text_of_every_family_simulates_to_the_same_numbers(
+    simulate: Simulate, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    of_streams = ("--layers", "2", "--micro-batches", "4", "--chunks", "2") if FAMILIES[name].streaming else ()
+    words = (name, *of_streams, "--costs", "unit")
+    assert main(["simulate", *words, "--text"]) == 0
+    path = tmp_path / "schedule.txt"
+    path.write_text(capsys.readouterr().out)
+    assert simulate(path, "--costs", "unit") == simulate(*words)
+
+
+def test_a_schedule_that_has_all_on_the_device_is_read_as_one_that_offloads(
+    simulate: Simulate, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It uses no lane but compute; its stages are a model's all the same, and not the layers of a puzzle."""
+    tiers = ("--weights", "device", "--state", "device", "--activations", "device")
+    model = ("--model", "llama-8b", "--layers", "2")
+    assert main(["simulate", "horizontal", *model, *tiers, "--text"]) == 0
+    path = tmp_path / "schedule.txt"
+    path.write_text(capsys.readouterr().out)
+    assert simulate(path, *model) == simulate("horizontal", *model, *tiers)
+
+
+@pytest.mark.parametrize("words", [("vertical", "--layers", "2"), ("fsdp", "--costs", "a100-40g", "--layers", "2")])
+def test_the_text_of_a_schedule_needs_no_network_that_its_simulation_needs(
+    fails: Fails, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert main(["simulate", *words, "--ranks", "2", "--text"]) == 0
+    assert "\nrank 0" in capsys.readouterr().out
+    assert "network between" in fails(*words, "--ranks", "2")
+
+
 def test_a_trace_has_a_process_for_each_rank_a_row_for_each_lane_and_every_op(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     assert main(["simulate", "1f1b", "--ranks", "2", "--micro-batches", "2", "--trace", str(path)]) == 0

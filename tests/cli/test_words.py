@@ -132,7 +132,8 @@ def test_options_are_listed_with_what_is_needed_first() -> None:
         plan.read_arguments(["--modle", "gpt-65b"])
     listed = re.findall(r"--[a-z-]+", str(caught.value).partition("takes ")[2])
     shown = re.findall(r"^  (--[a-z-]+)", plan.help_text().partition("With --model")[2], re.MULTILINE)
-    assert listed[:3] == ["--model", "--machine", "--device"]
+    of_both = ["--machine", "--hosts", "--network", "--latency", "--longest", "--json"]
+    assert listed[:10] == ["--model", *of_both, "--device", "--host", "--durability"]
     assert listed.index("--batch") < listed.index("--optimizer") < listed.index("--grad-dtype")
     assert [flag for flag in listed if flag in shown] == shown
 

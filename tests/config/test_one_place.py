@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.cli.plan import FileArguments, ModelArguments, PlanOptions
 from penstock.config import Budget, OptimizerConfig, RunConfig, StepConfig, StreamConfig, TrainConfig
 from penstock.config.layout import LayoutConfig
 from penstock.config.meanings import by_need
@@ -178,6 +179,17 @@ def test_who_adds_to_settings_declares_none_of_them_again(kind: type) -> None:
     assert set(kind.__annotations__) & inherited == OTHERWISE[kind]
 
 
+def test_the_forms_of_a_command_declare_no_option_each() -> None:
+    """Where both have one it is of the class that they have in common."""
+    both = {cls for cls in FileArguments.__mro__ if cls in ModelArguments.__mro__}
+    own = [
+        {name for cls in form.__mro__ if cls not in both for name in vars(cls).get("__annotations__", {})}
+        for form in (FileArguments, ModelArguments)
+    ]
+    assert own[0] & own[1] == set()
+    assert {"batch", "machine", "json"} <= {field.name for field in fields(PlanOptions)}
+
+
 def test_every_setting_of_a_steps_streams_and_of_the_optimizer_is_looked_at() -> None:
     settings = {field.name for kind in (StreamConfig, LayoutConfig, OptimizerConfig) for field in fields(kind)}
     assert settings - {"name"} <= set(USED), "much else has a name"
@@ -199,3 +211,13 @@ def test_settings_are_shown_by_need_wherever_python_keeps_annotations() -> None:
     for kind in (Base, Own):
         del kind.__annotations__
     assert [f.name for f in by_need(Own)] == ["first", "needed", "own", "rare"]
+
+
+def test_no_two_dataclasses_are_the_same_fields() -> None:
+    found: dict[tuple[str, ...], set[str]] = {}
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+                own = tuple(ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign))
+                found.setdefault(own, set()).add(f"{file.relative_to(SOURCE).as_posix()}: {node.name}")
+    assert {names for names, where in found.items() if len(where) > 1 and len(names) > 2} == set()

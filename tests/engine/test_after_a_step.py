@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from penstock.engine import durability, fate, runner
-from penstock.engine.fate import State
+from penstock.engine.durability import Durability
+from penstock.engine.fate import Action, Event, State
 from penstock.engine.interrupt import holding, whole_steps
 from penstock.errors import ConfigError, StoreError
 from penstock.store.records import CommitLog
@@ -170,6 +171,29 @@ def test_what_is_said_of_a_commit_that_fails_elsewhere_is_true_there(
     monkeypatch.setattr(CommitLog, "append", counted)
     engine.close()
     assert records == [1], "an error of the one commit that closing makes means that it is not made"
+
+
+def test_the_machine_is_told_durable_after_a_commit_and_not_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing steps what a delay has left, and commits when all ranks have."""
+    engine = wrap(CASE, budget(tmp_path / "run"), delay=0.5, **COMMON)
+    engine.step(STEPS[0])
+    happened: list[str] = []
+    tell, append = Durability.tell, CommitLog.append
+
+    def told(durability: Durability, event: Event) -> tuple[Action, ...]:
+        happened.append(event.value)
+        return tell(durability, event)
+
+    def appended(*words: Any) -> None:
+        happened.append("commit")
+        append(*words)
+
+    monkeypatch.setattr(Durability, "tell", told)
+    monkeypatch.setattr(CommitLog, "append", appended)
+    engine.close()
+    assert happened == ["end", "completed", "rest", "close", "commit"]  # rest: nothing is pending before buffers go
 
 
 def test_an_engine_that_is_closed_makes_the_commit_that_has_failed(tmp_path: Path) -> None:

@@ -101,6 +101,12 @@ class Run:
                 event = Event.FAILED_IN_PLACE if self.in_place or self.begun else Event.FAILED
             actions = self.tell(event)
 
+    def close(self) -> None:
+        """As ``Durability.close`` does."""
+        if Action.SETTLE in self.tell(Event.CLOSE):
+            self._settle()
+            assert self.durable == self.state
+
     def tell(self, event: Event) -> tuple[Action, ...]:
         self.now, actions = transition(self.now, event)
         assert self.now is not State.BROKEN or not actions, "after it broke nothing is written"
@@ -110,6 +116,8 @@ class Run:
             assert self.whole
         if self.now in (State.WHOLE, State.PENDING) and Action.COMMIT not in actions:
             assert not self.changed, "what a step has changed counts, or was dropped"
+        if event is Event.DURABLE:
+            assert self.durable == self.state[: None if self.left is None else -1], "only a commit makes durable"
         return actions
 
     def _record(self) -> None:
@@ -234,4 +242,9 @@ def test_whatever_happens_a_step_counts_whole_or_not_at_all(data: st.DataObject)
             assert run.now is State.BROKEN or pending in run.state
         if not usable and event is not Event.LOAD:
             assert (run.now, run.durable) == (State.BROKEN, durable)
-    run.tell(Event.CLOSE)
+    durable = list(run.durable)
+    if data.draw(st.booleans()):
+        run.follow(Event.END)
+        assert run.durable == durable, "CLOSE commits"
+        assert run.now in (State.WHOLE, State.BROKEN)
+    run.close()

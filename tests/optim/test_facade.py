@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as lrs
 
+from penstock.config import Override
 from penstock.errors import ConfigError
 from penstock.optim.facade import StreamedOptimizer
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec, Override
+from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
 
 NAMES = ("embed.weight", "layers.0.norm.weight", "layers.0.linear.weight", "layers.0.linear.bias")
 

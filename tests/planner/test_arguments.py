@@ -262,7 +262,7 @@ def test_nothing_is_measured_where_it_could_not_be_kept(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"schedule": "1f1b"}, "schedule='1f1b' is an order of the ranks of a pipeline, and there is none"),
+        ({"schedule": "1f1b"}, "schedule='1f1b' is an order of the ranks of a pipeline, and there is none without"),
         ({"schedule": "zero-bubble"}, "schedule='zero-bubble' is an order of the ranks of a pipeline, and there is"),
         ({"schedule": "diagonal"}, "schedule='diagonal': must be one of vertical, horizontal"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0: must be positive"),

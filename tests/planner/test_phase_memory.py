@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import penstock
-from penstock.config import TIERS, Tier
+from penstock.config import TIERS, Precision, Tier
+from penstock.config.optimizer import Moments
 from penstock.planner.phase_memory import Phase, arrays, peaks_outside_steps
 from penstock.schedule.moving import move_order
 from penstock.schedule.place import BOUNCE, PAGE, Format, Placement, page_up
-from penstock.schedule.program import Program
+from penstock.schedule.program import ALIGN, GroupSpec, Program, Whole
+from penstock.state.layout import parts_of
 from penstock.state.memory import DeviceSlab, HostSlab
 from penstock.store.snapshot import DATA
 from penstock.tape import probe
@@ -163,6 +166,37 @@ def test_a_probe_takes_what_is_planned(name: str, above: float) -> None:
     place = Placement(weights=everywhere, state=everywhere, gradients="host", activations="host")
     peaks = peaks_outside_steps(program, FORM, place, step={"device": 0, "host": 0}, disk=True, host_bytes=0, slots=2)
     assert most[0] <= peaks["probe"]["device"] <= above * most[0]
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[GroupSpec, ...]:
+    counts = st.integers(0, 300).map(lambda blocks: blocks * ALIGN)
+    wholes = st.sampled_from([None, Whole(flop=1, scratch=1)])
+    return tuple(
+        GroupSpec(
+            index=g,
+            name=str(g),
+            trainable=draw(counts),
+            frozen=draw(counts),
+            compact=draw(st.booleans()),
+            whole=draw(wholes),
+        )
+        for g in range(draw(st.integers(1, 4)))
+    )
+
+
+@given(
+    groups(), st.sampled_from(["fp32", "bf16", "fp16"]), st.sampled_from(["fp32", "bf16", "int8"]), st.integers(0, 2)
+)
+def test_the_arrays_that_are_planned_are_those_of_the_state(
+    groups: tuple[GroupSpec, ...], precision: Precision, moments: Moments, count: int
+) -> None:
+    form = Format.of(precision, count, moments)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    parts = [part for group in groups for part in parts_of(group, form, dtype)]
+    found = arrays(replace(transformer(1), groups=groups), form)
+    assert [(a.group, a.nbytes) for a in found] == [(p.group, p.nbytes) for p in parts]
+    assert [a.state for a in found] == [not p.name.startswith("weights") for p in parts]
 
 
 @given(

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.project.by_text import is_own, keys_of_attributes, names_of_getters
+
 TESTS = Path(__file__).parent.parent
 OF_OTHERS = {"torch", "os", "sys", "threading", "atexit"}
 """Libraries whose own private names tests may need to know."""
@@ -31,10 +33,6 @@ def _private(name: str) -> bool:
     return _PRIVATE.fullmatch(name) is not None
 
 
-def _is_own(value: ast.AST) -> bool:
-    return isinstance(value, ast.Name) and value.id in ("self", "cls")
-
-
 def _is_of_others(value: ast.AST) -> bool:
     return ast.unparse(value).partition(".")[0] in OF_OTHERS
 
@@ -52,12 +50,19 @@ def _by_text(call: ast.Call, within: ast.AST) -> Iterator[str]:
         case [ast.Constant(value=str(path)), *_]:
             names = path.split(".")
             yield from () if names[0] in OF_OTHERS else filter(_private, names)
-        case [owner, *_] if _is_own(owner) or _is_of_others(owner):
+        case [owner, *_] if is_own(owner) or _is_of_others(owner):
             pass
-        case [_, ast.Constant(value=str(name)), *_]:
-            yield from filter(_private, [name])
-        case [_, ast.Name(), *_]:
-            yield from filter(_private, _texts(within))
+        case [_, name, *_]:
+            yield from filter(_private, _possible(name, within))
+
+
+def _possible(name: ast.AST, within: ast.AST) -> Iterator[str]:
+    """The texts that a name may be: its own, or any ``within`` the function around it, of a variable."""
+    match name:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.Name():
+            yield from _texts(within)
 
 
 def looks(tree: ast.AST) -> set[str]:
@@ -69,17 +74,16 @@ def looks(tree: ast.AST) -> set[str]:
             within = dict.fromkeys(ast.walk(function), function) | within  # the outermost, which comes first
     for node in ast.walk(tree):
         match node:
-            case ast.Attribute(value=value, attr=name) if _private(name) and not _is_own(value):
+            case ast.Attribute(value=value, attr=name) if _private(name) and not is_own(value):
                 found |= set() if _is_of_others(value) else {name}
             case ast.ImportFrom(module=str(module), names=names) if module.startswith(("penstock", "tests")):
                 found |= {alias.name for alias in names if _private(alias.name)}
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _BY_TEXT:
                 found |= {*_by_text(node, within.get(node, tree))}
-            case ast.Subscript(
-                value=ast.Call(func=ast.Name(id="vars"), args=[value]) | ast.Attribute(attr="__dict__", value=value),
-                slice=ast.Constant(value=str(name)),
-            ) if _private(name) and not _is_own(value) and not _is_of_others(value):
-                found.add(name)
+        found |= set(filter(_private, names_of_getters(node)))
+        for owner, key in keys_of_attributes(node):
+            if not is_own(owner) and not _is_of_others(owner):
+                found |= set(filter(_private, _possible(key, within.get(node, tree))))
     return found
 
 
@@ -106,6 +110,8 @@ def test_private_names_are_seen_by_their_texts() -> None:
     assert looks(ast.parse(by_path)) == {"_B", "_c"}
     by_owner = "patch.setattr(fit, '_D', 1); getattr(a, '_e', None); patch.object(A, '_f'); vars(a)['_g'] = 1"
     assert looks(ast.parse(by_owner)) == {"_D", "_e", "_f", "_g"}
+    by_dict = "a.__dict__['_p']; vars(a).get('_q'); '_r' in vars(a); attrgetter('b._s', '_t')(a); methodcaller('_u')"
+    assert looks(ast.parse(by_dict)) == {"_p", "_q", "_r", "_s", "_t", "_u"}
     of_others = "patch.setattr(torch, '_h', 1); getattr(self, '_i'); vars(self)['_j']; patch.setattr(a, 'b', self._k)"
     assert not looks(ast.parse(of_others))
     by_variable = "def f():\n    for n in ('_l', 'm'):\n        patch.setattr(a, n, 1)\ndef g():\n    print('_o')"

@@ -90,11 +90,39 @@ def imports(tree: ast.AST) -> Iterator[str]:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in modules() else node.module
+        elif isinstance(node, ast.Call) and node.args and _imports_by_text(node):
+            yield from _texts(node.args[0])
+
+
+_BY_TEXT = {"import_module", "__import__"}
+
+
+def _imports_by_text(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name in _BY_TEXT
+        case _:
+            return False
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    """The name that is imported where it is a text; of one that is put together its first part, which says the room."""
+    match node:
+        case ast.Constant(value=str(text)) | ast.JoinedStr(values=[ast.Constant(value=str(text)), *_]):
+            yield text.removesuffix(".")
+
+
+def by_table(tree: ast.AST) -> Iterator[str]:
+    """Modules that a source has the names of, if it imports any by a text that it looks up."""
+    nodes = [*ast.walk(tree)]
+    if any(_imports_by_text(node) for node in nodes):
+        yield from (text for node in nodes for text in _texts(node) if text in modules() and room_of(text))
 
 
 def wrong_ways(room: str, text: str) -> list[str]:
     """What a source in ``room`` imports that the room may not."""
-    inside = (name for name in imports(ast.parse(text)) if name.split(".")[0] == "penstock")
+    tree = ast.parse(text)
+    inside = (name for name in dict.fromkeys([*imports(tree), *by_table(tree)]) if name.split(".")[0] == "penstock")
     return [name for name in inside if room_of(name) not in {room, *MAY_IMPORT[room]}]
 
 
@@ -164,6 +192,22 @@ def test_an_import_the_wrong_way_is_found() -> None:
     assert not wrong_ways("engine", lazy)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'import_module("penstock.planner.search")',
+        'importlib.import_module("penstock.planner.search")',
+        'found = __import__("penstock.planner.search")',
+        'MODULES = {"search": "penstock.planner.search"}\ndef f(name):\n    return import_module(MODULES[name])',
+    ],
+)
+def test_an_import_by_its_names_text_is_found(text: str) -> None:
+    assert wrong_ways("runtime", text) == ["penstock.planner.search"]
+    assert not wrong_ways("engine", text)
+    assert wrong_ways("runtime", 'import_module(f"penstock.planner.{name}")') == ["penstock.planner"]
+    assert not wrong_ways("runtime", 'NOTE = "penstock.planner.search"')
+
+
 def rooms_that_import(package: str) -> set[str]:
     """Rooms with a source that imports a module of a package."""
     return {
@@ -182,7 +226,8 @@ def reached_from(room: str) -> set[str]:
         name = left.pop()
         if name not in found:
             found.add(name)
-            left += [other for other in imports(ast.parse(sources[name].read_text())) if other in sources]
+            tree = ast.parse(sources[name].read_text())
+            left += [other for other in (*imports(tree), *by_table(tree)) if other in sources]
     return found
 
 

@@ -25,7 +25,7 @@ from penstock.hardware.drives import with_room
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import check_device, machine_named, on_directories
 from penstock.hardware.sharing import too_full
-from penstock.planner.arguments import PlanSettings, check_drives
+from penstock.planner.arguments import PlanInputs, PlanSettings, check_drives, check_streamed
 from penstock.planner.ask import PlanReport, measured, plan, rated, report
 from penstock.planner.dealt import Pipeline
 from penstock.planner.task import own_budget
@@ -33,7 +33,7 @@ from penstock.schedule.collection import no_collection
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileArguments(Words):
+class PlanOptions(PlanInputs, Words):
     """penstock plan: the best way to run a model on a machine, and what to expect of it
 
       penstock plan CONFIG.yaml [--SETTING VALUE ...]    plan the run that penstock train would do with this file; so
@@ -44,43 +44,47 @@ class FileArguments(Words):
     |---|---|
     | ``machine`` NAME|FILE | a machine that ships with penstock, or a profile; without it, this machine, as penstock
     doctor has measured it |
-    | ``batch`` | sequences in a step; cut into micro-batches as is best |
-    | ``ranks`` N | plan for N processes on the machine that share the model's state, for a file's settings; those of a
-    file with ``pipeline`` are as many as that says |
     | ``hosts`` COUNTxRANKSxNAME | say which layout of the ranks of several hosts is the fastest: 2x8xh100-80g is two
     machines of 8 ranks each, 2x8 two like this one (or ``machine``), and + joins several kinds |
     | ``network`` RATE | a host's link to the other hosts, as 100Gbit/s, if not what the profile says |
     | ``latency`` TIME | of a message over it (10us) |
-    | ``disk_free`` | disk space that may be used, if not what the profile says |
-    | ``tbw`` | terabytes that each drive is rated for, if not what the profile says |
     | ``longest`` | also look for the longest sequences that fit, which may take a minute more |
-    | ``epoch_tokens`` N | tokens in the training data (100M, 1.5B), for a file that gives epochs: how long these take,
-    and what share of the drives' life |
     | ``json`` | print everything as JSON |
     """
 
     command: ClassVar[str] = "penstock plan"
     takes: ClassVar[str] = "a settings file, or --model NAME"
-    operands: ClassVar[tuple[str, ...]] = ("config",)
+    common: ClassVar[bool] = True
 
-    config: Path
     machine: str | None = None
-    batch: int | None = None
-    ranks: int = 1
     hosts: str | None = None
     network: str | None = None
     latency: str | None = None
-    disk_free: str | int | float | None = None
-    tbw: float | None = None
-    epoch_tokens: str | int | float | None = None
     longest: bool = False
     json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileArguments(PlanOptions):
+    """With a settings file, also:
+
+    | option | meaning |
+    |---|---|
+    | ``ranks`` N | plan for N processes on the machine that share the model's state; those of a file with ``pipeline``
+    are as many as that says |
+    | ``epoch_tokens`` N | tokens in the training data (100M, 1.5B), for a file that gives epochs: how long these take,
+    and what share of the drives' life |
+    """
+
+    operands: ClassVar[tuple[str, ...]] = ("config",)
+
+    config: Path
+    ranks: int = 1
+    epoch_tokens: str | int | float | None = None
     settings: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        check_drives(self.disk_free, self.tbw)
-        if self.batch is not None and self.batch < 1:
-            raise ConfigError(f"batch={self.batch}: must be a whole number of at least 1")
+        self.check_inputs()
         if not 1 <= self.ranks <= MOST_RANKS:
             raise ConfigError(f"ranks={self.ranks}: must be from 1 to {MOST_RANKS}, the processes on one machine")
         if self.epoch_tokens is not None:
@@ -94,7 +98,7 @@ class FileArguments(Words):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelArguments(Words, PlanSettings):
+class ModelArguments(PlanOptions, PlanSettings):
     """With --model and no file, also:
 
     | option | meaning |
@@ -104,20 +108,12 @@ class ModelArguments(Words, PlanSettings):
     | ``durability`` | what a kill may cost (step, if that costs less than 10% of a step) |
     """
 
-    command: ClassVar[str] = "penstock plan"
-    takes: ClassVar[str] = "a settings file, or --model NAME"
     of_a_run: ClassVar[bool] = True
 
     model: str
-    machine: str | None = None
     device: str | int | float | None = None
     host: str | int | float | None = None
     durability: Durability | None = None
-    hosts: str | None = None
-    network: str | None = None
-    latency: str | None = None
-    longest: bool = False
-    json: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,7 +128,8 @@ Arguments = FileArguments | ModelArguments
 
 def help_text() -> str:
     """The usage, with and without a file."""
-    return f"{help_of(FileArguments)}\n{help_of(ModelArguments, but=FileArguments)}"
+    forms = (help_of(form, but=PlanOptions) for form in (FileArguments, ModelArguments))
+    return "\n".join((help_of(PlanOptions), *forms))
 
 
 def read_arguments(words: Sequence[str]) -> Arguments:
@@ -146,6 +143,9 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     own = {*hints_of(FileArguments), *hints_of(ModelArguments)}
     # Without a file an option that is none of either form is a misspelt one, perhaps --model.
     if "model" in given or given - own - settings or switches.intersection(words):
+        for flag, value in flags:
+            if flag == "--schedule":
+                check_streamed(value)
         return read_words(ModelArguments, words)
     return read_words(FileArguments, words)
 

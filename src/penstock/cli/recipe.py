@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from penstock.config import LrScheduleConfig, OptimizerConfig, OptimizerName
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec, Override
+from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
 
 _OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {
     "adamw": AdamW,
@@ -18,8 +18,7 @@ _OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {
 def optimizer_spec(config: OptimizerConfig) -> OptimizerSpec:
     """The optimizer that the settings describe; what they leave out keeps the spec's default, but for the weight decay
     of norms and biases, which is off unless it is asked for."""
-    overrides = tuple(Override(match=o.match, lr=o.lr, weight_decay=o.weight_decay) for o in config.overrides)
-    decay = bool(config.decay_norms_and_biases)
+    overrides, decay = config.overrides, bool(config.decay_norms_and_biases)
     if config.adamw is not None:
         others = config.adamw
         adamw = AdamW(**others.given(), decay_norms_and_biases=bool(others.decay_norms_and_biases))

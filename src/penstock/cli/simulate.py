@@ -6,7 +6,7 @@ from pathlib import Path
 from penstock import files
 from penstock.cli.simulate_arguments import Arguments
 from penstock.cli.simulate_case import Case
-from penstock.cli.simulate_source import case_of, described_families
+from penstock.cli.simulate_source import described_families, source_of
 from penstock.cli.simulate_view import as_json, figures_of, show
 from penstock.cli.words import help_of
 from penstock.errors import ConfigError, ScheduleError
@@ -37,12 +37,13 @@ def run(arguments: Arguments) -> int:
         _check_writable(path)
     with no_collection():
         try:
-            case = case_of(arguments)
-            if not case.checked:
-                check_world(case.world)
+            source = source_of(arguments)
+            if not source.checked:
+                check_world(source.world)
             if arguments.text:
-                sys.stdout.write(str(case.world))
+                sys.stdout.write(str(source.world))
                 return 0
+            case = source.case()
             simulation = simulate(case.world, case.costs)
         except ScheduleError as error:
             raise ConfigError(f"{arguments.name}: {error}") from None

@@ -30,8 +30,7 @@ Amounts = Literal["bytes", "elements", "micro-batches", "the file's unit"]
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A world to simulate. ``unit`` of times: ``"s"``, or empty where the costs have none. ``stage_ops``: an op is a
-    pipeline's stage, not one of its layers. ``memory``: bytes of a machine's tiers. ``checked``: the world has
-    passed the checker.
+    pipeline's stage, not one of its layers. ``memory``: bytes of a machine's tiers.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Case:
     amounts: Amounts
     memory: Mapping[Tier, int] = field(default_factory=dict)
     stage_ops: bool = False
-    checked: bool = False
 
 
 _SAID = {

@@ -1,8 +1,8 @@
-"""The case that ``penstock simulate`` is to run, as a world and its costs: a schedule by name, or one from a file."""
+"""The source of what ``penstock simulate`` runs: a schedule by name, or one from a file, and its costs."""
 
 import difflib
-from collections.abc import Set
-from dataclasses import replace
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 
@@ -50,7 +50,17 @@ _SHAPES = {  # layers and ranks as in the puzzles; 8 and 4 for the others
 }
 
 
-def case_of(arguments: Arguments) -> Case:
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A world by name or from a file. ``case``: it with its costs, which a machine may not have for it; ``checked``:
+    the world has passed the checker."""
+
+    world: World
+    case: Callable[[], Case]
+    checked: bool = False
+
+
+def source_of(arguments: Arguments) -> Source:
     """Build, or read and check, what was asked for.
 
     Raises:
@@ -77,7 +87,7 @@ def described_families() -> str:
 # ---- schedules that do not offload
 
 
-def _layers(arguments: Arguments) -> Case:
+def _layers(arguments: Arguments) -> Source:
     name, family = arguments.name, FAMILIES[arguments.name]
     unknown = (option for option in LAYER_OPTIONS if option not in family.options)
     arguments.refuse(name, *unknown, *_OF_STREAMS)
@@ -89,13 +99,15 @@ def _layers(arguments: Arguments) -> Case:
             arguments.refuse("--costs unit, where gradients have no size", "buffer_size")
         model = puzzle() if costs == "puzzle" else unit()
         request = _request(arguments, layers, ranks, model)
-        return abstract_case(_built(request, costs), _shape_in_words(request), model)
+        world, title = _built(request, costs), _shape_in_words(request)
+        return Source(world=world, case=lambda: abstract_case(world, title, model))
     machine = machine_named(costs)
     training = _training_of(arguments, machine)
     blocks = sum(stage.kind == "call" for stage in training.profile.program.stages)
     sizes = layer_sizes(training.profile, training.form)
     request = _request(arguments, blocks, ranks, CostModel(costs=_FREE, sizes=sizes, stage_ops=False))
-    return layers_case(_built(request, costs), _shape_in_words(request), machine, training)
+    world, title = _built(request, costs), _shape_in_words(request)
+    return Source(world=world, case=lambda: layers_case(world, title, machine, training))
 
 
 def _built(request: FamilyRequest, costs: str) -> World:
@@ -160,7 +172,7 @@ def _shape_in_words(request: FamilyRequest) -> str:
 # ---- schedules that offload
 
 
-def _offload(arguments: Arguments) -> Case:
+def _offload(arguments: Arguments) -> Source:
     name = arguments.name
     family = FAMILIES[name]
     assert family.streaming is not None
@@ -198,9 +210,13 @@ def _offload(arguments: Arguments) -> Case:
     )
     share = f"{counted(ranks, 'rank')}, " if ranks > 1 else ""
     title = f"{name}: {counted(stages - 2, 'layer')}, {share}{counted(micro_batches * sharing, 'micro-batch')}"
-    if machine is None:
-        return replace(abstract_case(world, title, unit(), "bytes"), stage_ops=False)
-    return machine_case(world, title, machine, training)
+
+    def case() -> Case:
+        if machine is None:
+            return abstract_case(world, title, replace(unit(), stage_ops=False), "bytes")
+        return machine_case(world, title, machine, training)
+
+    return Source(world=world, case=case)
 
 
 _OTHERS = "use --costs unit or a machine's profile"
@@ -209,13 +225,14 @@ _OTHERS = "use --costs unit or a machine's profile"
 # ---- schedules from a file
 
 
-def _file(arguments: Arguments) -> Case:
+def _file(arguments: Arguments) -> Source:
     """A schedule that a user has written, or that --text has printed."""
     path = Path(arguments.name)
     arguments.refuse("a schedule from a file", "ranks", "micro_batches", *_OF_LAYERS, *_OF_STREAMS)
     world = read_world(path)
     lanes = {op.lane for schedule in world.ranks for op in schedule.ops}
-    costs = arguments.costs or (MACHINE if lanes & _OFFLOAD_LANES else "unit" if "send" in lanes else "puzzle")
+    offloads = bool(lanes & _OFFLOAD_LANES) or all(schedule.chunk for schedule in world.ranks)
+    costs = arguments.costs or (MACHINE if offloads else "unit" if "send" in lanes else "puzzle")
     ops = sum(len(schedule.ops) for schedule in world.ranks)
     title = f"{world.name} from {path}: {counted(len(world.ranks), 'rank')}, {counted(ops, 'op')}"
     if costs in ("puzzle", "unit"):
@@ -223,15 +240,16 @@ def _file(arguments: Arguments) -> Case:
         if costs == "puzzle" and lanes & _OFFLOAD_LANES:
             lane = next(iter(sorted(lanes & _OFFLOAD_LANES)))
             raise ConfigError(f"--costs puzzle: the puzzles have no lane {lane}, which {path} uses: {_OTHERS}")
-        case = abstract_case(world, title, puzzle() if costs == "puzzle" else unit(), "the file's unit")
-        return replace(case, checked=True)
+        model = puzzle() if costs == "puzzle" else unit()
+        model = replace(model, stage_ops=model.stage_ops and not offloads)
+        return Source(world=world, case=lambda: abstract_case(world, title, model, "the file's unit"), checked=True)
     machine = machine_named(costs)
-    if not lanes & _OFFLOAD_LANES:
+    if not offloads:
         training = _training_of_layers(path, world, arguments, machine, costs)
-        return replace(layers_case(world, title, machine, training), checked=True)
+        return Source(world=world, case=lambda: layers_case(world, title, machine, training), checked=True)
     training = _training_of(arguments, machine)
     _check_model(path, world, training, arguments)
-    return replace(machine_case(world, title, machine, training), checked=True)
+    return Source(world=world, case=lambda: machine_case(world, title, machine, training), checked=True)
 
 
 def _training_of_layers(path: Path, world: World, arguments: Arguments, machine: Machine, costs: str) -> Training:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -34,6 +35,14 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """
     skipped = module._non_persistent_buffers_set
     return {key: buffer for key, buffer in module._buffers.items() if buffer is not None and key not in skipped}
+
+
+def is_extra_state(name: str) -> bool:
+    """True if an entry of a ``state_dict``, by its name, is what a module's ``get_extra_state`` has made.
+
+    Without: it would be looked for among parameters and buffers, and a model that has one could not be loaded.
+    """
+    return name.endswith(_EXTRA_STATE_KEY_SUFFIX)
 
 
 @contextmanager

@@ -105,6 +105,12 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._base is not None
 
 
+VIEW_QUESTION = torch.Tensor._is_view.__name__
+"""The name of the function that asks a tensor whether it is a view, as torch's own code does.
+
+Without: that would count as a look at values, and be refused for a weight that is away."""
+
+
 def is_view_of_parameter(tensor: torch.Tensor) -> bool:
     """True if autograd knows a tensor as a view of a parameter.
 

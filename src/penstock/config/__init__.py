@@ -12,7 +12,7 @@ from penstock.config.engine import EngineConfig, RunConfig
 from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
 from penstock.config.model import ModelConfig, check_parts
-from penstock.config.optimizer import OptimizerConfig, OptimizerName, OverrideConfig
+from penstock.config.optimizer import OptimizerConfig, OptimizerName, Override
 from penstock.config.sizes import format_size, parse_size
 from penstock.config.step import Family, StepConfig, StreamConfig, ZeroStage, fields_of
 from penstock.config.trackers import TrackerName
@@ -36,7 +36,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "OptimizerName",
-    "OverrideConfig",
+    "Override",
     "Precision",
     "RunConfig",
     "SourceConfig",

@@ -39,8 +39,10 @@ def meanings(kind: type) -> Mapping[str, str]:
 
 def by_need(kind: type) -> tuple[Field[Any], ...]:
     """A dataclass's fields as people look for them: what has to be given, then its own, those that it has otherwise
-    than a class that it adds to, and those of these classes, which are ever rarer."""
-    lines = [fields(cls) for cls in kind.__mro__ if is_dataclass(cls)]  # an inherited field is the same object in each
+    than a class that it adds to, and those of these classes, which are ever rarer. Fields of a class that says
+    ``common = True`` are as those of the class that adds to it: forms of one command have them in common."""
+    classes = [cls for cls in kind.__mro__ if is_dataclass(cls) and not vars(cls).get("common", False)]
+    lines = [fields(cls) for cls in classes]  # an inherited field is the same object in each
 
     def rank(f: Field[Any]) -> tuple[bool, int, int]:
         known = sum(f in line for line in lines)

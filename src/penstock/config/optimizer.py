@@ -39,28 +39,32 @@ def check_rates(prefix: str, given: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverrideConfig:
-    """Other optimizer settings for the parameters whose name ``match``, a regular expression, finds."""
+class Override:
+    """Other settings for the parameters whose name ``match`` (a regular expression) finds; the first that does wins.
+
+    Raises:
+        ConfigError: ``match`` is not a regular expression, nothing is given for what it finds, or what is is out of its
+            range.
+    """
 
     match: str
     lr: float | None = None
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
-        check_override(self.match, {"lr": self.lr, "weight_decay": self.weight_decay})
+        check_fields(self, "override")
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ConfigError(f"override match={self.match!r} is not a regular expression: {error}") from error
+        if not self.settings:
+            raise ConfigError(f"override match={self.match!r} changes nothing: give lr or weight_decay")
+        check_rates(f"override match={self.match!r}: ", self.settings)
 
-
-def check_override(match: str, given: Mapping[str, float | None]) -> None:
-    """Raises:
-    ConfigError: ``match`` is not a regular expression, nothing is given for what it finds, or what is out of its range.
-    """
-    try:
-        re.compile(match)
-    except re.error as error:
-        raise ConfigError(f"override match={match!r} is not a regular expression: {error}") from error
-    if all(value is None for value in given.values()):
-        raise ConfigError(f"override match={match!r} changes nothing: give lr or weight_decay")
-    check_rates(f"override match={match!r}: ", given)
+    @property
+    def settings(self) -> Mapping[str, float]:
+        given = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +229,7 @@ class OptimizerConfig(MomentsConfig):
     elementwise: str | None = None
     splits: tuple[Split, ...] = ()
     decay_norms_and_biases: bool | None = None
-    overrides: tuple[OverrideConfig, ...] = ()
+    overrides: tuple[Override, ...] = ()
 
     def given(self) -> dict[str, Any]:
         """The settings that were given, but for the overrides and AdamW's, as keyword arguments of the optimizer's own

@@ -13,9 +13,12 @@ from penstock.config.budget import Budget, GradDtype, Precision
 from penstock.config.checked import check_fields
 from penstock.errors import ConfigError
 
-Family = Literal["vertical", "horizontal", "1f1b", "interleaved-1f1b", "zero-bubble"]
-"""Orders of a schedule that the planner makes: block by block, or micro-batch by micro-batch; or of the ranks of a
-pipeline, forwards and backwards of one micro-batch at a time in turn, or with backwards in two parts."""
+StreamedFamily = Literal["vertical", "horizontal"]
+"""Orders of a schedule in which a rank streams all blocks: block by block, or micro-batch by micro-batch."""
+
+Family = Literal[StreamedFamily, "1f1b", "interleaved-1f1b", "zero-bubble"]
+"""Orders of a schedule that the planner makes: these; or of the ranks of a pipeline, forwards and backwards of one
+micro-batch at a time in turn, or with backwards in two parts."""
 
 IN_TURN: Final[tuple[Family, ...]] = ("1f1b", "interleaved-1f1b", "zero-bubble")
 """Orders that only the ranks of a pipeline have."""

@@ -42,7 +42,7 @@ _REASONS: Mapping[State, str] = {
     State.COUNTING: "{what} was broken off by {error} while it was counted",
     State.DROPPING: "{what} was broken off, and what it had changed could not be taken back: {error}",
     State.RETREATING: "{what} was broken off, and what it had changed could not be taken back: {error}",
-    State.FLUSHING: "{what} could not be completed: {error}",
+    **dict.fromkeys((State.FLUSHING, State.ENDING), "{what} could not be completed: {error}"),
 }
 
 _LATER = "the next step's commit has it at the latest, and engine.save can be used"
@@ -203,16 +203,16 @@ class Durability:
 
     def rest(self, runner: Runner | None, *, closes: bool = False) -> None:
         """Return when nothing is pending, and nothing is being written. ``runner``: of the last step; ``closes``: what
-        is not committed yet is for ``close``, which follows.
+        is not committed yet is left to ``close``, which follows.
 
         Raises:
             StoreError: either has failed.
         """
-        self._flush(runner, commits=not closes)
+        self._flush(runner, Event.END if closes else Event.REST)
         self._wait_written()
 
-    def _flush(self, runner: Runner | None, *, commits: bool = True) -> None:
-        """Complete the step before, if it has left chunks to the next one."""
+    def _flush(self, runner: Runner | None, why: Event = Event.REST) -> None:
+        """Complete the step before, if it has left chunks to the next one. ``why``: the event that asks for it."""
         step = 0 if self.pending is None else self.pending.step
 
         def flush() -> Event:
@@ -222,14 +222,13 @@ class Durability:
             self._commits.arrays.begin_step()
             runner.flush(StepContext(step=step, update=left, left=left))
             self._commits.arrays.complete_late()
+            self.pending = None
             return Event.COMPLETED
 
         def commit() -> Event:
-            assert self.pending is not None
-            self.pending = None
-            return self._commit(self._counts, f"Nothing else was done. {_AGAIN}") if commits else Event.DURABLE
+            return self._commit(self._counts, f"Nothing else was done. {_AGAIN}")
 
-        self.follow(Event.REST, {Action.FLUSH: flush, Action.COMMIT: commit}, f"step {step}")
+        self.follow(why, {Action.FLUSH: flush, Action.COMMIT: commit}, f"step {step}")
 
     # ---- state in memory
 

@@ -16,7 +16,8 @@ class State(Enum):
     """Worth of a run's state: whether it is one step's state, and of which step."""
 
     WHOLE = "whole"
-    """between steps: the state is that of the last step that counts; if its commit has failed, the next MARK commits"""
+    """between steps: the state is that of the last step that counts; if that is not committed, as its commit has failed
+    or it ended, the next MARK commits, or SETTLE"""
     PENDING = "pending"
     """between steps: the last step counts, and its delayed chunks are left to the next one"""
     FINISHING = "finishing"
@@ -41,6 +42,8 @@ class State(Enum):
     """the changes of a step that was broken off are taken back, and the step before is still pending"""
     FLUSHING = "flushing"
     """between steps, what the last one has left is stepped by itself"""
+    ENDING = "ending"
+    """before the run is closed, what the last step has left is stepped by itself; SETTLE is to commit it"""
     LOADING = "loading"
     """all of the state is replaced by a snapshot's"""
     BROKEN = "broken"
@@ -55,6 +58,8 @@ class Event(Enum):
     """a step is asked for"""
     REST = "rest"
     """nothing may be pending from here on"""
+    END = "end"
+    """nothing may be pending from here on, and CLOSE follows, which commits"""
     LOAD = "load"
     CLOSE = "close"
     MARKED = "marked"
@@ -126,6 +131,7 @@ TABLE: Mapping[State, Mapping[Event, Next]] = {
     State.WHOLE: {
         Event.BEGIN: (State.RUNNING, (Action.MARK, Action.RUN)),
         Event.REST: (State.WHOLE, ()),
+        Event.END: (State.WHOLE, ()),
         Event.LOAD: (State.WHOLE, (Action.MARK,)),
         Event.MARKED: (State.LOADING, (Action.RESTORE,)),
         Event.CLOSE: (State.CLOSED, (Action.SETTLE,)),
@@ -135,6 +141,7 @@ TABLE: Mapping[State, Mapping[Event, Next]] = {
     State.PENDING: {
         Event.BEGIN: (State.FINISHING, (Action.MARK_PENDING, Action.RUN)),
         Event.REST: (State.FLUSHING, (Action.FLUSH,)),
+        Event.END: (State.ENDING, (Action.FLUSH,)),
         Event.CLOSE: (State.CLOSED, ()),
     },
     State.FINISHING: {
@@ -165,9 +172,11 @@ TABLE: Mapping[State, Mapping[Event, Next]] = {
     State.DROPPING: {Event.DROPPED: (State.WHOLE, (Action.COMMIT,)), **_LOST},
     State.RETREATING: {Event.DROPPED: (State.PENDING, ()), **_LOST},
     State.FLUSHING: {Event.COMPLETED: (State.WHOLE, (Action.COMMIT,)), **_LOST},
+    State.ENDING: {Event.COMPLETED: (State.WHOLE, ()), **_LOST},
     State.LOADING: {Event.LOADED: (State.COMMITTING, (Action.COMMIT,)), **_LOST},
     State.BROKEN: {
         Event.REST: (State.BROKEN, ()),
+        Event.END: (State.BROKEN, ()),
         Event.LOAD: (State.LOADING, (Action.RESTORE,)),
         Event.CLOSE: (State.CLOSED, ()),
     },

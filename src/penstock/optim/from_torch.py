@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from penstock.config.optimizer import Override
 from penstock.errors import ConfigError
-from penstock.optim.spec import SGD, Adam, AdamW, OptimizerSpec, Override
+from penstock.optim.spec import SGD, Adam, AdamW, OptimizerSpec
 
 _KINDS: dict[type[torch.optim.Optimizer], type[OptimizerSpec]] = {
     torch.optim.AdamW: AdamW,

@@ -7,7 +7,6 @@ Defaults are those of ``torch.optim``. Each optimizer keeps so many moments per 
 ``moment_names`` as torch names them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from penstock.config.checked import check_fields
@@ -16,30 +15,12 @@ from penstock.config.optimizer import (
     AdjustLr,
     MomentsConfig,
     Orthogonal,
+    Override,
     Split,
     check_muon,
-    check_override,
     check_rates,
 )
 from penstock.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Override:
-    """Other settings for the parameters whose name ``match`` (a regular expression) finds; the first that does wins."""
-
-    match: str
-    lr: float | None = None
-    weight_decay: float | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "override")
-        check_override(self.match, {"lr": self.lr, "weight_decay": self.weight_decay})
-
-    @property
-    def settings(self) -> Mapping[str, float]:
-        given = {"lr": self.lr, "weight_decay": self.weight_decay}
-        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

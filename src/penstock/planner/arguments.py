@@ -3,55 +3,77 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from penstock.config import Budget, Family, OptimizerName, StepConfig
+from penstock.config import Budget, OptimizerName, StepConfig
 from penstock.config.checked import check_fields
 from penstock.config.counts import parse_count
 from penstock.config.optimizer import MomentsConfig, moment_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
-from penstock.config.step import check_in_turn
+from penstock.config.step import IN_TURN, StreamedFamily
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(StepConfig, MomentsConfig):
+class PlanInputs:
+    """The settings of every plan, of a settings file's run or of a model.
+
+    | field | meaning |
+    |---|---|
+    | ``batch`` | sequences in a step, which are cut into micro-batches as is best |
+    | ``disk_free`` | disk space that may be used, if not what the profile says is free |
+    | ``tbw`` | terabytes that each drive is rated for, if not what the profile says |
+    """
+
+    common: ClassVar[bool] = True
+
+    batch: int | None = None
+    disk_free: str | int | float | None = None
+    tbw: float | None = None
+
+    def check_inputs(self) -> None:
+        """Raises:
+        ConfigError: one is out of its range.
+        """
+        if self.batch is not None and self.batch < 1:
+            raise ConfigError(f"batch={self.batch}: must be a whole number of at least 1")
+        check_drives(self.disk_free, self.tbw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(StepConfig, MomentsConfig, PlanInputs):
     """The settings of a plan for a model that is no settings file, from Python and on the command line.
 
     | field | meaning |
     |---|---|
-    | ``batch`` | sequences in a step; it is cut into micro-batches as is best. None, with no ``micro_batches``: the
-    smallest batch with which more would gain less than 3% |
-    | ``micro_batches``, ``micro_batch_size`` | how a step is cut, instead of ``batch``; both or neither |
+    | ``micro_batches``, ``micro_batch_size`` | how a step is cut, instead of ``batch``; both or neither. None of the
+    three: the smallest batch with which more would gain less than 3% |
     | ``sequence_length`` | tokens in a sequence |
     | ``optimizer`` | its name |
     | ``momentum`` | whether ``sgd`` has it |
     | ``schedule`` | a family; None: the better one |
-    | ``disk_free`` | bytes on disk that may be used; None: what the profile says is free |
-    | ``tbw`` | terabytes that each drive is rated for; None: as in the profile |
     | ``tokens`` | tokens of training in all, ``"100M"``: how long they take, and what share of the drives' life; None:
     that is not said |
     """
 
     clip_grad_norm: float | None = None
-    batch: int | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
     sequence_length: int = 2048
     optimizer: OptimizerName = "adamw"
     momentum: bool = False
-    schedule: Family | None = None
-    disk_free: str | int | float | None = None
-    tbw: float | None = None
+    schedule: StreamedFamily | None = None
     tokens: str | int | float | None = None
 
     def __post_init__(self) -> None:
+        check_streamed(self.schedule)
         check_fields(self, of=PlanSettings)
         super().__post_init__()
-        for key in ("batch", "micro_batches", "micro_batch_size", "sequence_length"):
+        self.check_inputs()
+        for key in ("micro_batches", "micro_batch_size", "sequence_length"):
             if (count := getattr(self, key)) is not None and count < 1:
                 raise ConfigError(f"{key}={count}: must be a whole number of at least 1")
-        check_in_turn(self.schedule)
         if (self.micro_batches is None) != (self.micro_batch_size is None):
             raise ConfigError("micro_batches and micro_batch_size belong together: give both, or batch")
         if self.micro_batches is not None and self.batch is not None:
@@ -59,7 +81,6 @@ class PlanSettings(StepConfig, MomentsConfig):
         if self.momentum and self.optimizer != "sgd":
             raise ConfigError(f"momentum has no effect with optimizer={self.optimizer!r}: leave it out")
         self.check_moments(moment_count(self.optimizer, self.momentum))
-        check_drives(self.disk_free, self.tbw)
         if self.tokens is not None:
             parse_count("tokens", self.tokens)
 
@@ -87,11 +108,22 @@ class PlanArguments(PlanSettings):
     budget: Budget | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
         super().__post_init__()
+        check_fields(self)
         if self.budget is not None:
             self.budget.check_units()
             self.check_with(self.budget)
+
+
+def check_streamed(schedule: object) -> None:
+    """Raises:
+    ConfigError: it is an order of the ranks of a pipeline, which only a settings file has.
+    """
+    if schedule in IN_TURN:
+        raise ConfigError(
+            f"schedule={schedule!r} is an order of the ranks of a pipeline, and there is none without a settings file: "
+            f"give 'vertical' or 'horizontal', or plan a file: penstock plan FILE --pipeline N --schedule {schedule}"
+        )
 
 
 def check_model(model: object) -> None:

@@ -106,7 +106,9 @@ def machine_costs(
     orthogonal = times.orthogonal or (flops.get("bf16") or max(flops.values())) * _OF_PRODUCTS
 
     links = [link for link in (machine.network, machine.across) if link is not None]
-    told = max((link.latency_of_all if isinstance(link, Collectives) else link.latency for link in links), default=0.0)
+    agreement_latency = max(
+        (link.latency_of_all if isinstance(link, Collectives) else link.latency for link in links), default=0.0
+    )
     """the time in which, before a group's first chunk, all ranks tell each other which gradients there are"""
 
     def compute(op: Op) -> float:
@@ -142,7 +144,7 @@ def machine_costs(
             messages = 2
         tells = kind in ("SG", "AR") and ident.chunk == 0
         copied = min(op.nbytes, piece) / rates["d2h"] if op.lane == "send" else 0.0
-        return op.nbytes / bandwidth + latency * messages + copied + (told if tells else 0.0)
+        return op.nbytes / bandwidth + latency * messages + copied + (agreement_latency if tells else 0.0)
 
     def seconds(op: Op) -> float:
         lane = op.lane

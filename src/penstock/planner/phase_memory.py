@@ -21,7 +21,7 @@ Peaks = dict[Tier, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Array:
-    """One array of a group: weights, master copy or a moment. See ``state.arrays``."""
+    """One array of a group: weights, master copy, a moment or scales of one. See ``state.layout``."""
 
     group: int
     nbytes: int
@@ -29,9 +29,11 @@ class Array:
 
 
 def arrays(program: Program, form: Format) -> tuple[Array, ...]:
-    """As ``state.arrays.parts_of``, in its order."""
+    """The arrays of all groups, as ``state.layout.parts_of`` makes them, in its order."""
     found = []
     for group in program.groups:
+        if not group.numel:  # another rank has it
+            continue
         found.append(Array(group=group.index, nbytes=group.numel * form.weight_bytes, state=False))
         if group.trainable:
             found += [Array(group=group.index, nbytes=nbytes, state=True) for nbytes in form.array_sizes(group)]

@@ -39,7 +39,7 @@ _UNNAMED = 3.0
 """seconds that it may take to find out whose connection was lost"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Place:
     """The host and the process of a rank. Two hosts may have one name, and containers of one machine have processes of
     their own: those that can see each other's processes are of one ``boot`` of a machine and one ``processes``.
@@ -60,7 +60,13 @@ class Place:
     def here() -> "Place":
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         node = int(os.environ.get("GROUP_RANK", 0))
-        return Place(socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"), os.getpid(), node)
+        return Place(
+            name=socket.gethostname(),
+            boot=boot,
+            processes=os.readlink("/proc/self/ns/pid"),
+            process=os.getpid(),
+            node=node,
+        )
 
     @property
     def host(self) -> tuple[str, str, int]:

@@ -148,7 +148,7 @@ def parse_prediction(text: str, where: str = "prediction.json") -> Prediction:
     if strange := set(record).symmetric_difference({"version", *_KEYS}):
         raise ConfigError(f"{where}: key {sorted(strange)[0]!r} is missing or unknown. {_REMEDY}")
     try:
-        found = _Reader(where).read(record)
+        found = _Reader(where=where).read(record)
         found.late_moves  # noqa: B018 - worked out here: what is wrong with the schedule is so with the file
     except ScheduleError as error:
         raise ConfigError(f"{where}: schedule: {error}. {_REMEDY}") from None
@@ -173,7 +173,7 @@ def read_prediction(path: Path) -> Prediction | None:
 _REMEDY = "Remove it to see the measurement alone, or train again to have it written anew"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Reader:
     """Reads a record's values strictly; every error names the file and the key."""
 

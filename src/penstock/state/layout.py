@@ -16,7 +16,7 @@ import torch
 
 from penstock.config.optimizer import Moments
 from penstock.optim import kernels
-from penstock.schedule.place import FP32, GRAIN, PAGE, SCALE_BYTES, SCALED, Format, grain, page_up
+from penstock.schedule.place import FP32, GRAIN, PAGE, SCALED, Format, grain
 from penstock.schedule.program import GroupSpec, round_up
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.store.layout import Grid, Region
@@ -67,17 +67,13 @@ def parts_of(group: GroupSpec, form: Format, dtype: torch.dtype) -> tuple[Part, 
     g = group.index
     parts = [Part(name=f"weights.{g}", group=g, numel=group.numel, trainable=group.trainable, dtype=dtype)]
     if group.trainable:
-        kept = [(name, _REST[form.rest_bytes]) for name in rest_of(g, form)]
-        kind = form.form_of(group)
-        kept += zip(moments_of(group, form), _MOMENTS[kind], strict=False)
-        n = group.trainable
-        parts += [Part(name=name, group=g, numel=n, trainable=n, dtype=dtype) for name, dtype in kept]
-        if kind == "int8":
-            count = page_up(n // SCALED * SCALE_BYTES) // SCALE_BYTES
-            parts += [
-                Part(name=name, group=g, numel=count, trainable=count, dtype=torch.int16, per=SCALED)
-                for name in scales_of(group, form)
-            ]
+        kept = [(name, _REST[form.rest_bytes], 1) for name in rest_of(g, form)]
+        moments = zip(moments_of(group, form), _MOMENTS[form.form_of(group)], strict=False)
+        kept += [(name, kind, 1) for name, kind in moments]
+        kept += [(name, torch.int16, SCALED) for name in scales_of(group, form)]
+        for (name, kind, per), nbytes in zip(kept, form.array_sizes(group), strict=True):
+            n = nbytes // kind.itemsize
+            parts.append(Part(name=name, group=g, numel=n, trainable=n, dtype=kind, per=per))
     return tuple(parts)
 
 

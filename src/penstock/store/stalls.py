@@ -51,7 +51,7 @@ class Watched:
         return self.ended if self._progress is None else float(self._progress[1]) / 1e9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Stall:
     """``since``: seconds of the monotonic clock. ``requests``: that were late in it, at least one."""
 

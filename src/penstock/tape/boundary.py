@@ -11,7 +11,7 @@ from penstock.tape.facts import Site
 from penstock.tape.suspended import current_forward
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Doing:
     """A tape's present work: a forward (or nothing), or the backward of the model's own code, of a block call, or of a
     call's inputs alone."""

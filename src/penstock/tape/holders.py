@@ -37,7 +37,7 @@ _WITHOUT = (
 """Types that hold no tensors, or (modules) such as are looked at by themselves."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Holder(ABC):
     """A place for a value: in ``of``, by ``key``. Two are equal if they are the same place."""
 
@@ -122,7 +122,7 @@ class Search:
         queue: deque[tuple[Way, Any]] = deque(((), other) for other in self._others)
         queue += (((entry,), value) for entry in self._globals if (value := entry.now()) is not ABSENT)
         for module in self._own:
-            queue += (((Entry(vars(module), name),), value) for name, value in attributes_of(module).items())
+            queue += (((Entry(of=vars(module), key=name),), value) for name, value in attributes_of(module).items())
         seen: set[int] = set()
         for _ in range(_MOST):
             if not queue:
@@ -140,17 +140,19 @@ def _within(item: Any) -> Iterator[tuple[Way, Any]]:
     if isinstance(item, tuple | frozenset):
         yield from (((), part) for part in item)
     elif isinstance(item, list | set | deque):
-        yield from (((Contents(item),), part) for part in list(islice(item, _MOST_OF_ONE)))
+        yield from (((Contents(of=item),), part) for part in list(islice(item, _MOST_OF_ONE)))
     elif isinstance(item, types.MethodType):
         yield from (((), part) for part in (item.__self__, item.__func__))
     elif isinstance(item, functools.partial):
         yield from (((), part) for part in (item.func, item.args, item.keywords))
     elif isinstance(item, types.FunctionType):
-        holders = (*(Variable(cell) for cell in item.__closure__ or ()), *_globals(item))
+        holders = (*(Variable(of=cell) for cell in item.__closure__ or ()), *_globals(item))
         yield from (((holder,), value) for holder in holders if (value := holder.now()) is not ABSENT)
     else:
         entries = item if isinstance(item, dict) else _attributes(item)
-        yield from (((Entry(entries, key),), value) for key, value in list(islice(entries.items(), _MOST_OF_ONE)))
+        yield from (
+            ((Entry(of=entries, key=key),), value) for key, value in list(islice(entries.items(), _MOST_OF_ONE))
+        )
 
 
 def _attributes(item: object) -> dict[str, Any]:
@@ -168,7 +170,7 @@ def _globals(function: types.FunctionType) -> Iterator[Entry]:
     for name in _names(function.__code__):
         value = known.get(name)
         if not (callable(value) or isinstance(value, types.ModuleType)):
-            yield Entry(known, name)
+            yield Entry(of=known, key=name)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,12 +12,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from penstock.compat.torch import Placeholder, without_subclasses
+from penstock.compat.torch import VIEW_QUESTION, Placeholder, without_subclasses
 from penstock.errors import ModelError
 
 _LOOKS: Final = frozenset(
     (
-        *("__get__", "__set__", "__delete__", "__hash__", "__len__", "_is_view", "data_ptr", "dim", "element_size"),
+        *("__get__", "__set__", "__delete__", "__hash__", "__len__", VIEW_QUESTION, "data_ptr", "dim", "element_size"),
         *("get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_neg"),
         *("is_shared", "is_signed", "ndimension", "nelement", "numel", "register_hook", "requires_grad_"),
         *("register_post_accumulate_grad_hook", "result_type", "size", "storage_offset", "stride", "untyped_storage"),

@@ -80,7 +80,7 @@ class Accesses:
 
 def _place(attribute: Attribute) -> Holder:
     module, name = attribute
-    return Entry(buffers_of(module) if name in buffers_of(module) else vars(module), name)
+    return Entry(of=buffers_of(module) if name in buffers_of(module) else vars(module), key=name)
 
 
 Held = tuple[tuple[Holder, Any], ...]

@@ -20,7 +20,7 @@ from penstock.tape.holders import Holder
 from penstock.tape.watch import Birth
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Usage:
     """The groups that a segment read in one direction, its work, and live bytes at its start, its end and at most."""
 
@@ -61,7 +61,7 @@ class InTwo:
     second: int
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Segment:
     """A piece of the forward between two events: a call (of ``site``), or the model's own code (None).
 
