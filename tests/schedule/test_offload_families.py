@@ -19,6 +19,7 @@ from penstock.schedule.place import FP32, PAGE, Depths
 from penstock.schedule.program import ALIGN
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
+from tests.programs import transformer
 from tests.uniform import uniform_program
 
 LAYERS, M, RANKS = 8, 3, 4
@@ -318,3 +319,12 @@ def test_a_large_schedule_is_built_in_well_under_a_second() -> None:
     taken = time.process_time() - begin
     assert len(world.ranks[0].ops) > 25_000
     assert taken < 1
+
+
+def test_state_of_tied_weights_on_the_device_is_refused() -> None:
+    """Their gradients come from two stages, and are added up in host memory."""
+    program = transformer(2, tied=True)
+    asked = FamilyRequest(family="vertical", program=program, micro_batches=2, weights="device", state="device")
+    with pytest.raises(ConfigError, match="has gradients from several stages"):
+        build(asked)
+    build(replace(asked, program=transformer(2)))

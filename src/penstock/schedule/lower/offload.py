@@ -24,6 +24,7 @@ the head is used at once and never leaves. That before the last block leaves for
 vertical schedule, and for none in the horizontal one.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -162,11 +163,17 @@ def _chunk(request: FamilyRequest, streaming: Streaming, *, match: bool) -> int:
 
 
 def _placement(request: FamilyRequest, family: Streaming, activations: Tier) -> Placement:
-    groups = _part(request, family).groups
+    program = _part(request, family)
+    groups, made = program.groups, Counter(g for stage in program.stages for g in stage.gradients)
     weights, state = request.weights or family.weights, request.state or family.state
     pair = f"weights={weights!r} with state={state!r}"
     if state == "device" and weights != "device":
         raise ConfigError(f"{pair} cannot work: state on the device needs weights on the device")
+    if state == "device" and (tied := [groups[g].name for g, stages in made.items() if stages > 1]):
+        raise ConfigError(
+            f"{pair} cannot work for this model: {tied[0]!r} has gradients from several stages, which are added up in "
+            "host memory. Give another tier for state, or a model without tied weights"
+        )
     if request.ranks > 1 and not family.dealt and "device" in (weights, state):
         raise ConfigError(
             f"ranks={request.ranks} with {pair} cannot work: with several ranks, no weights stay on a device"
