@@ -164,7 +164,7 @@ class Seat:
             return replace(world, ranks=(schedule,) * kinds, groups=dict.fromkeys(world.groups, together))
         near = self.near
         ranks = tuple(_renamed(schedule, {near.name: f"{near.name}{kind}"}) for kind in together)
-        groups = {f"{near.name}{kind}": (kind,) for kind in together}
+        groups: dict[str, tuple[int, ...]] = {f"{near.name}{kind}": (kind,) for kind in together}
         groups |= {name: together for name in world.groups if name != near.name}
         return World(name=schedule.name, ranks=ranks, groups=groups)
 
