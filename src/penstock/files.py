@@ -7,7 +7,7 @@ where the file is added to or changed in place.
 | function | what becomes of the path |
 |---|---|
 | `regular`, `read` | nothing: it is read, if it is a file |
-| `matching` | nothing: it is looked into |
+| `matching`, `no_folder` | nothing: it is looked into, or at |
 | `create` | a new file; there must be nothing |
 | `append`, `update` | a file that goes on growing, or is changed in place |
 | `replace` | the old file or the new one, whenever somebody looks, and after a power cut too |
@@ -196,6 +196,19 @@ def matching(folder: Path, pattern: str) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
+
+
+def no_folder(path: Path) -> str:
+    """The reason that a path is no folder, in words that follow its name.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "does not exist"
+    return "is a link that leads nowhere" if stat.S_ISLNK(mode) and not os.path.exists(path) else "is a file"
 
 
 def remove(path: Path) -> None:

@@ -1,6 +1,7 @@
 """What settings name and is not there is said before anything heavy is imported."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(CONFIG.format(folder=tmp_path))
     monkeypatch.setitem(sys.modules, "penstock.cli.train", None)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "LOOP").symlink_to("LOOP")
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.jsonl").touch()
     (tmp_path / "mixed" / "b.parquet").touch()
@@ -51,6 +54,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--data.chat_template", "{folder}/chat.jinja"), "data.chat_template="),
         (("--budget.disk", "{folder}/c.yaml/store"), "c.yaml is a file: give a folder"),
         (("--data.prepared", "{folder}/c.yaml"), "data.prepared='"),
+        (("--data.prepared", "{folder}/LOOP"), "LOOP is a link that leads nowhere: give a folder"),
+        (("--budget.disk", "{folder}/LOOP"), "LOOP is a link that leads nowhere: give a folder"),
+        (("--data.sources", "{folder}/LOOP"), "LOOP is a link that leads back to itself: remove"),
+        (("--data.sources", "{folder}/pipe"), "pipe' is neither a file nor a folder"),
+        (("--data.tokenizer", "{folder}/pipe"), "what is there is no folder of a tokenizer: give one"),
+        (("--data.chat_template", "{folder}/pipe"), "what is there is no file with a template: give one"),
+        (("--data.chat_template", "{folder}/empty"), "what is there is no file with a template: give one"),
         (("--schedule", "{folder}/own.txt"), "there is no such file"),
         (("--model", "{folder}/nowhere"), "there is no such folder"),
         (("--model", "{folder}/empty"), "it has no config.json"),

@@ -40,3 +40,14 @@ def test_no_command_waits_for_a_pipe_that_lies_in_the_folder_of_a_run(
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("size", ["0", "²"])
+def test_a_terminal_of_no_size_gets_all_that_is_said(
+    size: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs set COLUMNS to 0 for a size that they do not know."""
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.setenv(name, size)
+    assert main(["simulate", "1f1b"]) == 0
+    assert "1f1b: 4 ranks" in capsys.readouterr().out

@@ -121,6 +121,8 @@ def test_a_setting_that_is_null_is_as_good_as_one_that_is_not_there() -> None:
 
 def test_what_cannot_be_shown_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not exist: give a folder" in said(capsys, tmp_path / "none", code=2)[1]
+    (tmp_path / "LOOP").symlink_to("LOOP")
+    assert "LOOP is a link that leads nowhere: give a folder" in said(capsys, tmp_path / "LOOP", code=2)[1]
     assert "there is no run in" in said(capsys, tmp_path, code=2)[1]
     made(tmp_path / "good", done=1)
     assert "--compare needs two runs or more, and there is 1 in" in said(capsys, tmp_path, "--compare", code=2)[1]

@@ -192,6 +192,7 @@ def test_all_that_stands_for_other_tools_settings_exists() -> None:
         ("model.config", "{}", "model_type"),
         ("optimizer", "{lr: 1", "not YAML"),
         ("data.shuffle", "5", "no effect"),
+        ("data", "{sources: a, sequence_length: 8, streaming: true, shuffle: 1000000000000}", "at most 33,554,432"),
         ("data.sources", "[]", "is empty"),
         ("optimizer.momentum", "0.9", "no effect"),
         ("lr_schedule.final", "0.1", "no effect"),

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.data.tokenizer import load, save
+from penstock.data.tokenizer import load, save, with_template
 from penstock.errors import ConfigError
-from tests.data_documents import sentences, tokenizer
+from tests.data_documents import sentences, settings, tokenizer
 
 TEXT = " ".join(sentences(20))
 WORDS = {"[UNK]": 0} | {word: n for n, word in enumerate(sorted(set(TEXT.split())), start=1)}
@@ -62,3 +62,10 @@ def test_a_file_that_cannot_be_looked_at_for_once_gives_no_other_tokens(
             break
     assert at > 0, "transformers has looked"
     assert refused or hidden != "tokenizer.json"
+
+
+def test_a_template_that_has_no_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=r"chat_template=.*: cannot read it: it is no regular file"):
+            with_template(tokenizer(), settings("a", chat_template=str(file)))

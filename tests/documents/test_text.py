@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.documents.text import MalformedError, parse_json, read_bounded
+from penstock.documents.typed import shown
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,8 @@ def test_a_file_is_read_up_to_its_most(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(MalformedError, match="no regular file"):
         read_bounded(tmp_path / "pipe")
+
+
+def test_a_number_of_too_many_bits_is_said_to_be_one() -> None:
+    assert shown(2**63) == "9223372036854775808, which has more than 63 bits"
+    assert shown(2**63 - 1) == "9223372036854775807"

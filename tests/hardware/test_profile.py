@@ -201,8 +201,15 @@ def test_a_profile_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.json: cannot read this machine profile: No such file"):
         load_machine(tmp_path / "none.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"binary\.json: this is not text"):
+    with pytest.raises(ConfigError, match=r"binary\.json: this is no machine profile: it is not UTF-8"):
         load_machine(tmp_path / "binary.json")
+
+
+def test_what_has_no_end_is_not_read_as_a_profile(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for file in (tmp_path / "pipe.json", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="this is no machine profile: it is no regular file"):
+            load_machine(file)
 
 
 # ---- shipped

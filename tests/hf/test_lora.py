@@ -255,6 +255,13 @@ def test_targets_that_the_model_lacks_are_refused() -> None:
         with_adapters(on_meta(), LoraConfig(target_modules=("query",)))
 
 
+def test_a_type_of_model_that_peft_knows_no_layers_of_is_told_to_name_them() -> None:
+    with torch.device("meta"):
+        model = built(ZOO["mixtral"])
+    with pytest.raises(ConfigError, match=r"lora.target_modules=None: peft knows no layers .* or all-linear$"):
+        with_adapters(model, LoraConfig(target_modules=None))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

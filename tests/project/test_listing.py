@@ -13,7 +13,7 @@ import penstock
 from penstock import files
 from penstock.cli.run_snapshots import snapshots_of
 from penstock.config import SourceConfig
-from penstock.data.sources.find import left_out
+from penstock.data.sources.find import left_out, local_source
 from penstock.errors import ConfigError, StoreError
 from penstock.hf.models.kept import copy_tokenizer
 
@@ -22,7 +22,6 @@ HARMLESS = {
     "cli/report.py": "what it would show besides",
     "cli/first_look.py": "a size that is said",
     "cli/run_folder.py": "what is removed with a run, whose removal then says what is left",
-    "data/sources/find.py": "a pattern of the user's",
     "doctor/mounts.py": "what the kernel shows",
     "fabric/strategy.py": "what is left of an older checkpoint",
     "hardware/profiles.py": "a cache",
@@ -92,8 +91,28 @@ def test_data_in_a_folder_that_may_not_be_read_are_missed(unreadable: Path) -> N
     assert left_out(SourceConfig(path=str(unreadable.parent))) is None
 
 
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "*/*.jsonl", "closed/*.jsonl", "**"])
+def test_data_that_a_pattern_names_in_a_folder_that_may_not_be_read_are_missed(pattern: str, unreadable: Path) -> None:
+    (unreadable.parent / "open").mkdir()
+    (unreadable.parent / "open" / "a.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ConfigError, match=r"closed cannot be read \(Permission denied\): make it"):
+        local_source(SourceConfig(path=str(unreadable.parent / pattern)))
+    assert local_source(SourceConfig(path=str(unreadable.parent / "[!c]*/*.jsonl"))) is not None
+
+
 def test_names_are_found_by_their_patterns(tmp_path: Path) -> None:
     for name in ("b.json", "a.json", ".c.json", "d.txt"):
         (tmp_path / name).touch()
     assert [path.name for path in files.matching(tmp_path, "*.json")] == [".c.json", "a.json", "b.json"]
     assert files.matching(tmp_path / "nowhere", "*") == files.matching(tmp_path / "d.txt", "*") == []
+
+
+def test_what_cannot_be_looked_at_is_not_taken_for_nothing() -> None:
+    """``os.path.lexists`` is false of it."""
+    found = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "lexists"
+    }
+    assert not found, "ask penstock.store.directory.is_there"

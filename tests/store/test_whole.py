@@ -4,7 +4,9 @@ import ctypes
 import errno
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,3 +144,39 @@ def test_what_is_under_way_is_not_taken_for_a_dead_ones(tmp_path: Path) -> None:
         folder.finish()
     assert contents(tmp_path / "out") == {"file": "mine"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def hide(path: Path, patched: pytest.MonkeyPatch) -> None:
+    """The drive does not let a name be looked at."""
+    for name in ("stat", "lstat"):
+        look: Callable[..., Any] = getattr(os, name)
+
+        def failing(which: Any, *args: Any, look: Callable[..., Any] = look, **how: Any) -> Any:
+            if not isinstance(which, int) and Path(which) == path:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(which))
+            return look(which, *args, **how)
+
+        patched.setattr(os, name, failing)
+
+
+def test_what_cannot_be_looked_at_is_not_taken_for_nothing(tmp_path: Path) -> None:
+    """A snapshot that is there is not written over."""
+    save(tmp_path / "out", 1)
+    with WholeFolder(tmp_path / "new") as folder, pytest.MonkeyPatch.context() as patched:
+        folder.path = tmp_path / "out"
+        hide(tmp_path / "out", patched)
+        with pytest.raises(StoreError, match=r"out cannot be looked at: Input/output error"):
+            folder.finish()
+    assert saved(tmp_path / "out") == 1
+
+
+def test_the_old_folder_that_a_killed_process_moved_aside_stays_where_it_cannot_be_looked_at(tmp_path: Path) -> None:
+    beside, aside = (tmp_path / f"out.partial-{'0' * 12}{end}" for end in ("", "-old"))
+    beside.mkdir()
+    write(aside, "old")
+    with pytest.MonkeyPatch.context() as patched:
+        hide(aside, patched)
+        with pytest.raises(StoreError, match=r"-old cannot be looked at: Input/output error"):
+            remove_abandoned(tmp_path, "*")
+    remove_abandoned(tmp_path, "*")
+    assert contents(tmp_path / "out") == {"part/file": "old"}

@@ -24,6 +24,7 @@ from penstock.planner.task import OWN_SHARE, own_budget
 from penstock.shape import decoders
 from penstock.shape.huggingface import model_shape
 from penstock.shape.shipped import CONFIGS, ON_THE_HUB
+from penstock.store.directory import is_there
 
 _ENOUGH = 2000
 """Documents that are looked at."""
@@ -232,7 +233,7 @@ def look_at_disk(paths: Sequence[str], *, here: bool) -> DiskFacts:
         found.append(path)
         if not here:
             continue
-        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.lexists(folder))
+        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if is_there(folder))
         if not there.is_dir():
             raise ConfigError(f"--disk {text}: {there} is no directory")
         if not os.access(there, os.W_OK | os.X_OK):

@@ -24,6 +24,7 @@ from penstock.cli.proposal import Proposal, propose
 from penstock.cli.settings import load_text
 from penstock.cli.words import Words
 from penstock.errors import ConfigError
+from penstock.store.directory import is_there
 
 T = TypeVar("T")
 
@@ -155,7 +156,7 @@ def _check_output(arguments: Arguments) -> None:
     ConfigError: the file is there and nobody has said that it may go, or it cannot be written.
     """
     output = arguments.output
-    if os.path.lexists(output) and not (arguments.overwrite and output.is_file()):
+    if is_there(output) and not (arguments.overwrite and output.is_file()):
         how = "--overwrite replaces it, and --output FILE names another" if output.is_file() else "give --output FILE"
         raise ConfigError(f"--output {output}: it is there already: {how}")
     if not os.access(output.parent, os.W_OK | os.X_OK):

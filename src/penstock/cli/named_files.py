@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 from typing import get_args
 
+from penstock import files
 from penstock.cli.run_folder import Start
 from penstock.cli.trackers import check_installed
 from penstock.config import DataConfig, Family, ModelConfig, TrainConfig
 from penstock.config.data import each_source
 from penstock.errors import ConfigError
+from penstock.store.directory import is_there
 
 
 def check_named_files(config: TrainConfig, start: Start) -> None:
@@ -41,9 +43,10 @@ def _check_folder(key: str, folder: Path) -> None:
     """Raises:
     ConfigError: what is there is no folder, or what it would have to be made in is none.
     """
-    there = next((place for place in (folder, *folder.absolute().parents) if os.path.exists(place)), folder)
-    if os.path.exists(there) and not there.is_dir():
-        raise ConfigError(f"{key}={str(folder)!r}: {there} is a file: give a folder")
+    above = (place for place in folder.absolute().parents if os.path.exists(place))
+    there = folder if os.path.exists(folder) or os.path.islink(folder) else next(above)
+    if not there.is_dir():
+        raise ConfigError(f"{key}={str(folder)!r}: {there} {files.no_folder(there)}: give a folder")
 
 
 def _check_data(data: DataConfig, *, may_have_moved: bool) -> None:
@@ -62,8 +65,11 @@ def _check_data(data: DataConfig, *, may_have_moved: bool) -> None:
                 ) from error
     for key in ("tokenizer", "chat_template"):
         given = getattr(data, key)
-        if not isinstance(given, str) or Path(given).exists():
+        if not isinstance(given, str) or (Path(given).is_dir() if key == "tokenizer" else Path(given).is_file()):
             continue
+        if is_there(Path(given)):
+            kind = "folder of a tokenizer" if key == "tokenizer" else "file with a template"
+            raise ConfigError(f"data.{key}={given!r}: what is there is no {kind}: give one")
         if key == "chat_template" or _is_a_path(given):
             raise ConfigError(f"data.{key}={given!r}: there is no such file or folder")
 

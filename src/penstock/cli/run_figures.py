@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from penstock import files
 from penstock.cli.run_folder import METRICS, RUN_LOCK, settings_of, settings_path
 from penstock.cli.run_record import RunRecord
 from penstock.cli.settings import plain
@@ -176,8 +177,7 @@ def _runs_in(path: Path, closed: Callable[[OSError], None]) -> Iterator[Path]:
         ConfigError: there is no such folder.
     """
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(f"{path} {what}: give a folder that has runs in it, or the folder of a run")
+        raise ConfigError(f"{path} {files.no_folder(path)}: give a folder that has runs in it, or the folder of a run")
     for here, below, names in os.walk(path, onerror=closed):
         folder = Path(here)
         if RUN_FILE in names or settings_path(folder).name in names:

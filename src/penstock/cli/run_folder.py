@@ -62,7 +62,7 @@ def settings_file(folder: Path) -> Path:
         ConfigError: there is no run there.
     """
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+        what = files.no_folder(folder)
         raise ConfigError(f"{folder} {what}: give the folder of a run, which penstock train writes (its run setting)")
     if not (folder / _SETTINGS).is_file():
         raise ConfigError(

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli.showing.console import console as console_for
 from penstock.cli.simulate_case import Case
 from penstock.config import TIERS, format_size
 from penstock.report.sentence import format_time
@@ -87,7 +88,7 @@ def _bubble(simulation: Simulation, ranks: Sequence[RankFigures]) -> float:
 
 def show(case: Case, simulation: Simulation, ranks: Sequence[RankFigures], out: TextIO) -> None:
     """A readable account, coloured on a terminal."""
-    console = Console(file=out, highlight=False, soft_wrap=True)
+    console = console_for(out, soft_wrap=True)
     console.print(case.title, style="bold", markup=False)
     console.print(case.costs_in_words, markup=False)
     console.print(f"\ntime         [bold]{_time(case, simulation.time)}[/]")

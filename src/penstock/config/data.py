@@ -12,6 +12,9 @@ Kind = Literal["text", "completion", "chat", "tokens"]
 LossOn = Literal["answers", "all"]
 TooLong = Literal["split", "cut", "drop"]
 
+MOST_HELD = 1 << 25
+"""Tokens that a stream holds at a time to bring its documents into another order: 128 MiB of ids."""
+
 STREAM_FROM = 10_000_000_000
 """Bytes of files from which on data are streamed, unless the settings say otherwise."""
 
@@ -213,7 +216,8 @@ class DataConfig:
     | ``validation`` | what is evaluated on: ``share`` or ``sources``; None: nothing is held out |
     | ``streaming`` | true: read while training; false: tokenise all of it first, into the run's folder; None: stream
     from 10 GB on |
-    | ``shuffle`` | documents that a stream holds to bring them into another order; None: 10,000 |
+    | ``shuffle`` | documents that a stream holds to bring them into another order, of 33,554,432 tokens at most;
+    None: 10,000 |
     | ``prepared`` | a folder for what is tokenised, to share between runs; None: the run's own |
     """
 
@@ -268,6 +272,11 @@ class DataConfig:
             raise ConfigError("data.shuffle has no effect unless data.streaming is true: all documents are shuffled")
         if self.shuffle is not None and self.shuffle < 1:
             raise ConfigError(f"data.shuffle={self.shuffle}: must be at least 1")
+        if self.shuffle is not None and self.shuffle > MOST_HELD:
+            raise ConfigError(
+                f"data.shuffle={self.shuffle}: a stream holds at most {MOST_HELD:,} tokens at a time, and so no more "
+                "documents: lower it, or set data.streaming: false, where all documents are shuffled"
+            )
         if self.streaming and self.training is not None:
             raise ConfigError("data.tokenizer.train needs data.streaming: false, as it reads the text before training")
         if self.streaming and self.prepared is not None:

@@ -174,6 +174,7 @@ ELSEWHERE: Mapping[str, Counterpart] = {
     ),
     **_named("gpu_memory_limit max_memory", _is("budget.device", "budget.host")),
     "torch_compile": _is("compile"),
+    "pp": _is("pipeline"),
     # adapters
     "adapter": _is("lora", differs="a section: lora: {rank: 16}"),
     **_named("lora_r lora_rank lora.r", _is("lora.rank")),

@@ -4,7 +4,7 @@ import difflib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, get_args
@@ -81,6 +81,36 @@ def model_and(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], OfModel[T
     return decorate
 
 
+def named_arguments(kind: type[T]) -> type[T]:
+    """A dataclass that says of a keyword argument that is none of its fields what stands for it, as ``takes`` does."""
+    plain: Callable[..., None] = kind.__init__
+    known, sections = inspect.signature(kind).parameters, _sections(kind)
+
+    @wraps(plain)
+    def init(self: T, *args: Any, **given: Any) -> None:
+        _check_names(kind.__qualname__, given, known, sections)
+        plain(self, *args, **given)
+
+    setattr(kind, "__init__", init)  # noqa: B010 - a type checker takes it for a method of every class
+    return kind
+
+
+def _sections(kind: type) -> Container[str]:
+    """The fields that are dataclasses themselves."""
+    return {f.name for f in by_need(kind) if any(map(is_dataclass, get_args(f.type) or [f.type]))}
+
+
+def _check_names(whose: str, given: Iterable[str], known: Collection[str], sections: Container[str]) -> None:
+    """Raises:
+    TypeError: one that is given is none that is known.
+    """
+    if unknown := [name for name in given if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        there = counterpart_among(unknown[0], known, sections)
+        hint = f": {there}" if there else f". Did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"{whose}() got an unexpected keyword argument {unknown[0]!r}{hint}")
+
+
 def takes(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Concatenate[T, P], R]]:
     """A function of something and settings, called with the settings as keyword arguments: ``f(x, delay=0.5)``.
 
@@ -96,17 +126,12 @@ def takes(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Conc
         each = inspect.signature(kind).parameters
         signature = plain.replace(parameters=[first, *(each[name] for name in order)])
 
-        sections = {f.name for f in by_need(kind) if any(map(is_dataclass, get_args(f.type) or [f.type]))}
-
+        sections = _sections(kind)
         construct: Callable[..., S] = kind
 
         @wraps(function)
         def call(*args: Any, **given: Any) -> R:
-            if unknown := [name for name in given if name not in signature.parameters]:
-                near = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
-                there = counterpart_among(unknown[0], signature.parameters, sections)
-                hint = f": {there}" if there else f". Did you mean {near[0]!r}?" if near else ""
-                raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {unknown[0]!r}{hint}")
+            _check_names(function.__qualname__, given, signature.parameters, sections)
             try:
                 bound = signature.bind(*args, **given).arguments
             except TypeError as error:

@@ -12,7 +12,7 @@ from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 
-from penstock.config.data import TooLong
+from penstock.config.data import MOST_HELD, TooLong
 from penstock.data.ahead import ahead
 from penstock.data.encode import Encoder
 from penstock.data.mixture import shuffled
@@ -24,7 +24,6 @@ from penstock.data.token_files import Document, TokenFile
 from penstock.errors import ConfigError
 
 _A_FEW = 64  # documents
-_MOST_TOKENS = 1 << 25  # of one window: 128 MiB of ids
 
 
 class Place(TypedDict):
@@ -148,7 +147,7 @@ class Streamed:
             document, places[due] = next(documents[due])
             taken[due].append((document, before))
             tokens += len(document.ids)
-            if tokens >= _MOST_TOKENS:
+            if tokens >= MOST_HELD:
                 break
         return taken, places
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from penstock.config.data import DataConfig, TokenizerTrainingConfig
+from penstock.documents.text import MalformedError, read_text
 from penstock.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -100,8 +101,8 @@ def with_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Pre
     """
     if config.chat_template is not None:
         try:
-            tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
+            tokenizer.chat_template = read_text(Path(config.chat_template)).removeprefix("\ufeff")
+        except (OSError, MalformedError) as error:
             raise ConfigError(f"data.chat_template={config.chat_template!r}: cannot read it: {error}") from None
     return tokenizer
 

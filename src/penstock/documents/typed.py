@@ -156,6 +156,12 @@ def expected(hint: Any, none: str = "null") -> str:
 
 def shown(value: Any, most: int = 80) -> str:
     """A value for a message, which may be of any size."""
+    if type(value) is int and abs(value) > LARGEST:
+        return f"{_cut(value, most)}, which has more than 63 bits"
+    return _cut(value, most)
+
+
+def _cut(value: Any, most: int) -> str:
     try:
         text = repr(value)
     except ValueError:  # a number of thousands of digits

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.documents.text import MalformedError, read_text
 from penstock.errors import ConfigError
 from penstock.schedule.ir.lanes import LANES
 
@@ -278,11 +279,11 @@ def parse_machine(text: str, where: str) -> Machine:
 def load_machine(path: Path) -> Machine:
     """Read a profile; raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this machine profile: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: this is not text. penstock doctor makes a machine profile") from None
+    except MalformedError as error:
+        raise ConfigError(f"{path}: this is no machine profile: {error}. penstock doctor makes one") from None
     return replace(parse_machine(text, str(path)), file=str(path))
 
 

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 
 from penstock.config.layout import LayoutConfig
+from penstock.config.meanings import named_arguments
 from penstock.config.optimizer import MomentsConfig
 from penstock.engine.arguments import LoopArguments
 from penstock.errors import ConfigError
 
 
+@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class EngineArguments(LoopArguments, MomentsConfig, LayoutConfig):
     """The engine's side of a training run by a library's own loop. Everything else follows from the loop's arguments.

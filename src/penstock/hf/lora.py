@@ -35,6 +35,11 @@ def with_adapters(model: nn.Module, lora: LoraConfig) -> nn.Module:
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
+        if targets is None:
+            raise ConfigError(
+                "lora.target_modules=None: peft knows no layers for this type of model by itself: name their ends, as "
+                "[q_proj, v_proj], or all-linear"
+            ) from error
         raise ConfigError(f"lora.target_modules={targets!r}: {' '.join(str(error).split())[:300]}") from error
     assert isinstance(adapted, nn.Module)
     return adapted

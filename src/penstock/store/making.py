@@ -48,7 +48,7 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
         require_settled(path)
         if directory.is_there(path / DATA):
             raise StoreError(f"{path} holds a store already: open it, delete it, or give another directory")
-        if (path / MANIFEST).exists() and not (path / PARTIAL).exists():
+        if directory.is_there(path / MANIFEST) and not directory.is_there(path / PARTIAL):
             raise StoreError(
                 f"{path} holds a {MANIFEST} and no store: give another directory, or delete that if it is of a store "
                 "whose data is gone"

@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.documents.text import MalformedError
 from penstock.documents.typed import decode
 from penstock.errors import StoreError
+from penstock.store.directory import is_there
 from penstock.store.records import read_document
 
 RUN_FILE = "run.json"
@@ -37,11 +38,8 @@ def owner_in(folder: Path) -> Owner | None:
     Raises:
         StoreError: the folder says which, and it cannot be read.
     """
-    try:
-        if not (folder / RUN_FILE).exists():
-            return None
-    except OSError as error:
-        raise StoreError(f"{folder / RUN_FILE} cannot be read: {error.strerror}") from error
+    if not is_there(folder / RUN_FILE):
+        return None
     body = read_document(folder / RUN_FILE, RUN_KIND)  # which says more than that: see ``cli.run_record``
     try:
         return decode(Owner, {key: body.get(key) for key in ("id", "folder")} if isinstance(body, dict) else body)

@@ -14,7 +14,7 @@ from penstock.documents import typed
 from penstock.documents.text import MalformedError, parse_json, read_bounded
 from penstock.documents.typed import shown
 from penstock.errors import StoreError
-from penstock.store.directory import in_the_way
+from penstock.store.directory import in_the_way, is_there
 from penstock.store.packed import ADVICE, store_error
 
 log = logging.getLogger("penstock")
@@ -149,7 +149,7 @@ class CommitLog:
         if writable:
             _write_again(self.path)
             for path in self._paths:
-                if not os.path.lexists(path):
+                if not is_there(path):
                     _blank_file(path, b"")
                     log.warning("%s is made again, for the next commit", path)
 

@@ -1,11 +1,10 @@
 """The place of a snapshot: a folder that is written beside it, and put there when it is whole."""
 
-import os
 from pathlib import Path
 
 from penstock.config import format_size
 from penstock.errors import StoreError
-from penstock.store import packed
+from penstock.store import directory, packed
 from penstock.store.whole import WholeFolder
 
 MANIFEST = "snapshot.json"
@@ -43,7 +42,7 @@ class SnapshotPlace:
             raise
 
     def _check_target(self) -> None:
-        if not os.path.lexists(self.path):
+        if not directory.is_there(self.path):
             return
         if not self._overwrite:
             raise StoreError(f"{self.path} exists: give another path, remove it, or say overwrite=True")

@@ -63,7 +63,7 @@ class WholeFolder:
         Raises:
             StoreError: it cannot be put there so that it outlasts a power cut. What was there before still is.
         """
-        replaces = os.path.lexists(self.path)
+        replaces = directory.is_there(self.path)
         directory.sync_directory(self.partial)
         try:
             self._swap() if replaces else self.partial.rename(self.path)
@@ -121,11 +121,13 @@ def remove_abandoned(parent: Path, pattern: str) -> None:
             lock = DirectoryLock(beside)
         except StoreError:
             continue
-        aside, place = _aside(beside), parent / _PARTIAL.sub("", beside.name)
-        if os.path.lexists(aside):
-            _remove(aside) if os.path.lexists(place) else aside.rename(place)
-        _remove(beside)
-        lock.release()
+        try:
+            aside, place = _aside(beside), parent / _PARTIAL.sub("", beside.name)
+            if directory.is_there(aside):
+                _remove(aside) if directory.is_there(place) else aside.rename(place)
+            _remove(beside)
+        finally:
+            lock.release()
 
 
 def _aside(beside: Path) -> Path:

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from penstock.cli.showing.console import console
 from penstock.cli.showing.display import write_now
 from penstock.cli.showing.meter import Meter
 from penstock.cli.showing.screen import screen
@@ -19,7 +20,7 @@ class TerminalDisplay:
     """Redraws one screenful; what is said stays above it. Drawn by rich's thread, so time goes on during a step."""
 
     def __init__(self, out: TextIO) -> None:
-        self.console = Console(file=out, highlight=False)
+        self.console = console(out)
         self._live: Live | None = None
         self._notice = ""
         self._step_began = 0.0
@@ -77,5 +78,5 @@ class ReadingBar:
 def reading(out: TextIO) -> Iterator[ReadingBar]:
     """A bar with bytes, rate and time left, gone when it is over."""
     columns = (BarColumn(32), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=out, highlight=False), transient=True) as progress:
+    with Progress(*columns, console=console(out), transient=True) as progress:
         yield ReadingBar(progress)

@@ -1,6 +1,5 @@
 """Finds the reader for a path."""
 
-import glob
 import os
 import re
 from collections import Counter
@@ -11,6 +10,7 @@ from penstock.config import SourceConfig
 from penstock.data.sources.delimited import Csv
 from penstock.data.sources.hub import open_dataset
 from penstock.data.sources.jsonl import JsonLines
+from penstock.data.sources.pattern import OF_THE_SYSTEM, is_file, is_pattern, is_there, matching, unreadable
 from penstock.data.sources.reader import Reader, Renamed, wanted
 from penstock.data.sources.text import TextFiles, in_order, stdlib
 from penstock.data.sources.walk import ending, is_packed
@@ -62,6 +62,11 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
             raise ConfigError(f"data: {source.path!r} has no file that is read: {left}")
         if Path(os.path.expanduser(source.path)).is_dir():
             raise ConfigError(f"data: {source.path!r} is a folder without a file, but for hidden ones")
+        if is_there(Path(os.path.expanduser(source.path))):
+            raise ConfigError(
+                f"data: {source.path!r} is neither a file nor a folder, but a pipe or a device: write what it has into "
+                "a file, which is read more than once"
+            )
         if not _HUB_NAME.fullmatch(source.path) or ending(Path(source.path)) in _NAMED:
             raise ConfigError(f"data: {source.path!r} matches no file (relative to {os.getcwd()})")
         _check_keys(source, hub=True, rows=True)
@@ -109,34 +114,29 @@ def _files(pattern: str) -> tuple[Path, ...]:
     """The files that a path or pattern names, in order; of a folder, those in it and below whose endings are those of
     data, but for hidden ones."""
     path = Path(os.path.expanduser(pattern))
-    if path.is_file():
+    if is_file(path):
         return (path,)
     if path.is_dir():
-        return tuple(file for file in _inside(path) if _is_data(file))
-    return tuple(sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)))
+        return tuple(file for file in _inside(path)[0] if _is_data(file))
+    return matching(path) if is_pattern(str(path)) else ()
 
 
-_OF_THE_SYSTEM = "lost+found"
-"""A folder at the root of a file system that root alone may look into."""
-
-
-def _inside(folder: Path) -> list[Path]:
-    """The files in a folder and below, in order; none that is hidden, or in a hidden folder.
+def _inside(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files in a folder and below, in order, and the links to folders, which are not followed; none that is hidden,
+    or in a hidden folder.
 
     Raises:
-        ConfigError: a folder cannot be looked into.
+        ConfigError: a folder cannot be looked into, or a link with the name of data leads to nothing.
     """
-    found = list[Path]()
+    found, linked = list[Path](), list[Path]()
     try:
         for where, folders, names in os.walk(folder, onerror=files.refuse):
-            folders[:] = [name for name in folders if not name.startswith(".") and name != _OF_THE_SYSTEM]
+            folders[:] = [name for name in folders if not name.startswith(".") and name != OF_THE_SYSTEM]
+            linked += [path for name in folders if (path := Path(where, name)).is_symlink()]
             found += [Path(where, name) for name in names if not name.startswith(".")]
     except OSError as error:
-        raise ConfigError(
-            f"data: {error.filename} cannot be read ({error.strerror}): make it readable, or name what is to be "
-            "read by a pattern"
-        ) from error
-    return sorted(path for path in found if path.is_file())
+        raise unreadable(error) from error
+    return sorted(path for path in found if (is_file(path) if _is_data(path) else path.is_file())), sorted(linked)
 
 
 def _is_data(path: Path) -> bool:
@@ -144,20 +144,29 @@ def _is_data(path: Path) -> bool:
 
 
 def left_out(source: SourceConfig) -> str | None:
-    """Words on the files of a folder that are not read, by their endings; None: there are none."""
+    """Words on what is in a folder and not read: files by their endings, and linked folders; None: all is read."""
     folder = Path(os.path.expanduser(source.path))
     if source.path == "stdlib" or not folder.is_dir():
         return None
-    inside = _inside(folder)
+    inside, linked = _inside(folder)
     tokens = {path.with_suffix("") for path in inside if ending(path) == ".tokens"}
     rest = [path for path in inside if not _is_data(path) and path.with_suffix("") not in tokens]
-    if not rest:
-        return None
+    said = [*([_by_endings(source, rest)] if rest else []), *([_links(linked)] if linked else [])]
+    return f"left out of the folder: {'; '.join(said)}" if said else None
+
+
+def _by_endings(source: SourceConfig, rest: list[Path]) -> str:
     counts = Counter(path.suffix for path in rest).most_common()
     named = ", ".join(f"{count:,} {suffix or 'without an ending'}" for suffix, count in counts[:_MOST_NAMED])
     more = f" and {len(counts) - _MOST_NAMED} other endings" if len(counts) > _MOST_NAMED else ""
     pattern = Path(source.path, "**", f"*{next(filter(None, (suffix for suffix, _ in counts)), '')}")
-    return f"left out of the folder: {named}{more} (a pattern reads them as text: {pattern})"
+    return f"{named}{more} (a pattern reads them as text: {pattern})"
+
+
+def _links(linked: list[Path]) -> str:
+    named = ", ".join(map(str, linked[:_MOST_NAMED]))
+    more = f" and {len(linked) - _MOST_NAMED} more" if len(linked) > _MOST_NAMED else ""
+    return f"links to folders, {named}{more} (name each as a source of its own)"
 
 
 _MOST_NAMED = 5

@@ -5,7 +5,6 @@ layouts by transformers' own rules, tied weights once, buffers too. It appears u
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -36,6 +35,7 @@ from penstock.hf.models.kept import NOTES, Kept, copy_tokenizer
 from penstock.hf.models.mapping import Step
 from penstock.hf.models.shard_files import ShardFiles, lay_out
 from penstock.state.values import Values
+from penstock.store.directory import is_there
 from penstock.store.packed import FULL, store_error
 from penstock.store.whole import WholeFolder
 from penstock.tape.kv_cache import as_given
@@ -273,7 +273,7 @@ def write_folder(
 
 def _check_target(out: Path, *, overwrite: bool) -> None:
     _check_not_kept(out)
-    if not os.path.lexists(out):
+    if not is_there(out):
         return
     if not overwrite:
         raise ConfigError(f"{out} exists: give another folder, or replace it (--overwrite, overwrite=True)")

@@ -1,0 +1,26 @@
+"""Rich's console, as wide as the terminal."""
+
+import os
+import shutil
+from typing import TextIO
+
+from rich.console import Console
+
+
+def console(out: TextIO, *, soft_wrap: bool = False) -> Console:
+    """A console that writes to ``out``. COLUMNS and LINES count, but for 0, of which rich makes pages without a
+    character: some programs set it for a size that they do not know."""
+    size = shutil.get_terminal_size()
+    return Console(
+        file=out,
+        highlight=False,
+        soft_wrap=soft_wrap,
+        width=size.columns if _is_no_size("COLUMNS") else None,
+        height=size.lines if _is_no_size("LINES") else None,
+    )
+
+
+def _is_no_size(name: str) -> bool:
+    """True of a variable that rich would take for a size, and which is none."""
+    text = os.environ.get(name, "")
+    return text.isdigit() and not (text.isdecimal() and int(text) > 0)
