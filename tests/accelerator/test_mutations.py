@@ -15,9 +15,12 @@ import torch
 import penstock
 from penstock import accelerator
 from penstock.engine.visiting import VisitingWeights
+from penstock.runtime.actions import Actions
+from penstock.runtime.actions.optimizer import OptimizerSteps
 from penstock.runtime.actions.saved_activations import SavedActivations
 from penstock.runtime.executor import Executor
 from penstock.runtime.streams import DeviceStreams
+from penstock.schedule.ir.ops import Op
 from penstock.state import background
 from penstock.state.memory import HostSlab
 from tests.accelerator import DEVICE, simulated, watching
@@ -97,6 +100,27 @@ def written_by_who_changes(path: Path) -> None:
     run.close()
 
 
+def failed_and_again(path: Path) -> None:
+    """A step that fails in the middle, with much that is queued, and the same step again."""
+    act, count = Actions.__call__, 0
+
+    def fails(self: Actions, op: Op) -> int:
+        nonlocal count
+        count += op.id.kind == "DG"
+        if op.id.kind == "DG" and count == 9:
+            raise OSError(5, "not today")
+        return act(self, op)
+
+    device = torch.device(DEVICE, 0)
+    with wrap(CASE, budget(path, activations="disk"), device=DEVICE, precision="fp32", clip_grad_norm=1.0) as engine:
+        micro_batches = [{k: t.to(device) for k, t in micro_batch.items()} for micro_batch in STEPS[0]]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Actions, "__call__", fails)
+            with pytest.raises(OSError, match="not today"):
+                engine.step(micro_batches)
+        run_steps(engine, STEPS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Missed(Mutation):
     """A line whose lack is found while something is done (``doing``)."""
@@ -164,6 +188,22 @@ MUTATIONS = {
     "a background write has copied what may change": Missed(
         owner=background.DeviceCopies, name="copy_beside", line="self._copied.synchronize()", doing=written_behind
     ),
+    "who writes before he changes copies before he changes": Missed(
+        owner=background.DeviceCopies,
+        name="copy_here",
+        line="target.copy_(source)",
+        instead="target.copy_(source, non_blocking=True)",
+        doing=written_by_who_changes,
+    ),
+    "what changes state on the device says so before": Missed(
+        owner=OptimizerSteps,
+        name="step_on_device",
+        line="arrays.about_to_change(g, 0, numel)",
+        doing=written_behind,
+    ),
+    "a step that has failed gives its buffers back when all is over": Missed(
+        owner=Executor, name="_surface", line="settle(self.streams, error)", doing=failed_and_again
+    ),
     "a step comes after what its caller has queued": Missed(
         owner=DeviceStreams, name="around_caller", line="compute.wait_stream(own)"
     ),
@@ -186,7 +226,9 @@ def found_while(doing: Doing, path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("microseconds", [None, 300.0], ids=["when waited for", "at random moments"])
-@pytest.mark.parametrize("doing", [from_disk, written_behind, changed_and_written, written_by_who_changes])
+@pytest.mark.parametrize(
+    "doing", [from_disk, written_behind, changed_and_written, written_by_who_changes, failed_and_again]
+)
 def test_the_engine_leaves_nothing_to_chance(doing: Doing, microseconds: float | None, tmp_path: Path) -> None:
     with simulated.patient(microseconds):
         assert found_while(doing, tmp_path / "store") == []
