@@ -166,23 +166,35 @@ def test_what_calls_are_handed_besides_comes_once_from_the_first_rank(ranks: int
     check_world(World(name="besides", ranks=tuple(schedules), groups={"all": tuple(range(ranks))}))
 
 
-def handed(ranks: int, layers: int, micro_batches: int, besides: Callable[[Sequence[int]], Sequence[int]]) -> World:
-    """A pipeline in which stages are handed something besides, by the rank of each stage."""
+def handed(
+    ranks: int,
+    layers: int,
+    micro_batches: int,
+    besides: Callable[[Sequence[int]], Sequence[int]],
+    counts: Sequence[int] | None = None,
+) -> World:
+    """A pipeline in which stages are handed something besides, by the rank of each stage; proved. ``counts``: blocks of
+    each rank."""
     whole = uniform_program(layers, block=64 * ALIGN, embedding=4 * ALIGN, head=4 * ALIGN, activation=ACTIVATION)
-    of_stages = stages_dealt(whole, ranks)
+    of_stages = stages_dealt(whole, ranks, counts)
     sizes = besides(of_stages)
     of_ranks = [program_of_rank(whole, of_stages, rank, ranks, besides=sizes) for rank in range(ranks)]
     s = all_on_disk(whole, chunk=64 * ALIGN, micro_batches=micro_batches)
-    return pipeline_world([lower_step("vertical", of, s, seat=streaming_seat(1, pipe=ranks)) for of in of_ranks])
+    schedules = [lower_step("vertical", of, s, seat=streaming_seat(1, pipe=ranks)) for of in of_ranks]
+    for of, schedule in zip(of_ranks, schedules, strict=True):
+        prove(schedule, Needs.of(of, s))
+    return pipeline_world(schedules)
 
 
 @given(st.data())
 def test_what_is_handed_besides_to_any_stages_holds_up_no_rank_for_good(data: st.DataObject) -> None:
     ranks, micro_batches = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 7))
-    layers = data.draw(st.integers(ranks, 12))
-    world = handed(
-        ranks, layers, micro_batches, lambda of: [bool(rank) * data.draw(st.sampled_from((0, ALIGN))) for rank in of]
-    )
+    counts = [data.draw(st.integers(rank > 0, 3)) for rank in range(ranks)]
+
+    def any_of_them(of_stages: Sequence[int]) -> list[int]:
+        return [bool(rank) * data.draw(st.sampled_from((0, ALIGN))) for rank in of_stages]
+
+    world = handed(ranks, sum(counts), micro_batches, any_of_them, counts)
     check_world(world)
     run_orders(world)
 

@@ -63,11 +63,13 @@ def sent_after(
 def received_before(program: Program, kind: str, stage: int, micro_batches: Sequence[int]) -> Iterator[Message]:
     """The messages that the rank whose ``program`` it is receives before a visit of its own, vertically."""
     dealt = program.dealt
-    if dealt is None or not stage:
+    if dealt is None:
         return
     if kind == "B":
         for one in _made(program, dealt, "B", stage + 1):
             yield from map(one.received, micro_batches)
+        return
+    if not stage:
         return
     outputs = [one for one in _made(program, dealt, "F", stage - 1) if one.what == "A"]
     besides, ahead = list[_Made](), 0
