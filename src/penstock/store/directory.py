@@ -39,14 +39,14 @@ def entries(path: Path) -> list[Path]:
 
 
 def is_there(path: Path) -> bool:
-    """True if there is something at ``path``.
+    """True if there is something at ``path``; False of what no file can be called.
 
     Raises:
         StoreError: that cannot be found out; names the directory that stands in the way, and whose it is.
     """
     try:
         path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
     except OSError as e:
         raise store_error(f"{path} cannot be looked at: {in_the_way(path, e)}", e) from e
