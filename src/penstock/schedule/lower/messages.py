@@ -8,8 +8,9 @@ before.
 
 *Vertically* a rank sends what it has made micro-batch by micro-batch, and receives so: none waits for what comes after
 another micro-batch's. What is besides for a rank further on is there before the output of as many micro-batches as
-there are stages in between, and it is received in that order. What is for another of its stages than its next comes in
-the end: a message lies nowhere in between, and until then that rank receives what is before.
+there are stages in between, and it is received in that order. Behind a rank that has two of these stages, though, no
+output comes before all micro-batches have come to that rank. So what is besides comes there after all outputs: a
+message lies nowhere in between, and who sends it sooner would wait for who waits for those.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,7 @@ def sent_after(
     if program.dealt is None:
         return
     made = _made(program, program.dealt, kind, stage, train=train)
-    later = [one for one in made if one.to in program.dealt.of_stages[stage + 1 : one.stage]]
+    later = [one for one in made if not _at_once(program.dealt, stage, one.stage)]
     for m in micro_batches:
         yield from (one.sent(m) for one in made if one not in later)
     for one in later:
@@ -76,11 +77,17 @@ def received_before(program: Program, kind: str, stage: int, micro_batches: Sequ
     if dealt.rank and dealt.besides[stage]:
         between = dealt.of_stages[stage - 1 :: -1].index(0)
         besides = [_Made("X", stage, 0, dealt.rank)]
-        ahead = 0 if dealt.rank in dealt.of_stages[stage - between : stage] else between
+        ahead = between if _at_once(dealt, stage - between - 1, stage) else 0
     count = len(micro_batches)
     for i in range(count + ahead):
         yield from (one.received(micro_batches[i]) for one in besides if i < count)
         yield from (one.received(micro_batches[i - ahead]) for one in outputs if i >= ahead)
+
+
+def _at_once(dealt: Dealt, first: int, stage: int) -> bool:
+    """True if micro-batches come from one stage to another one after the other: no rank has two on the way."""
+    on_the_way = dealt.of_stages[first + 1 : stage + 1]
+    return len(set(on_the_way)) == len(on_the_way)
 
 
 def _made(program: Program, dealt: Dealt, kind: str, stage: int, *, train: bool = True) -> list[_Made]:
