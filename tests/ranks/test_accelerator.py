@@ -303,7 +303,6 @@ def test_what_is_left_out_is_a_line_of_the_engine(name: str) -> None:
 
 @pytest.mark.mutation
 @pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
-@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_it_is_found_where_nothing_says_that(name: str) -> None:
     axis = "dp_shard" if MUTATIONS[name].owner is Together else "pp"
