@@ -16,7 +16,6 @@ import penstock
 from penstock import accelerator
 from penstock.engine.visiting import VisitingWeights
 from penstock.runtime.actions import Actions
-from penstock.runtime.actions.optimizer import OptimizerSteps
 from penstock.runtime.actions.saved_activations import SavedActivations
 from penstock.runtime.executor import Executor
 from penstock.runtime.streams import DeviceStreams
@@ -193,12 +192,6 @@ MUTATIONS = {
         line="target.copy_(source)",
         instead="target.copy_(source, non_blocking=True)",
         doing=written_by_who_changes,
-    ),
-    "what changes state on the device says so before": Missed(
-        owner=OptimizerSteps,
-        name="step_on_device",
-        line="arrays.about_to_change(g, 0, numel)",
-        doing=written_behind,
     ),
     "a step comes after what its caller has queued": Missed(
         owner=DeviceStreams, name="around_caller", line="compute.wait_stream(own)"
