@@ -163,12 +163,18 @@ def test_page_locking_that_fails_is_a_budget_error(sim: Simulated, monkeypatch: 
         HostSlab(1 << 20, beside=torch.device(SIM))
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_host_thread_that_does_not_wait_is_found(waits: bool, sim: Simulated) -> None:
+def copied_to(*, waits: bool) -> HostSlab:
+    """Page-locked memory that the device copies to; ``waits``: until that is over."""
     slab = HostSlab(4096, beside=torch.device(SIM))
     slab.bytes.copy_(torch.ones(4096, dtype=torch.uint8, device=SIM), non_blocking=True)
     if waits:
         torch.accelerator.synchronize()
+    return slab
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_host_thread_that_does_not_wait_is_found(waits: bool, sim: Simulated) -> None:
+    slab = copied_to(waits=waits)
     sim.host_access(slab.bytes.data_ptr(), 4096, "a look", writes=False)
     found = sim.findings()
     assert bool(found) is not waits
@@ -180,11 +186,7 @@ def test_a_host_thread_that_does_not_wait_is_found(waits: bool, sim: Simulated) 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_memory_that_is_given_back_while_the_device_uses_it_is_found(waits: bool, sim: Simulated) -> None:
-    slab = HostSlab(4096, beside=torch.device(SIM))
-    slab.bytes.copy_(torch.ones(4096, dtype=torch.uint8, device=SIM), non_blocking=True)
-    if waits:
-        torch.accelerator.synchronize()
-    slab.close()
+    copied_to(waits=waits).close()
     found = sim.findings()
     sim.clear()
     assert bool(found) is not waits

@@ -5,9 +5,9 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 
+from penstock import files
 from penstock.errors import ConfigError
 
 OF_THE_SYSTEM = "lost+found"
@@ -35,7 +35,7 @@ def matching(pattern: Path) -> tuple[Path, ...]:
         places = {found for place in places for found in _matches(place, part)}
     found = {path for place in places for path in _matches(place, last)}
     if last == _RECURSIVE:
-        found |= {place / name for place in found for name in _names(place)}
+        found |= {path for place in found for path in _entries(place)}
     return tuple(sorted(path for path in found if is_file(path)))
 
 
@@ -44,7 +44,7 @@ def _matches(place: Path, part: str) -> Iterator[Path]:
     if part == _RECURSIVE:
         yield from _folders(place, frozenset())
     elif is_pattern(part):
-        yield from (place / name for name in _names(place, part))
+        yield from _entries(place, part)
     else:
         yield place / part
 
@@ -55,25 +55,18 @@ def _folders(place: Path, above: frozenset[tuple[int, int]]) -> Iterator[Path]:
     if status is None or not stat.S_ISDIR(status.st_mode) or (own := (status.st_dev, status.st_ino)) in above:
         return
     yield place
-    for name in _names(place):
-        yield from _folders(place / name, above | {own})
+    for path in _entries(place):
+        yield from _folders(path, above | {own})
 
 
-def _names(place: Path, part: str = "*") -> list[str]:
-    """The names in a folder that match, but for hidden ones; none where there is no folder."""
-    status = _status(place)
-    if status is None or not stat.S_ISDIR(status.st_mode):
-        return []
+def _entries(place: Path, part: str = "*") -> list[Path]:
+    """The entries of a folder whose names match, but for hidden ones; none where there is no folder."""
     try:
-        names = os.listdir(place)
+        found = files.matching(place, part)
     except OSError as error:
         raise unreadable(error) from error
     hidden = part.startswith(".")
-    return [
-        name
-        for name in names
-        if fnmatchcase(name, part) and (hidden or not name.startswith(".")) and name != OF_THE_SYSTEM
-    ]
+    return [path for path in found if (hidden or not path.name.startswith(".")) and path.name != OF_THE_SYSTEM]
 
 
 def is_file(path: Path) -> bool:
@@ -91,7 +84,7 @@ def is_file(path: Path) -> bool:
     return status is not None and stat.S_ISREG(status.st_mode)
 
 
-def is_there(path: Path) -> bool:
+def exists(path: Path) -> bool:
     """True if a path, links followed, leads to anything."""
     return _status(path) is not None
 
