@@ -114,7 +114,7 @@ def shown(trainer: Any) -> list[tuple[int, str, float]]:
         (line["step"], key, value)
         for line in trainer.state.log_history
         for key, value in sorted(line.items())
-        if key in SHOWN or key.endswith(("entropy", "accuracy", "num_tokens"))
+        if key in SHOWN or "/" in key or key.endswith(("entropy", "accuracy", "num_tokens", "reward", "margin", "kl"))
     ]
 
 

@@ -107,11 +107,11 @@ def test_an_entry_that_uses_what_a_library_may_change_says_what_breaks_without_i
 def test_entries_of_every_library_are_looked_at() -> None:
     found = {file: {name for name, what in uses(text).items() if what} for file, text in FILES.items()}
     assert {file for file, names in found.items() if names} == FILES.keys() - {"__init__"}
-    assert found["trl"] == {"Bookkeeping"}, "the books are our own"
+    assert found["trl"] == {"Bookkeeping", "ReferenceSteps", "hashed_by"}, "the books are our own"
     assert found["fabric"] == {"OneDevice", "resolve_first"}
     assert {"set_rules", "noticed", "take_back", "mask_of", "TrainerSteps"} <= found["transformers"]
     assert "ReachedError" not in found["transformers"]
-    assert {"note_metrics", "deal_neighbours", "Neighbours", "keep_processes"} <= found["accelerate"]
+    assert {"note_gathered", "deal_neighbours", "Neighbours", "keep_processes"} <= found["accelerate"]
     assert {"is_moved", "set_initialised", "has_adapters"} <= found["marks"]
     assert {"store_of", "formula_of_shapes", "placeholder", "attention_by"} <= found["torch"]
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from accelerate.parallelism_config import ParallelismConfig
 from transformers import TrainerCallback, TrainingArguments
-from trl import SFTConfig
+from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
 import penstock
 from penstock.hf import Trainer
@@ -28,6 +28,7 @@ from penstock.hf.training_arguments import (
 from tests.library_runs import arguments, examples, in_memory, llama
 
 DATA = examples(4)
+OF_TRL: tuple[type[Any], ...] = (SFTConfig, DPOConfig, KTOConfig, RewardConfig)
 
 
 def fields(cls: type) -> set[str]:
@@ -39,18 +40,20 @@ def test_every_argument_of_the_installed_library_is_in_one_part_of_the_table() -
     assert sum(len(part) for part in parts) == len(set().union(*parts))
     assert set().union(*parts) == fields(TrainingArguments)
     assert not TRL_KEPT & set(TRL_REFUSED)
-    assert TRL_KEPT | set(TRL_REFUSED) == fields(SFTConfig) - fields(TrainingArguments)
+    assert TRL_KEPT | set(TRL_REFUSED) == set().union(*map(fields, OF_TRL)) - fields(TrainingArguments)
 
 
 def test_defaults_are_accepted(tmp_path: Path) -> None:
     check_arguments(TrainingArguments(str(tmp_path), report_to=[]))
-    check_arguments(SFTConfig(str(tmp_path), report_to=[], bf16=False, use_cpu=True))
+    for of_trl in OF_TRL:
+        check_arguments(of_trl(str(tmp_path), report_to=[], bf16=False, use_cpu=True))
 
 
 @pytest.mark.parametrize("name", sorted(set(REFUSED) | set(TRL_REFUSED)))
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, name: str) -> None:
     """Set behind the library's back, whose own checks want some of these to come with others."""
-    args = SFTConfig(str(tmp_path), report_to=[], bf16=False, use_cpu=True)
+    of_trl = next(cls for cls in OF_TRL if name in fields(cls))
+    args = of_trl(str(tmp_path), report_to=[], bf16=False, use_cpu=True)
     setattr(args, name, 3)
     with pytest.raises(penstock.ConfigError, match=f"^{name}=3 cannot be honoured: .*Leave it out$"):
         check_arguments(args)

@@ -227,6 +227,10 @@ def _dataset(here: Path, stack: ExitStack) -> Dataset:
     return Dataset.from_list([{"input_ids": ids, "labels": ids, "messages": said}] * 16)
 
 
+def _pairs(here: Path, stack: ExitStack) -> Dataset:
+    return Dataset.from_list([{"prompt": "the water", "chosen": " of the river", "rejected": " of the sea"}] * 4)
+
+
 def _engine(here: Path, stack: ExitStack) -> penstock.Engine:
     config = AutoConfig.from_pretrained(here / "models" / "my-8b", vocab_size=320, use_cache=False)
     model = AutoModelForCausalLM.from_config(config)
@@ -263,6 +267,7 @@ READERS_OWN: Mapping[str, Callable[[Path, ExitStack], Any]] = {
     "tokenizer": _tokenizer,
     "texts": lambda here, stack: ["a penstock", "a turbine"],
     "dataset": _dataset,
+    "pairs": _pairs,
     "budget": _budget,
     "steps": _micro_batches,
     "engine": _engine,

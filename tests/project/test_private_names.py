@@ -18,8 +18,9 @@ LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning_fa
 DOCUMENTED = {
     *LIBRARIES,
     *("torch.nn", "torch.nn.functional", "torch.nn.init", "torch.overrides", "torch.autograd.graph", "torch.func"),
-    *("torch.optim.lr_scheduler", "torch.utils.checkpoint", "torch.utils.tensorboard"),
+    *("torch.optim.lr_scheduler", "torch.utils.checkpoint", "torch.utils.data", "torch.utils.tensorboard"),
     *("torch.distributed", "torch.distributed.device_mesh", "torch.utils.deterministic"),
+    *("accelerate.utils", "transformers.utils.logging"),
 }
 """Modules that a library documents: what they have is public."""
 

@@ -1,5 +1,5 @@
 """``transformers.Trainer`` on several ranks, each a process of its own: the run of one process with as many
-micro-batches a step, to the bit, whose files one of them writes. So do TRL's ``SFTTrainer`` and a loop on Fabric, with
+micro-batches a step, to the bit, whose files one of them writes. So do TRL's trainers and a loop on Fabric, with
 the figures of the libraries' own runs.
 """
 
@@ -16,12 +16,12 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import TrainingArguments
 
 from penstock.compat.accelerate import Neighbours
-from penstock.compat.trl import Books
+from penstock.compat.trl import Books, FiguresOf, of_dpo, of_reward, of_sft
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import SFTTrainer
 from penstock.hf.pieces import NOTES, Notes
-from penstock.hf.sft_trainer import check_own
 from penstock.hf.training_arguments import check_arguments
+from penstock.hf.trl_trainer import check_own
 from tests.library_runs import CLOSE, check_same, on_disk, shown
 from tests.ranks.launched import Launched
 from tests.ranks.trained import HELD_OUT, on_engine, trainer, tuned
@@ -66,6 +66,8 @@ def test_a_run_of_two_ranks_has_the_bits_of_one_that_did_not_stop(
     assert (two / "trl" / "out" / "model.safetensors").read_bytes() == (
         tmp_path / "alone" / "out" / "model.safetensors"
     ).read_bytes()
+    for own, plain in json.loads((two / "preferred" / "logged.json").read_text()).values():
+        check_same([tuple(line) for line in own], [tuple(line) for line in plain])
     figures = json.loads((two / "fabric" / "figures.json").read_text())
     torch.testing.assert_close(torch.tensor(figures["own"]), torch.tensor(figures["plain"]), **CLOSE)
     *steps, _ = on_engine(tmp_path / "loop", range(4))
@@ -143,16 +145,26 @@ def test_processes_that_could_not_be_started_again_are_refused(
     check_arguments(args)
 
 
-def test_a_loss_that_gathers_more_than_trls_own_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("figures", "count"), [(of_sft, 4), (of_dpo, 15), (of_reward, 4)], ids=lambda given: getattr(given, "__name__", "")
+)
+def test_a_loss_that_gathers_more_or_less_than_trls_own_is_refused(figures: FiguresOf, count: int) -> None:
+    def gathered(count: int) -> Books:
+        books = Books()
+        for value in range(count):
+            check_own(books.note(torch.tensor(value), counted=True))
+        return books
+
     with pytest.raises(ModelError, match="compute_loss gathers more"):
-        check_own(Books().count(torch.zeros(2)))
-    books = Books()
-    for value in (1, 2, 3, 4, 5):
-        check_own(books.count(torch.tensor(value)))
+        check_own(Books().note([0], counted=True))
+    for other in (count - 1, count + 1):
+        books = gathered(other)
+        with pytest.raises(ModelError, match="compute_loss gathers more"):
+            check_own(books.of_processes("train", [books.gathered, books.gathered], None, figures))
+    books = gathered(count)
     with pytest.raises(ModelError, match="compute_loss gathers more"):
-        check_own(books.of_processes("train", [books.counts, books.counts]))
-    books.counts.pop()
-    check_own(books.of_processes("train", [books.counts, books.counts]))
+        check_own(books.of_processes("train", [books.gathered, books.gathered[1:]], None, figures))
+    check_own(books.of_processes("train", [books.gathered, books.gathered], None, figures))
 
 
 def test_processes_that_the_arguments_do_not_know_of_are_refused(

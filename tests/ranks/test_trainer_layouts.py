@@ -44,6 +44,8 @@ def test_processes_that_take_batches_together_have_the_run_of_one(ranks: int, tm
     check_same([tuple(line) for line in piped["own"]], [tuple(line) for line in piped["plain"]])
     alone.end()
     check_same_files(tmp_path / "pipeline" / "trl" / "out", tmp_path / "alone" / "out")
+    for mine, wanted in piped["preferred"].values():
+        check_same([tuple(line) for line in mine], [tuple(line) for line in wanted])
 
     for file in ("found.json", "trl/found.json"):
         shared = json.loads((tmp_path / "spans" / file).read_text())

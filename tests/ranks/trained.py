@@ -1,5 +1,5 @@
 """Runs of libraries' loops as torchrun starts them: ``penstock.hf.Trainer``, which ends after a checkpoint, goes on
-from that, and saves; TRL's ``SFTTrainer`` and a loop on Fabric, the library's own and the engine's. On several hosts
+from that, and saves; TRL's trainers and a loop on Fabric, the library's own and the engine's. On several hosts
 state is in a directory of each one's own.
 """
 
@@ -16,7 +16,8 @@ from lightning_fabric import Fabric
 
 from penstock.fabric import PenstockStrategy
 from penstock.hf import SFTTrainer, Trainer
-from tests.library_runs import COMMON, StopAfter, arguments, examples, llama, on_disk, shown, tokenizer
+from tests.library_runs import COMMON, StopAfter, arguments, examples, in_memory, llama, on_disk, shown, tokenizer
+from tests.preferred import by_processes
 
 DATA, HELD_OUT = examples(16), examples(5)
 EVALUATED = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2}
@@ -144,9 +145,11 @@ def main(folder: Path) -> None:
         (folder / "found.json").write_text(json.dumps(found))
     resumed.end()
     logged = fine_tune(folder / "trl")
+    preferred = by_processes(folder / "preferred", 2, in_memory(strands=2), "DPOTrainer", "RewardTrainer")
     figures = loop(folder / "fabric")
     if resumed.is_world_process_zero():
         (folder / "trl" / "logged.json").write_text(json.dumps(logged))
+        (folder / "preferred" / "logged.json").write_text(json.dumps(preferred))
         (folder / "fabric" / "figures.json").write_text(json.dumps(figures))
 
 

@@ -1,4 +1,4 @@
-"""Runs of ``penstock.hf.Trainer`` and TRL's ``SFTTrainer`` whose processes take batches together, as torchrun starts
+"""Runs of ``penstock.hf.Trainer`` and TRL's trainers whose processes take batches together, as torchrun starts
 them: a pipeline, which ends after a checkpoint, goes on from that, evaluates and saves; and ranks that share each
 sequence.
 """
@@ -12,7 +12,8 @@ import transformers
 import trl
 
 from penstock.hf import SFTTrainer
-from tests.library_runs import StopAfter, arguments, llama, on_disk, shown
+from tests.library_runs import StopAfter, arguments, in_memory, llama, on_disk, shown
+from tests.preferred import by_processes
 from tests.ranks.trained import DATA, EVALUATED, HELD_OUT, trainer, tuned
 
 EACH = 4 // int(os.environ["WORLD_SIZE"])
@@ -34,6 +35,7 @@ def pipeline(folder: Path) -> None:
     own.save_model(str(folder / "trl" / "out"))
     found |= {"own": shown(own), "plain": shown(tuned(trl.SFTTrainer, folder / "plain", EACH))}
     own.end()
+    found["preferred"] = by_processes(folder / "preferred", EACH, in_memory(strands=2, **layout), "DPOTrainer")
     if own.is_world_process_zero():
         (folder / "found.json").write_text(json.dumps(found))
 

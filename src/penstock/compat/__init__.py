@@ -5,7 +5,7 @@
     transformers   its loading and saving, and the steps of its Trainer's loop
     accelerate     its wrapper of an optimizer
     peft           the names and the layers of adapters
-    trl            the books of ``SFTTrainer``
+    trl            the books of its trainers, and the reference of those of preferences
     fabric         the steps of Lightning Fabric's strategies
     python         who listens to warnings
     marks          what transformers, accelerate and peft leave on modules, for rooms that must not import them

@@ -70,17 +70,20 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def note_metrics(accelerator: Accelerator, note: Callable[[Any], bool]) -> None:
-    """Have ``note`` see all that is gathered for metrics. Where it returns True nothing is gathered, and the caller
-    goes on with what this process has. Without: TRL's ``compute_loss`` gathers within its forwards, which has to be
-    refused (``before_gather``), so that its ``SFTTrainer`` would be for one process.
+def note_gathered(accelerator: Accelerator, note: Callable[[Any, bool], bool]) -> None:
+    """Have ``note`` see all that is gathered, and whether it is for metrics. Where it returns True nothing is gathered,
+    and the caller goes on with what this process has. Without: TRL's ``compute_loss`` gathers within its forwards,
+    which has to be refused (``before_gather``), so that its trainers would be for one process.
     """
-    gather = accelerator.gather_for_metrics
+    gather, for_metrics = accelerator.gather, accelerator.gather_for_metrics
 
-    def gathered(data: Any, *args: Any, **kwargs: Any) -> Any:
-        return data if note(data) else gather(data, *args, **kwargs)
+    def gathered(data: Any) -> Any:
+        return data if note(data, False) else gather(data)
 
-    accelerator.gather_for_metrics = gathered
+    def gathered_for_metrics(data: Any, *args: Any, **kwargs: Any) -> Any:
+        return data if note(data, True) else for_metrics(data, *args, **kwargs)
+
+    accelerator.gather, accelerator.gather_for_metrics = gathered, gathered_for_metrics
 
 
 def counted_values(accelerator: Accelerator) -> int | None:

@@ -4,7 +4,9 @@
     models/             a folder's shards stream into a run's store, and out of it into another folder
     trainer             a transformers.Trainer whose steps, evaluation and checkpoints the engine carries out
     checkpoint          what the engine puts into a Trainer's checkpoints
-    sft_trainer         the same for TRL's SFTTrainer
+    trl_trainer         the same for TRL's trainers, whose losses keep books; RewardTrainer
+    sft_trainer         SFTTrainer
+    preference_trainers DPOTrainer and KTOTrainer, whose loss has a reference
     training_arguments  what becomes of each of the Trainer's arguments
     engine_arguments    what a Trainer has to be told about the engine
     tiles               the feed-forward parts of a model's blocks, some tokens at a time
@@ -23,15 +25,20 @@ if TYPE_CHECKING:
     from penstock.hf.heads import split_attention
     from penstock.hf.models.exporting import export
     from penstock.hf.models.loading import Loaded, load
+    from penstock.hf.preference_trainers import DPOTrainer, KTOTrainer
     from penstock.hf.sft_trainer import SFTTrainer
     from penstock.hf.tiles import tiled_mlps
     from penstock.hf.trainer import EngineMixin, Trainer
+    from penstock.hf.trl_trainer import RewardTrainer
     from penstock.loss.tiled import tiled_loss
 
 _WHERE = {
+    "DPOTrainer": "penstock.hf.preference_trainers",
     "EngineArguments": "penstock.hf.engine_arguments",
     "EngineMixin": "penstock.hf.trainer",
+    "KTOTrainer": "penstock.hf.preference_trainers",
     "Loaded": "penstock.hf.models.loading",
+    "RewardTrainer": "penstock.hf.trl_trainer",
     "SFTTrainer": "penstock.hf.sft_trainer",
     "Trainer": "penstock.hf.trainer",
     "export": "penstock.hf.models.exporting",
@@ -43,9 +50,12 @@ _WHERE = {
 }
 
 __all__ = [
+    "DPOTrainer",
     "EngineArguments",
     "EngineMixin",
+    "KTOTrainer",
     "Loaded",
+    "RewardTrainer",
     "SFTTrainer",
     "Trainer",
     "export",

@@ -18,10 +18,10 @@ _PIECE, _BATCH = "penstock_piece", "penstock_batch"
 
 class Notes:
     """Notes of one forward of a micro-batch, for the trainer: ``books``: figures for logs, if the trainer has any;
-    ``result``: (loss, logits, labels) of a step of evaluation."""
+    ``result``: that of what was evaluated, (loss, logits, labels) of a step of evaluation."""
 
     books: Any = None
-    result: tuple[Any, Any, Any] | None = None
+    result: Any = None
 
 
 class Piece(Beside):

@@ -65,14 +65,12 @@ class EngineMixin(TrainerSteps):
 
     losses_of_spans: tuple[Any, ...] = (transformers.Trainer.compute_loss,)
     """forms of ``compute_loss`` that give a span of sequences its part of their loss"""
+    keeps_books = False
+    """True: what a loss of TRL's notes on ``self`` is kept by forward"""
 
     def __init__(self, *args: Any, engine: EngineArguments, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        for name in _FOREIGN:
-            if any(part is not None for part in _parts(given.get(name))):
-                raise ConfigError(
-                    f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
-                )
+        self.check_given(given)
         for name in _REPLACED:
             behind = getattr(super(), name)
             if behind.__module__.partition(".")[0] not in _LIBRARIES:
@@ -80,8 +78,13 @@ class EngineMixin(TrainerSteps):
                     f"{behind.__qualname__} cannot be honoured: the engine's own comes before it. Override it in the "
                     "class that EngineMixin is a base of, where super() is the engine's, or, for a loss, compute_loss"
                 )
-        if given.get("args") is not None:
-            self.check_args(given["args"])  # before datasets are prepared; and again, as the library has filled them in
+        of_trl = next((base for base in type(self).__mro__ if base.__module__.partition(".")[0] == "trl"), None)
+        if of_trl is not None and not self.keeps_books:
+            raise ConfigError(
+                f"{of_trl.__name__} is one of TRL's trainers that EngineMixin cannot put on the engine: those that can "
+                "be are penstock.hf.SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer. Use one of these, or derive "
+                "from it"
+            )
         self._engine_arguments = engine
         self._engine: Engine | None = None
         self._ranks: Ranks = ALONE  # until there is an engine, whose ranks they are
@@ -91,19 +94,37 @@ class EngineMixin(TrainerSteps):
         self._items: Any = None  # of the micro-batch that is evaluated
         self._resumes: Path | None = None
         self._dtypes: Mapping[str, torch.dtype] = {}  # of parameters as they were given, if they had values
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+            self._check()
+        except BaseException:
+            self._close_engine()  # nobody has the trainer that could end it
+            raise
+
+    def check_given(self, given: Mapping[str, Any]) -> None:
+        """Refuse arguments of the constructor, by their names, before data sets are prepared."""
+        for name in _FOREIGN:
+            if any(part is not None for part in _parts(given.get(name))):
+                raise ConfigError(
+                    f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
+                )
+        if given.get("args") is not None:
+            self.check_args(given["args"])
+
+    def check_args(self, args: Any) -> None:
+        """Refuse arguments that cannot be honoured."""
+        check_arguments(args)
+
+    def _check(self) -> None:
+        """Refuse what cannot be honoured, as the library has filled it in."""
         self.check_args(self.args)
         check_launch(self)
-        check_spans(self, engine.cp)
+        check_spans(self, self._engine_arguments.cp)
         if getattr(self.model, "is_activation_checkpointing", False):
             raise ConfigError(
                 "the model has activation checkpointing switched on, and the engine recomputes blocks by itself: "
                 "call model.activation_checkpointing_disable()"
             )
-
-    def check_args(self, args: Any) -> None:
-        """Refuse arguments that cannot be honoured."""
-        check_arguments(args)
 
     # ---- the engine
 
@@ -132,6 +153,7 @@ class EngineMixin(TrainerSteps):
         return self._engine
 
     def _open_engine(self) -> Engine:
+        self._check()  # TRL may ask for it before it is done with its constructor
         device = self.args.device
         model = self.model
         assert isinstance(model, nn.Module)
@@ -184,9 +206,12 @@ class EngineMixin(TrainerSteps):
 
     def end(self) -> None:
         """Close the engine, then what the library closes. The model's parameters are placeholders from here on."""
+        self._close_engine()
+        super().end()  # type: ignore[no-untyped-call]
+
+    def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
-        super().end()  # type: ignore[no-untyped-call]
 
     # ---- training
 
@@ -354,10 +379,20 @@ class EngineMixin(TrainerSteps):
             )
         above = super().prediction_step
 
+        def step(of: nn.Module, prepared: Any) -> Any:
+            with self._tiles(of) if prediction_loss_only else nullcontext():
+                return above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
+
+        found: tuple[Any, Any, Any] = self.evaluated(inputs, step, "" if prediction_loss_only else "outputs")
+        return found
+
+    def evaluated(self, inputs: Any, compute: Callable[[nn.Module, Any], Any], way: str) -> Any:
+        """The result of ``compute(model, inputs)``, whose forward the engine runs, in evaluation mode. ``way``: that to
+        compute, with a plan of its own, as of ``Beside``."""
+
         def loss(of: nn.Module, prepared: Any) -> torch.Tensor:
             # Copied here, within the forward: so the engine sees that these are read, and keeps them until now.
-            with self._tiles(of) if prediction_loss_only else nullcontext():
-                result = above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
+            result = compute(of, prepared)
             notes = current_notes()
             assert notes is not None
             together = joint.take_together(self._ranks)
@@ -368,7 +403,6 @@ class EngineMixin(TrainerSteps):
             self.engine.evaluate(micro_batches, loss_weights=weights)
 
         self._items = self.items_of([inputs])
-        way = "" if prediction_loss_only else "outputs"
         (notes,) = self._taken_by_engine(evaluate, [inputs], [loss], [1.0], way)
         self._after_notes([notes], [inputs])
         assert notes.result is not None

@@ -93,16 +93,23 @@ REFUSED: Mapping[str, str] = {
     "debug": "it watches weights that are not on the device outside of their block's turn",
 }
 
+_REFERENCE = "the reference is the model as it is before its first step, or without its adapters"
+
 TRL_KEPT = frozenset(
     {
         *("model_init_kwargs", "trust_remote_code", "chat_template_path", "router_aux_loss_coef", "loss_type"),
         *("dataset_text_field", "dataset_kwargs", "dataset_num_proc", "eos_token", "pad_token", "shuffle_dataset"),
         *("max_length", "truncation_mode", "packing", "packing_strategy", "padding_free", "pad_to_multiple_of"),
         *("eval_packing", "completion_only_loss", "assistant_only_loss"),
+        # of preferences
+        *("beta", "label_smoothing", "loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef"),
+        *("discopop_tau", "use_weighting", "precompute_ref_log_probs", "precompute_ref_batch_size"),
+        *("disable_dropout", "center_rewards_coefficient", "desirable_weight", "undesirable_weight"),
     }
 )
 TRL_REFUSED: Mapping[str, str] = {
     "activation_offloading": "the engine moves activations itself: give the budget, or pin budget.activations",
+    **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE),
 }
 
 

@@ -1,0 +1,185 @@
+"""``penstock.hf.DPOTrainer``, ``KTOTrainer`` and ``RewardTrainer``: TRL's losses and figures on the engine, equal to
+TRL's own run; and what the reference says of the data, computed once, by the engine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl
+from datasets import disable_progress_bars, enable_progress_bars
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+import penstock
+from penstock.hf import EngineMixin
+from tests.library_runs import StopAfter, check_same, in_memory, llama, on_disk, shown
+from tests.overrides import foreign_overrides, public_overrides
+from tests.preferred import CONFIGS, KEPT, preferences, preferring
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FIGURES = {
+    "DPOTrainer": {"rewards/margins", "logps/chosen", "mean_token_accuracy", "eval_rewards/accuracies"},
+    "KTOTrainer": {"rewards/margins", "logps/chosen", "kl", "eval_kl"},
+    "RewardTrainer": {"mean_reward", "margin", "accuracy", "eval_accuracy"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_progress() -> Iterator[None]:
+    disable_progress_bars()
+    yield
+    enable_progress_bars()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_and_figures_are_those_of_trls_own_run(tmp_path: Path, name: str) -> None:
+    """Each step is over the limit of its norm, and done again; figures are counted once."""
+    settings = {"max_grad_norm": 1e-3}
+    theirs = preferring(trl, name, tmp_path / "plain", settings=settings)
+    mine = preferring(
+        penstock.hf, name, tmp_path, settings=settings, engine=on_disk(tmp_path / "store", speculate=True)
+    )
+    for trainer in (theirs, mine):
+        trainer.train()
+    assert mine.engine.last_step.repeats == 1
+    check_same(shown(mine), shown(theirs))
+    assert FIGURES[name] | {"num_tokens"} <= {key for _, key, _ in shown(mine)}
+    mine.end()
+
+
+def test_adapters_have_the_model_without_them_for_a_reference(tmp_path: Path) -> None:
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    given: dict[str, Any] = {"peft_config": adapter, "settings": {"max_steps": 2}}
+    theirs = preferring(trl, "DPOTrainer", tmp_path / "plain", **given)
+    mine = preferring(penstock.hf, "DPOTrainer", tmp_path, engine=in_memory(), **given)
+    for trainer in (theirs, mine):
+        trainer.train()
+    check_same(shown(mine), shown(theirs))
+    assert not list((tmp_path / "run").glob("reference-*"))
+    mine.end()
+    given["settings"] |= KEPT
+    before = preferring(penstock.hf, "DPOTrainer", tmp_path, engine=in_memory(), **given)
+    before.train()
+    check_same(shown(before), shown(theirs))
+    before.end()
+
+
+def columns(trainer: Any) -> dict[str, list[float]]:
+    return {name: list(trainer.train_dataset[name]) for name in ("ref_chosen_logps", "ref_rejected_logps")}
+
+
+def test_a_reference_without_values_in_memory_says_the_same_and_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It streams from a folder. Another start has what it said from the run's folder, and makes no engine for it; other
+    data, another model and other settings have not."""
+    llama().save_pretrained(tmp_path / "model")
+    llama(seed=1).save_pretrained(tmp_path / "other")
+
+    def streamed(folder: str = "model", store: str = "store", **given: Any) -> Any:
+        loaded = penstock.hf.load(tmp_path / folder)
+        engine = on_disk(tmp_path / store, weights=loaded.weights)
+        return preferring(penstock.hf, "DPOTrainer", tmp_path, model=loaded.model, engine=engine, **given)
+
+    first = streamed()
+    theirs = columns(preferring(trl, "DPOTrainer", tmp_path / "plain"))
+    for name, values in columns(first).items():
+        torch.testing.assert_close(values, theirs[name], rtol=1e-5, atol=1e-5)
+    first.end()
+    files = sorted((tmp_path / "run").glob("reference-*.safetensors"))
+    assert sorted(len(load_file(path)["ref_chosen_logps"]) for path in files) == [5, 16]
+
+    def asked(*_: Any) -> None:
+        raise AssertionError("the reference is asked again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trl.DPOTrainer, "compute_ref_log_probs", asked)
+        again = streamed(store="another")
+        assert columns(again) == columns(first)
+        assert (tmp_path / "store").exists()
+        assert not (tmp_path / "another").exists()
+        others: list[dict[str, Any]] = [
+            {"folder": "other"},
+            {"settings": {"max_length": 24}},
+            {"train_dataset": preferences(3)},
+        ]
+        for other in others:
+            with pytest.raises(AssertionError, match="asked again"):
+                streamed(**other)
+
+
+def test_a_run_that_was_stopped_goes_on_with_its_reference(tmp_path: Path) -> None:
+    """Its data are in memory alone, and its store has a model that has been trained already."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+
+    def trained(folder: Path, resume: bool = False, **given: Any) -> Any:
+        engine = on_disk(folder / "store")
+        trainer = preferring(penstock.hf, "DPOTrainer", folder, settings=settings, engine=engine, **given)
+        trainer.train(resume_from_checkpoint=resume or None)
+        return trainer
+
+    whole = trained(tmp_path / "whole")
+    stopped = trained(tmp_path / "stopped", callbacks=[StopAfter(2)])
+    stopped.engine.close()
+    resumed = trained(tmp_path / "stopped", resume=True)
+    lines, of_whole = (
+        [line for line in shown(run)[:-1] if not line[1].endswith("num_tokens")] for run in (resumed, whole)
+    )
+    assert lines == of_whole  # but for the mean loss since the start, and TRL's count of tokens since then
+    for (name, one), (_, other) in zip(
+        resumed.engine.master_parameters(), whole.engine.master_parameters(), strict=True
+    ):
+        assert torch.equal(one, other), name
+    for trainer in (whole, resumed):
+        trainer.end()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (
+            {"train_dataset": preferences(4).to_iterable_dataset(), "settings": {"max_steps": 1}},
+            "train data are iterated",
+        ),
+        ({"ref_model": llama()}, "ref_model cannot be honoured: it would be whole in memory"),
+        ({"settings": {"precompute_ref_log_probs": False}}, "set precompute_ref_log_probs=True, and the engine"),
+        ({"args": None}, "set precompute_ref_log_probs=True, and the engine"),
+        ({"settings": {"sync_ref_model": True}}, "sync_ref_model=True cannot be honoured: the reference is the model"),
+        ({"engine": in_memory(loss_tile=8)}, "loss_tile=8 would have no effect"),
+    ],
+    ids=["iterated", "second-model", "none", "defaults", "follows", "tile"],
+)
+def test_what_cannot_be_honoured_is_refused(tmp_path: Path, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(penstock.ConfigError, match=why):
+        preferring(penstock.hf, "DPOTrainer", tmp_path, **{"engine": in_memory()} | given)
+
+
+def test_trainers_of_trl_whose_books_would_be_wrong_are_refused(tmp_path: Path) -> None:
+    mixed = type("Mixed", (EngineMixin, trl.DPOTrainer), {})
+    args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **KEPT)
+    with pytest.raises(penstock.ConfigError, match=r"DPOTrainer is one of TRL's trainers .*penstock\.hf\.SFTTrainer"):
+        mixed(model=llama(), args=args, train_dataset=preferences(2), engine=in_memory())
+
+
+def test_a_loss_that_is_made_of_what_all_gather_is_for_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = trl.KTOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **KEPT)
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(penstock.ConfigError, match="KTOTrainer in 2 processes cannot be honoured"):
+        preferring(penstock.hf, "KTOTrainer", tmp_path, args=args, engine=in_memory())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_names_of_the_libraries_mean_what_they_do_there(name: str) -> None:
+    cls = getattr(penstock.hf, name)
+    assert foreign_overrides(cls) == set()
+    names = {"create_accelerator_and_postprocess", "create_optimizer", "end", "evaluation_loop", "get_train_dataloader"}
+    names |= {"prediction_step", "train", "training_step"}
+    assert public_overrides(cls) == names | (set() if name == "RewardTrainer" else {"compute_ref_log_probs"})
