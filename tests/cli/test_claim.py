@@ -19,7 +19,7 @@ from penstock.cli.own_store import require_own_stores
 from penstock.cli.run_folder import Start, settings_of, write_settings
 from penstock.cli.run_record import RunRecord
 from penstock.config import BatchConfig, Budget, TrainConfig
-from penstock.errors import ConfigError, StoreError
+from penstock.errors import ConfigError, RankError, StoreError
 from penstock.store.facts import facts_of, facts_of_all, store_exists
 from penstock.store.layout import Layout
 from penstock.store.owner import RUN_FILE, owner_in
@@ -525,6 +525,23 @@ def test_an_error_in_a_folder_that_was_renamed_removes_nothing(tmp_path: Path) -
 
     fail_after_begin(config, "new", rename)
     assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("error", [None, FileNotFoundError(2, "No such file"), RankError("rank 1 has failed")])
+def test_a_folder_that_is_moved_under_a_run_is_what_the_run_ends_with(error: Exception | None, tmp_path: Path) -> None:
+    """Whoever misses it first says something of a file; or nobody does, and what comes next is kept nowhere."""
+    config = settings_for(tmp_path / "run")
+
+    def moved() -> None:
+        with claimed(config, "new") as claim:
+            claim.begin(config)
+            (tmp_path / "run").rename(tmp_path / "moved")
+            if error is not None:
+                raise error
+
+    with pytest.raises(StoreError, match=rf"no longer where it was .* it is {tmp_path}/moved now: move it back, and"):
+        moved()
+    assert (tmp_path / "moved" / "run.json").exists()
 
 
 def test_an_error_that_a_step_has_left_its_numbers_of_removes_nothing(tmp_path: Path) -> None:
