@@ -33,6 +33,7 @@ ADVICE = {
     errno.ELOOP: "remove the link, or put what it leads to in its place",
     errno.EROFS: "the file system has become read-only: see the kernel's log (dmesg)",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.ENAMETOOLONG: "file systems take no names this long: give a shorter one",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the limit of open files (sysctl fs.file-max)",
 }

@@ -103,6 +103,8 @@ def unreadable(error: OSError) -> ConfigError:
     """The error for a folder or file below a source's path that the system does not show."""
     if error.errno == errno.ELOOP:
         return ConfigError(f"data: {error.filename} is a link that leads back to itself: remove the link")
+    if error.errno == errno.ENAMETOOLONG:
+        return ConfigError(f"data: no file is called {error.filename}: file systems take no names this long")
     return ConfigError(
         f"data: {error.filename} cannot be read ({error.strerror}): make it readable, or name what is to be read by a "
         "pattern that leaves it out"
