@@ -322,6 +322,11 @@ class Claim:
             self._record = now
 
     @property
+    def replaced(self) -> tuple[Path, ...]:
+        """The directories of the stores that go as the run begins."""
+        return tuple(Path(place) for one in self._replaces for place in one.disk)
+
+    @property
     def began(self) -> Owner | None:
         """The run, if this start has begun it."""
         return None if self._began is None else self._began.owner
