@@ -2,7 +2,7 @@
 
 import re
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 
@@ -665,3 +665,20 @@ def test_a_directory_on_disk_is_offered_only_if_it_helps() -> None:
     assert words in str(refusal(host, 2, 2, BudgetError("-"))).lower()
     device = replace(host, budget=Budget(device=1 * MIB, host=400 * MIB))
     assert words not in str(refusal(device, 2, 2, BudgetError("-"))).lower()
+
+
+def test_a_refusal_calls_the_smallest_only_what_is_it() -> None:
+    """What would be in host memory may lie on the device in part, as a search finds out: less is enough then."""
+    for pins, tier in product(({}, {"state": "host"}, {"weights": "host"}), ("device", "host")):
+        asked = question(transformer(3, block=40), form=ADAM16, **{"device": 2 * MIB, tier: 1024})  # type: ignore[arg-type]
+        budget = replace(asked.request.budget, **pins)  # type: ignore[arg-type]
+        asked = replace(asked, request=replace(asked.request, budget=budget))
+        with pytest.raises(BudgetError, match=rf"budget\.{tier}=1 KiB is too small for this model") as refused:
+            best(asked)
+        found = re.search(r"(the smallest that works|enough) is [^(]+ \((\d+) bytes\)", str(refused.value))
+        assert found is not None
+        assert (found[1] == "enough") == (tier == "host")
+        enough, less = (replace(budget, **{tier: int(found[2]) - n}) for n in (0, 1))  # type: ignore[arg-type]
+        best(replace(asked, request=replace(asked.request, budget=enough)))
+        with nullcontext() if tier == "host" else pytest.raises(BudgetError):
+            best(replace(asked, request=replace(asked.request, budget=less)))

@@ -55,6 +55,16 @@ def fitted(request: Request, keep: Placement | None = None) -> Settings:
     return with_keep(request, settings, keep=settings.keep)
 
 
+def searched(refusal: BudgetError) -> BudgetError:
+    """A refusal of ``fitted``'s as a search gives it. What is on the device costs no host memory, and a search finds
+    more that may be there: so less host memory than is named may be enough."""
+    said = str(refusal)
+    return BudgetError(said.replace(_SMALLEST, "enough is", 1)) if said.startswith("budget.host") else refusal
+
+
+_SMALLEST = "the smallest that works is"
+
+
 def with_keep(request: Request, settings: Settings, *, keep: bool = True) -> Settings:
     """The settings with weights kept until they are stepped, or without where none would be: one schedule, one way to
     say it. ``keep``: whether they are to be, if that is not said by the settings."""
@@ -152,7 +162,7 @@ def _fit_device(request: Request, base: Placement) -> Settings:
             return settings
     working = max(stage.peak(split=request.splits) for stage in request.program.stages)
     raise BudgetError(
-        f"budget.device={_said(request.budget.device)} is too small for this model: the smallest that works is "
+        f"budget.device={_said(request.budget.device)} is too small for this model: {_SMALLEST} "
         f"{format_size(min(needs))} ({min(needs)} bytes), of which {format_size(working)} are temporaries of the "
         "largest stage. Raise budget.device, or use smaller or fewer micro-batches"
         + (f", or another stage of ZeRO than {settings.stage}, as all weights stay there" * (settings.stage in (1, 2)))
@@ -202,7 +212,7 @@ def _fit_host(request: Request, settings: Settings) -> Settings:
         said = f"{format_size(request.budget.host_bytes)} for each rank"
         each, shared = " for each", ", which the ranks of a host share"
     raise BudgetError(
-        f"budget.host={said} is too small for this model: the smallest that works is {format_size(min(needs))} "
+        f"budget.host={said} is too small for this model: {_SMALLEST} {format_size(min(needs))} "
         f"({min(needs)} bytes){each}. Raise budget.host{shared}{advice}"
     )
 
