@@ -567,6 +567,19 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
+def test_a_disk_that_cannot_be_made_is_refused_before_the_folder_is_a_runs(tmp_path: Path) -> None:
+    """And so before the data are read, which may take hours."""
+    (tmp_path / "drive").mkdir(mode=0o555)
+    (tmp_path / "run").mkdir()
+    os.chown(tmp_path / "run", 65534, 65534)
+    for place in (tmp_path, *tmp_path.parents[:2]):
+        place.chmod(place.stat().st_mode | 0o055)
+    config = on(settings_for(tmp_path / "run"), tmp_path / "drive" / "store")
+    with as_nobody(), claimed(config, "new") as claim, pytest.raises(StoreError, match="drive is not writable: change"):
+        claim.begin(config)
+    assert not (tmp_path / "run" / RUN_FILE).exists()
+
+
 def test_where_one_may_not_look_is_not_where_nothing_is(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir()

@@ -206,7 +206,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(
 def test_a_directory_that_may_not_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: False)  # root may write anywhere
     assert main(["doctor", "--path", str(tmp_path)]) == 2
     assert "is not writable: change its owner or mode" in capsys.readouterr().err
 

@@ -328,7 +328,10 @@ def _tokenizer(
             raise
         except OSError as error:
             said = error.strerror or error
-            raise ConfigError(f"data: cannot keep the tokenizer that was trained in {place}: {said}") from None
+            raise ConfigError(
+                f"data: cannot keep the tokenizer that was trained in {place}: {said}: make {folder} writable, with "
+                "room in it, or give another folder (data.prepared)"
+            ) from None
     return tokenizers.with_template(tokenizers.load(str(place)), config), place
 
 

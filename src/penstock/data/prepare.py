@@ -113,7 +113,10 @@ def prepare(
         except StoreError:
             raise
         except OSError as error:
-            raise ConfigError(f"data: cannot write what is tokenised into {folder.parent}: {error.strerror}") from None
+            raise ConfigError(
+                f"data: cannot write what is tokenised into {folder.parent}: {error.strerror}: make it writable, with "
+                "room in it, or give another folder (data.prepared)"
+            ) from None
     return [_files(one, number, folder, share) for number, one in enumerate(opened)]
 
 

@@ -93,12 +93,14 @@ def check_distinct(paths: Sequence[Path]) -> None:
 
 def require_parent(path: Path) -> None:
     """Raises:
-    StoreError: there is no directory to make ``path`` in.
+    StoreError: there is no directory to make ``path`` in, or none that may be written to.
     """
     if not path.parent.is_dir():
         raise StoreError(
             f"{path} does not exist and neither does {path.parent}: is the drive mounted? create {path.parent}"
         )
+    if not is_there(path):
+        check_directory(path.parent)
 
 
 def make_directory(path: Path) -> bool:
@@ -138,7 +140,7 @@ def check_directory(path: Path, *, writable: bool = True) -> None:
         raise StoreError(f"{path} does not exist: is the drive mounted?")
     if not path.is_dir():
         raise StoreError(f"{path} is not a directory: give one")
-    if not os.access(path, os.R_OK | os.X_OK | (os.W_OK if writable else 0)):
+    if not os.access(path, os.R_OK | os.X_OK | (os.W_OK if writable else 0), effective_ids=True):
         what, advice = "writable" if writable else "readable", "change its owner or mode"
         if writable and os.statvfs(path).f_flag & os.ST_RDONLY:
             advice = "its file system is mounted read-only, or has become so (see the kernel's log, dmesg)"
