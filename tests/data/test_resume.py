@@ -25,6 +25,7 @@ from penstock.data.batches import Batches, Step
 from penstock.data.opening import Data, for_model, open_data
 from penstock.data.stream import Prepared
 from penstock.data.summary import summary_of
+from penstock.data.token_files import TokenWriter
 from penstock.data.tokenizer import save
 from penstock.errors import ConfigError
 from tests import warm
@@ -414,21 +415,31 @@ def test_what_is_made_of_a_file_that_changes_meanwhile_is_not_kept_under_its_nam
     """A run on it could not go on, and another one that shares what is prepared would train on something else."""
     file = folder / "a.jsonl"
 
-    def then_change(*given: Any, made: Any) -> Any:
-        found = made(*given)
+    def then_change() -> None:
         if change == "is gone":
-            file.unlink()
+            file.unlink(missing_ok=True)
         else:
             lines = file.read_text().splitlines(keepends=True)
             file.write_text("".join(lines + lines[:5] if change == "grows" else lines[:-5]))
+
+    class Changing(TokenWriter):
+        def __exit__(self, *given: Any) -> None:
+            super().__exit__(*given)
+            then_change()
+
+    train_tokenizer = opening.tokenizers.train
+
+    def train_changing(*given: Any) -> PreTrainedTokenizerBase:
+        found = train_tokenizer(*given)
+        then_change()
         return found
 
     own: dict[str, Any] = {"sources": str(file)}
     if of == "a tokenizer":
-        monkeypatch.setattr(opening.tokenizers, "train", partial(then_change, made=opening.tokenizers.train))
+        monkeypatch.setattr(opening.tokenizers, "train", train_changing)
         own["tokenizer"] = TokenizerConfig(train=TokenizerTrainingConfig(vocabulary=300))
     else:
-        monkeypatch.setattr(preparing, "_write", partial(then_change, made=preparing._write))
+        monkeypatch.setattr(preparing, "TokenWriter", Changing)
     said = "a.jsonl: No such file" if change == "is gone" else "a.jsonl has changed while it was read"
     with pytest.raises(ConfigError, match=said):
         open_data(replace(settings(folder), streaming=False, **own), folder / "run", seed=0, own=bpe)

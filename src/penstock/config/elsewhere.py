@@ -76,7 +76,7 @@ _OF_WRAP: Mapping[str, str] = {
         "that is for the loop which calls engine.step(micro_batches) to decide",
     ),
 }
-"""What a caller of ``wrap`` does, who has no settings file, in the place of its settings or sections."""
+"""Answers for callers of ``wrap``, who have no settings file, by its settings and sections."""
 
 
 def _is(*keys: str, differs: str = "") -> Counterpart:

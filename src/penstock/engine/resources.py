@@ -82,7 +82,7 @@ class EngineResources:
     streams: HostStreams | DeviceStreams
     scratch_paths: tuple[Path, ...]
     users: tuple[int, ...]
-    """of each directory of the store, how many of this host's stores are on its file system"""
+    """the number of directories of this host's stores on the file system of each of this one's"""
     io_threads: int
     threads: int
     """threads of the optimizer"""

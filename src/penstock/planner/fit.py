@@ -59,10 +59,9 @@ def searched(refusal: BudgetError) -> BudgetError:
     """A refusal of ``fitted``'s as a search gives it. What is on the device costs no host memory, and a search finds
     more that may be there: so less host memory than is named may be enough."""
     said = str(refusal)
-    return BudgetError(said.replace(_SMALLEST, "enough is", 1)) if said.startswith("budget.host") else refusal
-
-
-_SMALLEST = "the smallest that works is"
+    if not said.startswith("budget.host"):
+        return refusal
+    return BudgetError(said.replace("the smallest that works is", "enough is", 1))
 
 
 def with_keep(request: Request, settings: Settings, *, keep: bool = True) -> Settings:
@@ -162,7 +161,7 @@ def _fit_device(request: Request, base: Placement) -> Settings:
             return settings
     working = max(stage.peak(split=request.splits) for stage in request.program.stages)
     raise BudgetError(
-        f"budget.device={_said(request.budget.device)} is too small for this model: {_SMALLEST} "
+        f"budget.device={_said(request.budget.device)} is too small for this model: the smallest that works is "
         f"{format_size(min(needs))} ({min(needs)} bytes), of which {format_size(working)} are temporaries of the "
         "largest stage. Raise budget.device, or use smaller or fewer micro-batches"
         + (f", or another stage of ZeRO than {settings.stage}, as all weights stay there" * (settings.stage in (1, 2)))
@@ -212,7 +211,7 @@ def _fit_host(request: Request, settings: Settings) -> Settings:
         said = f"{format_size(request.budget.host_bytes)} for each rank"
         each, shared = " for each", ", which the ranks of a host share"
     raise BudgetError(
-        f"budget.host={said} is too small for this model: {_SMALLEST} {format_size(min(needs))} "
+        f"budget.host={said} is too small for this model: the smallest that works is {format_size(min(needs))} "
         f"({min(needs)} bytes){each}. Raise budget.host{shared}{advice}"
     )
 
