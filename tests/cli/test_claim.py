@@ -19,7 +19,7 @@ from penstock.cli.own_store import require_own_stores
 from penstock.cli.run_folder import Start, settings_of, write_settings
 from penstock.cli.run_record import RunRecord
 from penstock.config import BatchConfig, Budget, TrainConfig
-from penstock.errors import ConfigError, StoreError
+from penstock.errors import ConfigError, RankError, StoreError
 from penstock.store.facts import facts_of, facts_of_all, store_exists
 from penstock.store.layout import Layout
 from penstock.store.owner import RUN_FILE, owner_in
@@ -527,6 +527,23 @@ def test_an_error_in_a_folder_that_was_renamed_removes_nothing(tmp_path: Path) -
     assert content(tmp_path) == before
 
 
+@pytest.mark.parametrize("error", [None, FileNotFoundError(2, "No such file"), RankError("rank 1 has failed")])
+def test_a_folder_that_is_moved_under_a_run_is_what_the_run_ends_with(error: Exception | None, tmp_path: Path) -> None:
+    """Whoever misses it first says something of a file; or nobody does, and what comes next is kept nowhere."""
+    config = settings_for(tmp_path / "run")
+
+    def moved() -> None:
+        with claimed(config, "new") as claim:
+            claim.begin(config)
+            (tmp_path / "run").rename(tmp_path / "moved")
+            if error is not None:
+                raise error
+
+    with pytest.raises(StoreError, match=rf"no longer where it was .* it is {tmp_path}/moved now: move it back, and"):
+        moved()
+    assert (tmp_path / "moved" / "run.json").exists()
+
+
 def test_an_error_that_a_step_has_left_its_numbers_of_removes_nothing(tmp_path: Path) -> None:
     config = settings_for(tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -548,6 +565,19 @@ def as_nobody() -> Iterator[None]:
         yield
     finally:
         os.seteuid(0)
+
+
+def test_a_disk_that_cannot_be_made_is_refused_before_the_folder_is_a_runs(tmp_path: Path) -> None:
+    """And so before the data are read, which may take hours."""
+    (tmp_path / "drive").mkdir(mode=0o555)
+    (tmp_path / "run").mkdir()
+    os.chown(tmp_path / "run", 65534, 65534)
+    for place in (tmp_path, *tmp_path.parents[:2]):
+        place.chmod(place.stat().st_mode | 0o055)
+    config = on(settings_for(tmp_path / "run"), tmp_path / "drive" / "store")
+    with as_nobody(), claimed(config, "new") as claim, pytest.raises(StoreError, match="drive is not writable: change"):
+        claim.begin(config)
+    assert not (tmp_path / "run" / RUN_FILE).exists()
 
 
 def test_where_one_may_not_look_is_not_where_nothing_is(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+LONG = "long" * 64
 GIVEN = ("--model", "config.json", "--data", "text.jsonl", "--disk", "ssd")
 
 
@@ -146,6 +147,13 @@ def test_a_file_that_is_there_stays_unless_it_may_go(there: Path, capsys: pytest
         ((*GIVEN, "--disk", "none"), "--disk none beside other directories"),
         ((*GIVEN, "--machine", "h101"), "there is no machine 'h101'"),
         ((*GIVEN, "--output", "gone/a.yaml"), "--output gone/a.yaml: gone is no folder"),
+        ((*GIVEN[:3], "{}", *GIVEN[4:]), "--data: the mapping lacks path"),
+        ((*GIVEN[:5], "/x/{nope}"), "--disk '/x/{nope}': {nope} stands for nothing; {run} does"),
+        ((*GIVEN, "--disk", "./ssd"), "--disk ./ssd is given twice"),
+        ((*GIVEN, "--run", "text.jsonl"), "run='text.jsonl': text.jsonl is a file: give a folder"),
+        ((*GIVEN, "--run", LONG), "give a shorter one"),
+        ((*GIVEN, "--output", LONG), "give a shorter one"),
+        ((*GIVEN[:5], LONG), "give a shorter one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -199,3 +207,9 @@ def test_several_sources_that_will_be_streamed_have_their_sizes_as_shares(
     assert found.nbytes == sum(sizes)
     alone = first_look.look_at_data(names[:1], template=None, tokenizer=True)
     assert [source.weight for source in alone.sources] == [None]
+
+
+def test_a_run_has_a_directory_of_its_own_where_its_place_is_named(there: Path) -> None:
+    for given, disk in {"ssd": "ssd/mine", "ssd/{run}": "ssd/mine", "{run}/store": "runs/mine/store"}.items():
+        assert main(["init", *GIVEN[:5], given, "--run", "runs/mine", "--overwrite"]) == 0
+        assert load(there / "train.yaml").budget.disk == disk

@@ -21,6 +21,9 @@ steps: 5
 """
 
 
+LONG = "long" * 64
+
+
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Settings, where importing what trains is an error of the test's: it takes seconds."""
@@ -54,6 +57,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--data.chat_template", "{folder}/chat.jinja"), "data.chat_template="),
         (("--budget.disk", "{folder}/c.yaml/store"), "c.yaml is a file: give a folder"),
         (("--data.prepared", "{folder}/c.yaml"), "data.prepared='"),
+        (("--run", "{folder}/c.yaml"), "c.yaml is a file: give a folder"),
         (("--data.prepared", "{folder}/LOOP"), "LOOP is a link that leads nowhere: give a folder"),
         (("--budget.disk", "{folder}/LOOP"), "LOOP is a link that leads nowhere: give a folder"),
         (("--data.sources", "{folder}/LOOP"), "LOOP is a link that leads back to itself: remove"),
@@ -95,3 +99,36 @@ def test_looking_for_files_imports_no_torch(config: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "matches no file" in done.stderr
     assert done.returncode == 20
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            ("train", "c.yaml", f"--{key}", LONG)
+            for key in ("run", "data.prepared", "data.tokenizer", "data.chat_template", "budget.disk", "schedule")
+        ),
+        ("train", "c.yaml", "--data.sources", LONG),
+        ("train", "c.yaml", "--model", LONG),
+        ("train", "c.yaml", "--resume", "--run", LONG),
+        *((command, LONG) for command in ("resume", "verify", "report", "runs", "simulate")),
+        ("export", LONG, "out"),
+        ("reshard", LONG, "--ranks", "2"),
+        ("plan", "--model", "llama-8b", "--machine", LONG),
+        ("simulate", "1f1b", "--costs", LONG),
+        ("simulate", "1f1b", "--html", LONG),
+    ],
+    ids=" ".join,
+)
+def test_a_name_that_no_file_can_have_is_refused_as_what_was_asked_for(
+    words: tuple[str, ...], config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parent)
+    before = sorted(config.parent.iterdir())
+    if "--resume" in words or words[0] == "resume":
+        monkeypatch.delitem(sys.modules, "penstock.cli.train")
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "file systems take no names this long" in said
+    assert sorted(config.parent.iterdir()) == before

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,20 @@ def test_a_name_of_no_file_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match="'pipe' is neither a file nor a folder, but a pipe or a device: write what"):
         local_source(SourceConfig(path="pipe"))
     assert local_source(SourceConfig(path="nothing")) is None
+
+
+@pytest.mark.parametrize("path", ["", "one/*.jsonl", "**/*.jsonl", "**", "one/LOST.jsonl"])
+@pytest.mark.parametrize("kind", ["a pipe", "a socket", "a link to a device"])
+def test_what_is_no_file_and_has_the_name_of_data_is_refused_by_its_own(path: str, kind: str, tmp_path: Path) -> None:
+    there = tree(tmp_path) / "one" / "LOST.jsonl"
+    if kind == "a pipe":
+        os.mkfifo(there)
+    elif kind == "a socket":
+        os.mknod(there, stat.S_IFSOCK)
+    else:
+        there.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"/LOST\.jsonl' is neither a file nor a folder"):
+        local_source(SourceConfig(path=str(tmp_path / path)))
 
 
 def test_a_linked_folder_in_a_folder_is_said_to_be_left_out(tmp_path: Path) -> None:

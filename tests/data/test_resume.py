@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,11 +19,13 @@ from transformers import PreTrainedTokenizerBase
 from penstock.config import SourceConfig, TokenizerTrainingConfig, ValidationConfig
 from penstock.config.data import TokenizerConfig
 from penstock.data import opening, write_tokens
+from penstock.data import prepare as preparing
 from penstock.data.ahead import ahead
 from penstock.data.batches import Batches, Step
 from penstock.data.opening import Data, for_model, open_data
 from penstock.data.stream import Prepared
 from penstock.data.summary import summary_of
+from penstock.data.token_files import TokenWriter
 from penstock.data.tokenizer import save
 from penstock.errors import ConfigError
 from tests import warm
@@ -402,3 +405,43 @@ def test_a_folder_for_what_is_prepared_is_refused_where_nothing_will_be(
     _open(folder / "a.jsonl", folder / "two", bpe, prepared=shared, streaming=False)
     _open(folder / "a.jsonl", folder / "three", bpe)
     _open(folder / "a.jsonl", folder / "three", bpe, prepared=shared)  # a run that has begun so goes on
+
+
+@pytest.mark.parametrize("change", ["grows", "shrinks", "is gone"])
+@pytest.mark.parametrize("of", ["a tokenizer", "tokens"])
+def test_what_is_made_of_a_file_that_changes_meanwhile_is_not_kept_under_its_name(
+    of: str, change: str, folder: Path, bpe: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run on it could not go on, and another one that shares what is prepared would train on something else."""
+    file = folder / "a.jsonl"
+
+    def then_change() -> None:
+        if change == "is gone":
+            file.unlink(missing_ok=True)
+        else:
+            lines = file.read_text().splitlines(keepends=True)
+            file.write_text("".join(lines + lines[:5] if change == "grows" else lines[:-5]))
+
+    class Changing(TokenWriter):
+        def __exit__(self, *given: Any) -> None:
+            super().__exit__(*given)
+            then_change()
+
+    train_tokenizer = opening.tokenizers.train
+
+    def train_changing(*given: Any) -> PreTrainedTokenizerBase:
+        found = train_tokenizer(*given)
+        then_change()
+        return found
+
+    own: dict[str, Any] = {"sources": str(file)}
+    if of == "a tokenizer":
+        monkeypatch.setattr(opening.tokenizers, "train", train_changing)
+        own["tokenizer"] = TokenizerConfig(train=TokenizerTrainingConfig(vocabulary=300))
+    else:
+        monkeypatch.setattr(preparing, "TokenWriter", Changing)
+    said = "a.jsonl: No such file" if change == "is gone" else "a.jsonl has changed while it was read"
+    with pytest.raises(ConfigError, match=said):
+        open_data(replace(settings(folder), streaming=False, **own), folder / "run", seed=0, own=bpe)
+    assert not list((folder / "run").rglob("*.tokens"))
+    assert not list((folder / "run").rglob("tokenizer.json"))

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -205,7 +206,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(
 def test_a_directory_that_may_not_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: False)  # root may write anywhere
     assert main(["doctor", "--path", str(tmp_path)]) == 2
     assert "is not writable: change its owner or mode" in capsys.readouterr().err
 
@@ -223,6 +224,36 @@ def test_a_profile_that_cannot_be_stored_is_still_printed(
     out, err = capsys.readouterr()
     assert json.loads(out)["drives"]
     assert "cannot be stored" in err
+
+
+def test_that_nothing_can_be_stored_is_said_before_anything_is_measured(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder can be made, and has no room for a profile: as of a full file system, or a quota that is used up."""
+
+    def fill(*_: object) -> object:
+        assert "warning: the profile cannot be stored in" in capsys.readouterr().err
+        raise ConfigError("measured")
+
+    monkeypatch.setattr(examine, "examine", fill)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        assert main(["doctor", "--path", str(tmp_path)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert "penstock: measured" in capsys.readouterr().err
+
+
+def test_a_drive_without_room_is_said_before_another_one_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "full").mkdir()
+    look = mounts.look
+    monkeypatch.setattr(mounts, "look", lambda path: replace(look(path), free=0 if path.name == "full" else 1 << 40))
+    monkeypatch.setattr(examine, "Scratch", None)  # a disk is measured in one
+    with pytest.raises(ConfigError, match=r"full: the file system is full: 0 B are free"):
+        examine.examine([tmp_path, tmp_path / "full"], examine.QUICK, torch.device("cpu"), lambda _: nullcontext())
 
 
 def test_the_words() -> None:

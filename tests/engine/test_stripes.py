@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 
 from penstock.engine import stripes
-from penstock.engine.stripes import as_striped, weights_of_rank
+from penstock.engine.stripes import as_striped, room_beside, users_of, weights_of_rank
+from penstock.errors import BudgetError
 from penstock.hardware.machine import Drive
+from penstock.ranks.group import ALONE
 from penstock.state.reshard import reshard
+from penstock.store import ALIGN, Layout, Store, packed
+from penstock.store.manifest import DATA
+from penstock.store.records import RESERVE
 from tests.engine.test_prediction import machine
 from tests.models import MODELS
 from tests.training import budget, run_steps, steps_of, wrap
@@ -116,3 +121,38 @@ def test_a_machine_without_a_store_stays_as_it_is(tmp_path: Path) -> None:
     assert as_striped(None, None, 1) is None
     known = machine(tmp_path)
     assert as_striped(known, None, 1) is known
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_plan_takes_no_more_of_a_drive_than_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for scratch space was looked for when it was made: by then another plan, which needs none, was not taken."""
+    case, known = MODELS["llama"], machine(tmp_path, drives=(drive(tmp_path, 1e12),))
+    steps = steps_of(case, 1)
+    forced = budget(tmp_path / "a", activations="disk")
+    with wrap(case, forced, plan=known) as engine:
+        run_steps(engine, steps)
+        scratch = engine.inside.planning.runner.scratch  # type: ignore[union-attr]
+        assert scratch is not None
+        needed, request = scratch.layout.nbytes, engine.inside.planning.request
+        assert request.store_bytes <= sum(file.nbytes for file in engine.inside.resources.commits.store.files.files)  # type: ignore[union-attr]
+        assert engine.inside.resources.disk_free(request) > request.store_bytes + needed  # type: ignore[operator]
+    monkeypatch.setattr(packed, "free_bytes", lambda path: 2 * RESERVE + needed // 2)
+    with wrap(case, forced, plan=known) as engine, pytest.raises(BudgetError, match=r"of disk are needed .* are free"):
+        engine.step(steps[0])
+    with wrap(case, budget(tmp_path / "a"), plan=known) as engine:
+        run_steps(engine, steps)
+        settings = engine.plan.settings
+        assert engine.inside.planning.request.scratch_bytes(settings) <= needed // 2
+
+
+def test_what_is_free_on_a_drive_is_dealt_to_all_that_have_directories_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    monkeypatch.setattr(packed, "free_bytes", lambda path: 2 * (2 * RESERVE + 30 * ALIGN))
+    with Store.create(paths, Layout.build([("x", ALIGN, 1)]), model={}, weights=(2, 1)) as store:
+        assert users_of(store, ALONE) == (2, 2)
+        assert room_beside(store, [path / "scratch" for path in paths], (2, 2)) == 60 * ALIGN, "evenly, as only so"
+        (paths[0] / "scratch").mkdir()
+        (paths[0] / "scratch" / DATA).write_bytes(bytes(30 * ALIGN))
+        assert room_beside(store, [path / "scratch" for path in paths], (2, 2)) == 90 * ALIGN, "what is there goes"

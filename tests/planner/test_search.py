@@ -2,7 +2,7 @@
 
 import re
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 
@@ -131,7 +131,7 @@ def test_with_delays_to_choose_from_the_schedule_is_safe_fits_and_is_no_slower(w
 def test_a_disk_without_a_drive_in_the_profile_is_refused() -> None:
     asked = question(transformer(2), form=ADAM16)
     with pytest.raises(ConfigError, match=r"has no drives, but budget\.disk is given"):
-        best(asked.request, replace(MACHINE, drives=()), asked.times, asked.optimizer)
+        best(replace(asked, machine=replace(MACHINE, drives=())))
 
 
 def test_the_same_question_has_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +147,10 @@ def test_the_same_question_has_the_same_answer(monkeypatch: pytest.MonkeyPatch) 
 
 def test_best_is_the_search_with_the_requests_family_and_keeps_what_is_placed() -> None:
     asked = question(transformer(4, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
-    plan_ = best(asked.request, asked.machine, asked.times, asked.optimizer)
+    plan_ = best(asked)
     assert plan_ == searched(asked).plan
     kept = fitted(replace(asked.request, budget=replace(asked.request.budget, host=10 * MIB))).place
-    again = best(asked.request, asked.machine, asked.times, asked.optimizer, kept)
+    again = best(asked, kept)
     assert (again.settings.place.weights, again.settings.place.state) == (kept.weights, kept.state)
 
 
@@ -162,7 +162,7 @@ def test_a_plan_that_keeps_what_is_placed_has_chunks_as_good_as_a_searchs(interp
     budget = replace(asked.request.budget, weights=tier, state=tier)
     asked = replace(asked, request=replace(asked.request, budget=budget))
     found = searched(asked)
-    kept = best(asked.request, machine, asked.times, asked.optimizer, found.plan.settings.place)
+    kept = best(asked, found.plan.settings.place)
     again = simulate(asked.request.world(kept.schedule), asked.costs_of(asked.request))
     assert again.time <= found.seconds * 1.001
 
@@ -665,3 +665,20 @@ def test_a_directory_on_disk_is_offered_only_if_it_helps() -> None:
     assert words in str(refusal(host, 2, 2, BudgetError("-"))).lower()
     device = replace(host, budget=Budget(device=1 * MIB, host=400 * MIB))
     assert words not in str(refusal(device, 2, 2, BudgetError("-"))).lower()
+
+
+def test_a_refusal_calls_the_smallest_only_what_is_it() -> None:
+    """What would be in host memory may lie on the device in part, as a search finds out: less is enough then."""
+    for pins, tier in product(({}, {"state": "host"}, {"weights": "host"}), ("device", "host")):
+        asked = question(transformer(3, block=40), form=ADAM16, **{"device": 2 * MIB, tier: 1024})  # type: ignore[arg-type]
+        budget = replace(asked.request.budget, **pins)  # type: ignore[arg-type]
+        asked = replace(asked, request=replace(asked.request, budget=budget))
+        with pytest.raises(BudgetError, match=rf"budget\.{tier}=1 KiB is too small for this model") as refused:
+            best(asked)
+        found = re.search(r"(the smallest that works|enough) is [^(]+ \((\d+) bytes\)", str(refused.value))
+        assert found is not None
+        assert (found[1] == "enough") == (tier == "host")
+        enough, less = (replace(budget, **{tier: int(found[2]) - n}) for n in (0, 1))  # type: ignore[arg-type]
+        best(replace(asked, request=replace(asked.request, budget=enough)))
+        with nullcontext() if tier == "host" else pytest.raises(BudgetError):
+            best(replace(asked, request=replace(asked.request, budget=less)))

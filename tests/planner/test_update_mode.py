@@ -187,7 +187,7 @@ def test_the_delay_is_within_three_percent_of_the_best_of_a_fine_grid() -> None:
 def test_a_forced_delay_is_kept(delay: float) -> None:
     asked = forced(open_question(), delay=delay)
     assert searched(asked).plan.settings.delay == delay
-    assert best(asked.request, asked.machine, asked.times, asked.optimizer).settings.delay == delay
+    assert best(asked).settings.delay == delay
 
 
 @pytest.mark.parametrize(
@@ -314,19 +314,13 @@ def test_the_delay_that_is_chosen_is_about_the_best_where_the_drive_bounds_the_s
 
 def test_a_placement_that_stays_still_has_its_update_mode_chosen() -> None:
     asked = open_question()
-    first = best(asked.request, asked.machine, asked.times, asked.optimizer)
-    again = best(asked.request, asked.machine, asked.times, asked.optimizer, first.settings.place)
+    first = best(asked)
+    again = best(asked, first.settings.place)
     assert again.settings.place.weights == first.settings.place.weights
     assert again.settings.place.state == first.settings.place.state
     assert again.settings.speculate
     assert again.settings.delay > 0
-    kept = best(
-        replace(asked.request, delay=0.0, speculate=False),
-        asked.machine,
-        asked.times,
-        asked.optimizer,
-        first.settings.place,
-    )
+    kept = best(forced(asked, delay=0.0, speculate=False), first.settings.place)
     assert (kept.settings.speculate, kept.settings.delay) == (False, 0.0)
 
 

@@ -213,6 +213,13 @@ def test_an_unknown_argument_is_named_before_one_that_is_missing() -> None:
         ("max_grad_norm", "here it is clip_grad_norm"),
         ("optim", "here it is optimizer"),
         ("output_dir", "in a settings file it is run"),
+        ("pp", r"here it is mesh=penstock\.torchrun_mesh\(pp=N\), in each process that torchrun has started"),
+        ("pipeline", r"here it is mesh=penstock\.torchrun_mesh\(pp=N\), .*"),
+        ("cp", r"here it is mesh=penstock\.torchrun_mesh\(cp=N\), .*"),
+        ("copies", r"here it is mesh=penstock\.torchrun_mesh\(copies=N\), .*"),
+        ("lora_r", r"here it is the model itself: peft\.get_peft_model\(model, \.\.\.\)"),
+        ("max_steps", r"that is for the loop which calls engine\.step\(micro_batches\) to decide"),
+        ("warmup_steps", r"here it is a scheduler of torch's on engine\.optimizer"),
     ],
 )
 def test_another_tools_name_for_an_argument_is_answered_with_what_stands_for_it(name: str, there: str) -> None:

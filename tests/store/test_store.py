@@ -506,3 +506,27 @@ def test_a_manifest_of_another_program_is_left(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"holds a manifest.json and no store: give another directory"):
         Store.create([tmp_path], LAYOUT, model=MODEL)
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("becomes", ["moved", "removed", "a copy of it"])
+def test_no_commit_is_written_into_what_is_now_where_a_directory_was(becomes: str, tmp_path: Path) -> None:
+    """The record would be in one directory, and what it names in the other."""
+    paths = directories(tmp_path, 2)
+    with Store.create(paths, LAYOUT, model=MODEL, stripe=STRIPE) as store:
+        store.write("weights", 0, random_bytes(LAYOUT["weights"].stride, 1))
+        store.commit({"step": 1})
+        away = tmp_path / "away"
+        paths[1].rename(away)
+        if becomes == "removed":
+            shutil.rmtree(away)
+        if becomes == "a copy of it":
+            shutil.copytree(away, paths[1])
+        store.write("weights", 0, random_bytes(LAYOUT["weights"].stride, 2))
+        said = "it was removed: put it back" if becomes == "removed" else f"it is {away} now: move it back"
+        with pytest.raises(StoreError, match=f"drive1 is no longer where it was .*: {said}"):
+            store.commit({"step": 2})
+    if becomes != "removed":
+        shutil.rmtree(paths[1], ignore_errors=True)
+        away.rename(paths[1])
+        with Store.open(paths) as store:
+            assert store.last_commit() == {"step": 1}

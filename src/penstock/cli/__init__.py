@@ -76,7 +76,7 @@ def _outcome(words: Sequence[str]) -> int:
         return 2
     except (StoreError, NonFiniteError) as error:
         fail(str(error))
-        return 1
+        return _code(error)
     except RankError as error:
         fail(str(error))
         sys.stdout.flush()
@@ -86,7 +86,7 @@ def _outcome(words: Sequence[str]) -> int:
             raise
         where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
         fail(str(error) if where is None else f"{where}: {in_the_way(Path(where), error)}")
-        return 1
+        return _code(error)
     except RuntimeError as error:
         loop = error.__context__  # pathlib's own error before Python 3.13, raised as the system's is handled
         if not (isinstance(loop, OSError) and loop.errno == errno.ELOOP):
@@ -99,6 +99,11 @@ def _outcome(words: Sequence[str]) -> int:
     except KeyboardInterrupt:  # before training began or after it ended; in between it is a request
         fail("interrupted")
         return 130
+
+
+def _code(error: Exception) -> int:
+    """The exit code of a command that the system, or the store, did not let do its work."""
+    return 2 if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG else 1  # only what was asked for is so
 
 
 def _command(words: Sequence[str]) -> int:

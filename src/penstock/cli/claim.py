@@ -39,7 +39,7 @@ from penstock.cli.same_data import check_same_data
 from penstock.cli.settings import dump
 from penstock.config import TrainConfig
 from penstock.config.budget import is_of_rank
-from penstock.errors import ConfigError, StoreError
+from penstock.errors import ConfigError, RankError, StoreError
 from penstock.store.directory import DirectoryLock, entries, in_the_way, is_there
 from penstock.store.facts import StoreFacts, facts_of_all
 from penstock.store.making import require_settled
@@ -322,6 +322,11 @@ class Claim:
             self._record = now
 
     @property
+    def replaced(self) -> tuple[Path, ...]:
+        """The directories of the stores that go as the run begins."""
+        return tuple(Path(place) for one in self._replaces for place in one.disk)
+
+    @property
     def began(self) -> Owner | None:
         """The run, if this start has begun it."""
         return None if self._began is None else self._began.owner
@@ -350,7 +355,7 @@ def claimed(config: TrainConfig, start: Start, ranks: int = 1, reach: Reach | No
 
     Raises:
         ConfigError: the folder cannot be used, or what is there is not what ``start`` wants.
-        StoreError: the run is under way, or its store is of another run or cannot be read.
+        StoreError: the run is under way, or its store is of another run or cannot be read; or the folder went away.
     """
     _check_names(config)
     folder = Path(config.run)
@@ -359,10 +364,13 @@ def claimed(config: TrainConfig, start: Start, ranks: int = 1, reach: Reach | No
         claim = Claim(config, start, ranks, reach or Reach())
         try:
             yield claim
-        except BaseException:
+            _require_in_place(folder, lock)
+        except BaseException as error:
             if lock.in_place:  # else the folder has been renamed, and what is there now is not ours
                 claim.take_back()
             ours = ours or claim.began is not None
+            if isinstance(error, OSError | RankError):  # whatever it was that missed the folder, or its store in it
+                _require_in_place(folder, lock)
             raise
     finally:
         _leave(folder, lock, ours=ours)
@@ -393,6 +401,17 @@ def _locked(folder: Path) -> tuple[DirectoryLock, bool]:
             said = in_the_way(folder, error)
             raise ConfigError(f"run={str(folder)!r}: cannot use this folder: {said}") from error
     raise StoreError(f"run={str(folder)!r}: other starts make and remove this folder all the time: stop them")
+
+
+def _require_in_place(folder: Path, lock: DirectoryLock) -> None:
+    """Raises:
+    StoreError: the folder of the run is no longer where it was.
+    """
+    if (said := lock.away) is not None:
+        raise StoreError(
+            f"run={str(folder)!r}: {said}, and go on from the last step that is kept there: penstock resume "
+            f"{shlex.quote(str(folder))}"
+        )
 
 
 def _leave(folder: Path, lock: DirectoryLock, *, ours: bool) -> None:

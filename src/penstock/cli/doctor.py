@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock.cli.launch import MOST_RANKS
-from penstock.cli.showing.display import choose_display
+from penstock.cli.showing.display import choose_display, fail
 from penstock.cli.words import Words, columns
 from penstock.config import format_size
 from penstock.config.sizes import three_digits
@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.hardware.crossing import faster_casts
 from penstock.hardware.drives import used_rates
 from penstock.hardware.machine import Between, Crossing, Device, Drive, Host, Machine
-from penstock.hardware.profiles import save_profile
+from penstock.hardware.profiles import check_can_be_saved, save_profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,10 @@ def run(arguments: Arguments) -> int:
     ranks = arguments.ranks or (() if arguments.quick else examine.numbers_of_ranks(where))
     for text in examine.announced(arguments.paths, effort):
         display.say(text)
+    try:
+        check_can_be_saved()
+    except ConfigError as error:  # a minute before it comes to that
+        fail(f"warning: {error}, or wait for what is measured to be printed alone")
     machine = examine.examine(arguments.paths, effort, where, display.working, ranks)
     if arguments.json:
         print(machine.to_json(), end="")

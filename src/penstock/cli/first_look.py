@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.cli.located import parse_yaml
 from penstock.cli.named_files import check_model
-from penstock.cli.settings import read
+from penstock.cli.settings import check_braces, read
 from penstock.config import ModelConfig, SourceConfig, format_size
 from penstock.config.data import STREAM_FROM
 from penstock.data.forms import form_of_source
@@ -225,11 +225,14 @@ def look_at_disk(paths: Sequence[str], *, here: bool) -> DiskFacts:
     Raises:
         ConfigError: a directory cannot be made or written to.
     """
-    found, free = [], dict[int, int]()
+    found, free = list[Path](), dict[int, int]()
     for text in paths:
         path = Path(os.path.expanduser(text))
         if text.strip() == "" or "\0" in text:
             raise ConfigError("--disk: give a directory")
+        check_braces("--disk ", text)
+        if os.path.abspath(path) in map(os.path.abspath, found):
+            raise ConfigError(f"--disk {text} is given twice: give each directory once")
         found.append(path)
         if not here:
             continue

@@ -4,13 +4,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from torch import nn
+
 from penstock.cli import removal
 from penstock.cli.claim import Claim, claimed
 from penstock.cli.reach import Reach
 from penstock.cli.run_folder import Start, last_line
 from penstock.cli.run_record import RunRecord
 from penstock.cli.showing.metrics import VALIDATION
+from penstock.cli.task import check_room
 from penstock.config import TrainConfig
+from penstock.hardware.machine import DeviceKind
 from penstock.ranks.group import Ranks
 from penstock.state.settled import settle_together
 from penstock.store.owner import Owner
@@ -37,6 +41,14 @@ class Joint:
     def _first(self) -> Claim:
         assert self._claim is not None, "asked of the first rank alone"
         return self._claim
+
+    def check_room(self, config: TrainConfig, model: nn.Module, kind: DeviceKind) -> None:
+        """As ``task.check_room``, of a run that is to begin here."""
+        ranks = self.ranks
+        self.ranks.once(
+            "room on the drives",
+            lambda: check_room(config, model, kind, ranks.size, ranks.hosts, self._first.replaced),
+        )
 
     def begin(self, config: TrainConfig) -> None:
         """Make the folder that of a new run; what it replaces goes. See ``Claim.begin``."""

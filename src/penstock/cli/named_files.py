@@ -1,5 +1,6 @@
 """The files that settings name, looked for before torch and transformers are imported: that takes seconds."""
 
+import errno
 import os
 from pathlib import Path
 from typing import get_args
@@ -10,7 +11,7 @@ from penstock.cli.trackers import check_installed
 from penstock.config import DataConfig, Family, ModelConfig, TrainConfig
 from penstock.config.data import each_source
 from penstock.errors import ConfigError
-from penstock.store.directory import is_there
+from penstock.store.directory import in_the_way, is_there
 
 
 def check_named_files(config: TrainConfig, start: Start) -> None:
@@ -30,6 +31,7 @@ def check_named_files(config: TrainConfig, start: Start) -> None:
     check_installed(config.trackers)
     _check_data(config.data, may_have_moved=start == "resume")
     for key, folder in (
+        ("run", config.run if start != "resume" else None),
         ("data.prepared", config.data.prepared),
         *(("budget.disk", p) for p in config.budget.disk_paths),
     ):
@@ -43,6 +45,11 @@ def _check_folder(key: str, folder: Path) -> None:
     """Raises:
     ConfigError: what is there is no folder, or what it would have to be made in is none.
     """
+    try:
+        folder.lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ConfigError(f"{key}={str(folder)!r}: {in_the_way(folder, error)}") from None
     above = (place for place in folder.absolute().parents if os.path.exists(place))
     there = folder if os.path.exists(folder) or os.path.islink(folder) else next(above)
     if not there.is_dir():

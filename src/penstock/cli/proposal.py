@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.first_look import DataFacts, DiskFacts, MachineFacts, ModelFacts
+from penstock.cli.settings import RUN
 from penstock.config import SourceConfig, StepConfig, format_size
 from penstock.config.data import STREAM_FROM
 from penstock.schedule.place import Format
@@ -156,7 +157,7 @@ def _budget(disk: DiskFacts, machine: MachineFacts, why: dict[str, str]) -> dict
 
 
 def _of_run(path: Path) -> str:
-    return str(path / "{run}")
+    return str(path if RUN in str(path) else path / RUN)
 
 
 def _size(nbytes: int) -> str:

@@ -33,6 +33,10 @@ _NAMES: dict[Any, str] = {
 }
 
 
+RUN = "{run}"
+"""Words in a path of ``budget.disk`` that stand for the run."""
+
+
 def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
     """The settings in a file, with flags (``("optimizer.lr", "1e-3")``) laid over them, ``{run}`` filled in.
 
@@ -41,7 +45,7 @@ def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
     """
     config = _load(read_yaml(path), str(path), flags)
     for disk in config.budget.disk_paths:
-        _check_braces(str(disk), config.run)
+        check_braces("budget.disk=", str(disk), known=os.path.abspath(config.run))
     return config
 
 
@@ -86,17 +90,18 @@ def _filled_in(path: str, run: str) -> str:
     """``{run}`` is the run's folder where a path begins with it, and further on the folder's name: each run has its
     own directory on a drive, wherever its folder is."""
     name = Path(os.path.abspath(run)).name
-    first = path.replace("{run}", run, 1) if path.startswith("{run}") else path
-    return first.replace("{run}", name)
+    first = path.replace(RUN, run, 1) if path.startswith(RUN) else path
+    return first.replace(RUN, name)
 
 
-def _check_braces(path: str, run: str) -> None:
+def check_braces(key: str, path: str, *, known: str = RUN) -> None:
     """Raises:
-    ConfigError: something else than ``run`` was in braces in a path that is filled in, and not of the run's own name.
+    ConfigError: something is in braces in a path that is none of what is ``known``: ``{run}``, or in a path that is
+        filled in the run's own name. ``key``: what the path was given as.
     """
     for found in re.findall(r"\{\w*\}", path):
-        if found not in os.path.abspath(run):
-            raise ConfigError(f"budget.disk={path!r}: {found} stands for nothing; {{run}} does, for the run's folder")
+        if found not in known:
+            raise ConfigError(f"{key}{path!r}: {found} stands for nothing; {RUN} does, for the run's folder")
 
 
 def load_flag(text: str, name: str) -> Any:
@@ -163,17 +168,18 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
         ConfigError: as in ``load``.
     """
     assert is_dataclass(cls)
+    named = section or ("the file" if cls is TrainConfig else "the mapping")
     if not isinstance(tree.value, dict):
-        raise ConfigError(f"{tree.where}: {section or 'the file'} must be a mapping, not {shown(tree.plain())}")
+        raise ConfigError(f"{tree.where}: {named} must be a mapping, not {shown(tree.plain())}")
     known = {f.name: f for f in by_need(cls)}
     for key, item in tree.value.items():
         if key not in known:
             there = counterpart(key, section, known) if section or cls is TrainConfig else None
-            said = unknown(key, list(known), takes=section or "the file", form=_dotted(section, "{}"), there=there)
+            said = unknown(key, list(known), takes=named, form=_dotted(section, "{}"), there=there)
             raise ConfigError(f"{item.where}: {said}")
     missing = [name for name, f in known.items() if name not in tree.value and is_required(f)]
     if missing:
-        raise ConfigError(f"{tree.where}: {section or 'the file'} lacks {', '.join(missing)}")
+        raise ConfigError(f"{tree.where}: {named} lacks {', '.join(missing)}")
     hints = typing.get_type_hints(cls) if hints is None else hints
     values = {key: _convert(item, hints[key], _dotted(section, key)) for key, item in tree.value.items()}
     try:

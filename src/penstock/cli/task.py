@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of
+from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of, format_size
 from penstock.config.budget import is_of_rank
 from penstock.config.step import SPLIT, check_copies
+from penstock.errors import BudgetError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import file_system, on_one_drive
 from penstock.hardware.sharing import of_each_rank, room_of_each
@@ -24,6 +25,7 @@ from penstock.shape.model import ModelShape
 from penstock.shape.shipped import CONFIGS, shipped_name
 from penstock.store.directory import entries
 from penstock.store.manifest import DATA
+from penstock.store.packed import free_bytes
 from penstock.store.removal import SCRATCH
 
 if TYPE_CHECKING:
@@ -185,11 +187,43 @@ def as_free_here(machine: Machine, paths: Sequence[Path]) -> Machine:
         return machine
     free, systems, users = dict[int | None, int](), list(map(file_system, paths)), on_one_drive(paths)
     for path, system in zip(paths, systems, strict=True):
-        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-        free[system] = free.get(system, shutil.disk_usage(there).free) + _stored(path)
+        free[system] = free.get(system, shutil.disk_usage(_existing(path)).free) + _stored(path)
     parts = (free[system] // count for system, count in zip(systems, users, strict=True))
     drives = (replace(drive, free=part) for drive, part in zip(machine.drives, parts, strict=True))
     return replace(machine, drives=tuple(drives))
+
+
+def check_room(
+    config: TrainConfig, model: "nn.Module", kind: DeviceKind, ranks: int, hosts: int, replaced: Sequence[Path]
+) -> None:
+    """Look for room for the stores of a run that is to begin, before its data are read, which may take hours.
+    ``replaced``: directories of stores that go as it begins.
+
+    Raises:
+        BudgetError: this host's drives have no room for weights and state alone, wherever a plan has them live.
+    """
+    budget, form = config.budget, form_of(config, kind)
+    if not budget.disk_paths or (hosts > 1 and config.pipeline > 1):  # whose hosts have parts of different sizes
+        return
+    if form.whole is not None:  # matrices have one moment
+        form = replace(form, moments=min(form.moments, 1), whole=None)
+    state = sum(p.numel() * (form.weight_bytes + form.per_element * p.requires_grad) for p in model.parameters())
+    needed = int(budget.slots * config.copies * state) // hosts
+    systems = {file_system(path): _existing(path) for path in budget.disk_paths}
+    free = sum(map(free_bytes, systems.values()))
+    free += sum(_stored(path) for path in {*budget.disk_paths, *replaced} if file_system(path) in systems)
+    if needed > free:
+        raise BudgetError(
+            f"budget.disk: {format_size(needed)} ({needed} bytes) of disk are needed for weights and state, and "
+            f"{format_size(free)} are free in {', '.join(map(str, budget.disk_paths))}: free "
+            f"{format_size(needed - free)} more, or give another directory, or several on different drives"
+            + (". With budget.slots=1 it takes half, and a kill within a step costs the run" * (budget.slots == 2))
+        )
+
+
+def _existing(path: Path) -> Path:
+    """The directory, or the nearest one that it would be in."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def _stored(path: Path) -> int:

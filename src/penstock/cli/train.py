@@ -137,6 +137,7 @@ def _start(
     )
     if new:
         config = replace(config, precision=precision)  # wherever it goes on
+        run.check_room(config, trained[0], kind)
         run.begin(config)
     else:
         cut = replace(cut, reason="as the run began")

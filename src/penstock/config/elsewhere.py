@@ -42,12 +42,14 @@ def counterpart_among(
     here. ``spelled``: how a known one is written.
     """
     found = ELSEWHERE.get(key.replace("-", "_"))
-    if found is None or not found.keys:
-        return None
-    here = [spelled(name) for whole in found.keys if (name := _among(whole, known, sections))]
+    keys = (key,) if found is None else found.keys
+    here = [spelled(name) for whole in keys if (name := _among(whole, known, sections))]
     if here:
         return f"here it is {' and '.join(here)}"
-    return f"in a settings file it is {' and '.join(found.keys)}"
+    parts = [whole.partition(".")[0] for whole in keys]
+    if "mesh" in known and (said := next((_OF_WRAP[part] for part in parts if part in _OF_WRAP), None)):
+        return said
+    return f"in a settings file it is {' and '.join(keys)}" if found is not None and keys else None
 
 
 def _among(whole: str, known: Container[str], sections: Container[str]) -> str | None:
@@ -61,6 +63,20 @@ def _among(whole: str, known: Container[str], sections: Container[str]) -> str |
 _ALONE = {"batch.sequences": "batch", "optimizer.name": "optimizer", "model.path": "model", "run": ""}
 """Names of settings outside of their sections, if not the last part of their own. ``run`` has none: as an argument of
 ``wrap`` it is a run that is there, and no folder that something is written to."""
+
+
+_RANKS = "here it is mesh=penstock.torchrun_mesh({}=N), in each process that torchrun has started"
+_OF_WRAP: Mapping[str, str] = {
+    **{key: _RANKS.format(axis) for key, axis in {"pipeline": "pp", "copies": "copies", "cp": "cp"}.items()},
+    "model": "penstock.hf.load opens a model's folder or name: give its model, and weights= its weights",
+    "lora": "here it is the model itself: peft.get_peft_model(model, ...)",
+    "lr_schedule": "here it is a scheduler of torch's on engine.optimizer",
+    **dict.fromkeys(
+        ("data", "batch", "micro_batch_size", "steps", "epochs", "evaluate", "report_to"),
+        "that is for the loop which calls engine.step(micro_batches) to decide",
+    ),
+}
+"""Answers for callers of ``wrap``, who have no settings file, by its settings and sections."""
 
 
 def _is(*keys: str, differs: str = "") -> Counterpart:

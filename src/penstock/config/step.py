@@ -224,7 +224,7 @@ def check_in_turn(schedule: object) -> None:
     if schedule in IN_TURN:
         raise ConfigError(
             f"schedule={schedule!r} is an order of the ranks of a pipeline, and there is none: set pipeline (for "
-            "wrap: a mesh with the axis 'pp'), or give 'vertical' or 'horizontal'"
+            "wrap: mesh=penstock.torchrun_mesh(pp=N)), or give 'vertical' or 'horizontal'"
         )
 
 

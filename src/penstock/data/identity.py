@@ -117,6 +117,20 @@ def facts_of(paths: Sequence[Path], known: Sequence[FileFacts], *, whole: bool) 
     return tuple(found)
 
 
+def require_unchanged(paths: Sequence[Path], facts: Sequence[FileFacts]) -> None:
+    """Look again at files that have been read, before what was made of them is kept under the name of their ``facts``.
+
+    Raises:
+        ConfigError: one has changed, or is gone.
+    """
+    for now, then in zip(facts_of(paths, facts, whole=True), facts, strict=False):
+        if (now.nbytes, now.digest) != (then.nbytes, then.digest):
+            raise ConfigError(
+                f"data: {now.name} has changed while it was read ({then.nbytes:,} bytes at first, {now.nbytes:,} now): "
+                "start again once nothing writes to it"
+            )
+
+
 def _digest(path: Path, size: int, *, whole: bool) -> str:
     state = xxhash.xxh3_128()
     with files.regular(path) as file:

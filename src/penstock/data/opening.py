@@ -16,7 +16,16 @@ from penstock.data import tokenizer as tokenizers
 from penstock.data.encode import Encoder, ends_of
 from penstock.data.example import read_as, texts_in
 from penstock.data.forms import form_of_source
-from penstock.data.identity import IDENTITY, FileFacts, Identity, facts_of, fingerprint, identity_in, require_place
+from penstock.data.identity import (
+    IDENTITY,
+    FileFacts,
+    Identity,
+    facts_of,
+    fingerprint,
+    identity_in,
+    require_place,
+    require_unchanged,
+)
 from penstock.data.mixture import Mixture
 from penstock.data.pieces import Cuts, Pieces, continuous_pieces, pieces_of
 from penstock.data.prepare import Opened, prepare
@@ -314,11 +323,15 @@ def _tokenizer(
         try:
             with files.made_once(place, private=config.prepared is None) as under_way:
                 tokenizers.save(found, under_way)
+                require_unchanged([path for one in opened for path in one.files], facts)
         except StoreError:
             raise
         except OSError as error:
             said = error.strerror or error
-            raise ConfigError(f"data: cannot keep the tokenizer that was trained in {place}: {said}") from None
+            raise ConfigError(
+                f"data: cannot keep the tokenizer that was trained in {place}: {said}: make {folder} writable, with "
+                "room in it, or give another folder (data.prepared)"
+            ) from None
     return tokenizers.with_template(tokenizers.load(str(place)), config), place
 
 
@@ -384,7 +397,7 @@ def _prepared(
         "version": _PREPARED,
     }
     place = folder / fingerprint(made_of)
-    parts = prepare(opened, tokenizer, config, place, share)
+    parts = prepare(opened, facts, tokenizer, config, place, share)
     largest = tokenizers.largest_id(tokenizer)
     for one, (train, held) in zip(opened, parts, strict=True):
         if isinstance(one.reader, tuple):

@@ -16,6 +16,7 @@ from penstock.config import SourceConfig
 from penstock.config.data import DataConfig
 from penstock.data.encode import Encoder
 from penstock.data.forms import Form
+from penstock.data.identity import FileFacts, require_unchanged
 from penstock.data.sources.reader import Reader
 from penstock.data.sources.walk import ending
 from penstock.data.token_files import (
@@ -84,15 +85,20 @@ class Opened:
 
 
 def prepare(
-    opened: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, config: DataConfig, folder: Path, share: float | None
+    opened: Sequence[Opened],
+    facts: Sequence[FileFacts],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    folder: Path,
+    share: float | None,
 ) -> list[tuple[list[TokenFile], list[TokenFile]]]:
     """Each source's token files: those to train on, and the ``share`` that is held out.
 
     What is not token ids already is written into ``folder`` first, and the checksums of what is and has none, if
-    they are not there.
+    they are not there. ``facts``: of their files, which the folder's name is made of.
 
     Raises:
-        ConfigError: a document is not what it should be, or the folder cannot be written.
+        ConfigError: a document is not what it should be, or a file not what it was, or the folder cannot be written.
         StoreError: what is there is damaged.
     """
     if any(one.needs(number) for number, one in enumerate(opened)) and not folder.is_dir():
@@ -103,10 +109,14 @@ def prepare(
                         one.write_sums(partial, number)
                     else:
                         _write(one, number, tokenizer, config, partial, share)
+                require_unchanged([path for one in opened for path in one.files], facts)
         except StoreError:
             raise
         except OSError as error:
-            raise ConfigError(f"data: cannot write what is tokenised into {folder.parent}: {error.strerror}") from None
+            raise ConfigError(
+                f"data: cannot write what is tokenised into {folder.parent}: {error.strerror}: make it writable, with "
+                "room in it, or give another folder (data.prepared)"
+            ) from None
     return [_files(one, number, folder, share) for number, one in enumerate(opened)]
 
 

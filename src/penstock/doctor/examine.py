@@ -115,6 +115,8 @@ def examine(
         StoreError: a disk failed.
     """
     real = check_paths(paths)
+    for path in real:  # before the first of them is measured, which takes a while
+        _file_size(path, mounts.look(path), effort)
     seen = system.look()
     others = Others()
     device_free = accelerator.of(where).memory(where)[0] if where.type != "cpu" else None

@@ -173,7 +173,10 @@ def _translated(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _mesh(value: Any) -> None:
     if value is not None and not isinstance(value, DeviceMesh):
-        raise ConfigError(f"mesh is {_a(value)}: give one of torch.distributed.device_mesh.init_device_mesh, or None")
+        raise ConfigError(
+            f"mesh is {_a(value)}: give penstock.torchrun_mesh() in each process that torchrun has started, one of "
+            "torch.distributed.device_mesh.init_device_mesh, or None"
+        )
 
 
 def _budget(value: Any) -> None:

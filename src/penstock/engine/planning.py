@@ -256,6 +256,7 @@ class Planning:
             families=(request.family,),
             io_threads=shared.io_threads,
             repeats=self.repeats.planned,
+            disk_free=shared.disk_free(request),
         )
 
     @property
@@ -493,7 +494,4 @@ class Planning:
     def _plan(self, request: Request, times: StageTimes | None, keep: Placement | None) -> Plan:
         if self._machine is None or times is None:
             return fit(request, keep)
-        shared = self._shared
-        return best(
-            request, self._machine, times, shared.rate, keep, io_threads=shared.io_threads, repeats=self.repeats.planned
-        )
+        return best(self._question(request, times), keep)

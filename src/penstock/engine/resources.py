@@ -17,12 +17,13 @@ from penstock.engine.arguments import WrapArguments
 from penstock.engine.dealt import deal_blocks
 from penstock.engine.progress import Progress
 from penstock.engine.spans import Spans
-from penstock.engine.stripes import as_striped, weights_for
+from penstock.engine.stripes import as_striped, room_beside, users_of, weights_for
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale
 from penstock.optim.spec import OptimizerSpec
+from penstock.planner.request import Request
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import Share
 from penstock.runtime.streams import DeviceStreams, HostStreams, streams_for
@@ -80,6 +81,8 @@ class EngineResources:
     device: torch.device
     streams: HostStreams | DeviceStreams
     scratch_paths: tuple[Path, ...]
+    users: tuple[int, ...]
+    """the number of directories of this host's stores on the file system of each of this one's"""
     io_threads: int
     threads: int
     """threads of the optimizer"""
@@ -109,6 +112,12 @@ class EngineResources:
     def held(self) -> list[ParamGroup]:
         """The groups that this rank has some of."""
         return [group for group in self.groups if self.share.holds(group.spec.index)]
+
+    def disk_free(self, request: Request) -> int | None:
+        """Bytes that the store and scratch space of a request's plan may take; None: there is no disk."""
+        if (store := self.commits.store) is None:
+            return None
+        return request.store_bytes + room_beside(store, self.scratch_paths, self.users)
 
     def values(self, arrays: Arrays | None = None) -> Values:
         """Every parameter and persistent buffer, of whole arrays. ``arrays``: how these are read."""
@@ -254,6 +263,7 @@ def open_resources(
             device=device,
             streams=streams_for(device),
             scratch_paths=tuple(path.absolute() / SCRATCH for path in budget.disk_paths),
+            users=users_of(commits.store, ranks),
             io_threads=settings.io_threads,
             threads=numa.thread_count(device),
             overlap=settings.overlap,

@@ -1,15 +1,19 @@
-"""The weights of a new store's drives in its stripe: by the machine's profile, else by a short measurement."""
+"""The drives of a store: their weights in its stripe, by the machine's profile, else by a short measurement; and the
+room that is left on them."""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.hardware.drives import in_proportion, stripe_weights, weights_of
+from penstock.hardware.drives import in_proportion, spread, stripe_weights, weights_of
 from penstock.hardware.machine import Drive, Machine
 from penstock.hardware.profiles import file_system, find_profile
 from penstock.hardware.sharing import drives_of
 from penstock.ranks.group import ALONE, Ranks
+from penstock.store import packed
+from penstock.store.making import SMALL
+from penstock.store.manifest import DATA
 from penstock.store.pace import pace
 from penstock.store.store import Store
 
@@ -56,3 +60,20 @@ def as_striped(machine: Machine | None, store: Store | None, ranks: int) -> Mach
         return machine
     pairs = zip(machine.drives, store.weights, strict=True)
     return replace(machine, drives=tuple(replace(drive, weight=weight) for drive, weight in pairs))
+
+
+def users_of(store: Store | None, ranks: Ranks) -> tuple[int, ...]:
+    """Of each directory of a rank's store, the number of those on its file system, of all ranks on its host. All ranks
+    come here, which have made their stores."""
+    own = [(ranks.host, path.stat().st_dev) for path in (() if store is None else store.paths)]
+    every = [place for told in ranks.gather_objects("file systems", own) for place in told]
+    return tuple(map(every.count, own))
+
+
+def room_beside(store: Store, scratch: Sequence[Path], users: Sequence[int]) -> int:
+    """Bytes that there may be in ``scratch`` directories beside a store: what is in them now, and of what is free on
+    each file system an equal part for each of its ``users``."""
+    free = [packed.free_bytes(path) // count - SMALL for path, count in zip(store.paths, users, strict=True)]
+    there = (place / DATA for place in scratch)
+    room = [max(0, n) + (file.stat().st_size if file.is_file() else 0) for n, file in zip(free, there, strict=True)]
+    return int(max(spread(room, store.weights), spread(room, (1,) * len(room))))

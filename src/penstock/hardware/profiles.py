@@ -31,6 +31,8 @@ from penstock.hardware.drives import part_of
 from penstock.hardware.machine import DeviceKind, Drive, Machine, load_machine, parse_machine
 from penstock.hardware.present import had_less, is_gone, outdated
 
+_ROOM = 64 << 10
+"""Bytes that a profile takes at most, by and large."""
 _HOW = "penstock doctor --path DIR measures this machine"
 
 
@@ -71,10 +73,17 @@ def check_can_be_saved() -> None:
     """Find out before a machine is measured, which takes a while, whether its profile can be kept.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be written, or is full.
     """
-    with _partial() as (fd, _):
-        os.close(fd)
+    folder = profile_folder()
+    missing = [place for place in (folder, *folder.parents) if not os.path.exists(place)]
+    try:
+        with _partial() as (fd, _), os.fdopen(fd, "wb") as file:
+            file.write(bytes(_ROOM))
+    finally:
+        for place in missing:
+            with suppress(OSError):
+                place.rmdir()
 
 
 @contextmanager
@@ -95,7 +104,8 @@ def _partial() -> Iterator[tuple[int, str]]:
                 os.unlink(name)
     except OSError as error:
         raise ConfigError(
-            f"the profile cannot be stored in {folder}: {error.strerror}. Set XDG_CACHE_HOME to a folder you may write"
+            f"the profile cannot be stored in {folder}: {error.strerror}. Set XDG_CACHE_HOME to a folder you may "
+            "write, with room in it"
         ) from error
 
 

@@ -55,6 +55,15 @@ def fitted(request: Request, keep: Placement | None = None) -> Settings:
     return with_keep(request, settings, keep=settings.keep)
 
 
+def searched(refusal: BudgetError) -> BudgetError:
+    """A refusal of ``fitted``'s as a search gives it. What is on the device costs no host memory, and a search finds
+    more that may be there: so less host memory than is named may be enough."""
+    said = str(refusal)
+    if not said.startswith("budget.host"):
+        return refusal
+    return BudgetError(said.replace("the smallest that works is", "enough is", 1))
+
+
 def with_keep(request: Request, settings: Settings, *, keep: bool = True) -> Settings:
     """The settings with weights kept until they are stepped, or without where none would be: one schedule, one way to
     say it. ``keep``: whether they are to be, if that is not said by the settings."""

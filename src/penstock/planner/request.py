@@ -183,10 +183,11 @@ class Request(StreamConfig):
         """
         if self.bottom != "disk":
             return 0
-        return self._store_bytes + self.scratch_bytes(settings)
+        return self.store_bytes + self.scratch_bytes(settings)
 
     @cached_property
-    def _store_bytes(self) -> int:
+    def store_bytes(self) -> int:
+        """Bytes of a store, if there is a disk."""
         groups, form = self.program.groups, self.form
         stored = sum(page_up(array.nbytes) for array in arrays(self.program, form))
         return self.budget.slots * stored + 2 * checksum_bytes(groups, form, self.budget.slots)

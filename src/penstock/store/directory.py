@@ -93,12 +93,14 @@ def check_distinct(paths: Sequence[Path]) -> None:
 
 def require_parent(path: Path) -> None:
     """Raises:
-    StoreError: there is no directory to make ``path`` in.
+    StoreError: there is no directory to make ``path`` in, or none that may be written to.
     """
     if not path.parent.is_dir():
         raise StoreError(
             f"{path} does not exist and neither does {path.parent}: is the drive mounted? create {path.parent}"
         )
+    if not is_there(path):
+        check_directory(path.parent)
 
 
 def make_directory(path: Path) -> bool:
@@ -138,7 +140,7 @@ def check_directory(path: Path, *, writable: bool = True) -> None:
         raise StoreError(f"{path} does not exist: is the drive mounted?")
     if not path.is_dir():
         raise StoreError(f"{path} is not a directory: give one")
-    if not os.access(path, os.R_OK | os.X_OK | (os.W_OK if writable else 0)):
+    if not os.access(path, os.R_OK | os.X_OK | (os.W_OK if writable else 0), effective_ids=True):
         what, advice = "writable" if writable else "readable", "change its owner or mode"
         if writable and os.statvfs(path).f_flag & os.ST_RDONLY:
             advice = "its file system is mounted read-only, or has become so (see the kernel's log, dmesg)"
@@ -248,7 +250,7 @@ def _holder(fd: int) -> str | None:
 def _is_at(path: Path, fd: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -272,12 +274,17 @@ class DirectoryLock:
         Raises:
             StoreError: another process (or another store in this one) holds it; says which.
         """
+        self._directory = directory.absolute()  # a program may go elsewhere
         self._path = directory / name
+        self._fd: int | None = None
+        self._itself: int | None = None  # the directory, whatever it is called by now
         try:
-            self._fd: int | None = self._take() if writes else self._share(directory)
+            self._fd = self._take() if writes else self._share(directory)
+            self._itself = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except StoreError:
             raise
         except OSError as e:
+            self.forget()
             said = f"{e.strerror}: {_ADVICE.get(e.errno or 0, 'use a local file system')}"
             if e.errno in _FORBIDDEN:
                 said = in_the_way(self._path, e)
@@ -338,20 +345,39 @@ class DirectoryLock:
         """True if the file that is locked is there."""
         return self._fd is not None and _is_at(path, self._fd)
 
+    @property
+    def away(self) -> str | None:
+        """Words on a directory that is no longer where it was, with what to do; None: it is there, or was let go."""
+        if self._itself is None or _is_at(self._directory, self._itself):
+            return None
+        now = os.readlink(f"/proc/self/fd/{self._itself}")
+        said, advice = f"it is {now} now", "move it back"
+        if now.endswith(_REMOVED):
+            said, advice = "it was removed", "put it back from a copy"
+        elif now == str(self._directory.resolve()):
+            said, advice = "what it is in was unmounted, or mounted over", "mount that as it was"
+        return f"{self._directory} is no longer where it was while this process used it: {said}: {advice}"
+
+    def require_in_place(self) -> None:
+        """Raises:
+        StoreError: the directory is no longer where it was, and what is written there by name would go elsewhere.
+        """
+        if (said := self.away) is not None:
+            raise store_error(f"{said}, and go on from the last commit", FileNotFoundError(errno.ENOENT, said))
+
     def release(self, *, remove: bool = False) -> None:
         """Give the lock back; with ``remove``, delete its file first, while nobody else can hold it."""
-        if self._fd is None:
-            return
-        if remove:
+        if remove and self._fd is not None:
             self._path.unlink(missing_ok=True)
-        os.close(self._fd)
-        self._fd = None
+        self.forget()
 
     def forget(self) -> None:
-        """In a forked child: drop the copy of the descriptor, which would keep the lock after its owner's death."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        """Close the descriptors. In a forked child those are copies, which would keep the lock after its owner's
+        death."""
+        for fd in (self._fd, self._itself):
+            if fd is not None:
+                os.close(fd)
+        self._fd = self._itself = None
 
 
 def locked(paths: Sequence[Path], stack: contextlib.ExitStack, *, writes: bool = True) -> list[DirectoryLock]:
@@ -363,6 +389,8 @@ def locked(paths: Sequence[Path], stack: contextlib.ExitStack, *, writes: bool =
     return locks
 
 
+_REMOVED = " (deleted)"
+"""Words that the kernel adds to the name of what was removed."""
 _held: "weakref.WeakSet[DirectoryLock]" = weakref.WeakSet()
 
 

@@ -94,13 +94,16 @@ def striped(paths: Sequence[Path], layout: Layout, stripe: int, weights: Sequenc
     return even
 
 
+SMALL = 2 * RESERVE
+"""Bytes for the commits and manifests of the stores on a file system."""
+
+
 def check_room(paths: Sequence[Path], layout: Layout, striping: Striping) -> None:
     """Refuse before anything is written; directories on one file system share its room."""
     needed: dict[int, int] = {}
-    small = 2 * RESERVE  # room for the commits and manifests
     for path, size in zip(paths, file_sizes(layout, striping), strict=True):
         device = path.stat().st_dev
-        needed[device] = needed.get(device, small) + size
+        needed[device] = needed.get(device, SMALL) + size
     for path in paths:
         size, free = needed[path.stat().st_dev], packed.free_bytes(path)
         if size > free:

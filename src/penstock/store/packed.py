@@ -33,6 +33,7 @@ ADVICE = {
     errno.ELOOP: "remove the link, or put what it leads to in its place",
     errno.EROFS: "the file system has become read-only: see the kernel's log (dmesg)",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.ENAMETOOLONG: "file systems take no names this long: give a shorter one",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the limit of open files (sysctl fs.file-max)",
 }
@@ -120,6 +121,8 @@ def _allocation_error(path: Path, nbytes: int, cause: OSError) -> StoreError:
         limit = {errno.ENOSPC: "free", errno.EDQUOT: "free, but a quota stands in the way"}
         state = f"{free} are {limit.get(cause.errno or 0, 'free, but a limit on the size of files stands in the way')}"
         advice = "free some space, give another directory, or give several that are striped"
+        if cause.errno == errno.EFBIG:
+            advice = ADVICE[errno.EFBIG]
     else:
         state, advice = str(cause), "see the kernel's log (dmesg)"
     return store_error(f"{path.parent}: {format_size(nbytes)} are needed for {path.name}, {state}: {advice}", cause)

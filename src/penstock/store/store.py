@@ -335,9 +335,11 @@ class Store:
         ``before_record`` is called: what it raises is raised, and nothing is committed.
 
         Raises:
-            StoreError: the record could not be written; the one before still stands.
+            StoreError: the record could not be written, or a directory was moved; the one before still stands.
         """
         self._check_process()
+        for lock in self._locks:  # else the record would be written into what is there now
+            lock.require_in_place()
         self.commits.settle()
         table, changed = self.commits.table, self._changed
         self._changed = False  # before the copy: what is written during the commit is not covered by it

@@ -10,7 +10,7 @@ from penstock.config import SourceConfig
 from penstock.data.sources.delimited import Csv
 from penstock.data.sources.hub import open_dataset
 from penstock.data.sources.jsonl import JsonLines
-from penstock.data.sources.pattern import OF_THE_SYSTEM, exists, is_file, is_pattern, matching, unreadable
+from penstock.data.sources.pattern import OF_THE_SYSTEM, is_file, is_pattern, matching, unreadable
 from penstock.data.sources.reader import Reader, Renamed, wanted
 from penstock.data.sources.text import TextFiles, in_order, stdlib
 from penstock.data.sources.walk import ending, is_packed
@@ -62,11 +62,6 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
             raise ConfigError(f"data: {source.path!r} has no file that is read: {left}")
         if Path(os.path.expanduser(source.path)).is_dir():
             raise ConfigError(f"data: {source.path!r} is a folder without a file, but for hidden ones")
-        if exists(Path(os.path.expanduser(source.path))):
-            raise ConfigError(
-                f"data: {source.path!r} is neither a file nor a folder, but a pipe or a device: write what it has into "
-                "a file, which is read more than once"
-            )
         if not _HUB_NAME.fullmatch(source.path) or ending(Path(source.path)) in _NAMED:
             raise ConfigError(f"data: {source.path!r} matches no file (relative to {os.getcwd()})")
         _check_keys(source, hub=True, rows=True)
@@ -126,7 +121,8 @@ def _inside(folder: Path) -> tuple[list[Path], list[Path]]:
     or in a hidden folder.
 
     Raises:
-        ConfigError: a folder cannot be looked into, or a link with the name of data leads to nothing.
+        ConfigError: a folder cannot be looked into, or what has the name of data is no file, such as a pipe or a link
+            to nothing.
     """
     found, linked = list[Path](), list[Path]()
     try:

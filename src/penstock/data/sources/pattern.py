@@ -27,7 +27,7 @@ def matching(pattern: Path) -> tuple[Path, ...]:
     folder is not looked into again below itself, where a link leads back to it.
 
     Raises:
-        ConfigError: a folder cannot be looked into, or a link leads to nothing.
+        ConfigError: a folder cannot be looked into, or what is named is no file, such as a pipe or a link to nothing.
     """
     *above, last = pattern.parts
     places = {Path()}
@@ -70,10 +70,10 @@ def _entries(place: Path, part: str = "*") -> list[Path]:
 
 
 def is_file(path: Path) -> bool:
-    """True of a file, and of a link to one.
+    """True of a file, and of a link to one; False of a folder, and where there is nothing.
 
     Raises:
-        ConfigError: it is a link that leads to nothing, or nobody may look.
+        ConfigError: it is a pipe, a device or a socket, or a link that leads to nothing, or nobody may look.
     """
     status = _status(path)
     if status is None and path.is_symlink():
@@ -81,12 +81,14 @@ def is_file(path: Path) -> bool:
             f"data: {path} is a link to {os.readlink(path)}, which is not there: put that in its place (is its drive "
             "mounted?), or remove the link"
         )
-    return status is not None and stat.S_ISREG(status.st_mode)
-
-
-def exists(path: Path) -> bool:
-    """True if a path, links followed, leads to anything."""
-    return _status(path) is not None
+    if status is None or stat.S_ISDIR(status.st_mode):
+        return False
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(
+            f"data: {str(path)!r} is neither a file nor a folder, but a pipe or a device: write what it has into a "
+            "file, which is read more than once, or give a pattern that leaves it out"
+        )
+    return True
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -103,6 +105,8 @@ def unreadable(error: OSError) -> ConfigError:
     """The error for a folder or file below a source's path that the system does not show."""
     if error.errno == errno.ELOOP:
         return ConfigError(f"data: {error.filename} is a link that leads back to itself: remove the link")
+    if error.errno == errno.ENAMETOOLONG:
+        return ConfigError(f"data: no file is called {error.filename}: file systems take no names this long")
     return ConfigError(
         f"data: {error.filename} cannot be read ({error.strerror}): make it readable, or name what is to be read by a "
         "pattern that leaves it out"
