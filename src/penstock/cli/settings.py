@@ -99,15 +99,6 @@ def _check_braces(path: str, run: str) -> None:
             raise ConfigError(f"budget.disk={path!r}: {found} stands for nothing; {{run}} does, for the run's folder")
 
 
-def load_flag(text: str, name: str) -> Any:
-    """The value of a flag, read as YAML. ``name``: the flag's, for messages.
-
-    Raises:
-        ConfigError: the text is not YAML.
-    """
-    return parse_yaml(text, name, flag=True).value
-
-
 def dump(config: TrainConfig) -> str:
     """The settings as YAML that ``load`` reads back to an equal ``TrainConfig``."""
     return dump_yaml(plain(config))

@@ -133,7 +133,7 @@ def _start(
     kind, precision = device_kind(config.device), _precision(config)  # what follows depends on what is free just now
     cut = ranks.once("cut", lambda: cut_batch(config, schedule, machine, kind, ranks.size, ranks.hosts))
     config, weighed = ranks.once(
-        "durability", partial(with_durability, config, schedule, machine, cut, precision, ranks.size, ranks.hosts)
+        "durability", partial(with_durability, config, schedule, machine, cut, ranks.size, ranks.hosts)
     )
     if new:
         config = replace(config, precision=precision)  # wherever it goes on
