@@ -18,19 +18,12 @@ from penstock.cli.located import Located, dump_yaml, is_plain_text, parse_yaml, 
 from penstock.config import TrainConfig
 from penstock.config.elsewhere import Counterpart, counterpart
 from penstock.config.meanings import by_need, is_required, meanings
-from penstock.documents.typed import LARGEST, fits, shown
+from penstock.documents.typed import LARGEST, NAMES, fits, shown
 from penstock.errors import ConfigError
 
 T = TypeVar("T")
 
-_NAMES: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    Path: "a path",
-    type(None): "null",
-}
+_NAMES = {**NAMES, type(None): "null"}
 
 
 def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock import files
 from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of
 from penstock.config.budget import is_of_rank
 from penstock.config.step import SPLIT, check_copies
@@ -185,8 +186,7 @@ def as_free_here(machine: Machine, paths: Sequence[Path]) -> Machine:
         return machine
     free, systems, users = dict[int | None, int](), list(map(file_system, paths)), on_one_drive(paths)
     for path, system in zip(paths, systems, strict=True):
-        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-        free[system] = free.get(system, shutil.disk_usage(there).free) + _stored(path)
+        free[system] = free.get(system, shutil.disk_usage(files.nearest_folder(path)).free) + _stored(path)
     parts = (free[system] // count for system, count in zip(systems, users, strict=True))
     drives = (replace(drive, free=part) for drive, part in zip(machine.drives, parts, strict=True))
     return replace(machine, drives=tuple(drives))
