@@ -167,10 +167,10 @@ def search(question: Question, *, beat: float = math.inf) -> Choice:
     allowed = question.allowance
     if allowed is None or question.written_per_day(found.plan, found.seconds) <= allowed:
         return found
-    return _enduring(question, found, allowed)
+    return _enduring(question, found)
 
 
-def _enduring(question: Question, worn: Choice, allowed: float) -> Choice:
+def _enduring(question: Question, worn: Choice) -> Choice:
     """The best plan that keeps to the drives' endurance, where the best of all does not: of those that write no more
     than may be written in the time that it takes, or else in a longer one, which they then have to take.
 
