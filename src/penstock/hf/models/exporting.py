@@ -7,7 +7,6 @@ layouts by transformers' own rules, tied weights once, buffers too. It appears u
 import json
 import re
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from penstock.errors import ConfigError, ModelError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.adapters import Merged, has_adapters, save_adapter
 from penstock.hf.models.folder import CONFIG, GENERATION, INDEX
-from penstock.hf.models.kept import NOTES, Kept, copy_tokenizer
+from penstock.hf.models.kept import NOTES, Kept, copy_tokenizer, write_config
 from penstock.hf.models.mapping import Step
 from penstock.hf.models.shard_files import ShardFiles, lay_out, not_written
 from penstock.state.values import Values
@@ -253,7 +252,7 @@ def write_folder(
             _fill(shards, twin, steps, source.values, progress)
             shards.finish()
         try:
-            _write_config(folder.partial, source, kind)
+            write_config(folder.partial, source.config, source.cls, kind)
             if split.is_sharded:
                 total = sum(place.shape.numel() for place in source.values.parameters.values())
                 body = {
@@ -363,11 +362,3 @@ def _convert(shards: ShardFiles, twin: Any, step: Step, values: Values) -> None:
 
     for name, tensor in step.convert(twin, read).items():
         shards.write(name, 0, tensor.reshape(-1))
-
-
-def _write_config(folder: Path, source: Source, dtype: torch.dtype) -> None:
-    """As ``save_pretrained`` does."""
-    config = deepcopy(source.config)
-    config.dtype = shell.dtype_name(dtype)
-    config.architectures = [source.cls.__name__]
-    config.save_pretrained(folder)
