@@ -38,7 +38,7 @@ from penstock.shape.model import EFFICIENCY
 from penstock.shape.shipped import named
 from penstock.sim.simulate import simulate
 from tests.programs import all_on_disk, transformer
-from tests.questions import DRIVE, LLAMA, MACHINE, question, searched, times_for
+from tests.questions import DRIVE, LLAMA, MACHINE, plain, question, searched, times_for
 
 ADAM32, ADAM16 = Format.of("fp32", 2), Format.of("bf16", 2)
 MIB = 1 << 20
@@ -131,7 +131,7 @@ def test_with_delays_to_choose_from_the_schedule_is_safe_fits_and_is_no_slower(w
 def test_a_disk_without_a_drive_in_the_profile_is_refused() -> None:
     asked = question(transformer(2), form=ADAM16)
     with pytest.raises(ConfigError, match=r"has no drives, but budget\.disk is given"):
-        best(asked.request, replace(MACHINE, drives=()), asked.times, asked.optimizer)
+        best(plain(replace(asked, machine=replace(MACHINE, drives=()))))
 
 
 def test_the_same_question_has_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +147,10 @@ def test_the_same_question_has_the_same_answer(monkeypatch: pytest.MonkeyPatch) 
 
 def test_best_is_the_search_with_the_requests_family_and_keeps_what_is_placed() -> None:
     asked = question(transformer(4, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
-    plan_ = best(asked.request, asked.machine, asked.times, asked.optimizer)
+    plan_ = best(plain(asked))
     assert plan_ == searched(asked).plan
     kept = fitted(replace(asked.request, budget=replace(asked.request.budget, host=10 * MIB))).place
-    again = best(asked.request, asked.machine, asked.times, asked.optimizer, kept)
+    again = best(plain(asked), kept)
     assert (again.settings.place.weights, again.settings.place.state) == (kept.weights, kept.state)
 
 
@@ -162,7 +162,7 @@ def test_a_plan_that_keeps_what_is_placed_has_chunks_as_good_as_a_searchs(interp
     budget = replace(asked.request.budget, weights=tier, state=tier)
     asked = replace(asked, request=replace(asked.request, budget=budget))
     found = searched(asked)
-    kept = best(asked.request, machine, asked.times, asked.optimizer, found.plan.settings.place)
+    kept = best(plain(asked), found.plan.settings.place)
     again = simulate(asked.request.world(kept.schedule), asked.costs_of(asked.request))
     assert again.time <= found.seconds * 1.001
 

@@ -24,7 +24,7 @@ from penstock.schedule.program import ALIGN, Program
 from penstock.shape.model import StageTimes
 from penstock.sim.simulate import simulate
 from tests.programs import placement, transformer
-from tests.questions import DRIVE, MACHINE, question, searched
+from tests.questions import DRIVE, MACHINE, plain, question, searched
 
 ADAM32, ADAM16 = Format.of("fp32", 2), Format.of("bf16", 2)
 MIB = 1 << 20
@@ -187,7 +187,7 @@ def test_the_delay_is_within_three_percent_of_the_best_of_a_fine_grid() -> None:
 def test_a_forced_delay_is_kept(delay: float) -> None:
     asked = forced(open_question(), delay=delay)
     assert searched(asked).plan.settings.delay == delay
-    assert best(asked.request, asked.machine, asked.times, asked.optimizer).settings.delay == delay
+    assert best(plain(asked)).settings.delay == delay
 
 
 @pytest.mark.parametrize(
@@ -314,19 +314,14 @@ def test_the_delay_that_is_chosen_is_about_the_best_where_the_drive_bounds_the_s
 
 def test_a_placement_that_stays_still_has_its_update_mode_chosen() -> None:
     asked = open_question()
-    first = best(asked.request, asked.machine, asked.times, asked.optimizer)
-    again = best(asked.request, asked.machine, asked.times, asked.optimizer, first.settings.place)
+    first = best(plain(asked))
+    again = best(plain(asked), first.settings.place)
     assert again.settings.place.weights == first.settings.place.weights
     assert again.settings.place.state == first.settings.place.state
     assert again.settings.speculate
     assert again.settings.delay > 0
-    kept = best(
-        replace(asked.request, delay=0.0, speculate=False),
-        asked.machine,
-        asked.times,
-        asked.optimizer,
-        first.settings.place,
-    )
+    waits = replace(asked, request=replace(asked.request, delay=0.0, speculate=False))
+    kept = best(plain(waits), first.settings.place)
     assert (kept.settings.speculate, kept.settings.delay) == (False, 0.0)
 
 

@@ -245,7 +245,7 @@ class Planning:
         return self._plans[True]
 
     def _question(self, request: Request, times: StageTimes) -> Question:
-        """The question for a search that is free to move everything."""
+        """The question for the plan of a request in its family, which is free to move everything."""
         assert self._machine is not None
         shared = self._shared
         return Question(
@@ -482,7 +482,4 @@ class Planning:
     def _plan(self, request: Request, times: StageTimes | None, keep: Placement | None) -> Plan:
         if self._machine is None or times is None:
             return fit(request, keep)
-        shared = self._shared
-        return best(
-            request, self._machine, times, shared.rate, keep, io_threads=shared.io_threads, repeats=self.repeats.planned
-        )
+        return best(self._question(request, times), keep)

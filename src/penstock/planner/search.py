@@ -25,7 +25,6 @@ from itertools import product
 
 from penstock.config import Family, Tier
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.machine import Machine
 from penstock.planner.endurance import EnduranceError, worn_by
 from penstock.planner.fit import fit, fitted, with_keep
 from penstock.planner.phase_memory import beyond
@@ -35,11 +34,10 @@ from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promised, Proposal,
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.rounding import PATTERNS, Pattern
-from penstock.planner.update_mode import DELAY_STEP, REPEATS
+from penstock.planner.update_mode import DELAY_STEP
 from penstock.schedule.collection import no_collection
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import ALIGN
-from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 
@@ -87,39 +85,22 @@ class Choice:
         return self.question.repeated(self.plan.settings)
 
 
-def best(
-    request: Request,
-    machine: Machine,
-    times: StageTimes,
-    optimizer: str,
-    keep: Placement | None = None,
-    *,
-    io_threads: int = 4,
-    repeats: float = REPEATS,
-) -> Plan:
-    """The plan that ``search`` chooses for a request in its family, cheap enough for the start of a run.
+def best(question: Question, keep: Placement | None = None) -> Plan:
+    """The plan that ``search`` chooses for a question, or for an evaluation the one that fits.
 
     ``keep``: a placement of weights and state that is already in memory and is not to be changed: the size of chunks
-    and what else there is to choose are chosen. ``io_threads``: as ``penstock.wrap``. ``repeats``: as ``Question``.
+    and what else there is to choose are chosen.
 
     Raises:
         BudgetError: nothing fits; says the smallest budget of each tier that works.
         ConfigError: the budget has a directory on disk, and the machine's profile has no drive; or the request asks for
             speculation or a delay that cannot be.
     """
+    machine, request = question.machine, question.request
     if request.bottom == "disk" and not machine.drives:
         raise ConfigError(f"the profile of {machine.name} has no drives, but budget.disk is given: run penstock doctor")
     if not request.train:
         return fit(request, keep)
-    question = Question(
-        request=request,
-        machine=machine,
-        times=times,
-        optimizer=optimizer,
-        families=(request.family,),
-        io_threads=io_threads,
-        repeats=repeats,
-    )
     return search(question).plan if keep is None else _kept(question, keep)
 
 
