@@ -64,7 +64,6 @@ class Choice:
     request: Request
     plan: Plan
     simulation: Simulation
-    pattern: Pattern
     estimate: float
     considered: int
     simulated: int
@@ -264,7 +263,6 @@ class _Search:
             request=proposal.request,
             plan=plan,
             simulation=simulation,
-            pattern=proposal.pattern,
             estimate=proposal.estimate,
             considered=self.proposals.considered,
             simulated=len(self.seen),
