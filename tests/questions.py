@@ -51,6 +51,18 @@ def times_for(program: Program) -> StageTimes:
     return StageTimes(forward=(0.01,) * n, backward=(0.02,) * n)
 
 
+def plain(asked: Question) -> Question:
+    """A question in the request's own family, with all else as it is where nothing is said."""
+    request = asked.request
+    return Question(
+        request=request,
+        machine=asked.machine,
+        times=asked.times,
+        optimizer=asked.optimizer,
+        families=(request.family,),
+    )
+
+
 def question(
     program: Program,
     *,

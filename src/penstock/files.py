@@ -7,7 +7,7 @@ where the file is added to or changed in place.
 | function | what becomes of the path |
 |---|---|
 | `regular`, `read` | nothing: it is read, if it is a file |
-| `matching`, `no_folder` | nothing: it is looked into, or at |
+| `matching`, `no_folder`, `nearest_folder` | nothing: it is looked into, or at |
 | `create` | a new file; there must be nothing |
 | `append`, `update` | a file that goes on growing, or is changed in place |
 | `replace` | the old file or the new one, whenever somebody looks, and after a power cut too |
@@ -196,6 +196,11 @@ def matching(folder: Path, pattern: str) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder at a path, or the nearest one above, in which it is to be made."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def no_folder(path: Path) -> str:

@@ -195,10 +195,10 @@ def test_a_run_whose_drives_last_with_commits_now_and_then_has_these(config: Tra
     lasting = replace(config, budget=roomy)
     cut = split.cut_batch(lasting, "vertical", cpu, "cpu")
     assert cut.size == split.cut_batch(replace(config, budget=free), "vertical", cpu, "cpu").size
-    found, _ = with_durability(lasting, "vertical", cpu, cut, "fp32", 1)
+    found, _ = with_durability(lasting, "vertical", cpu, cut, 1)
     assert found.budget.durability == "interval"
     every = replace(lasting, budget=replace(roomy, durability="step"))
     with pytest.raises(BudgetError, match="wears its drives too fast"):
         split.cut_batch(every, "vertical", cpu, "cpu")
     with pytest.raises(BudgetError, match=r"wears its drives too fast.* budget\.durability: interval, which may keep"):
-        with_durability(every, "vertical", cpu, cut, "fp32", 1)
+        with_durability(every, "vertical", cpu, cut, 1)

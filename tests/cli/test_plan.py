@@ -339,7 +339,7 @@ def test_a_plan_cuts_the_batch_as_the_run_does_whose_durability_is_weighed(
     found = json.loads(answered(capsys, path, "--machine", machine, "--json"))
     config = load(path, ())
     cut = cut_batch(config, "vertical", slow, "cpu")
-    run, _ = with_durability(config, "vertical", slow, cut, "fp32", 1)
+    run, _ = with_durability(config, "vertical", slow, cut, 1)
     assert found["durability"]["kept"] == run.budget.durability == "interval"
     assert found["plan"]["micro_batch_size"] == cut.size
 

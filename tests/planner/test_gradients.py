@@ -92,8 +92,8 @@ def test_what_is_summed_on_the_host_leaves_nothing_to_choose(family: str) -> Non
     tied = replace(found.request, program=transformer(4, tied=True), family="vertical", budget=away)
     plan = fit(tied)
     assert plan.settings.cast == "device"
-    assert 0 not in plan.narrow
-    assert plan.narrow == {g.index for g in tied.program.groups} - {0}
+    assert 0 not in plan.schedule.narrow
+    assert plan.schedule.narrow == {g.index for g in tied.program.groups} - {0}
     pools = {pool.name: pool.size for pool in plan.schedule.pools}
     assert pools["gradients_out"] == 4 * plan.settings.chunk, "the tied group's are as wide"
 
@@ -122,7 +122,13 @@ def test_the_costs_of_a_plan_are_those_that_it_was_chosen_by() -> None:
     choice = search(found)
     plan = choice.plan
     costs = machine_costs(
-        FAST, plan.program, ADAM16, times_for(plan.program), "adamw.bf16", grad_dtype="bf16", narrow=plan.narrow
+        FAST,
+        plan.program,
+        ADAM16,
+        times_for(plan.program),
+        "adamw.bf16",
+        grad_dtype="bf16",
+        narrow=plan.schedule.narrow,
     )
     again = simulate(World.of(plan.schedule), costs)
     assert again.time == choice.seconds
@@ -138,4 +144,4 @@ def test_the_roofline_is_what_the_better_side_allows() -> None:
 
 def test_an_evaluation_has_no_gradients_to_round() -> None:
     plan = fit(replace(asked().request, train=False))
-    assert (plan.settings.cast, plan.narrow) == ("host", frozenset())
+    assert (plan.settings.cast, plan.schedule.narrow) == ("host", frozenset())

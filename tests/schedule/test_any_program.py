@@ -289,7 +289,7 @@ def waiting_on_disk(plan: Plan) -> int:
     """Bytes of what waits there no longer than a step: each saved activation, and whole gradients."""
     written = plan.schedule.lanes["write"]
     waiting = {op.id.group for op in written if op.id.kind == "WG"}
-    gradients = sum(plan.program.groups[g].trainable * (2 if g in plan.narrow else 4) for g in waiting)
+    gradients = sum(plan.program.groups[g].trainable * (2 if g in plan.schedule.narrow else 4) for g in waiting)
     return gradients + sum(op.nbytes for op in written if op.id.kind == "WC")
 
 

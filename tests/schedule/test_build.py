@@ -13,7 +13,7 @@ from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.provision import Provision
-from penstock.schedule.lower.visits import lower_step, route_of, vertical_route
+from penstock.schedule.lower.visits import lower_step, route_of
 from penstock.schedule.place import (
     LARGE_PART,
     PAGE,
@@ -133,7 +133,7 @@ def test_weights_that_are_kept_are_read_for_visits_alone(family: Family, form: F
 def test_weights_are_kept_for_steps_that_read_them_within_the_backward() -> None:
     program = transformer(LAYERS, frozen=True)
     asked = replace(settings(program, "disk", "disk", form=ADAM16), keep=True)
-    route = vertical_route(program, 3)
+    route = route_of(program, 3, "vertical")
 
     def kept(**changed: Any) -> set[int]:
         return {*Provision(route, replace(asked, **changed)).kept}

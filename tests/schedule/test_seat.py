@@ -12,7 +12,7 @@ from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.provision import Provision
 from penstock.schedule.lower.rank import lower_rank
 from penstock.schedule.lower.seat import FULLY, Seat, Sharding, streaming_seat
-from penstock.schedule.lower.visits import vertical_route
+from penstock.schedule.lower.visits import route_of
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Placement
 from tests.programs import all_on_disk, transformer
@@ -26,7 +26,7 @@ def lowered(seat: Seat, **places: Any) -> None:
     count = len(program.groups)
     place: Placement = replace(settings.place, **{name: (tier,) * count for name, tier in places.items()})
     settings = replace(settings, place=place)
-    provision = Provision(vertical_route(program, settings.micro_batches), settings, seat)
+    provision = Provision(route_of(program, settings.micro_batches, "vertical"), settings, seat)
     emitter = Emitter(provision.pools.values())
     ranks = (lower_rank(Builder(provision, emitter), "vertical", ()),) * seat.shards.size
     groups = {seat.shards.name: seat.shards.members} if seat.shards.size > 1 else {}

@@ -195,9 +195,10 @@ def test_running_equal_blocks_once_is_running_them_all(name: str, changes: dict[
 
 def test_a_callable_is_run_on_the_meta_device() -> None:
     case = MODELS["skips"]
-    shape = meta.from_callable(
-        case.build,
-        lambda rows, length: case.micro_batches(1, rows=rows, length=length)[0],
+    shape = meta.MetaModel(
+        name="model",
+        build=case.build,
+        micro_batch=lambda rows, length: case.micro_batches(1, rows=rows, length=length)[0],
         loss_fn=case.loss_fn,
         kind="cpu",
     )
@@ -216,7 +217,7 @@ def test_a_callable_is_run_on_the_meta_device() -> None:
 )
 def test_a_callable_that_cannot_be_built_says_so(build: Any, said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        meta.from_callable(build, lambda rows, length: {}).profile(1, 8, FP32)
+        meta.MetaModel(name="model", build=build, micro_batch=lambda rows, length: {}).profile(1, 8, FP32)
 
 
 @pytest.mark.parametrize("config", [CONFIGS["llama-8b"], CONFIGS["gpt-13b"]], ids=["llama", "gpt2"])

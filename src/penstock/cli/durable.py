@@ -5,7 +5,7 @@ from dataclasses import replace
 from penstock.cli.disk_summary import gain_of_none, reason
 from penstock.cli.split import Cut
 from penstock.cli.task import as_free_here, task_of
-from penstock.config import Precision, TrainConfig
+from penstock.config import TrainConfig
 from penstock.hardware.machine import Machine
 from penstock.planner.ask import report
 from penstock.planner.durability import Weighed, settled, undecided, weigh
@@ -17,15 +17,13 @@ def with_durability(
     schedule: str | Schedule,
     machine: Machine | None,
     cut: Cut,
-    precision: Precision,
     ranks: int,
     hosts: int = 1,
 ) -> tuple[TrainConfig, Weighed | None]:
     """The settings with a durability, and what a step takes by durability where that can be told.
 
-    A schedule of the user's own says itself where state lives. ``precision``: of a run whose settings name none.
-    ``ranks``: that train it, on so many ``hosts``; of several every step is durable where the settings do not say
-    otherwise.
+    A schedule of the user's own says itself where state lives. ``ranks``: that train it, on so many ``hosts``; of
+    several every step is durable where the settings do not say otherwise.
     """
     budget = config.budget
     if isinstance(schedule, Schedule) or not budget.disk_paths:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from penstock.cli.plan_text import NORM
 from penstock.config import TrainConfig, format_size
 from penstock.hardware.machine import Machine
 from penstock.planner.dealt import Pipeline
@@ -24,13 +25,12 @@ def _lines(found: Pipeline, config: TrainConfig, machine: Machine, steps: int | 
     else:
         shared = f", which share each sequence {config.cp} by {config.cp}" if config.cp > 1 else ""
         yield f"on {machine.name}, {found.beside} pipelines of {len(plans)} ranks beside each other{shared}"
-    early = any(steps_early(plan.program, plan.settings) for plan in plans)
-    norm = ("optimizer steps before the gradient norm is known" if early else "optimizer waits for the gradient norm",)
+    norm = NORM[any(steps_early(plan.program, plan.settings) for plan in plans)]
     yield ", ".join(
         (
             f"It fits. {found.count} micro-batches of {found.size} x {config.data.sequence_length:,} tokens"
             + (" in each pipeline" if found.beside > 1 else ""),
-            *(norm if config.needs_norm else ()),
+            *((norm,) if config.needs_norm else ()),
             *((f"delay {plans[0].settings.delay:g}",) if plans[0].settings.delay else ()),
         )
     )

@@ -17,7 +17,7 @@ from penstock.cli.task import as_free_here, shape_of, shipped_shape, task_of
 from penstock.cli.words import Words, declared, help_of, read_words, split_words, takes_no_value
 from penstock.config import Durability, TrainConfig, fields_of, format_size, parse_size
 from penstock.config.batch import dealt, other_batch
-from penstock.config.counts import parse_count
+from penstock.config.quantities import parse_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
 from penstock.documents.typed import hints_of
 from penstock.errors import BudgetError, ConfigError

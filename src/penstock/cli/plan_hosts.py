@@ -13,7 +13,7 @@ from penstock.cli.settings import load
 from penstock.cli.task import task_of
 from penstock.cli.words import columns
 from penstock.config import format_size, parse_size
-from penstock.config.rates import parse_delay, parse_rate
+from penstock.config.quantities import parse_delay, parse_rate
 from penstock.config.sizes import three_digits
 from penstock.config.step import IN_TURN
 from penstock.errors import ConfigError

@@ -26,10 +26,11 @@ from penstock.shape.model import EFFICIENCY
 
 _BAR = 24
 _PHASES = ("train", "load", "probe", "place", "save", "resume")
-_NORM = {
+NORM = {
     True: "optimizer steps before the gradient norm is known",
     False: "optimizer waits for the gradient norm",
 }
+"""Update modes in words, by whether steps begin before the norm is known."""
 LANES: Mapping[Lane, str] = {
     "compute": "compute",
     "h2d": "host to device",
@@ -89,7 +90,7 @@ def _head(f: Forecast) -> Iterator[str]:
     yield (
         f"{fits}. {f.choice.request.family} schedule, {each}{f.micro_batches} "
         f"micro-batch{'es' * (f.micro_batches > 1)} of {f.micro_batch_size} x {task.sequence_length:,} tokens"
-        + (f", {_NORM[steps_early(f.choice.plan.program, settings)]}" if task.needs_norm else "")
+        + (f", {NORM[steps_early(f.choice.plan.program, settings)]}" if task.needs_norm else "")
         + (f", delay {settings.delay:g}" if settings.delay else "")
     )
 

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import xxhash
 
 from penstock import files
+from penstock.cli.located import parse_yaml
 from penstock.cli.run_record import RunRecord
-from penstock.cli.settings import dump, load_flag, load_text
+from penstock.cli.settings import dump, load_text
 from penstock.cli.trackers.tracking import FOLDERS, IDS
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError
@@ -124,7 +125,7 @@ def started_in(folder: Path) -> Path:
 def trusts_code(flags: Sequence[tuple[str, str]]) -> bool:
     """True if flags say that a model's own code may run."""
     said = [value for key, value in flags if key.replace("-", "_") == "model.trust_remote_code"]
-    return bool(said) and load_flag(said[-1], "--model.trust_remote_code") is True
+    return bool(said) and parse_yaml(said[-1], "--model.trust_remote_code", flag=True).value is True
 
 
 def as_cut_before(config: TrainConfig) -> TrainConfig:

@@ -18,19 +18,12 @@ from penstock.cli.located import Located, dump_yaml, is_plain_text, parse_yaml, 
 from penstock.config import TrainConfig
 from penstock.config.elsewhere import Counterpart, counterpart
 from penstock.config.meanings import by_need, is_required, meanings
-from penstock.documents.typed import LARGEST, fits, shown
+from penstock.documents.typed import LARGEST, NAMES, fits, shown
 from penstock.errors import ConfigError
 
 T = TypeVar("T")
 
-_NAMES: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    Path: "a path",
-    type(None): "null",
-}
+_NAMES = {**NAMES, type(None): "null"}
 
 
 RUN = "{run}"
@@ -102,15 +95,6 @@ def check_braces(key: str, path: str, *, known: str = RUN) -> None:
     for found in re.findall(r"\{\w*\}", path):
         if found not in known:
             raise ConfigError(f"{key}{path!r}: {found} stands for nothing; {RUN} does, for the run's folder")
-
-
-def load_flag(text: str, name: str) -> Any:
-    """The value of a flag, read as YAML. ``name``: the flag's, for messages.
-
-    Raises:
-        ConfigError: the text is not YAML.
-    """
-    return parse_yaml(text, name, flag=True).value
 
 
 def dump(config: TrainConfig) -> str:

@@ -64,7 +64,7 @@ def check_of_pipeline(config: TrainConfig, ranks: int) -> None:
     """
     if config.pipeline > 1:
         asked = f"pipeline={config.pipeline} of {in_words(ranks)}"
-        check_pipeline(config, config.budget, config.schedule, config.replan, asked, ranks // config.pipeline)
+        check_pipeline(config, config.schedule, config.replan, asked, ranks // config.pipeline)
 
 
 def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock import files
 from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of, format_size
 from penstock.config.budget import is_of_rank
 from penstock.config.step import SPLIT, check_copies
@@ -187,7 +188,7 @@ def as_free_here(machine: Machine, paths: Sequence[Path]) -> Machine:
         return machine
     free, systems, users = dict[int | None, int](), list(map(file_system, paths)), on_one_drive(paths)
     for path, system in zip(paths, systems, strict=True):
-        free[system] = free.get(system, shutil.disk_usage(_existing(path)).free) + _stored(path)
+        free[system] = free.get(system, shutil.disk_usage(files.nearest_folder(path)).free) + _stored(path)
     parts = (free[system] // count for system, count in zip(systems, users, strict=True))
     drives = (replace(drive, free=part) for drive, part in zip(machine.drives, parts, strict=True))
     return replace(machine, drives=tuple(drives))
@@ -209,7 +210,7 @@ def check_room(
         form = replace(form, moments=min(form.moments, 1), whole=None)
     state = sum(p.numel() * (form.weight_bytes + form.per_element * p.requires_grad) for p in model.parameters())
     needed = int(budget.slots * config.copies * state) // hosts
-    systems = {file_system(path): _existing(path) for path in budget.disk_paths}
+    systems = {file_system(path): files.nearest_folder(path) for path in budget.disk_paths}
     free = sum(map(free_bytes, systems.values()))
     free += sum(_stored(path) for path in {*budget.disk_paths, *replaced} if file_system(path) in systems)
     if needed > free:
@@ -219,11 +220,6 @@ def check_room(
             f"{format_size(needed - free)} more, or give another directory, or several on different drives"
             + (". With budget.slots=1 it takes half, and a kill within a step costs the run" * (budget.slots == 2))
         )
-
-
-def _existing(path: Path) -> Path:
-    """The directory, or the nearest one that it would be in."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def _stored(path: Path) -> int:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from torch import nn
 
+from penstock import files
 from penstock.cli.changed import changed, left_whole
 from penstock.cli.claim import is_complete
 from penstock.cli.deterministic import deterministic_kernels
@@ -133,7 +134,7 @@ def _start(
     kind, precision = device_kind(config.device), _precision(config)  # what follows depends on what is free just now
     cut = ranks.once("cut", lambda: cut_batch(config, schedule, machine, kind, ranks.size, ranks.hosts))
     config, weighed = ranks.once(
-        "durability", partial(with_durability, config, schedule, machine, cut, precision, ranks.size, ranks.hosts)
+        "durability", partial(with_durability, config, schedule, machine, cut, ranks.size, ranks.hosts)
     )
     if new:
         config = replace(config, precision=precision)  # wherever it goes on
@@ -427,7 +428,7 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
         other = " for this kind of device" if find_profile(paths) is not None else ""
         why = why_none(paths, kind=kind, device=name) or f"This machine has no profile{other} yet"
         among = (ranks,) if ranks > 1 and kind == "cpu" else ()
-        existing = dict.fromkeys(next(p for p in (path, *path.parents) if p.is_dir()) for path in paths)
+        existing = dict.fromkeys(map(files.nearest_folder, paths))
         try:
             check_can_be_saved()
             display.say(f"{why[0].upper()}{why[1:]}: measuring it, once (penstock doctor does it more thoroughly)")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.config.checked import check_fields
-from penstock.config.durations import parse_duration
 from penstock.config.endurance import Endurance
+from penstock.config.quantities import parse_duration
 from penstock.config.sizes import MEMORY_LEAST, check_size, parse_size
 from penstock.documents.typed import shown
 from penstock.errors import ConfigError

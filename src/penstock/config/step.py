@@ -189,9 +189,7 @@ def sharing(strands: int) -> tuple[int, ...]:
     return tuple(strands >> n for n in reversed(range(strands.bit_length())) if not strands % (1 << n))
 
 
-def check_pipeline(
-    settings: StreamConfig, budget: Budget, schedule: object, replan: bool | None, asked: str, beside: int = 1
-) -> None:
+def check_pipeline(settings: StreamConfig, schedule: object, replan: bool | None, asked: str, beside: int) -> None:
     """Look at what several ranks may be asked for, and those of a pipeline may not. ``asked``: the words that ask for
     the pipeline; ``beside``: ranks that share what is one rank's in it.
 

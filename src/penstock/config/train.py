@@ -154,7 +154,7 @@ class TrainConfig(RunConfig, LayoutConfig):
                 f"{asked} with a schedule of your own ({self.schedule}), which is one rank's: leave one out"
             )
         # How many ranks have one place is known when they have started (``cli.split.check_shared``).
-        check_pipeline(self, self.budget, self.schedule, self.replan, asked, 2 if self.stage else 1)
+        check_pipeline(self, self.schedule, self.replan, asked, 2 if self.stage else 1)
 
     def _check_length(self) -> None:
         if (self.steps is None) == (self.epochs is None):

@@ -170,9 +170,7 @@ def _without_end(tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], c
         )
 
 
-def choose_tokenizer(
-    config: DataConfig, own: str | None, revision: str | None = None
-) -> PreTrainedTokenizerBase | None:
+def choose_tokenizer(config: DataConfig, own: str | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer that there is before the data are read; None: it will be trained on them.
 
     ``own``: where the model is from, if it is not from scratch.
@@ -189,7 +187,7 @@ def choose_tokenizer(
             "data.tokenizer: a model from scratch has none of its own. Name one (a folder, or a name on the hub), or "
             "have one trained: data.tokenizer: {train: {vocabulary: 4096}}"
         )
-    return tokenizers.with_template(tokenizers.load(own, key="model", revision=revision), config)
+    return tokenizers.with_template(tokenizers.load(own, key="model"), config)
 
 
 def for_model(data: Data, model: Any) -> Data:

@@ -25,14 +25,14 @@ END_OF_TEXT_ID = 0
 """The id of ``END_OF_TEXT``: special tokens come first."""
 
 
-def load(path: str, *, key: str = "data.tokenizer", revision: str | None = None) -> PreTrainedTokenizerBase:
+def load(path: str, *, key: str = "data.tokenizer") -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, or of a name on the hub. No code that comes with it is run.
 
     Raises:
         ConfigError: there is none, or none that transformers can load, or that it has not loaded whole.
     """
     try:
-        found = cast(Any, AutoTokenizer).from_pretrained(path, revision=revision, trust_remote_code=False)
+        found = cast(Any, AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001  whatever transformers, tokenizers or the hub make of what is there
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{key}={path!r}: there is no tokenizer that can be loaded: {reason}") from None

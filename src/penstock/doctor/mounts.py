@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.state.numa import node_of
+from penstock.store.directory import IN_MEMORY, mounted
 
 _ROOT = Path("/")
-_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _NETWORK = re.compile(
     r"nfs\d*|cifs|smb\d*|9p|afs|ceph|lustre|beegfs\w*|gpfs|glusterfs|orangefs|ocfs2|gfs2"
     r"|fuse\.(?:sshfs|s3fs|gcsfuse|glusterfs|ceph\S*|rclone|juicefs|goofys|mount-s3|blobfuse2?)"
@@ -45,7 +45,7 @@ class Mount:
 
         A slow virtual disk is ``unknown``: the kernel takes it for a spinning one whatever it is on.
         """
-        if self.file_system in _IN_MEMORY:
+        if self.file_system in IN_MEMORY:
             return "tmpfs"
         if _NETWORK.fullmatch(self.file_system):
             return "network"
@@ -65,7 +65,7 @@ def look(path: Path, root: Path = _ROOT) -> Mount:
     """The file system and the disk of an existing directory."""
     device = path.stat().st_dev
     space = os.statvfs(path)
-    kind, source = _mounted(device, root)
+    kind, source = mounted(device, root)
     block = _block_device(device, source, root)
     whole = None if block is None else _whole(block)
     rotational = None if whole is None else whole / "queue" / "rotational"
@@ -78,17 +78,6 @@ def look(path: Path, root: Path = _ROOT) -> Mount:
         free=space.f_bavail * space.f_frsize,
         node=None if whole is None else node_of(whole),
     )
-
-
-def _mounted(device: int, root: Path) -> tuple[str, str]:
-    """(type, source) of the file system with a number; both empty if this process does not see its mount."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in (root / "proc/self/mountinfo").read_text(errors="replace").splitlines():
-        mount, _, file_system = line.partition(" - ")
-        if mount.split()[2] == wanted:
-            kind, source = file_system.split()[:2]
-            return kind, source
-    return "", ""
 
 
 def _block_device(device: int, source: str, root: Path) -> Path | None:

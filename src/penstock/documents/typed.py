@@ -21,13 +21,14 @@ T = TypeVar("T")
 LARGEST = 2**63 - 1
 """The largest size or count: no file and no machine has more."""
 
-_NAMES: dict[Any, str] = {
+NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     str: "text",
     bool: "true or false",
     Path: "a path",
 }
+"""Types in words."""
 
 
 def decode(kind: type[T], value: Any, place: str = "") -> T:
@@ -151,7 +152,7 @@ def expected(hint: Any, none: str = "null") -> str:
         return "an object"
     if hint in (None, type(None)):
         return none
-    return _NAMES.get(hint) or str(getattr(hint, "__name__", hint))
+    return NAMES.get(hint) or str(getattr(hint, "__name__", hint))
 
 
 def shown(value: Any, most: int = 80) -> str:

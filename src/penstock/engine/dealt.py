@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from penstock.compat.modules import buffers_of
 from penstock.config import Family
 from penstock.engine.probed import HandedOn, slowest_of
-from penstock.errors import BudgetError, ConfigError, ModelError
+from penstock.errors import ConfigError, ModelError
 from penstock.hardware.machine import Machine
 from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of
 from penstock.planner.plan import Plan
@@ -214,24 +214,18 @@ def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[i
 
 
 def plan_among(ranks: Ranks, request: Request, keep: Placement | None, pace: Pace | None) -> Plan:
-    """This rank's plan of a pipeline. The first makes all: the others wait, rather than take its cores for the same.
+    """This rank's plan of a pipeline. The first makes all.
 
     Raises:
         BudgetError, ConfigError: on all ranks: see ``plans_of``.
     """
     asked = _of_places(ranks, "requests", Asked(request=request, keep=keep))
-    found: tuple[Settings, ...] | BudgetError | ConfigError | None = None
-    if ranks.rank == 0:
-        try:
-            plans = plans_of(asked) if pace is None else fastest_of(asked, pace).plans
-            found = tuple(plan.settings for plan in plans)
-        except (BudgetError, ConfigError) as error:
-            found = type(error)(str(error))
-    found = ranks.gather_objects("settings of the plans", found)[0]
-    if not isinstance(found, tuple):
-        assert found is not None
-        raise ranks.of_all(found)
-    return request.plan(found[ranks.pipe.rank])
+
+    def settings() -> tuple[Settings, ...]:
+        plans = plans_of(asked) if pace is None else fastest_of(asked, pace).plans
+        return tuple(plan.settings for plan in plans)
+
+    return request.plan(ranks.decided("settings of the plans", settings)[ranks.pipe.rank])
 
 
 def _of_places(ranks: Ranks, what: str, value: T) -> list[T]:

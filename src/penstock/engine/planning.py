@@ -245,7 +245,7 @@ class Planning:
         return self._plans[True]
 
     def _question(self, request: Request, times: StageTimes) -> Question:
-        """The question for a search that is free to move everything."""
+        """The question for the plan of a request in its family, which is free to move everything."""
         assert self._machine is not None
         shared = self._shared
         return Question(
@@ -424,8 +424,11 @@ class Planning:
         if self._shared.ranks.are_pipeline:
             pace = None if times is None or self._machine is None else self._pace(times)
             plan = plan_among(self._shared.ranks, request, self._kept(request), pace)
+        elif request.ranks == 1:
+            plan = self._best(request, times)
         else:
-            plan = self._best(request, times) if request.ranks == 1 else self._best_of_all(request, times)
+            settings = self._shared.ranks.decided("settings of the plan", lambda: self._best(request, times).settings)
+            plan = request.plan(settings)
         if self._following is not None and request.train:
             self._following.search_seconds = time.perf_counter() - began
             self._following.changed()
@@ -454,20 +457,6 @@ class Planning:
         seat = request.seat(plan.settings)
         check_world(seat.of_few().world(plan.schedule))
         prove(plan.schedule, Needs.of(plan.program, plan.settings, request.ranks, request.copies, seat.hosts.size))
-
-    def _best_of_all(self, request: Request, times: StageTimes | None) -> Plan:
-        """The plan for all ranks, which rank 0 makes: the others wait, rather than take its cores for the same."""
-        found: Settings | BudgetError | ConfigError | None = None
-        if self._shared.ranks.rank == 0:
-            try:
-                found = self._best(request, times).settings
-            except (BudgetError, ConfigError) as error:
-                found = type(error)(str(error))
-        found = self._shared.ranks.gather_objects("settings of the plan", found)[0]
-        if not isinstance(found, Settings):
-            assert found is not None
-            raise self._shared.ranks.of_all(found)
-        return request.plan(found)
 
     def _kept(self, request: Request) -> Placement | None:
         """The placement of weights and state that a plan for a request had better keep; None: nothing is placed yet."""

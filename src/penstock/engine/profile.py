@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from penstock import files
 from penstock.config import format_size
 from penstock.doctor import examine
 from penstock.engine.device import kind_of, name_of
@@ -99,7 +100,7 @@ def _measured(
     optimizer: str,
 ) -> Machine:
     """The machine with a drive for each of ``paths``, in that order. ``missing``: those of which ``known`` has none."""
-    folders = {file_system(folder): folder for folder in map(_existing, missing)}  # each file system once
+    folders = {file_system(folder): folder for folder in map(files.nearest_folder, missing)}  # each file system once
     asked, had = list(folders.values()), dict[Path, Drive]()
     if known is None:
         machine = examine.examine(asked, examine.BRIEF, device, _quietly, among, optimizer)
@@ -112,11 +113,6 @@ def _measured(
     real = [path.resolve() for path in paths]
     found = (had.get(path) or replace(measured[file_system(path)], path=str(path)) for path in real)
     return replace(machine, drives=tuple(found))
-
-
-def _existing(path: Path) -> Path:
-    """The directory, or the one that it is to be made in."""
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def _quietly(what: str) -> nullcontext[None]:

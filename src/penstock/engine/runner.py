@@ -248,11 +248,6 @@ class Runner:
         return 0 if self.scratch is None else self.scratch.written
 
     @property
-    def speculates(self) -> bool:
-        """True if a step writes before it knows the norm that its numbers depend on."""
-        return self.plan.schedule.speculative
-
-    @property
     def marks(self) -> Mapping[str, Mark]:
         """Start, end and bytes of each op of the last run."""
         return self._executor.marks

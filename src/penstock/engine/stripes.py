@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from penstock import files
 from penstock.hardware.drives import in_proportion, spread, stripe_weights, weights_of
 from penstock.hardware.machine import Drive, Machine
 from penstock.hardware.profiles import file_system, find_profile
@@ -48,7 +49,7 @@ def weights_of_rank(paths: Sequence[Path], drives: Sequence[Drive], rank: int, r
 
 
 def _measured(paths: Sequence[Path]) -> tuple[int, ...]:
-    paces = [pace(next(folder for folder in (path, *path.parents) if folder.is_dir())) for path in paths]
+    paces = [pace(files.nearest_folder(path)) for path in paths]
     rates = ", ".join(f"{path} {rate / 1e6:,.0f} MB/s" for path, rate in zip(paths, paces, strict=True))
     log.info("measured for a moment, as no machine profile has these drives (penstock doctor): %s", rates)
     return weights_of(paces)

@@ -56,7 +56,6 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, *, steps: int | None = None) -> None:
-        self.path = path
         self.written = 0
         self._limit = steps
         self._process = Process(1, "penstock", LANES)

@@ -122,7 +122,7 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
         )
     check_recompute(asked.recompute, asked.schedule, asked.compile, ranks.cp)
     if ranks.are_pipeline:
-        check_pipeline(asked, asked.budget, asked.schedule, asked.replan, f"{ranks.stages} in each", ranks.each)
+        check_pipeline(asked, asked.schedule, asked.replan, f"{ranks.stages} in each", ranks.each)
     if isinstance(asked.schedule, Schedule) and ranks.cp > 1:
         raise ConfigError(
             f"schedule={shown(asked.schedule)} is not there yet for ranks that share each sequence (cp={ranks.cp}): "

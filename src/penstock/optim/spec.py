@@ -8,6 +8,7 @@ Defaults are those of ``torch.optim``. Each optimizer keeps so many moments per 
 """
 
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 from penstock.config.checked import check_fields
 from penstock.config.optimizer import (
@@ -33,6 +34,9 @@ class OptimizerSpec(MomentsConfig):
     Raises:
         ConfigError: a setting is out of its range.
     """
+
+    _group_keys: ClassVar[tuple[str, ...]]
+    """the settings that torch has in a param group"""
 
     lr: float
     weight_decay: float
@@ -61,12 +65,14 @@ class OptimizerSpec(MomentsConfig):
     @property
     def group_settings(self) -> dict[str, object]:
         """The keys and values of a torch param group, named as in ``torch.optim``."""
-        raise NotImplementedError
+        return {key: getattr(self, key) for key in self._group_keys}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(OptimizerSpec):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    _group_keys = ("lr", "betas", "eps", "weight_decay")
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -76,10 +82,6 @@ class AdamW(OptimizerSpec):
     @property
     def moment_names(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
-
-    @property
-    def group_settings(self) -> dict[str, object]:
-        return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ class Adam(AdamW):
 @dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerSpec):
     """Stochastic gradient descent, with momentum (no dampening) when ``momentum`` is above 0."""
+
+    _group_keys = ("lr", "momentum", "weight_decay", "nesterov")
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -107,19 +111,12 @@ class SGD(OptimizerSpec):
     def moment_names(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
 
-    @property
-    def group_settings(self) -> dict[str, object]:
-        return {
-            "lr": self.lr,
-            "momentum": self.momentum,
-            "weight_decay": self.weight_decay,
-            "nesterov": self.nesterov,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(OptimizerSpec):
     """The sign of an interpolated momentum (Chen et al., arXiv 2302.06675); a third less state than AdamW."""
+
+    _group_keys = ("lr", "betas", "weight_decay")
 
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
@@ -128,10 +125,6 @@ class Lion(OptimizerSpec):
     @property
     def moment_names(self) -> tuple[str, ...]:
         return ("exp_avg",)
-
-    @property
-    def group_settings(self) -> dict[str, object]:
-        return {"lr": self.lr, "betas": self.betas, "weight_decay": self.weight_decay}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +144,8 @@ class Muon(OptimizerSpec):
     Raises:
         ConfigError: a setting is out of its range, or given in the wrong place.
     """
+
+    _group_keys = ("lr", "momentum", "weight_decay", "nesterov", "ns_steps", "adjust_lr_fn")
 
     lr: float = 1e-3
     momentum: float = 0.95
@@ -184,14 +179,3 @@ class Muon(OptimizerSpec):
     @property
     def whole(self) -> Orthogonal:
         return Orthogonal(steps=self.ns_steps, splits=self.splits, elementwise=self.elementwise)
-
-    @property
-    def group_settings(self) -> dict[str, object]:
-        return {
-            "lr": self.lr,
-            "momentum": self.momentum,
-            "weight_decay": self.weight_decay,
-            "nesterov": self.nesterov,
-            "ns_steps": self.ns_steps,
-            "adjust_lr_fn": self.adjust_lr_fn,
-        }

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from penstock.config import Budget, OptimizerName, StepConfig
 from penstock.config.checked import check_fields
-from penstock.config.counts import parse_count
 from penstock.config.optimizer import MomentsConfig, moment_count
+from penstock.config.quantities import parse_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
 from penstock.config.step import IN_TURN, StreamedFamily
 from penstock.errors import ConfigError

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Budget, StepConfig, Tier, fields_of, format_size, parse_size
-from penstock.config.counts import parse_count
 from penstock.config.meanings import model_and
 from penstock.config.optimizer import NS_STEPS, Orthogonal, moment_count
+from penstock.config.quantities import parse_count
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories, why_none

@@ -39,7 +39,7 @@ def costs_of_plan(
         optimizer,
         io_threads=io_threads,
         grad_dtype=settings.grad_dtype,
-        narrow=plan.narrow,
+        narrow=plan.schedule.narrow,
         link_to=link_to,
     )
 

@@ -389,7 +389,7 @@ def _likeness(program: Program) -> object:
     return tuple(
         (
             replace(stage, index=0, name="", forward_reads=(), backward_reads=(), gradients=()),
-            tuple(replace(program.groups[g], index=0, name="") for g in _used(program, stage.index)),
+            tuple(replace(program.groups[g], index=0, name="") for g in stage.groups),
             k > 0 and dealt.crosses(k - 1),
             dealt.crosses(k),
             dealt.besides[k],
@@ -398,11 +398,6 @@ def _likeness(program: Program) -> object:
         for k, stage in enumerate(program.stages)
         if dealt.has(k)
     )
-
-
-def _used(program: Program, k: int) -> list[int]:
-    stage = program.stages[k]
-    return sorted({*stage.forward_reads, *stage.backward_reads, *stage.gradients})
 
 
 def _moved(settings: Settings, like: Program, program: Program) -> Settings:

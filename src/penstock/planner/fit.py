@@ -6,7 +6,7 @@ blocks' save one read of all); then weights move up from disk, then optimizer st
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Literal
@@ -46,10 +46,10 @@ def fitted(request: Request, keep: Placement | None = None) -> Settings:
     request.check_update_mode()
     settings = _fit_device(request, base_placement(request) if keep is None else keep)
     if keep is None and request.ranks == 1:  # parts that ranks share live below the device
-        settings = _to_device(request, settings)
+        settings = _up_to(request, settings, "device")
     settings = _fit_host(request, settings)
     if keep is None:
-        settings = _to_host(request, settings)
+        settings = _up_to(request, settings, "host")
     if request.early is None and not steps_early(request.program, settings):
         settings = replace(settings, speculate=False)
     return with_keep(request, settings, keep=settings.keep)
@@ -216,48 +216,38 @@ def _fit_host(request: Request, settings: Settings) -> Settings:
     )
 
 
-def _raise(request: Request, settings: Settings, tier: Tier, moves: Iterable[tuple[int, bool, bool]]) -> Settings:
-    """Move groups up to a tier, in the given order, each if the step still fits.
-
-    ``moves``: (group, whether its weights move, whether its state moves).
-    """
-    limit = request.budget.device_bytes if tier == "device" else request.budget.host_bytes
-    for g, weights, state in moves:
+def _up_to(request: Request, settings: Settings, tier: Literal["device", "host"]) -> Settings:
+    """Give what is left of a tier's memory to weights, then to state; the last blocks', as their backward comes first,
+    before the others'."""
+    groups, below = _last_first(request.program), _BELOW[tier]
+    if request.budget.weights is None:
+        weights = settings.place.weights
+        settings = _raise(request, settings, tier, [g.index for g in groups if weights[g.index] in below], state=False)
+    if request.budget.state is None:
         place = settings.place
-        higher = replace(
-            place,
-            weights=(*place.weights[:g], tier, *place.weights[g + 1 :]) if weights else place.weights,
-            state=(*place.state[:g], tier, *place.state[g + 1 :]) if state else place.state,
-        )
-        option = replace(settings, place=higher)
+        lower = [g.index for g in groups if g.trainable and place.state[g.index] in below]
+        if tier == "device":
+            tied = tied_groups(request.program)
+            lower = [g for g in lower if g not in tied and place.weights[g] == "device"]
+        settings = _raise(request, settings, tier, lower, state=True)
+    return settings
+
+
+_BELOW: Mapping[Tier, tuple[Tier, ...]] = {"device": ("host", "disk"), "host": ("disk",)}
+
+
+def _raise(request: Request, settings: Settings, tier: Tier, groups: Sequence[int], *, state: bool) -> Settings:
+    """Move the weights of groups up to a tier, or their ``state``, in the given order, each if the step still fits."""
+    limit = request.budget.device_bytes if tier == "device" else request.budget.host_bytes
+    for g in groups:
+        place = settings.place
+        if state:
+            place = replace(place, state=(*place.state[:g], tier, *place.state[g + 1 :]))
+        else:
+            place = replace(place, weights=(*place.weights[:g], tier, *place.weights[g + 1 :]))
+        option = replace(settings, place=place)
         if request.peak_bytes(option, tier) <= limit:
             settings = option
-    return settings
-
-
-def _to_device(request: Request, settings: Settings) -> Settings:
-    """Give what is left of device memory to weights, then to state; last blocks first (their backward comes first)."""
-    place, groups = settings.place, _last_first(request.program)
-    if request.budget.weights is None:
-        moves = [(g.index, True, False) for g in groups if place.weights[g.index] != "device"]
-        settings = _raise(request, settings, "device", moves)
-    if request.budget.state is None:
-        place, tied = settings.place, tied_groups(request.program)
-        stays = (g for g in groups if g.trainable and g.index not in tied and place.state[g.index] != "device")
-        moves = [(g.index, False, True) for g in stays if place.weights[g.index] == "device"]
-        settings = _raise(request, settings, "device", moves)
-    return settings
-
-
-def _to_host(request: Request, settings: Settings) -> Settings:
-    """Give what is left of host memory to weights, then to state."""
-    place, groups = settings.place, _last_first(request.program)
-    if request.budget.weights is None:
-        moves = [(g.index, True, False) for g in groups if place.weights[g.index] == "disk"]
-        settings = _raise(request, settings, "host", moves)
-    if request.budget.state is None:
-        moves = [(g.index, False, True) for g in groups if g.trainable and place.state[g.index] == "disk"]
-        settings = _raise(request, settings, "host", moves)
     return settings
 
 

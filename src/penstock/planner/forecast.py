@@ -6,12 +6,12 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.config import Tier, format_size
+from penstock.config import Tier
 from penstock.hardware.drives import rated_bytes
 from penstock.planner.bounds import StepBound, limits_of
 from penstock.planner.endurance import DAY
 from penstock.planner.phase_costs import PhaseCosts
-from penstock.planner.phase_memory import peaks_outside_steps
+from penstock.planner.phase_memory import beyond, peaks_outside_steps
 from penstock.planner.phases import AHEAD, HOME
 from penstock.planner.search import Choice
 from penstock.planner.task import Task
@@ -184,13 +184,8 @@ class Forecast:
     def beyond_machine(self) -> str | None:
         """The phase, or the step, that takes more memory than the machine has, in words; None: none does."""
         machine = self.task.machine
-        sizes_there: Mapping[Tier, int] = {"device": machine.device.memory, "host": machine.host.memory}
-        for tier, there in sizes_there.items():
-            for phase, sizes in self.memory.items():
-                if sizes[tier] > there:
-                    taken = f"{phase} takes {format_size(sizes[tier])} of {tier} memory"
-                    return f"{taken}, and the machine has {format_size(there)}"
-        return None
+        rooms: tuple[Mapping[Tier, int], ...] = ({"device": machine.device.memory}, {"host": machine.host.memory})
+        return next(filter(None, (beyond(self.memory, room) for room in rooms)), None)
 
     @cached_property
     def simulated_peak(self) -> Mapping[Tier, int]:

@@ -199,7 +199,6 @@ def slowest(links: Sequence[Network | None]) -> Network | None:
 class Planned:
     """The one plan of ranks that share all state, or each copy of it, and what its ops cost on each kind of host."""
 
-    task: Task
     choice: Choice
     size: int
     costs: tuple[Costs, ...]
@@ -226,7 +225,7 @@ def planned(asked: Asked, layout: Layout) -> Planned:
     else:
         choice = search(task.question(size, sequences // size))
     costs = tuple(_costs(task, choice, view, size) for view in views)
-    return Planned(task=task, choice=choice, size=size, costs=costs)
+    return Planned(choice=choice, size=size, costs=costs)
 
 
 def shared_by_all(asked: Asked, layout: Layout) -> Outcome:

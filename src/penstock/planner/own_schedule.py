@@ -13,7 +13,7 @@ from penstock.planner.update_mode import no_speculation
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, graphs_kept
-from penstock.schedule.meaning import Needs, narrow_groups_of, prove
+from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import GRAIN, PAGE, Depths, Placement, Settings, on_grain, page_up
 from penstock.schedule.program import ALIGN
 
@@ -45,7 +45,7 @@ def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None
         speculate=speculates(schedule, wait=request.wait),
         delay=len(late) / steps if late else 0.0,
         grad_dtype=request.grad_dtype,
-        cast="device" if narrow_groups_of(schedule) else "host",
+        cast="device" if schedule.narrow else "host",
         strands=request.own_strands,
         stage=0 if _is_whole(schedule) else 3,
     )

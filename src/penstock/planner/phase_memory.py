@@ -111,7 +111,7 @@ def peaks_outside_steps(
     }
 
 
-def beyond(peaks: Mapping[Phase, Peaks], room: Mapping[Tier, int]) -> str | None:
+def beyond(peaks: Mapping[Phase, Peaks] | Mapping[str, Mapping[Tier, int]], room: Mapping[Tier, int]) -> str | None:
     """The first phase that takes more of a tier than there is room for, in words; None: there is room for all."""
     for phase, sizes in peaks.items():
         for tier, there in room.items():

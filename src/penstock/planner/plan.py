@@ -6,7 +6,6 @@ from functools import cached_property
 from penstock.config import Tier, format_size
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.ir.ops import Schedule, chunk_of, graphs_kept
-from penstock.schedule.meaning import narrow_groups_of
 from penstock.schedule.place import FP32, Settings
 from penstock.schedule.program import Program
 
@@ -21,11 +20,6 @@ class Plan:
     state_bytes: int
     """weights, fp32 gradients and optimizer state of the whole model"""
     disk_bytes: int
-
-    @cached_property
-    def narrow(self) -> frozenset[int]:
-        """Groups whose gradients cross to the host, and wait, in bf16."""
-        return narrow_groups_of(self.schedule)
 
     @cached_property
     def graphs_kept(self) -> int:

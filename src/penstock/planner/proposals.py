@@ -283,16 +283,7 @@ class Proposals:
         is its own to say."""
         graphs = request.most_graphs if request.recompute is False else 0
         settings = replace(settings, depths=replace(settings.depths, graphs=graphs))
-        key = (
-            request.family,
-            request.speculates,
-            request.casts_on_device,
-            request.stage,
-            settings.chunk,
-            settings.depths,
-            settings.delay,
-            settings.keep,
-        )
+        key = *_variant(request), settings.chunk, settings.depths, settings.delay, settings.keep
         if key not in self._programs:
             costs = self.q.costs_of(request)
             self._programs[key] = PlacementLP(
@@ -312,7 +303,7 @@ class Proposals:
         return _BESIDES * self.q.most_written / self._runs(request) / together(self.q.machine.drives).write
 
     def _priced(self, request: Request, costs: Costs, *, keep: bool) -> Prices:
-        key = request.family, request.speculates, request.casts_on_device, request.stage, keep
+        key = *_variant(request), keep
         if key not in self._probes:
             wait = request.wait and request.train
             self._probes[key] = Probes(request, wait=wait, speculate=request.speculates, keep=keep)
@@ -363,12 +354,16 @@ class Proposals:
     def size(self, request: Request, settings: Settings) -> int:
         """Number of ops of a schedule."""
         deep = settings.depths.weights > 1
-        own = request.family, request.speculates, request.casts_on_device, request.stage
-        key = (*own, settings.chunk, settings.delay, settings.keep, deep)
+        key = *_variant(request), settings.chunk, settings.delay, settings.keep, deep
         if key not in self._counters:
             prices = self._priced(request, _ONE_EACH, keep=settings.keep)
             self._counters[key] = PhaseCosts(request, settings, _ONE_EACH, prices)
         return round(float(self._counters[key].of(settings.place).sum()))
+
+
+def _variant(request: Request) -> tuple[object, ...]:
+    """All that the requests of one search differ in."""
+    return request.family, request.speculates, request.casts_on_device, request.stage
 
 
 def _best_delays(screened: Iterable[tuple[float, float]]) -> tuple[float, ...]:

@@ -37,11 +37,11 @@ class Sample:
         stands = _stands_for(program)
         kept = sorted(set(stands))
         number = {old: new for new, old in enumerate(kept)}
-        used = sorted({g for k in kept for g in _groups(program.stages[k])})
+        used = sorted({g for k in kept for g in program.stages[k].groups})
         index = {old: new for new, old in enumerate(used)}
         groups = [index.get(g, -1) for g in range(len(program.groups))]
         for k, other in enumerate(stands):
-            for g, like in zip(_groups(program.stages[k]), _groups(program.stages[other]), strict=True):
+            for g, like in zip(program.stages[k].groups, program.stages[other].groups, strict=True):
                 groups[g] = index[like]
         small = Program(
             groups=tuple(replace(program.groups[g], index=i) for g, i in index.items()),
@@ -50,19 +50,15 @@ class Sample:
         return Sample(program=small, groups=tuple(groups), stages=tuple(number[k] for k in stands))
 
 
-def _groups(stage: Stage) -> list[int]:
-    return sorted({*stage.forward_reads, *stage.backward_reads, *stage.gradients})
-
-
 def _stands_for(program: Program) -> list[int]:
     """Stage -> the stage that stands for it."""
-    uses = Counter(g for stage in program.stages for g in _groups(stage))
+    uses = Counter(g for stage in program.stages for g in stage.groups)
     calls = [stage.index for stage in program.stages if stage.kind == "call"]
     alike: dict[object, list[int]] = defaultdict(list)
     shared = 0  # stages so far that share a group: those before one never stand for those behind it
     for stage in program.stages:
         ends = stage.index in (0, len(program.stages) - 1)
-        shares = any(uses[g] > 1 for g in _groups(stage))
+        shares = any(uses[g] > 1 for g in stage.groups)
         shared += shares
         alike[stage.index if ends or shares else (shared, _likeness(program, stage, calls))].append(stage.index)
     stands = list(range(len(program.stages)))
@@ -75,7 +71,7 @@ def _stands_for(program: Program) -> list[int]:
 
 def _likeness(program: Program, stage: Stage, calls: list[int]) -> object:
     """All that the ops of a stage that shares no group depend on, but for its place."""
-    own = _groups(stage)
+    own = stage.groups
     kinds = (stage.forward_reads, stage.backward_reads, stage.gradients)
     return (
         stage.kind,

@@ -146,6 +146,25 @@ class Ranks:
         found = work() if self.rank == 0 else None
         return cast(T, self.gather_objects(what, found)[0])
 
+    def decided(self, what: str, work: Callable[[], T]) -> T:
+        """As ``once``, of work that takes a while, or may be refused: the others wait, rather than take rank 0's cores
+        for the same.
+
+        Raises:
+            BudgetError, ConfigError: on all ranks, what it raises.
+        """
+
+        def decision() -> T | BudgetError | ConfigError:
+            try:
+                return work()
+            except (BudgetError, ConfigError) as error:
+                return type(error)(str(error))
+
+        found = self.once(what, decision)
+        if isinstance(found, BudgetError | ConfigError):
+            raise self.of_all(found)
+        return found
+
     def after_first(self, what: str, work: Callable[[], T]) -> T:
         """This rank's result of ``work``, which all ranks do, rank 0 before the others: they find what it has made."""
         if self.rank == 0:

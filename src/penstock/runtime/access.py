@@ -49,7 +49,7 @@ class Access:
 
     def gradient(self, op: Op, name: str) -> torch.Tensor:
         """The gradient of an op's chunk in a host buffer, as wide as it crosses to it."""
-        dtype = torch.bfloat16 if op.id.group in self.bound.narrow else torch.float32
+        dtype = torch.bfloat16 if op.id.group in self.bound.schedule.narrow else torch.float32
         return self.view(name, self.bound.chunk(op).numel, dtype)
 
     def idle(self, op: Op) -> bool:

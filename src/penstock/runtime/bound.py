@@ -13,7 +13,6 @@ from penstock.schedule.check.order import run_order
 from penstock.schedule.check.rules import check_buffers
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule
 from penstock.schedule.ir.references import OF_UPDATES, Buffer, OpId
-from penstock.schedule.meaning import narrow_groups_of
 from penstock.schedule.place import BF16, FP32, Chunk, chunks, grain
 from penstock.schedule.program import Program
 from penstock.state.arrays import Late
@@ -32,11 +31,6 @@ class Bound:
     def late(self) -> frozenset[ChunkAt]:
         """The chunks that a step steps for the step before."""
         return late_chunks(self.schedule)
-
-    @cached_property
-    def narrow(self) -> frozenset[int]:
-        """Groups whose gradients cross to the host, and wait, in bf16."""
-        return narrow_groups_of(self.schedule)
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
@@ -106,7 +100,7 @@ class Bound:
         grids: dict[str, Grid] = {}
         for op in self.schedule.lanes["write"]:
             if op.id.kind == "WG":
-                width = BF16 if op.id.group in self.narrow else FP32
+                width = BF16 if op.id.group in self.schedule.narrow else FP32
                 numel, name = self.program.groups[op.id.group].trainable, gradient_extent(op)
                 sizes[name] = numel * width
                 grids[name] = (Region(nbytes=numel * width, block=grain(numel) * width),)

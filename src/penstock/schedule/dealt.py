@@ -178,7 +178,7 @@ def stages_dealt(
     ``counts``: blocks of each rank; None: as much on each. Raises as ``dealt_out``, ``dealt_as`` and
     ``check_split``."""
     calls = [stage for stage in program.stages if stage.kind == "call"]
-    in_blocks = {g for stage in calls for g in (*stage.forward_reads, *stage.backward_reads, *stage.gradients)}
+    in_blocks = {g for stage in calls for g in stage.groups}
     blocks = sum(program.groups[g].numel for g in in_blocks)
     ends = sum(program.groups[g].numel for g in {*program.stages[-1].forward_reads} - in_blocks)
     check_split(program.stages, family)

@@ -110,6 +110,11 @@ class Stage:
     split_peak: int = 0
     graph: int | None = None
 
+    @property
+    def groups(self) -> list[int]:
+        """The groups that it uses, ascending."""
+        return sorted({*self.forward_reads, *self.backward_reads, *self.gradients})
+
     def peak(self, *, split: bool) -> int:
         """Bytes of temporaries at most. ``split``: beside what a backward in two parts holds, where it can be."""
         back = self.backward_peak if self.split is None or not split else self.split_peak - self.split

@@ -191,18 +191,6 @@ def _tiled(tile: int) -> "LossFn":
     return loss_fn
 
 
-def from_callable(
-    build: Callable[[], "nn.Module"],
-    micro_batch: MicroBatchSpec,
-    *,
-    name: str = "model",
-    loss_fn: "LossFn | None" = None,
-    kind: DeviceKind = "cuda",
-) -> MetaModel:
-    """Any module: ``build()`` is called under ``torch.device("meta")``."""
-    return MetaModel(name=name, build=build, micro_batch=micro_batch, loss_fn=loss_fn, kind=kind)
-
-
 def _build(config: Mapping[str, Any]) -> "nn.Module":
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM

@@ -23,7 +23,7 @@ _ADVICE = ADVICE | {
     errno.EIO: "check the drive and the kernel's log (dmesg)",
 }
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
 def entries(path: Path) -> list[Path]:
@@ -157,17 +157,18 @@ def mount_point(path: Path) -> Path:
 
 def in_memory(path: Path) -> bool:
     """True if the file system of ``path`` keeps its files in memory."""
-    return _file_system_type(path) in _IN_MEMORY
+    return mounted(path.stat().st_dev)[0] in IN_MEMORY
 
 
-def _file_system_type(path: Path) -> str:
-    device = path.stat().st_dev
+def mounted(device: int, root: Path = Path("/")) -> tuple[str, str]:
+    """(type, source) of the file system with a number; both empty if this process does not see its mount."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-        mount, _, kind = line.partition(" - ")
+    for line in (root / "proc/self/mountinfo").read_text(errors="replace").splitlines():
+        mount, _, file_system = line.partition(" - ")
         if mount.split()[2] == wanted:
-            return kind.split()[0]
-    return ""
+            kind, source = file_system.split()[:2]
+            return kind, source
+    return "", ""
 
 
 def sync_directory(path: Path) -> None:

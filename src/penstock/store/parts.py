@@ -67,11 +67,6 @@ def of_rank(
     return {"rank": rank, "ranks": ranks} | ({WHOLE: True} if whole else {}) | ({COPIES: copies} if copies > 1 else {})
 
 
-def part_of(model: Mapping[str, Any]) -> int:
-    """The part that a store has, of ``number_of_parts``."""
-    return int(model.get("rank", 0)) % number_of_parts(model)
-
-
 def number_of_parts(model: Mapping[str, Any]) -> int:
     """The number of parts that each group is cut into, of which a store has one; 1: it has all of it, or in a pipeline
     of those that it has. ``model``: what it is made for."""

@@ -4,12 +4,12 @@ Behind each block's output the graph ends, so a derivative taken in the forward 
 gradients come stage by stage, so a hook on a tensor that several stages use would see parts of its gradient.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from penstock.compat.torch import number_of
@@ -72,22 +72,10 @@ class Asked(TorchFunctionMode):
         sources = [t.grad_fn for t in trees.tensors([inputs])]
         roots = [t.grad_fn for t in trees.tensors([outputs]) if t.grad_fn is not None]
         first = min((-1 if node is None else number_of(node) for node in sources), default=-1)
-        for node in _below(roots):
+        for node in graph.nodes_below(roots):
             if is_cut(node) and node not in sources and number_of(node) > first:
                 raise ModelError(
                     f"{self._who()} takes a gradient in its forward (torch.autograd.grad) that goes through blocks, "
                     "whose graphs are not kept: take it with respect to what the last block returned, or name other "
                     "blocks, blocks=[...], of which none is on the way"
                 )
-
-
-def _below(roots: Iterable[Node]) -> Iterable[Node]:
-    stack = list(roots)
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                stack.append(below)

@@ -5,7 +5,7 @@ device that need not be there.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,6 @@ def dry_run(
     *,
     dtype: torch.dtype,
     kind: Kind,
-    blocks: Sequence[nn.Module] | None = None,
     loss_fn: LossFn | None = None,
     form: Format | None = None,
     cp: int = 1,
@@ -87,7 +86,7 @@ def dry_run(
     Raises:
         ModelError: the model cannot be run block by block, or needs values that a dry run does not have.
     """
-    found = find_blocks(model, blocks)
+    found = find_blocks(model)
     groups = group_parameters(model, found, form=form)
     for group in groups:
         group.detach(dtype, _META)

@@ -6,7 +6,7 @@ on, once everything later has been run. The gradients that arrive at older nodes
 """
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -86,6 +86,19 @@ class Frontier:
                 seen.add(node)
                 stack.append(node)
         return True
+
+
+def nodes_below(roots: Iterable[Node]) -> Iterator[Node]:
+    """Each node of the graph from ``roots`` down."""
+    stack = list(roots)
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                stack.append(below)
 
 
 def frontier(roots: Iterable[Node], start: int) -> Frontier:

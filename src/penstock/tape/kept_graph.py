@@ -174,14 +174,7 @@ def is_closed(edges: Iterable[GradientEdge | None], beside: Collection[int] = ()
     """True if a graph ends in leaves alone, none of them ``beside`` (by identity), all of its nodes were made from
     ``number`` on, and no backward in it is written in Python, as is the one at the end of the model's own code
     (``cut``)."""
-    stack = [edge.node for edge in edges if edge is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if is_of_python(node) or number_of(node) < number or id(getattr(node, "variable", None)) in beside:
-            return False
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                stack.append(below)
-    return True
+    return not any(
+        is_of_python(node) or number_of(node) < number or id(getattr(node, "variable", None)) in beside
+        for node in graph.nodes_below(edge.node for edge in edges if edge is not None)
+    )

@@ -56,8 +56,7 @@ class Running:
     def run_code(self, suspended: SuspendedForward, stage: int) -> Event:
         """Let the model's own code run, as a stage of its own."""
         self._seed_for(suspended, stage, rng.FORWARD)
-        suspended.backward.starts[stage] = next_number()
-        return suspended.resume(stage)
+        return self.resume(suspended, stage)
 
     def resume(self, suspended: SuspendedForward, stage: int) -> Event:
         """Let the model's own code go on from a call that was made elsewhere."""

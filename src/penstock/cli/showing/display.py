@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from penstock.cli.launch import process_count, this_process
 from penstock.cli.showing.meter import LaneUse, Meter
@@ -15,18 +15,31 @@ from penstock.report.sentence import format_time
 from penstock.schedule.ir.lanes import Lane
 
 
-class Display(Protocol):
-    """A view of a run. ``notice`` and ``last_words`` are called in a signal handler, so they may not touch buffers."""
+class Display:
+    """A view of a run. This class is that of a rank which leaves it to the first one, and shows nothing. ``notice`` and
+    ``last_words`` are called in a signal handler, so they may not touch buffers."""
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str) -> None:
+        pass
+
     def working(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
         """Within, something takes a while; what is yielded says how far it is."""
+        return nullcontext(self.say)
 
-    def begin(self, meter: Meter) -> None: ...
-    def update(self) -> None: ...
-    def end(self) -> None: ...
-    def notice(self, text: str) -> None: ...
-    def last_words(self) -> None: ...
+    def begin(self, meter: Meter) -> None:
+        pass
+
+    def update(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def notice(self, text: str) -> None:
+        pass
+
+    def last_words(self) -> None:
+        pass
 
 
 _NOTED_EVERY = 10.0
@@ -36,7 +49,7 @@ _FIGURES_EVERY = 30.0
 """Seconds between the lines that say what a run takes of the machine."""
 
 
-class PlainDisplay:
+class PlainDisplay(Display):
     """A line per event and per step, for logs and pipes. What the run takes of the machine is said below the first
     step, the last, and now and then in between.
 
@@ -95,35 +108,10 @@ class PlainDisplay:
         write_now(2, "Stopped at once, in the middle of a step.\n")
 
 
-class NoDisplay:
-    """The display of a rank which leaves the view to the first one."""
-
-    def say(self, text: str) -> None:
-        pass
-
-    def working(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
-        return nullcontext(self.say)
-
-    def begin(self, meter: Meter) -> None:
-        pass
-
-    def update(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def notice(self, text: str) -> None:
-        pass
-
-    def last_words(self) -> None:
-        pass
-
-
 def choose_display(out: TextIO) -> Display:
     """The live view on a terminal that can redraw, else plain lines."""
     if this_process():
-        return NoDisplay()
+        return Display()
     if can_redraw(out):
         from penstock.cli.showing.terminal import TerminalDisplay  # rich is only worth importing where it draws
 

@@ -11,12 +11,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from penstock.cli.showing.console import console
-from penstock.cli.showing.display import write_now
+from penstock.cli.showing.display import Display, write_now
 from penstock.cli.showing.meter import Meter
 from penstock.cli.showing.screen import screen
 
 
-class TerminalDisplay:
+class TerminalDisplay(Display):
     """Redraws one screenful; what is said stays above it. Drawn by rich's thread, so time goes on during a step."""
 
     def __init__(self, out: TextIO) -> None:

@@ -1,10 +1,11 @@
 """Rates to compare a run's figures with: those measured of the machine, and what its drives are rated for."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock import files
 from penstock.config import TrainConfig
 from penstock.hardware.drives import TB, rated_bytes, spread, stripe_weights, together
 from penstock.hardware.machine import DeviceKind, Machine
@@ -76,9 +77,4 @@ def _rated(config: TrainConfig, machine: Machine | None) -> tuple[float | None, 
 
 def _capacity(path: Path) -> int:
     """Bytes of the file system that a directory is on, or will be."""
-    return shutil.disk_usage(_existing(path.absolute())).total
-
-
-def _existing(path: Path) -> Path:
-    folders: Sequence[Path] = (path, *path.parents)
-    return next(folder for folder in folders if folder.exists())
+    return shutil.disk_usage(files.nearest_folder(path)).total

@@ -7,7 +7,6 @@ layouts by transformers' own rules, tied weights once, buffers too. It appears u
 import json
 import re
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,16 +26,15 @@ from penstock.compat.transformers import (
 from penstock.config import parse_size
 from penstock.data.tokenizer import save
 from penstock.engine.engine import Engine
-from penstock.errors import ConfigError, ModelError, StoreError
+from penstock.errors import ConfigError, ModelError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.adapters import Merged, has_adapters, save_adapter
 from penstock.hf.models.folder import CONFIG, GENERATION, INDEX
-from penstock.hf.models.kept import NOTES, Kept, copy_tokenizer
+from penstock.hf.models.kept import NOTES, Kept, copy_tokenizer, write_config
 from penstock.hf.models.mapping import Step
-from penstock.hf.models.shard_files import ShardFiles, lay_out
+from penstock.hf.models.shard_files import ShardFiles, lay_out, not_written
 from penstock.state.values import Values
 from penstock.store.directory import is_there
-from penstock.store.packed import FULL, store_error
 from penstock.store.whole import WholeFolder
 from penstock.tape.kv_cache import as_given
 
@@ -205,7 +203,7 @@ def write_adapter(
             companions(folder.partial)
             files.sync_tree(folder.partial, private=False)
         except OSError as error:
-            raise _not_written(out, error) from error
+            raise not_written(out, error) from error
         folder.finish()
     nbytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return Written(dtype=shell.FLOATS[dtype or "fp32"], files=1, nbytes=nbytes)
@@ -254,7 +252,7 @@ def write_folder(
             _fill(shards, twin, steps, source.values, progress)
             shards.finish()
         try:
-            _write_config(folder.partial, source, kind)
+            write_config(folder.partial, source.config, source.cls, kind)
             if split.is_sharded:
                 total = sum(place.shape.numel() for place in source.values.parameters.values())
                 body = {
@@ -266,7 +264,7 @@ def write_folder(
             companions(folder.partial)
             files.sync_tree(folder.partial, private=False)
         except OSError as error:
-            raise _not_written(out, error) from error
+            raise not_written(out, error) from error
         folder.finish()
     return Written(dtype=kind, files=len(layouts), nbytes=sum(layout.nbytes for layout in layouts.values()))
 
@@ -364,16 +362,3 @@ def _convert(shards: ShardFiles, twin: Any, step: Step, values: Values) -> None:
 
     for name, tensor in step.convert(twin, read).items():
         shards.write(name, 0, tensor.reshape(-1))
-
-
-def _write_config(folder: Path, source: Source, dtype: torch.dtype) -> None:
-    """As ``save_pretrained`` does."""
-    config = deepcopy(source.config)
-    config.dtype = shell.dtype_name(dtype)
-    config.architectures = [source.cls.__name__]
-    config.save_pretrained(folder)
-
-
-def _not_written(out: Path, error: OSError) -> StoreError:
-    advice = "free some space, or give another folder" if error.errno in FULL else "check the drive"
-    return store_error(f"{out}: cannot be written: {error.strerror or error}: {advice}", error)

@@ -59,7 +59,7 @@ def keep(
     try:
         files.remove(partial)
         partial.mkdir()
-        _write_config(partial, model, config, dtype)
+        write_config(partial, config, type(model), dtype)
         _write_generation(partial, model, source)
         if tokenizer is not None:
             save(tokenizer, partial)
@@ -85,11 +85,11 @@ def _runs_code(model: Any) -> bool:
     return any(cls.__module__.startswith("transformers_modules") for cls in type(model).__mro__)
 
 
-def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype) -> None:
-    """As ``save_pretrained`` of a model in ``dtype`` does."""
+def write_config(folder: Path, config: Any, cls: Any, dtype: torch.dtype) -> None:
+    """As ``save_pretrained`` of a model of a class, in ``dtype``, does."""
     own = deepcopy(config)
     own.dtype = shell.dtype_name(dtype)
-    own.architectures = [type(model).__name__]
+    own.architectures = [cls.__name__]
     own.save_pretrained(folder)
 
 

@@ -85,7 +85,7 @@ class ShardFiles:
                     )
                     os.posix_fallocate(self._fds[file], 0, layout.nbytes)
                 except OSError as error:
-                    raise self._failed(file, error) from error
+                    raise not_written(self._folder / file, error) from error
                 self._write(file, 0, layout.header)
             undo.pop_all()
 
@@ -104,7 +104,7 @@ class ShardFiles:
             try:
                 done += os.pwrite(self._fds[file], view[done:], offset + done)
             except OSError as error:
-                raise self._failed(file, error) from error
+                raise not_written(self._folder / file, error) from error
 
     def finish(self) -> None:
         """Return when everything is on the drive.
@@ -116,11 +116,7 @@ class ShardFiles:
             try:
                 os.fsync(fd)
             except OSError as error:
-                raise self._failed(file, error) from error
-
-    def _failed(self, file: str, error: OSError) -> StoreError:
-        advice = "free some space, or give another folder" if error.errno in packed.FULL else "check the drive"
-        return store_error(f"{self._folder / file}: cannot be written: {error.strerror}: {advice}", error)
+                raise not_written(self._folder / file, error) from error
 
     def close(self) -> None:
         while self._fds:
@@ -133,3 +129,9 @@ class ShardFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def not_written(path: Path, error: OSError) -> StoreError:
+    """The error of a folder, or a file, of a model that cannot be written."""
+    advice = "free some space, or give another folder" if error.errno in packed.FULL else "check the drive"
+    return store_error(f"{path}: cannot be written: {error.strerror or error}: {advice}", error)

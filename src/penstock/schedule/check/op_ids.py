@@ -59,7 +59,7 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
             needs = [] if left.intersection(op.writes) else [writer]
         for other in needs:
             _check_after(other, op, clocks)
-    _check_commit(schedule, left, clocks)
+    _check_commit(schedule, clocks)
 
 
 def _speculates(schedule: Schedule, step: Op) -> bool:
@@ -68,7 +68,7 @@ def _speculates(schedule: Schedule, step: Op) -> bool:
     return schedule.speculative and any(step.id.of(kind) in schedule.by_id for kind in ("WS", "WW"))
 
 
-def _check_commit(schedule: Schedule, left: set[Buffer], clocks: Clocks) -> None:
+def _check_commit(schedule: Schedule, clocks: Clocks) -> None:
     """``CM`` comes after all that the step before has left is stepped and at home, and before anything of this step is
     written."""
     late = late_chunks(schedule, clocks)

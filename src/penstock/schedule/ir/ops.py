@@ -177,6 +177,12 @@ class Schedule:
             lanes.setdefault(op.lane, []).append(op)
         return {lane: tuple(ops) for lane, ops in lanes.items()}
 
+    @cached_property
+    def narrow(self) -> frozenset[int]:
+        """Groups whose gradients cross to the host, and wait, in bf16: those that take a buffer for that on the
+        device."""
+        return frozenset(op.id.group for op in self.lanes["d2h"] if op.id.kind == "DG" and len(op.writes) > 1)
+
     def bytes_per_lane(self) -> dict[Lane, int]:
         return {lane: sum(op.nbytes for op in ops) for lane, ops in self.lanes.items()}
 

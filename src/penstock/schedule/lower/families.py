@@ -114,7 +114,7 @@ def _looped(summary: str, order: Order, *, in_rounds: bool) -> ScheduleFamily:
 
 
 def _all_at_once(request: FamilyRequest) -> World:
-    return pipeline(request, spread(request, 1), orders.gpipe, _APART, _FLUSH, at_once=True)
+    return pipeline(request, spread(request, 1), orders.looped_bfs, _APART, _FLUSH, at_once=True)
 
 
 def _zero_bubble(request: FamilyRequest) -> World:
@@ -173,8 +173,8 @@ FAMILIES: dict[str, ScheduleFamily] = {
     "zero2": _sharded("ZeRO-2: state and gradients are sharded", Sharding(state=True, reduce="scatter-early")),
     "fsdp": _sharded("ZeRO-3: state, gradients and weights are sharded", FULLY, Habits(late="all")),
     "pipeline": ScheduleFamily(summary="a stage to a rank, all micro-batches at once", lower=_all_at_once),
-    "gpipe": _pipeline("a stage to a rank: all forwards, then all backwards", orders.gpipe, _APART, _FLUSH),
-    "1f1b": _pipeline("one forward, one backward in turn: fewer micro-batches in flight", orders.one_f_one_b),
+    "gpipe": _pipeline("a stage to a rank: all forwards, then all backwards", orders.looped_bfs, _APART, _FLUSH),
+    "1f1b": _pipeline("one forward, one backward in turn: fewer micro-batches in flight", orders.interleaved),
     "interleaved-1f1b": _looped(
         "1F1B with several stages to a rank: a smaller bubble", orders.interleaved, in_rounds=True
     ),

@@ -13,39 +13,30 @@ Order = Callable[[Stages, int, int], list[VisitId]]
 """A rank's visits in order, from the stages, the rank and the number of micro-batches."""
 
 
-def gpipe(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965)."""
-    return [visit(kind, rank, m) for kind in "FB" for m in range(micro_batches)]
-
-
-def one_f_one_b(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:
-    """As many forwards as there are ranks behind this one, then one forward and one backward in turn, so that at most
-    ``ranks - rank`` micro-batches are in flight (Narayanan et al., arXiv 2006.09503).
-    """
-    return list(_in_turn(gpipe(stages, rank, micro_batches), stages.ranks - 1 - rank))
-
-
 def looped_bfs(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:
     """Breadth first: a stage does all micro-batches before the rank's next one starts (Lamy-Poirier, arXiv
-    2211.05953).
+    2211.05953). With one stage to a rank it is GPipe: all forwards, then all backwards (Huang et al., arXiv
+    1811.06965).
     """
-    mine = [stages.stage(rank, chunk) for chunk in range(stages.per_rank)]
+    mine = stages.of(rank)
     forwards = [visit("F", s, m) for s in mine for m in range(micro_batches)]
     return forwards + [visit("B", s, m) for s in reversed(mine) for m in range(micro_batches)]
 
 
 def interleaved(stages: Stages, rank: int, micro_batches: int) -> list[VisitId]:
     """Depth first: ``ranks`` micro-batches at a time go through all of a rank's stages; after a warm-up that reaches
-    the last stage, one forward and one backward in turn (Narayanan et al., arXiv 2104.04473, figure 4). With one stage
-    to a rank it is 1F1B. ``micro_batches`` is a multiple of ``ranks``.
+    the last stage, one forward and one backward in turn (Narayanan et al., arXiv 2104.04473, figure 4). With several
+    stages to a rank ``micro_batches`` is a multiple of ``ranks``.
+
+    With one it is 1F1B: as many forwards as there are ranks behind this one, then one forward and one backward in turn,
+    so that at most ``ranks - rank`` micro-batches are in flight (Narayanan et al., arXiv 2006.09503).
     """
-    p, v = stages.ranks, stages.per_rank
-    mine = [stages.stage(rank, chunk) for chunk in range(v)]
-    rounds = range(0, micro_batches, p)
-    forwards = [visit("F", s, m) for start in rounds for s in mine for m in range(start, start + p)]
-    backwards = [visit("B", s, m) for start in rounds for s in reversed(mine) for m in range(start, start + p)]
+    p, mine = stages.ranks, stages.of(rank)
+    rounds = [range(start, min(start + p, micro_batches)) for start in range(0, micro_batches, p)]
+    forwards = [visit("F", s, m) for together in rounds for s in mine for m in together]
+    backwards = [visit("B", s, m) for together in rounds for s in reversed(mine) for m in together]
     behind = p - 1 - rank
-    return list(_in_turn(forwards + backwards, behind if v == 1 else 2 * behind + (v - 1) * p))
+    return list(_in_turn(forwards + backwards, behind if len(mine) == 1 else 2 * behind + (len(mine) - 1) * p))
 
 
 def _in_turn(halves: list[VisitId], warm_up: int) -> Iterator[VisitId]:
@@ -64,7 +55,7 @@ def zero_bubble_h1(stages: Stages, rank: int, micro_batches: int) -> list[VisitI
     of Qi et al., arXiv 2401.10241). At most ``ranks`` micro-batches are in flight, from the forward to ``W``.
     """
     visits: list[VisitId] = []
-    for stay in one_f_one_b(stages, rank, micro_batches):
+    for stay in interleaved(stages, rank, micro_batches):
         m = stay.micro_batch
         if stay.kind == "F":
             visits.append(stay)

@@ -14,7 +14,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Emitter
 from penstock.schedule.lower.layers import LayerProvision, layer_program, layer_settings
-from penstock.schedule.lower.orders import Order, one_f_one_b
+from penstock.schedule.lower.orders import Order, interleaved
 from penstock.schedule.lower.puzzles import NONE, Habits, HoldingEmitter
 from penstock.schedule.lower.rank import lower_rank
 from penstock.schedule.lower.request import FamilyRequest
@@ -46,7 +46,7 @@ def replicated(request: FamilyRequest, sharding: Sharding, habits: Habits = NONE
         )
     stages = Stages(layers=request.layers, ranks=1, per_rank=1, folded=False)
     steps = request.micro_batches if one_by_one else 1
-    return _world(request, mesh, stages, one_f_one_b, sharding, habits, steps=steps, up=False, all_join=together == 1)
+    return _world(request, mesh, stages, interleaved, sharding, habits, steps=steps, up=False, all_join=together == 1)
 
 
 def pipeline(
@@ -88,7 +88,7 @@ def grid(request: FamilyRequest, sharding: Sharding, habits: Habits) -> World:
         )
     stages = Stages(layers=layers, ranks=mesh.stages, per_rank=1, folded=False)
     all_join = request.gather_group != "stage"
-    return _world(request, mesh, stages, one_f_one_b, sharding, habits, steps=1, all_join=all_join)
+    return _world(request, mesh, stages, interleaved, sharding, habits, steps=1, all_join=all_join)
 
 
 def _world(

@@ -16,7 +16,7 @@ interleaved; or zero bubble, where backwards are split. Its weights move, and it
 """
 
 from penstock.config import Family
-from penstock.config.step import SPLIT
+from penstock.config.step import IN_TURN, SPLIT
 from penstock.schedule.collection import no_collection
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.references import VisitId, visit
@@ -33,38 +33,24 @@ from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
 
 
-def vertical_route(program: Program, micro_batches: int, *, train: bool = True) -> Route:
-    """All micro-batches visit a stage together: forward, epilogue, and in training backward."""
-    everyone = tuple(range(micro_batches))
+def route_of(program: Program, micro_batches: int, family: Family, *, train: bool = True) -> Route:
+    """The route of a step in the order of a family. All evaluations are vertical."""
+    if train and family in IN_TURN:
+        return in_turn_route(program, micro_batches, split=family in SPLIT)
+    everyone, one_by_one = tuple(range(micro_batches)), train and family == "horizontal"
     walk: list[Visit | Message] = []
-    for name in _there_and_back(program, train=train):
-        if program.has(name.stage):
-            walk += received_before(program, name.kind, name.stage, everyone)
-            walk.append(Visit(name=name, micro_batches=everyone))
-            walk += sent_after(program, name.kind, name.stage, everyone, train=train)
+    for together in [(m,) for m in everyone] if one_by_one else [everyone]:
+        for name in _there_and_back(program, train=train, micro_batch=together[0] if one_by_one else -1):
+            if program.has(name.stage):
+                walk += received_before(program, name.kind, name.stage, together)
+                walk.append(Visit(name=name, micro_batches=together))
+                walk += sent_after(program, name.kind, name.stage, together, train=train)
     return Route(program, walk, train=train)
 
 
-def horizontal_route(program: Program, micro_batches: int) -> Route:
-    """One micro-batch after the other visits every stage: forward, epilogue, backward."""
-    visits = [
-        Visit(name=stay, micro_batches=(m,))
-        for m in range(micro_batches)
-        for stay in _there_and_back(program, train=True, micro_batch=m)
-    ]
-    return Route(program, visits, train=True)
-
-
-def route_of(program: Program, micro_batches: int, family: Family, *, train: bool = True) -> Route:
-    """The route of a step in the order of a family. All evaluations are vertical."""
-    if family == "vertical" or not train:
-        return vertical_route(program, micro_batches, train=train)
-    if family == "horizontal":
-        return horizontal_route(program, micro_batches)
-    return in_turn_route(program, micro_batches, split=family in SPLIT)
-
-
-def _there_and_back(program: Program, *, train: bool, micro_batch: int = -1) -> list[VisitId]:
+def _there_and_back(program: Program, *, train: bool, micro_batch: int) -> list[VisitId]:
+    """The visits of micro-batches that go together: forward, epilogue, and in training backward. ``micro_batch``: -1:
+    all of them."""
     last = len(program.stages) - 1
     forward = [visit("E" if k == last else "F", k, micro_batch) for k in range(last + 1)]
     return forward + [visit("B", k, micro_batch) for k in reversed(range(last))] if train else forward

@@ -27,12 +27,11 @@ from penstock.schedule.meaning.values import (
     Activation,
     Gradient,
     Needs,
-    narrow_groups_of,
     refused,
 )
 from penstock.schedule.meaning.waiting import WaitingRules
 
-__all__ = ["Needs", "narrow_groups_of", "prove"]
+__all__ = ["Needs", "prove"]
 
 
 def prove(schedule: Schedule, needs: Needs) -> None:

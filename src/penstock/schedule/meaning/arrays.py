@@ -156,7 +156,11 @@ class ArrayRules(Ground):
         self._home(op, self.place.state, "host", "disk")
         self._moves(op, self.form.step_bytes(self.needs.program.groups[g], c.numel, self._width(g)))
         self._at(op, op.reads, "gradient, state and weights", count=1 + state + new)
-        late = self._check_update(op) if g in self.matrices else self._check_step(op, self._gradient(op, op.reads[0]))
+        late = (
+            self._check_update(op)
+            if g in self.matrices
+            else self._check_step(op, self._of_chunk(op, op.reads[0], Gradient))
+        )
         done, through = NOW if late else AFTER, list(op.reads[1:])
         if op.writes != op.reads[1:]:
             raise refused(op, "changes other buffers than those of the state and the weights that it reads")
@@ -222,10 +226,7 @@ class ArrayRules(Ground):
     def _step_on_device(self, op: Op) -> None:
         g = op.id.group
         self._home(op, self.place.state, "device")
-        gradient = self._value(op, self._at(op, op.reads, "the gradient"), Gradient)
-        if (gradient.group, gradient.chunk) != (g, -1):
-            raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
-        self._whole(op, gradient)
+        self._on_device(op)
         self._may_step(op, early=False)
         self.accesses.write(op, "weights", g)
         for c in self.cuts[g]:

@@ -2,7 +2,7 @@
 
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.meaning.ground import Ground
-from penstock.schedule.meaning.values import NOW, Gradient, OfCopy, OfHost, OfPlace, Weights, refused
+from penstock.schedule.meaning.values import NOW, AllParts, Gradient, OfCopy, OfHost, OfPlace, Weights, refused
 from penstock.schedule.place import FP32, NORM_BYTES
 from penstock.schedule.program import ALIGN
 
@@ -45,7 +45,7 @@ class BetweenRules(Ground):
     def _lift(self, op: Op) -> None:
         """All ranks' parts of a chunk from the host to where they are exchanged."""
         c = self._chunk(op, trained=True)
-        value = self._all_parts(op, self._at(op, op.reads, "the gradient of all ranks' parts"))
+        value = self._of_chunk(op, self._at(op, op.reads, "the gradient of all ranks' parts"), AllParts)
         name = self._at(op, op.writes, "what is sent")
         self._moves(op, self.needs.parts * c.numel * FP32)
         self._put(op, name, value, "device", op.nbytes)
@@ -88,7 +88,7 @@ class BetweenRules(Ground):
         """The sum of all micro-batches of one stage, which an op adds up over ranks by way of a buffer."""
         g, source = op.id.group, self._at(op, op.reads, "the gradient on the device")
         if source == through:  # what is sent is there, and not taken from the gradient of a whole group
-            total = self._all_parts(op, source).sum
+            total = self._of_chunk(op, source, AllParts).sum
         else:
             whole = self._value(op, source, Gradient)
             if (whole.group, whole.chunk) != (g, -1):

@@ -1,6 +1,7 @@
 """The knowledge that a proof has of a step so far, and how it looks at what an op takes."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from penstock.config import Tier
 from penstock.errors import ScheduleError
@@ -22,10 +23,11 @@ from penstock.schedule.meaning.values import (
     V,
     Value,
     Weights,
-    narrow_groups_of,
     refused,
 )
 from penstock.schedule.place import BF16, FP32, Chunk, chunks
+
+G = TypeVar("G", Gradient, AllParts)
 
 
 class Ground:
@@ -51,7 +53,7 @@ class Ground:
         count = schedule.micro_batches
         self.whole = {g: self.sums.whole(stages, count, needs.strands) for g, stages in uses.items() if stages}
         self.trained = {(g, c.index) for g in self.whole for c in self.cuts[g] if c.trainable}
-        self.narrow, self.late = narrow_groups_of(schedule), late_chunks(schedule, clocks)
+        self.narrow, self.late = schedule.narrow, late_chunks(schedule, clocks)
         self.stepped_to: dict[ChunkAt, int] = {}
         """version of a chunk's weights that a step has changed in memory"""
         self.normed = False
@@ -192,19 +194,19 @@ class Ground:
             what = "weights" if tiers is self.place.weights else "state"
             raise refused(op, f"is for {what} whose home is {' or '.join(wanted)}, and it is {tier}")
 
-    def _gradient(self, op: Op, name: str) -> Gradient:
-        """The gradient of an op's chunk in host memory."""
-        value = self._value(op, name, Gradient)
+    def _of_chunk(self, op: Op, name: str, kind: type[G]) -> G:
+        """The gradient of an op's chunk: in host memory, or of all ranks' parts."""
+        value = self._value(op, name, kind)
         if value[:2] != chunk_of(op):
             raise refused(op, f"takes {name}, which is a gradient of something else")
         return value
 
-    def _all_parts(self, op: Op, name: str) -> AllParts:
-        """The gradient of an op's chunk, of all ranks' parts."""
-        value = self._value(op, name, AllParts)
-        if value[:2] != chunk_of(op):
-            raise refused(op, f"takes {name}, which is a gradient of something else")
-        return value
+    def _on_device(self, op: Op) -> None:
+        """An op takes the gradient of its group on the device, which is whole."""
+        gradient = self._value(op, self._at(op, op.reads, "the gradient"), Gradient)
+        if (gradient.group, gradient.chunk) != (op.id.group, -1):
+            raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
+        self._whole(op, gradient)
 
     def _whole(self, op: Op, gradient: Gradient) -> None:
         if gradient.sum != self.whole[gradient.group]:

@@ -2,7 +2,7 @@
 
 from penstock.schedule.ir.ops import Op, chunk_of
 from penstock.schedule.meaning.arrays import ArrayRules
-from penstock.schedule.meaning.values import AFTER, NOW, Momentum, Update, refused
+from penstock.schedule.meaning.values import AFTER, NOW, Gradient, Momentum, Update, refused
 from penstock.schedule.place import BF16
 
 
@@ -32,7 +32,7 @@ class MatrixRules(ArrayRules):
         self._moves(op, self.form.momentum_step_bytes(self.needs.program.groups[g], c.numel, self._width(g)))
         self._at(op, op.reads, "gradient and momentum", count=1 + on_disk)
         self._at(op, op.writes, "momentum and update", count=1 + on_disk)
-        late = self._check_step(op, self._gradient(op, op.reads[0]))
+        late = self._check_step(op, self._of_chunk(op, op.reads[0], Gradient))
         done = NOW if late else AFTER
         if on_disk:
             name = op.reads[1]
@@ -79,8 +79,7 @@ class MatrixRules(ArrayRules):
 
     def _gather_updates(self, op: Op) -> None:
         """All of a group's updates from all ranks' parts; on two levels, from those of each rank of this host."""
-        value, g = self._all_of_group(op, self._at(op, op.reads, "this rank's part of the updates")), op.id.group
-        part, name = self.needs.program.groups[g].trainable * BF16, self._at(op, op.writes, "the updates")
+        value, part, name = self._part_of_updates(op)
         if self.needs.hosts == 1:
             self._moves(op, part * (self.needs.ranks - 1))
         else:
@@ -90,10 +89,14 @@ class MatrixRules(ArrayRules):
         self._put(op, name, value._replace(gathered="all"), "device", self.needs.parts * part)
 
     def _gather_updates_of_place(self, op: Op) -> None:
-        value, g = self._all_of_group(op, self._at(op, op.reads, "this rank's part of the updates")), op.id.group
-        part, name = self.needs.program.groups[g].trainable * BF16, self._at(op, op.writes, "the updates")
+        value, part, name = self._part_of_updates(op)
         self._sends_between(op, part)
         self._put(op, name, value._replace(gathered="place"), "device", self.needs.parts * part)
+
+    def _part_of_updates(self, op: Op) -> tuple[Update, int, str]:
+        """This rank's part of a group's updates, its bytes, and the buffer that all of them are put together in."""
+        value = self._all_of_group(op, self._at(op, op.reads, "this rank's part of the updates"))
+        return value, self.needs.program.groups[op.id.group].trainable * BF16, self._at(op, op.writes, "the updates")
 
     def _orthogonalise(self, op: Op) -> None:
         name = self._at(op, op.writes, "the updates")

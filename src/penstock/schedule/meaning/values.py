@@ -8,7 +8,7 @@ from penstock.config import GradDtype
 from penstock.config.step import parts_of
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
-from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.ops import Op
 from penstock.schedule.mesh import is_branch
 from penstock.schedule.place import Format, Placement, Settings
 from penstock.schedule.program import Program
@@ -222,11 +222,6 @@ class Needs:
             parts=parts_of(s.stage, ranks),
             strands=s.strands,
         )
-
-
-def narrow_groups_of(schedule: Schedule) -> frozenset[int]:
-    """Groups whose gradients cross to the host, and wait, in bf16: those that take a buffer for that on the device."""
-    return frozenset(op.id.group for op in schedule.lanes["d2h"] if op.id.kind == "DG" and len(op.writes) > 1)
 
 
 class Accesses:

@@ -48,11 +48,11 @@ class WaitingRules(Ground):
         what = self._at(op, tuple(name for name in op.reads if name != into), "what is added")
         if self.needs.shared and op.id.visit is not None:  # what is summed of visits is exchanged after that
             self._moves(op, 3 * self.needs.parts * c.numel * FP32)
-            whole, more = self._all_parts(op, into), self._all_parts(op, what)
+            whole, more = self._of_chunk(op, into, AllParts), self._of_chunk(op, what, AllParts)
             self.values[into] = AllParts(*whole[:2], self.sums.added(whole.sum, more.sum))
             return
         self._moves(op, 3 * c.numel * FP32)
-        total, part = self._gradient(op, into), self._gradient(op, what)
+        total, part = self._of_chunk(op, into, Gradient), self._of_chunk(op, what, Gradient)
         if LEFT in (total.sum, part.sum) or op.id.group in self.narrow:
             raise refused(op, "adds to a gradient that is whole already")
         self.values[into] = Gradient(total.group, total.chunk, self.sums.added(total.sum, part.sum))
@@ -60,15 +60,12 @@ class WaitingRules(Ground):
     def _measure(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
         self._moves(op, c.numel * self._width(g))
-        self._whole(op, self._gradient(op, self._at(op, op.reads, "the gradient")))
+        self._whole(op, self._of_chunk(op, self._at(op, op.reads, "the gradient"), Gradient))
         self._measured(op, c)
 
     def _measure_on_device(self, op: Op) -> None:
         g = op.id.group
-        gradient = self._value(op, self._at(op, op.reads, "the gradient"), Gradient)
-        if (gradient.group, gradient.chunk) != (g, -1):
-            raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
-        self._whole(op, gradient)
+        self._on_device(op)
         for c in self.cuts[g]:
             if c.trainable:
                 self._measured(op, c)
@@ -86,7 +83,7 @@ class WaitingRules(Ground):
         c, g = self._chunk(op, trained=True), op.id.group
         self._moves(op, c.numel * self._width(g))
         self.accesses.write(op, "gradient", g, c.index)
-        self.extents[g, c.index] = self._gradient(op, self._at(op, op.reads, "the gradient"))
+        self.extents[g, c.index] = self._of_chunk(op, self._at(op, op.reads, "the gradient"), Gradient)
 
     def _fetch(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
