@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.engine import batch
+from penstock.engine.spans import Beside
 from penstock.errors import ModelError
 from tests.models import MODELS
 from tests.stacks import Own
@@ -46,6 +47,16 @@ def test_tensors_in_nested_containers_are_moved_and_cast() -> None:
     assert [t.dtype for t in found] == [torch.int64, torch.bfloat16, torch.bfloat16, torch.bool]
     assert moved["image"]["kind"] == "rgb"
     assert given["image"]["pixels"].values.device.type == "cpu", "what was given is as it was"
+
+
+def test_labels_and_what_only_a_loss_reads_are_not_rounded() -> None:
+    class Note(Beside):
+        exact = ("margin",)
+
+    given = {"x": torch.zeros(2), "labels": (torch.zeros(3),), "margin": torch.zeros(4), "note": Note()}
+    moved = batch.to_device(given, torch.device("meta"), torch.bfloat16)
+    assert [moved["x"].dtype, moved["labels"][0].dtype, moved["margin"].dtype] == [torch.bfloat16] + [torch.float32] * 2
+    assert batch.nbytes(given, torch.bfloat16) == 2 * 2 + 3 * 4 + 4 * 4
 
 
 def test_a_plan_has_room_for_the_tensors_in_nested_containers() -> None:

@@ -1,6 +1,7 @@
 """``penstock.hf.DPOTrainer``, ``KTOTrainer`` and ``RewardTrainer``: TRL's losses and figures on the engine, equal to
 TRL's own run; and what the reference says of the data, computed once, by the engine."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ import pytest
 import torch
 import transformers
 import trl
-from datasets import disable_progress_bars, enable_progress_bars
-from peft import LoraConfig
+from datasets import Dataset, concatenate_datasets, disable_progress_bars, enable_progress_bars
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import penstock
 from penstock.hf import EngineMixin
@@ -20,6 +22,8 @@ from tests.overrides import foreign_overrides, public_overrides
 from tests.preferred import CONFIGS, KEPT, preferences, preferring
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+ADAPTER = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 
 FIGURES = {
     "DPOTrainer": {"rewards/margins", "logps/chosen", "mean_token_accuracy", "eval_rewards/accuracies"},
@@ -52,8 +56,7 @@ def test_losses_and_figures_are_those_of_trls_own_run(tmp_path: Path, name: str)
 
 
 def test_adapters_have_the_model_without_them_for_a_reference(tmp_path: Path) -> None:
-    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    given: dict[str, Any] = {"peft_config": adapter, "settings": {"max_steps": 2}}
+    given: dict[str, Any] = {"peft_config": ADAPTER, "settings": {"max_steps": 2}}
     theirs = preferring(trl, "DPOTrainer", tmp_path / "plain", **given)
     mine = preferring(penstock.hf, "DPOTrainer", tmp_path, engine=in_memory(), **given)
     for trainer in (theirs, mine):
@@ -79,6 +82,9 @@ def test_a_reference_without_values_in_memory_says_the_same_and_is_asked_once(
     data, another model and other settings have not."""
     llama().save_pretrained(tmp_path / "model")
     llama(seed=1).save_pretrained(tmp_path / "other")
+    turned: Any = llama()
+    turned.config.rope_parameters["rope_theta"] = 50.0
+    turned.save_pretrained(tmp_path / "turned")
 
     def streamed(folder: str = "model", store: str = "store", **given: Any) -> Any:
         loaded = penstock.hf.load(tmp_path / folder)
@@ -98,13 +104,18 @@ def test_a_reference_without_values_in_memory_says_the_same_and_is_asked_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(trl.DPOTrainer, "compute_ref_log_probs", asked)
-        again = streamed(store="another")
+        shards = concatenate_datasets([preferences(16).select(range(a, b)) for a, b in ((0, 3), (3, 4), (4, 16))])
+        again = streamed(store="another", train_dataset=shards)
         assert columns(again) == columns(first)
         assert (tmp_path / "store").exists()
         assert not (tmp_path / "another").exists()
         others: list[dict[str, Any]] = [
             {"folder": "other"},
+            {"folder": "turned"},
             {"settings": {"max_length": 24}},
+            {"settings": {"ld_alpha": 0.5}},
+            {"settings": {"bf16": True}},
+            {"data_collator": DataCollatorForPreference(pad_token_id=0, pad_to_multiple_of=32)},
             {"train_dataset": preferences(3)},
         ]
         for other in others:
@@ -145,24 +156,96 @@ def test_a_run_that_was_stopped_goes_on_with_its_reference(tmp_path: Path) -> No
             {"train_dataset": preferences(4).to_iterable_dataset(), "settings": {"max_steps": 1}},
             "train data are iterated",
         ),
+        ({"model": get_peft_model(llama(), ADAPTER)}, "the model has adapters already, of which DPOTrainer would"),
+        (
+            {"train_dataset": preferences(4).map(lambda _: {"ref_chosen_logps": 0.5})},
+            "the train data have ref_chosen_logps already",
+        ),
         ({"ref_model": llama()}, "ref_model cannot be honoured: it would be whole in memory"),
         ({"settings": {"precompute_ref_log_probs": False}}, "set precompute_ref_log_probs=True, and the engine"),
         ({"args": None}, "set precompute_ref_log_probs=True, and the engine"),
         ({"settings": {"sync_ref_model": True}}, "sync_ref_model=True cannot be honoured: the reference is the model"),
         ({"engine": in_memory(loss_tile=8)}, "loss_tile=8 would have no effect"),
     ],
-    ids=["iterated", "second-model", "none", "defaults", "follows", "tile"],
+    ids=["iterated", "adapters", "columns", "second-model", "none", "defaults", "follows", "tile"],
 )
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path, given: dict[str, Any], why: str) -> None:
     with pytest.raises(penstock.ConfigError, match=why):
         preferring(penstock.hf, "DPOTrainer", tmp_path, **{"engine": in_memory()} | given)
 
 
-def test_trainers_of_trl_whose_books_would_be_wrong_are_refused(tmp_path: Path) -> None:
-    mixed = type("Mixed", (EngineMixin, trl.DPOTrainer), {})
-    args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **KEPT)
-    with pytest.raises(penstock.ConfigError, match=r"DPOTrainer is one of TRL's trainers .*penstock\.hf\.SFTTrainer"):
-        mixed(model=llama(), args=args, train_dataset=preferences(2), engine=in_memory())
+@pytest.mark.parametrize(
+    ("name", "settings"), [("DPO", KEPT), ("GRPO", {"num_generations": 4, "per_device_train_batch_size": 4})]
+)
+def test_trainers_of_trl_whose_books_would_be_wrong_are_refused(
+    tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    """By name, and not for arguments that only they have."""
+    mixed = type("Mixed", (EngineMixin, getattr(trl, f"{name}Trainer")), {})
+    args = getattr(trl, f"{name}Config")(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **settings)
+    with pytest.raises(penstock.ConfigError, match=rf"{name}Trainer is one of TRL's trainers .*penstock\.hf\.SFTTrai"):
+        mixed(llama(), args=args, train_dataset=preferences(2), engine=in_memory())
+
+
+@pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer"])
+def test_in_bf16_a_model_says_at_first_what_its_reference_does(tmp_path: Path, name: str) -> None:
+    """Log probabilities of long answers are in the hundreds, where bf16 has steps of 2 and 4."""
+    long = {"prompt": "on disk", "chosen": " all state" * 60, "rejected": " the same way" * 45}
+    judged = {"prompt": long["prompt"], "completion": long["chosen"], "label": True}
+    rows = [long] * 4 if name == "DPOTrainer" else [judged, {**judged, "label": False}] * 2
+    trainer = preferring(
+        penstock.hf,
+        name,
+        tmp_path,
+        engine=in_memory(budget=penstock.Budget(device="256MiB", host="64MiB")),
+        settings={"bf16": True, "max_steps": 1, "max_length": 512, "gradient_accumulation_steps": 1},
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows),
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(EQUAL[name], abs=1e-3)
+    trainer.train()
+    first = trainer.state.log_history[-3]
+    assert first["loss"] == pytest.approx(EQUAL[name], abs=1e-3)
+    assert first["logps/chosen"] < -300
+    trainer.end()
+
+
+EQUAL = {"DPOTrainer": math.log(2), "KTOTrainer": 0.5}
+"""Losses of a model that says what its reference does."""
+
+
+def test_margins_of_rewards_are_not_rounded(tmp_path: Path) -> None:
+    data = preferences(4).map(lambda _: {"margin": 100.3})
+    given = {"train_dataset": data, "eval_dataset": data, "settings": {"bf16": True}}
+    trainer = preferring(penstock.hf, "RewardTrainer", tmp_path, engine=in_memory(), **given)
+    seen, compute = [], trainer.compute_loss
+
+    def looked_at(model: Any, inputs: dict[str, Any], *rest: Any, **more: Any) -> Any:
+        seen.append(inputs["margin"].clone())
+        return compute(model, inputs, *rest, **more)
+
+    trainer.compute_loss = looked_at
+    trainer.train()
+    assert seen
+    assert all(torch.equal(margin, torch.full((2,), 100.3)) for margin in seen)
+    trainer.end()
+
+
+def test_new_data_are_evaluated_by_the_same_reference(tmp_path: Path) -> None:
+    """Before the first step. Afterwards there is no reference any more, as in TRL's own run, and who goes on with other
+    data is told."""
+    new = preferences(7).select([5, 6])
+    theirs = preferring(trl, "DPOTrainer", tmp_path / "plain").evaluate(new)
+    trainer = preferring(penstock.hf, "DPOTrainer", tmp_path, engine=on_disk(tmp_path / "store"))
+    assert trainer.evaluate(new)["eval_rewards/margins"] == pytest.approx(theirs["eval_rewards/margins"], abs=1e-5)
+    trainer.train()
+    with pytest.raises(ValueError, match="Cannot compute reference log-probs"):
+        trainer.evaluate(preferences(3))
+    trainer.end()
+    with pytest.raises(penstock.ConfigError, match="is not there, with what the model says of the train data before"):
+        preferring(
+            penstock.hf, "DPOTrainer", tmp_path, engine=on_disk(tmp_path / "store"), train_dataset=preferences(3)
+        )
 
 
 def test_a_loss_that_is_made_of_what_all_gather_is_for_one_process(
@@ -181,5 +264,4 @@ def test_names_of_the_libraries_mean_what_they_do_there(name: str) -> None:
     cls = getattr(penstock.hf, name)
     assert foreign_overrides(cls) == set()
     names = {"create_accelerator_and_postprocess", "create_optimizer", "end", "evaluation_loop", "get_train_dataloader"}
-    names |= {"prediction_step", "train", "training_step"}
-    assert public_overrides(cls) == names | (set() if name == "RewardTrainer" else {"compute_ref_log_probs"})
+    assert public_overrides(cls) == names | {"prediction_step", "train", "training_step"}

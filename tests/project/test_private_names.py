@@ -20,7 +20,7 @@ DOCUMENTED = {
     *("torch.nn", "torch.nn.functional", "torch.nn.init", "torch.overrides", "torch.autograd.graph", "torch.func"),
     *("torch.optim.lr_scheduler", "torch.utils.checkpoint", "torch.utils.data", "torch.utils.tensorboard"),
     *("torch.distributed", "torch.distributed.device_mesh", "torch.utils.deterministic"),
-    *("accelerate.utils", "transformers.utils.logging"),
+    *("accelerate.utils", "datasets.fingerprint", "transformers.utils.logging"),
 }
 """Modules that a library documents: what they have is public."""
 
@@ -34,7 +34,7 @@ ALLOWED = {
 TEXTS = {
     "config/lr_schedule.py": {"_steps", "_share"},  # ends of names of settings
     "errors.py": {"_STATUS_ALLOC_FAILED"},  # the end of a word in messages of CUDA's libraries
-    "shape/decoders.py": {"_name_or_path"},  # a key of config.json
+    **dict.fromkeys(("hf/reference.py", "shape/decoders.py"), {"_name_or_path"}),  # a key of config.json
     "tape/waits.py": {"_on_op"},  # our own, of another file: a function's name on the stack
 }
 """Texts that look like private names and are none, by file."""

@@ -279,7 +279,9 @@ def planned(asked: Asked) -> tuple[Plan | None, list[tuple[str, int]]]:
     try:
         return asked.plan(), []
     except BudgetError as error:
-        found = re.search(r"budget\.(device|host)=.* the smallest that works is .* \((\d+) bytes\)", str(error))
+        found = re.search(
+            r"budget\.(device|host)=.* (?:the smallest that works|enough) is .* \((\d+) bytes\)", str(error)
+        )
         if found is None:
             raise
         return None, [(found[1], int(found[2]))]

@@ -58,6 +58,7 @@ def _share(values: Values) -> float:
     return total / count if count else 0.0
 
 
+# TRL 1.16's order, in which its ``compute_loss`` gathers. Where a version gathers more or less it is refused.
 def of_sft(values: Values, training: bool, balanced: bool) -> Figures:
     """Figures of ``SFTTrainer``: it gathers the labels, the sum of their entropies, those that were predicted."""
     labels, entropy, predicted = _total(values), _total(values), _total(values)

@@ -91,17 +91,33 @@ def json_text(value: Any, what: str, *, finite: bool) -> str:
     return text
 
 
+LABELS = ("labels", "label")
+"""Entries that losses read: what a model is to say is not rounded to what it computes in."""
+
+
+def _exact(micro_batch: MicroBatch) -> set[str]:
+    """Names of entries whose floating-point values keep their dtype."""
+    return {*LABELS, *(name for value in micro_batch.values() if isinstance(value, Beside) for name in value.exact)}
+
+
 def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Copy tensors to the device, those in nested containers too; floating-point ones (pixels, audio features) in the
-    compute dtype. A forward may write to the copies, so each is handed its own. What holds no tensor that ``trees``
-    sees is handed on as it is: a list that is collected in."""
+    compute dtype, but for labels and what only a loss reads. A forward may write to the copies, so each is handed its
+    own. What holds no tensor that ``trees`` sees is handed on as it is: a list that is collected in."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, non_blocking=True, copy=True)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
         to = dtype if tensor.is_floating_point() else None
         return tensor.to(device=device, dtype=to, non_blocking=True, copy=True)
 
+    exact = _exact(micro_batch)
     # One that a value holds twice is counted and moved once.
-    return {name: trees.replace(value, functools.cache(move), keep=True) for name, value in micro_batch.items()}
+    return {
+        name: trees.replace(value, functools.cache(move if name in exact else cast), keep=True)
+        for name, value in micro_batch.items()
+    }
 
 
 def check_not_collected(before: Sequence[tuple[trees.Place, Any, int]]) -> None:
@@ -167,9 +183,13 @@ def covers(planned: Shapes, wanted: Shapes) -> bool:
 
 
 def nbytes(micro_batch: MicroBatch, dtype: torch.dtype) -> int:
-    """Bytes of a micro-batch on the device: floating-point tensors are there in the compute ``dtype``."""
-    found = _tensors(micro_batch).values()
-    return sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in found)
+    """Bytes of a micro-batch on the device: floating-point tensors are there in the compute ``dtype``, but for those
+    that keep their own."""
+    exact = _exact(micro_batch)
+    return sum(
+        t.numel() * (dtype if t.is_floating_point() and place[0] not in exact else t.dtype).itemsize
+        for place, t in _tensors(micro_batch).items()
+    )
 
 
 _ORDERED: tuple[type, ...] = (Sequence, torch.Tensor, np.ndarray)

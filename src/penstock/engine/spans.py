@@ -32,9 +32,11 @@ _POSITIONS, _ATTENDS = "whole position_ids", "whole attention_mask"
 
 class Beside:
     """A value of a micro-batch that is of none of its tokens: for the loss function, whichever span that is handed.
-    ``way``: that to compute which it asks the loss function for, with a plan of its own; empty: the usual one."""
+    ``way``: that to compute which it asks the loss function for, with a plan of its own; empty: the usual one.
+    ``exact``: names of entries of the micro-batch that only the loss reads, and in their own precision."""
 
     way: str = ""
+    exact: Sequence[str] = ()
 
 
 class Spans:

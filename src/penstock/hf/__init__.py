@@ -6,7 +6,8 @@
     checkpoint          what the engine puts into a Trainer's checkpoints
     trl_trainer         the same for TRL's trainers, whose losses keep books; RewardTrainer
     sft_trainer         SFTTrainer
-    preference_trainers DPOTrainer and KTOTrainer, whose loss has a reference
+    preference_trainers DPOTrainer and KTOTrainer
+    reference           the reference that their losses compare a model with
     training_arguments  what becomes of each of the Trainer's arguments
     engine_arguments    what a Trainer has to be told about the engine
     tiles               the feed-forward parts of a model's blocks, some tokens at a time

@@ -19,7 +19,7 @@ class EngineArguments(LoopArguments, MomentsConfig, LayoutConfig):
     | ``overwrite`` | whether another run's store in the budget's directories is deleted; without it, finding one is an
     error |
     | ``loss_tile`` | tokens whose logits are there at a time, in training and where evaluation wants the loss alone;
-    None: all of a micro-batch. Not for ``SFTTrainer``, whose own head does without logits |
+    None: all of a micro-batch. Not for TRL's trainers, whose losses do without logits |
     """
 
     overwrite: bool = False

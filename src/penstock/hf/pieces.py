@@ -18,7 +18,7 @@ _PIECE, _BATCH = "penstock_piece", "penstock_batch"
 
 class Notes:
     """Notes of one forward of a micro-batch, for the trainer: ``books``: figures for logs, if the trainer has any;
-    ``result``: that of what was evaluated, (loss, logits, labels) of a step of evaluation."""
+    ``result``: what was to be evaluated, (loss, logits, labels) of a step of evaluation."""
 
     books: Any = None
     result: Any = None
@@ -26,11 +26,11 @@ class Notes:
 
 class Piece(Beside):
     """A micro-batch on its way through the engine, no container to it. ``notes``: those of its latest forward.
-    ``kind``: the type that its batch had. ``way``: as of ``Beside``."""
+    ``kind``: the type that its batch had. ``way``, ``exact``: as of ``Beside``."""
 
-    def __init__(self, loss: Loss, kind: type, way: str) -> None:
+    def __init__(self, loss: Loss, kind: type, way: str, exact: Sequence[str]) -> None:
         self.loss = loss
-        self.way = way
+        self.way, self.exact = way, exact
         self.kind: Any = kind
         self.notes = Notes()
 
@@ -47,9 +47,9 @@ def current_notes() -> Notes | None:
     return NOTES.get()
 
 
-def as_micro_batch(batch: Any, loss: Loss, way: str = "") -> dict[str, Any]:
-    """A batch as the engine takes it. ``way``: as of ``Beside``."""
-    return {**(batch if isinstance(batch, Mapping) else {_BATCH: batch}), _PIECE: Piece(loss, type(batch), way)}
+def as_micro_batch(batch: Any, loss: Loss, way: str = "", exact: Sequence[str] = ()) -> dict[str, Any]:
+    """A batch as the engine takes it. ``way``, ``exact``: as of ``Beside``."""
+    return {**(batch if isinstance(batch, Mapping) else {_BATCH: batch}), _PIECE: Piece(loss, type(batch), way, exact)}
 
 
 def notes_of(micro_batch: Mapping[str, Any]) -> Notes:

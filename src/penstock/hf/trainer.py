@@ -66,9 +66,18 @@ class EngineMixin(TrainerSteps):
     losses_of_spans: tuple[Any, ...] = (transformers.Trainer.compute_loss,)
     """forms of ``compute_loss`` that give a span of sequences its part of their loss"""
     keeps_books = False
-    """True: what a loss of TRL's notes on ``self`` is kept by forward"""
+    """a loss of TRL's may make notes on ``self``, which are kept by forward"""
+    exact_entries: tuple[str, ...] = ()
+    """names of a batch's entries that the loss alone reads, in their own precision; labels are so in any case"""
 
     def __init__(self, *args: Any, engine: EngineArguments, **kwargs: Any) -> None:
+        of_trl = next((base for base in type(self).__mro__ if base.__module__.partition(".")[0] == "trl"), None)
+        if of_trl is not None and not self.keeps_books:
+            raise ConfigError(
+                f"{of_trl.__name__} is one of TRL's trainers that EngineMixin cannot put on the engine: those that can "
+                "be are penstock.hf.SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer. Use one of these, or derive "
+                "from it"
+            )
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         self.check_given(given)
         for name in _REPLACED:
@@ -78,13 +87,6 @@ class EngineMixin(TrainerSteps):
                     f"{behind.__qualname__} cannot be honoured: the engine's own comes before it. Override it in the "
                     "class that EngineMixin is a base of, where super() is the engine's, or, for a loss, compute_loss"
                 )
-        of_trl = next((base for base in type(self).__mro__ if base.__module__.partition(".")[0] == "trl"), None)
-        if of_trl is not None and not self.keeps_books:
-            raise ConfigError(
-                f"{of_trl.__name__} is one of TRL's trainers that EngineMixin cannot put on the engine: those that can "
-                "be are penstock.hf.SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer. Use one of these, or derive "
-                "from it"
-            )
         self._engine_arguments = engine
         self._engine: Engine | None = None
         self._ranks: Ranks = ALONE  # until there is an engine, whose ranks they are
@@ -313,7 +315,10 @@ class EngineMixin(TrainerSteps):
                 own = list(zip(map(joint.to_tell, batches), weights, range(len(losses)), strict=True))
                 batches, weights, places = zip(*joint.theirs(self._ranks, own), strict=True)
             losses = [losses[place] for place in places]
-        micro_batches = [as_micro_batch(self.prepared(b), loss, way) for b, loss in zip(batches, losses, strict=True)]
+        exact = (*self.label_names, *self.exact_entries)
+        micro_batches = [
+            as_micro_batch(self.prepared(b), loss, way, exact) for b, loss in zip(batches, losses, strict=True)
+        ]
         take(micro_batches, weights)
         notes: list[Notes] = [notes_of(micro_batch) for micro_batch in micro_batches]
         if not together:
@@ -383,12 +388,14 @@ class EngineMixin(TrainerSteps):
             with self._tiles(of) if prediction_loss_only else nullcontext():
                 return above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
 
-        found: tuple[Any, Any, Any] = self.evaluated(inputs, step, "" if prediction_loss_only else "outputs")
+        found: tuple[Any, Any, Any]
+        self._items = self.items_of([inputs])
+        (found,) = self.evaluated([inputs], step, "" if prediction_loss_only else "outputs")
         return found
 
-    def evaluated(self, inputs: Any, compute: Callable[[nn.Module, Any], Any], way: str) -> Any:
-        """The result of ``compute(model, inputs)``, whose forward the engine runs, in evaluation mode. ``way``: that to
-        compute, with a plan of its own, as of ``Beside``."""
+    def evaluated(self, batches: Sequence[Any], compute: Callable[[nn.Module, Any], Any], way: str) -> list[Any]:
+        """The results of ``compute(model, batch)`` of each batch, whose forwards the engine runs, in evaluation mode.
+        ``way``: that to compute, with a plan of its own, as of ``Beside``."""
 
         def loss(of: nn.Module, prepared: Any) -> torch.Tensor:
             # Copied here, within the forward: so the engine sees that these are read, and keeps them until now.
@@ -402,11 +409,10 @@ class EngineMixin(TrainerSteps):
         def evaluate(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
             self.engine.evaluate(micro_batches, loss_weights=weights)
 
-        self._items = self.items_of([inputs])
-        (notes,) = self._taken_by_engine(evaluate, [inputs], [loss], [1.0], way)
-        self._after_notes([notes], [inputs])
-        assert notes.result is not None
-        return notes.result
+        count = len(batches)
+        found = self._taken_by_engine(evaluate, batches, [loss] * count, [1.0] * count, way)
+        self._after_notes(found, batches)
+        return [notes.result for notes in found]
 
     def is_in_forward(self) -> bool:
         return current_notes() is not None

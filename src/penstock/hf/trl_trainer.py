@@ -25,13 +25,13 @@ class TRLMixin(Bookkeeping, EngineMixin):
 
     keeps_books = True
     figures_of: ClassVar[FiguresOf | None] = None
-    """The figures of several processes, of what ``compute_loss`` gathers from them; None: its loss is made of that, and
-    it is for one process."""
+    """function that makes the figures of several processes of what ``compute_loss`` gathers; None: the trainer is for
+    one process, as its loss itself is made of what is gathered"""
 
     def __init__(self, *args: Any, engine: EngineArguments, **kwargs: Any) -> None:
         if engine.loss_tile is not None:
             raise ConfigError(
-                f"loss_tile={engine.loss_tile} would have no effect: TRL's trainers never hold all logits. Leave it out"
+                f"loss_tile={engine.loss_tile} would have no effect: TRL's losses never hold all logits. Leave it out"
             )
         super().__init__(*args, engine=engine, **kwargs)
 
@@ -113,3 +113,4 @@ class RewardTrainer(TRLMixin, PlainRewardTrainer):
     """
 
     figures_of = of_reward
+    exact_entries = ("margin",)

@@ -34,34 +34,26 @@ def fit(request: Request, keep: Placement | None = None) -> Plan:
     return request.plan(request.roomiest(_in_larger_chunks(request, fitted(request, keep))))
 
 
-def fitted(request: Request, keep: Placement | None = None) -> Settings:
+def fitted(request: Request, keep: Placement | None = None, *, best: bool = True) -> Settings:
     """The settings of ``fit``'s plan, without building its schedule.
 
-    ``keep``: a placement of weights and state that is already in memory and is not to be changed.
+    ``keep``: a placement of weights and state that is already in memory and is not to be changed. ``best``: False: a
+    search knows placements that take less host memory, as more of them is on the device.
 
     Raises:
-        BudgetError: nothing fits; says the smallest budget of each tier that works.
+        BudgetError: nothing fits; says the smallest budget of each tier that works, or of host memory one that does.
         ConfigError: the budget pins what cannot be combined, or nothing can speculate or be delayed as asked.
     """
     request.check_update_mode()
     settings = _fit_device(request, base_placement(request) if keep is None else keep)
     if keep is None and request.ranks == 1:  # parts that ranks share live below the device
         settings = _up_to(request, settings, "device")
-    settings = _fit_host(request, settings)
+    settings = _fit_host(request, settings, "the smallest that works" if best else "enough")
     if keep is None:
         settings = _up_to(request, settings, "host")
     if request.early is None and not steps_early(request.program, settings):
         settings = replace(settings, speculate=False)
     return with_keep(request, settings, keep=settings.keep)
-
-
-def searched(refusal: BudgetError) -> BudgetError:
-    """A refusal of ``fitted``'s as a search gives it. What is on the device costs no host memory, and a search finds
-    more that may be there: so less host memory than is named may be enough."""
-    said = str(refusal)
-    if not said.startswith("budget.host"):
-        return refusal
-    return BudgetError(said.replace("the smallest that works is", "enough is", 1))
 
 
 def with_keep(request: Request, settings: Settings, *, keep: bool = True) -> Settings:
@@ -197,9 +189,9 @@ def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
             )
 
 
-def _fit_host(request: Request, settings: Settings) -> Settings:
+def _fit_host(request: Request, settings: Settings, least: str) -> Settings:
     """Choose what decides host memory: chunk size, buffers in flight, weights that are kept for the optimizer, and what
-    goes to disk."""
+    goes to disk. ``least``: the least memory that one of these takes, in words."""
     needs = []
     for option in _host_options(request, settings):
         needs.append(request.peak_bytes(option, "host"))
@@ -211,7 +203,7 @@ def _fit_host(request: Request, settings: Settings) -> Settings:
         said = f"{format_size(request.budget.host_bytes)} for each rank"
         each, shared = " for each", ", which the ranks of a host share"
     raise BudgetError(
-        f"budget.host={said} is too small for this model: the smallest that works is {format_size(min(needs))} "
+        f"budget.host={said} is too small for this model: {least} is {format_size(min(needs))} "
         f"({min(needs)} bytes){each}. Raise budget.host{shared}{advice}"
     )
 

@@ -9,7 +9,7 @@ from itertools import product
 from penstock.config import format_size
 from penstock.errors import BudgetError
 from penstock.hardware.drives import together
-from penstock.planner.fit import DEVICE_DEPTHS, base_placement, fitted, searched, settings_of, with_keep
+from penstock.planner.fit import DEVICE_DEPTHS, base_placement, fitted, settings_of, with_keep
 from penstock.planner.phase_costs import PhaseCosts, Prices
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.probes import Probes
@@ -212,9 +212,9 @@ class Proposals:
         found, refusal = [], None
         for request in requests:
             try:
-                settings = fitted(request)
+                settings = fitted(request, best=False)
             except BudgetError as error:
-                refusal = searched(error)
+                refusal = error
                 continue
             if self.limits.exceeded(request, settings) is not None:
                 refusal = BudgetError(_too_little_disk(request, settings, self.limits))
