@@ -400,6 +400,27 @@ def test_what_a_forward_asks_of_autograd_is_honoured(name: str, order: Order) ->
     assert_exact(stack(*HONOURED[name]), order=order)
 
 
+class ForceOfHead(Layer):
+    """Reads within a transform a weight that is not its own, so that the probe brings it there."""
+
+    head: list[nn.Module]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def energy(z: torch.Tensor) -> torch.Tensor:
+            return self.head[0](z).sin().sum()
+
+        return super().forward(x + torch.func.grad(energy)(x))
+
+
+def lend_head(model: Any) -> None:
+    for layer in model.layers:
+        layer.head = [model.head]
+
+
+def test_weights_may_be_brought_within_a_transform() -> None:
+    assert_exact(stack(ForceOfHead), lend_head)
+
+
 REFUSED: dict[str, tuple[type[nn.Module], Run | None, str]] = {
     "a hook on what two stages use": (Layer, hook_skip, "register_hook was called on a tensor that is used in several"),
     "retain_grad on what two stages use": (Layer, retain_skip, "retain_grad was called on a tensor that is used in"),

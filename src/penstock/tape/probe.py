@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.compat.torch import unwatched, without_functions
+from penstock.compat.torch import unwatched, without_functions, without_transforms
 from penstock.errors import ModelError
 from penstock.schedule.program import OF_BLOCK, Stage
 from penstock.schedule.work import BothWays, Work
@@ -142,7 +142,7 @@ class Probe:
 
     def _bring(self, group: int) -> None:
         if group not in self._loaded:
-            with without_functions(), unwatched():  # it is nothing that the model does
+            with without_transforms(), without_functions(), unwatched():  # it is nothing that the model does
                 self._load(group)
             self._loaded.add(group)
             self._packer.add(s.parameter for s in self._tape.groups[group].slices)
