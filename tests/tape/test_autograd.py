@@ -253,6 +253,15 @@ def checkpointed_skip(model: Stack, x: torch.Tensor) -> torch.Tensor:
     return y + checkpoint(torch.sin, first, use_reentrant=True)
 
 
+def checkpointed_first(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    """What was checkpointed before the blocks is used again behind them, as is the weight in it."""
+    first: torch.Tensor = checkpoint(lambda z: torch.tanh(model.head(z)) @ model.head.weight, x, use_reentrant=True)
+    x = first
+    for layer in model.layers:
+        x = layer(x)
+    return x + first
+
+
 def penalty_of_last(model: Stack, x: torch.Tensor) -> torch.Tensor:
     """A gradient penalty with respect to what the last block returned."""
     for layer in model.layers:
@@ -385,6 +394,7 @@ HONOURED: dict[str, tuple[type[nn.Module], Run | None]] = {
     "a reentrant checkpoint around the head": (Layer, checkpointed_head(use_reentrant=True)),
     "a checkpoint around the head": (Layer, checkpointed_head(use_reentrant=False)),
     "reentrant checkpoints between blocks": (Layer, checkpointed_between),
+    "a reentrant checkpoint of what several stages use": (Layer, checkpointed_first),
     "a penalty on the last block's output": (Layer, penalty_of_last),
     "penalties between blocks": (Layer, penalty_between),
     "torch.func within a block": (Transformed, None),

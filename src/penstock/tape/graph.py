@@ -165,7 +165,7 @@ def backward_part(
     edges, gradients = [edge for edge, _ in roots], [gradient for _, gradient in roots]
     roots.clear()
     if ends.reentrant:
-        _backward_with_checkpoints(edges, gradients, ends)
+        _backward_with_checkpoints(edges, gradients, ends, shared=shared)
         return []
     got: Sequence[torch.Tensor | None] = torch.autograd.grad(
         edges, targets, gradients, allow_unused=True, retain_graph=shared
@@ -174,9 +174,12 @@ def backward_part(
     return [(e, g) for e, g in zip(ends.edges, arrived, strict=True) if g is not None]
 
 
-def _backward_with_checkpoints(edges: list[GradientEdge], gradients: list[torch.Tensor], ends: Frontier) -> None:
+def _backward_with_checkpoints(
+    edges: list[GradientEdge], gradients: list[torch.Tensor], ends: Frontier, *, shared: bool
+) -> None:
     """``torch.utils.checkpoint(..., use_reentrant=True)`` only works where all of a graph is run backward. So it is,
-    where nothing lies below but what blocks have returned; gradients of parameters are seen by their hooks.
+    where nothing lies below but what blocks have returned; gradients of parameters are seen by their hooks. ``shared``:
+    nodes of earlier stages are kept for their own turn.
     """
     if ends.edges:
         raise ModelError(
@@ -184,7 +187,7 @@ def _backward_with_checkpoints(edges: list[GradientEdge], gradients: list[torch.
             "computed before an earlier block. Around blocks leave it out, as Penstock recomputes them by itself; "
             "elsewhere pass use_reentrant=False"
         )
-    torch.autograd.backward(edges, gradients)
+    torch.autograd.backward(edges, gradients, retain_graph=shared)
 
 
 @dataclass(eq=False, slots=True)  # not frozen: one is made of each tensor that a graph saves, in half of the time
