@@ -415,6 +415,9 @@ class Probe:
                     if footprint is not None:
                         segment.graph = _graph(footprint, segment)
                         segment.reachable |= footprint.older
+            else:
+                with self._measuring(Usage(), segment.site):
+                    self._running.refuse_unlike(suspended, index, segment.site.name)
 
     def _split(self, suspended: SuspendedForward, index: int) -> InTwo | None:
         """Run a call's backward in two parts, besides: what each takes. None: it can only be run as a whole."""
