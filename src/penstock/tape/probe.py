@@ -320,10 +320,12 @@ class Probe:
         self._see_call(suspended, arrival)
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = ModulesBefore(site.module), _tensor_attributes(site)
+        products = len(self._watch.products)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
         seen = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
         with self._measuring(segment.forward, site), self._asked, seen:
             self._running.run_call(suspended, self._watch.segment, Facts())
+        segment.products = self._watch.products[products:]
         self._smuggled.end([*suspended.outputs, *suspended.beside])
         suspended.beside = []
         returned, suspended.returned = suspended.returned, None
@@ -434,8 +436,9 @@ class Probe:
 
 def _graph(footprint: Footprint, segment: Segment) -> int | None:
     """Bytes of a call's graph, if it can be kept: with what a forward that makes it takes more than one that does
-    not."""
-    if footprint.nbytes is None:
+    not. Where torch takes another product for a weight that has a graph (``matmul`` of one that a block computes), bits
+    may be others, if not for this micro-batch then for one of another shape."""
+    if footprint.nbytes is None or footprint.products != segment.products:
         return None
     forward, recomputed = segment.forward.peak - segment.forward.start, footprint.peak - segment.backward.start
     return max(footprint.nbytes, recomputed - forward, 1)
