@@ -32,7 +32,7 @@ class ByGradient(Layer):
 
 
 class Computes(Layer):
-    """Has a product with a weight that it computes itself, for which torch takes another kernel where it has a graph."""
+    """Has a product with a weight that it computes itself: torch takes another kernel where that has a graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         turned = x.transpose(0, 1).contiguous().transpose(0, 1)

@@ -238,8 +238,10 @@ def without_functions() -> AbstractContextManager[Any]:
 
 
 def without_transforms() -> AbstractContextManager[Any]:
-    """Inside, no transform of ``torch.func`` wraps what is made. Without: weights that a probe brings while one is under
-    way would be the transform's."""
+    """Inside, no transform of ``torch.func`` wraps what is made.
+
+    Without: weights that a probe brings while one is under way would be the transform's.
+    """
     return temporarily_clear_interpreter_stack()
 
 
