@@ -172,7 +172,7 @@ class Backward:
         return held, fresh.values()
 
     def is_alike(self, stage: int, *, grad: bool) -> bool:
-        """In a probe: True if a call, run again, returns what it did. ``grad``: with a graph, as a plain loop has it."""
+        """In a probe: True if a call, run again, returns what it did; ``grad``: with a graph, as in a plain loop."""
         assert self.outputs is not None
         call = self.calls[stage]
         buffers = copies(call.buffers)
