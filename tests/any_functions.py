@@ -171,6 +171,40 @@ class InPlace(torch.autograd.Function):
         return gradients[0] * 0.5
 
 
+class Product(torch.autograd.Function):
+    """A linear layer by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight.t(), x.flatten(0, 1).t() @ gradients[0].flatten(0, 1)
+
+
+class RunsAgain(torch.autograd.Function):
+    """Runs a module again in its backward, which runs that backward itself, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: Any, _: torch.Tensor) -> torch.Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        y: torch.Tensor = module(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.module(x)
+        y.backward(gradients[0])
+        return x.grad, None, None
+
+
 def keeping(x: torch.Tensor) -> torch.Tensor:
     size, largest = Keeping.apply(x)
     result: torch.Tensor = size.gather(-1, largest) * 0.1 + x
@@ -216,7 +250,47 @@ def in_a_thread(x: torch.Tensor) -> torch.Tensor:
         return x.exp().clamp(max=2.0)
 
 
+def turned_in_place(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose_(0, 1).sin().transpose(0, 1)
+
+
+def unsqueezed_in_place(x: torch.Tensor) -> torch.Tensor:
+    return (x * 0.9).unsqueeze_(0).squeeze_(0)
+
+
+def data_in_place(x: torch.Tensor) -> torch.Tensor:
+    x.data.mul_(0.9)
+    return x * 1.0
+
+
+def hooked_node(x: torch.Tensor) -> torch.Tensor:
+    y = x.tanh()
+    if y.grad_fn is not None:
+        y.grad_fn.register_hook(lambda inward, outward: tuple(None if g is None else g * 2 for g in inward))
+    return y
+
+
+def hooked_together(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.sin(), x.cos()
+    if a.requires_grad:
+        torch.autograd.graph.register_multi_grad_hook((a, b), lambda gradients: None)
+    return a * b
+
+
+def assigned(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros_like(x)
+    y[:, 1:] = x[:, :-1]
+    y[:, 0].copy_(x[:, -1])
+    return y
+
+
 FUNCTIONS: dict[str, Function] = {
+    "turned in place": turned_in_place,
+    "unsqueezed in place": unsqueezed_in_place,
+    "data in place": data_in_place,
+    "hook of a node": hooked_node,
+    "hook of several": hooked_together,
+    "assigned": assigned,
     "asks for the grad mode": asks_grad_mode,
     "asks for requires_grad": asks_requires_grad,
     "asks for a leaf": asks_leaf,

@@ -142,7 +142,7 @@ class Spec:
 
     def rounds(self) -> bool:
         """True if it rounds so roughly that the order of sums shows."""
-        return bool(self.names() & {"bf16", "bf16 between", "autocast", "autocast for one"})
+        return bool(self.names() & {"bf16", "bf16 between", "autocast", "autocast for one", "in autocast"})
 
     def simpler(self) -> Iterator["Spec"]:
         """Models with one peculiarity less."""
@@ -164,7 +164,16 @@ class Spec:
 REFUSED = {
     *("own class of parameter", "lookup, bounded", "a derivative of the input", "own generator", "a list", "a count"),
     *("asks for the grad mode", "asks for requires_grad", "asks for a leaf", "relu_", "masked_fill_", "index_put_"),
-    *("view in place", "part in place", "in place, of the input", "detach_", "add_", "clamp_ without gradients"),
+    *(
+        "data in place",
+        "turned in place",
+        "view in place",
+        "part in place",
+        "in place, of the input",
+        "detach_",
+        "add_",
+        "clamp_ without gradients",
+    ),
     *("attributes", "generator", "bag", "attribute", "halves, written", "input written after"),
     *("inference_mode", "save_on_cpu", "checkpoint", "reentrant checkpoint", "vmap", "layer drop", "by length"),
 }

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from tests.any_functions import FUNCTIONS
+from tests.any_functions import FUNCTIONS, Product, RunsAgain
 
 
 class Of(nn.Module):
@@ -320,6 +320,43 @@ class Mapped(Linear):
         return x + torch.vmap(one)(x)
 
 
+class ByHand(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Product.apply(x, self.linear.weight)
+        return x + y.tanh()
+
+
+class Reversible(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = RunsAgain.apply(x, self.linear, torch.zeros((), requires_grad=True))
+        return x + y.tanh()
+
+
+class Adapted(Linear):
+    """A frozen layer with an adapter of low rank."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.requires_grad_(requires_grad=False)
+        self.down, self.up = nn.Linear(width, 1, bias=False), nn.Linear(1, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x) + self.up(functional.dropout(self.down(x), 0.1, self.training))
+        return x + y.tanh()
+
+
+class Registers(nn.Module):
+    """A buffer that the first forward registers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", torch.full((), 0.9), persistent=False)
+        return x * self.scale
+
+
 class Recurrent(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -421,6 +458,10 @@ PARTS: dict[str, Callable[[int], nn.Module]] = {
     "derivative of weights": Derivative,
     "derivative of weights by torch.func": TorchDerivative,
     "vmap of weights": Mapped,
+    "by hand": ByHand,
+    "runs again": Reversible,
+    "adapter": Adapted,
+    "registers a buffer": Registers,
     "GRU": Recurrent,
     "attention": Attention,
     "mixed bf16": partial(Mixed, dtype=torch.bfloat16),

@@ -178,7 +178,13 @@ def reversible(model: "AnyModel", x: torch.Tensor, flow: Flow) -> torch.Tensor:
     return a * b
 
 
+def in_autocast(model: "AnyModel", x: torch.Tensor, flow: Flow) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return in_order(model, x, flow).float()
+
+
 WAYS: dict[str, Way] = {
+    "in autocast": in_autocast,
     "mixes": mixes,
     "penalised": penalised,
     "inside of one": inside_of_one,
@@ -334,6 +340,16 @@ def keep_features(model: "AnyModel") -> None:
         block.register_forward_hook(lambda m, args, y: model.features.append(y) if torch.is_tensor(y) else None)
 
 
+def borrow(of: Callable[["AnyModel"], Any]) -> Callable[["AnyModel"], None]:
+    """Blocks read a weight that is not theirs."""
+
+    def change(model: "AnyModel") -> None:
+        for block in model.blocks:
+            block.register_forward_hook(lambda m, a, y: y + of(model).sum() * 0.1 if torch.is_tensor(y) else None)
+
+    return change
+
+
 def freeze(*names: str) -> Callable[["AnyModel"], None]:
     def change(model: "AnyModel") -> None:
         for name, p in model.named_parameters():
@@ -354,6 +370,9 @@ CHANGES: dict[str, Callable[["AnyModel"], Any]] = {
     "hooks of parameters": hook_parameters,
     "features": keep_features,
     "input asks for a gradient": lambda model: model.embed.register_forward_hook(lambda m, a, y: y.requires_grad_()),
+    "borrowed head": borrow(lambda model: model.head.weight),
+    "borrowed bias": borrow(lambda model: model.bias.detach() + model.bias),
+    "borrowed block": borrow(lambda model: next(model.blocks[0].parameters(), model.bias)),
     "frozen ends": freeze("embed", "head", "bias", "positions"),
     "frozen biases": freeze("bias"),
     "frozen weights": freeze("weight"),

@@ -42,7 +42,14 @@ DETACHED = {"detached", "detach_"}, {"reentrant checkpoint", "dropout in a reent
 _ASKS = {"asks for the grad mode", "asks for requires_grad", "asks for a leaf"}
 _IN_PLACE = {
     *("add_", "mul_", "relu_", "masked_fill_", "index_put_", "view in place", "part in place", "detach_"),
-    *("clamp_ without gradients", "in place, of the input", "dropout in place", "input written after"),
+    *(
+        "turned in place",
+        "data in place",
+        "clamp_ without gradients",
+        "in place, of the input",
+        "dropout in place",
+        "input written after",
+    ),
 }
 _WRITES = {
     *("buffer written", "buffer replaced", "buffer at times", "buffer of a count", "batch norm", "averages"),
@@ -56,12 +63,12 @@ REFUSALS: tuple[tuple[str, set[str]], ...] = (
     ("was detached in place after", {"detach_"}),
     ("lies in the same memory", _IN_PLACE),
     ("no plain tensor of numbers", {"own class of parameter"}),
-    ("returned other numbers when it was recomputed", KEEPS | _ASKS),
+    ("returned other numbers when it was recomputed", KEEPS | _ASKS | {"data in place"}),
     ("returns other numbers where gradients are computed", _ASKS),
     ("retain_grad was called on a tensor that is used in several", {"retain_grad"}),
-    ("register_hook was called on a tensor that is used in several", {"a hook"}),
+    ("register_hook was called on a tensor that is used in several", {"a hook", "hook of several"}),
     ("has a hook and is used in several places", {"hooks", "hooks of parameters"}),
-    ("asks for a graph in its forward", {"a derivative of the input", "a derivative", "functional.vjp"}),
+    ("asks for a graph in its forward", {"looks back", "a derivative of the input", "a derivative", "functional.vjp"}),
     ("changes a parameter in its forward", {"lookup, bounded", "vmap of weights"}),
     ("called inside of torch.inference_mode", {"inference_mode"}),
     ("inside of a transform of torch.func", {"vmap"}),

@@ -157,6 +157,17 @@ def retain_skip(model: Stack, x: torch.Tensor) -> torch.Tensor:
     return model.layers[1](model.layers[0](x)) + x
 
 
+def hook_behind(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    """Behind the blocks, where a weight and a tensor are used that were used before them, too."""
+    first = x + model.head.weight[0]
+    x = first
+    for layer in model.layers:
+        x = layer(x)
+    y = (x + first).sin()
+    y.register_hook(triple)
+    return y
+
+
 def hook_changed(model: Stack, x: torch.Tensor) -> torch.Tensor:
     for layer in model.layers:
         x = layer(x)
@@ -387,6 +398,7 @@ HONOURED: dict[str, tuple[type[nn.Module], Run | None]] = {
     "hooks on inputs of blocks": (Layer, hook_inputs),
     "hooks on each use of an output": (Layer, hook_uses),
     "hooks on outputs that are changed in place": (Layer, hook_changed),
+    "hooks behind what several stages use": (Layer, hook_behind),
     "hooks within a block": (Hooked, None),
     "a derivative within a block": (Force, None),
     "a reentrant checkpoint within a block": (Checkpointed, None),

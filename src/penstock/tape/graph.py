@@ -123,15 +123,17 @@ class Hooked:
         """Note a tensor that has a hook; ``what``: the method that was called on it."""
         self._found[edge.node, edge.output_nr] = what
 
-    def check(self, ends: Frontier, *, shared: bool) -> None:
-        """Raise ModelError where a part of a graph with these ends shows a hook a part of a gradient, or one twice."""
+    def check(self, ends: Frontier, start: int, *, shared: bool) -> None:
+        """Raise ModelError where a part of a graph with these ends shows a hook a part of a gradient, or one twice.
+        ``shared``: nodes numbered before ``start`` are run now and in their own turn."""
         if not self._found:
             return
         parts = [self._found[key] for e in ends.edges if (key := (e.node, e.output_nr)) in self._found]
         again = [self._found[key] for node in ends.cuts if node in self._seen and (key := (node, 0)) in self._found]
         self._seen.update(ends.cuts)
-        if parts or again or shared:
-            what = next(iter(parts + again + list(self._found.values())))
+        twice = [what for (node, _), what in self._found.items() if shared and number_of(node) < start]
+        if parts or again or twice:
+            what = (parts + again + twice)[0]
             raise ModelError(
                 f"{what} was called on a tensor that is used in several stages (before and after a block), whose "
                 "gradient comes in parts: call it on the result of an operation of its own, x * 1, where it is used"
@@ -139,7 +141,7 @@ class Hooked:
 
 
 def backward_part(
-    roots: list[tuple[GradientEdge, torch.Tensor]], starts: Iterable[int], hooked: Hooked
+    roots: list[tuple[GradientEdge, torch.Tensor]], starts: Sequence[int], hooked: Hooked
 ) -> list[tuple[GradientEdge, torch.Tensor]]:
     """Run a stage's part of a graph backward from ``roots`` (emptied). Returns the gradients that reached older nodes.
 
@@ -161,7 +163,7 @@ def backward_part(
     if not targets:
         roots.clear()
         return []
-    hooked.check(ends, shared=shared)
+    hooked.check(ends, starts[0], shared=shared)
     edges, gradients = [edge for edge, _ in roots], [gradient for _, gradient in roots]
     roots.clear()
     if ends.reentrant:
