@@ -86,7 +86,7 @@ def autocast(x: torch.Tensor) -> torch.Tensor:
 
 def spectrum(x: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = torch.fft.fft(x, dim=1)
-    return torch.view_as_real(found * found.conj()).sum(-1).sqrt().tanh() + x
+    return (torch.view_as_real(found * found.conj()).sum(-1) + 0.1).sqrt().tanh() + x
 
 
 def order(x: torch.Tensor) -> torch.Tensor:
