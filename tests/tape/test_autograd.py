@@ -439,6 +439,22 @@ def lend_head(model: Any) -> None:
         layer.head = [model.head]
 
 
+def test_a_block_may_hang_hooks_on_its_results_in_an_evaluation_with_gradients() -> None:
+    def run(model: Stack, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            for layer in model.layers:
+                x = layer(x)
+        return x
+
+    case = stack(Hooked, run)
+    assert_exact(case)
+    bench = Bench(case, case.model())
+    micro_batches = unequal(case)
+    bench.probe(micro_batches[0], train=False)
+    bench.load_all()
+    assert len(bench.evaluate(micro_batches)) == 3
+
+
 def test_weights_may_be_brought_within_a_transform() -> None:
     assert_exact(stack(ForceOfHead), lend_head)
 

@@ -99,7 +99,7 @@ class Probe:
         """Forward (and backward) of the micro-batch. The model, its buffers and attributes, and the random state end as
         they began."""
         tape = self._tape
-        before = ModulesBefore(tape.model)
+        before, self._asked.train = ModulesBefore(tape.model), train
         on_gradient, tape.on_gradient = tape.on_gradient, self._note_gradient
         flags = TrainingFlags(tape.model.modules())
         self._smuggled.given(micro_batch)  # which is not kept: a probe lives on until a collection
