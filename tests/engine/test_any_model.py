@@ -86,7 +86,7 @@ REFUSALS: tuple[tuple[str, set[str]], ...] = (
     ("must take the same way through the blocks", _BY_DATA),
     ("take different ways through the model's blocks", _BY_DATA),
     ("which the micro-batch that the plan was made from did not do there", _BY_DATA),
-    ("is a tensor that the block computes and that other code reads later", {"attribute"}),
+    ("is a tensor that the block computes and that other code reads later", {"attribute", "shared part"}),
     ("no repeated blocks were found", {"attributes", "sequential", "dict", "list"}),
     ("is a batch norm, which torch computes on a processor", {"batch norm", "batch norm, cumulative"}),
 )
@@ -333,7 +333,7 @@ def test_a_model_of_any_kind_has_the_numbers_of_a_plain_loop_or_is_refused(
     campaign: Campaign, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = 0
-    for seed in range(campaign.cases(14, 3000)):
+    for seed in range(campaign.cases(8, 3000)):
         drawn = random.Random(seed)
         spec, setting = any_spec(drawn), any_setting(drawn)
         with monkeypatch.context() as patch:
