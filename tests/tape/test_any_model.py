@@ -26,7 +26,7 @@ from tests.tape_reference import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ORDERS: tuple[Order, ...] = (vertical, horizontal, in_two_parts, with_graphs)
-CASTS = {"double linear", "mixed double", "mixed bf16", "bf16 linear", "in autocast"}
+CASTS = {"double", "double linear", "mixed double", "mixed bf16", "bf16 linear", "in autocast"}
 """What makes numbers of another dtype out of float64's."""
 
 BY_DATA = {"sometimes reached", "by length", "as one says", "experts"}
