@@ -84,6 +84,7 @@ REFUSALS: tuple[tuple[str, set[str]], ...] = (
     ("that is none of its arguments", _WRITES | _KEEPS | {"shared part"}),
     ("cannot look into", {"generator", "bag"}),
     ("must take the same way through the blocks", _BY_DATA),
+    ("must not depend on the values of the data", _BY_DATA),
     ("take different ways through the model's blocks", _BY_DATA),
     ("which the micro-batch that the plan was made from did not do there", _BY_DATA),
     ("is a tensor that the block computes and that other code reads later", {"attribute", "shared part"}),
