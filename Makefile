@@ -30,9 +30,11 @@ test: $(READY)
 faults: $(READY)
 	$(BIN)/python -m pytest --campaign tests/campaigns
 
-# Schedules and plans of many thousands of programs of every kind, other ones in each run; delays that plans choose.
+# Schedules and plans of many thousands of programs of every kind, other ones in each run; delays that plans choose; models
+# of every kind, thousands of them, beside a plain loop of torch.
 proofs: $(READY)
 	$(BIN)/python -m pytest --campaign tests/schedule/test_any_program.py tests/planner/test_delay_choice.py
+	$(BIN)/python -m pytest --campaign tests/engine/test_any_model.py tests/tape/test_any_model.py
 
 # Every case of the products of settings of which `make test` runs a sample; those of faults `make faults` runs.
 products: $(READY)

@@ -157,6 +157,17 @@ def retain_skip(model: Stack, x: torch.Tensor) -> torch.Tensor:
     return model.layers[1](model.layers[0](x)) + x
 
 
+def hook_behind(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    """Behind the blocks, where a weight and a tensor are used that were used before them, too."""
+    first = x + model.head.weight[0]
+    x = first
+    for layer in model.layers:
+        x = layer(x)
+    y = (x + first).sin()
+    y.register_hook(triple)
+    return y
+
+
 def hook_changed(model: Stack, x: torch.Tensor) -> torch.Tensor:
     for layer in model.layers:
         x = layer(x)
@@ -251,6 +262,15 @@ def checkpointed_skip(model: Stack, x: torch.Tensor) -> torch.Tensor:
         x = layer(x)
     y: torch.Tensor = checkpoint(lambda z: (z + first).tanh(), x, use_reentrant=True)
     return y + checkpoint(torch.sin, first, use_reentrant=True)
+
+
+def checkpointed_first(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    """What was checkpointed before the blocks is used again behind them, as is a weight below it."""
+    first: torch.Tensor = checkpoint(torch.tanh, x + model.head.weight[0], use_reentrant=True)
+    x = first
+    for layer in model.layers:
+        x = layer(x)
+    return x + first
 
 
 def penalty_of_last(model: Stack, x: torch.Tensor) -> torch.Tensor:
@@ -378,6 +398,7 @@ HONOURED: dict[str, tuple[type[nn.Module], Run | None]] = {
     "hooks on inputs of blocks": (Layer, hook_inputs),
     "hooks on each use of an output": (Layer, hook_uses),
     "hooks on outputs that are changed in place": (Layer, hook_changed),
+    "hooks behind what several stages use": (Layer, hook_behind),
     "hooks within a block": (Hooked, None),
     "a derivative within a block": (Force, None),
     "a reentrant checkpoint within a block": (Checkpointed, None),
@@ -385,6 +406,7 @@ HONOURED: dict[str, tuple[type[nn.Module], Run | None]] = {
     "a reentrant checkpoint around the head": (Layer, checkpointed_head(use_reentrant=True)),
     "a checkpoint around the head": (Layer, checkpointed_head(use_reentrant=False)),
     "reentrant checkpoints between blocks": (Layer, checkpointed_between),
+    "a reentrant checkpoint of what several stages use": (Layer, checkpointed_first),
     "a penalty on the last block's output": (Layer, penalty_of_last),
     "penalties between blocks": (Layer, penalty_between),
     "torch.func within a block": (Transformed, None),
@@ -398,6 +420,43 @@ HONOURED: dict[str, tuple[type[nn.Module], Run | None]] = {
 @pytest.mark.parametrize("name", HONOURED)
 def test_what_a_forward_asks_of_autograd_is_honoured(name: str, order: Order) -> None:
     assert_exact(stack(*HONOURED[name]), order=order)
+
+
+class ForceOfHead(Layer):
+    """Reads within a transform a weight that is not its own, so that the probe brings it there."""
+
+    head: list[nn.Module]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def energy(z: torch.Tensor) -> torch.Tensor:
+            return self.head[0](z).sin().sum()
+
+        return super().forward(x + torch.func.grad(energy)(x))
+
+
+def lend_head(model: Any) -> None:
+    for layer in model.layers:
+        layer.head = [model.head]
+
+
+def test_a_block_may_hang_hooks_on_its_results_in_an_evaluation_with_gradients() -> None:
+    def run(model: Stack, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            for layer in model.layers:
+                x = layer(x)
+        return x
+
+    case = stack(Hooked, run)
+    assert_exact(case)
+    bench = Bench(case, case.model())
+    micro_batches = unequal(case)
+    bench.probe(micro_batches[0], train=False)
+    bench.load_all()
+    assert len(bench.evaluate(micro_batches)) == 3
+
+
+def test_weights_may_be_brought_within_a_transform() -> None:
+    assert_exact(stack(ForceOfHead), lend_head)
 
 
 REFUSED: dict[str, tuple[type[nn.Module], Run | None, str]] = {

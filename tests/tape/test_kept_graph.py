@@ -31,6 +31,14 @@ class ByGradient(Layer):
         return x + (y * 3 / 3 if torch.is_grad_enabled() else y)
 
 
+class Computes(Layer):
+    """Has a product with a weight that it computes itself: torch takes another kernel where that has a graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+        return x + torch.tanh(turned @ (self.linear.weight * 2))
+
+
 class Collects(Layer):
     """Puts what it has computed into a list as well, which holds a tensor already."""
 
@@ -163,7 +171,7 @@ def test_what_a_call_hands_on_is_what_it_was_handed() -> None:
     assert all(stage.graph is not None for stage in bench.stages if stage.kind == "call")
 
 
-@pytest.mark.parametrize("case", [stack(ByGradient), stack(Smoothed), stack(Collects, collect)])
+@pytest.mark.parametrize("case", [stack(ByGradient), stack(Computes), stack(Smoothed), stack(Collects, collect)])
 def test_other_bits_buffers_and_containers_are_computed_again(case: Case) -> None:
     bench = Bench(case, case.model(), moving=True)
     bench.probe(unequal(case)[0])

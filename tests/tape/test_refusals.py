@@ -140,6 +140,40 @@ class EverySecond(Layer):
         return super().forward(x) * (1 + (self.calls - 1) // 2 % 2)
 
 
+class Asking(Layer):
+    """Does something else where gradients are computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if torch.is_grad_enabled() else 1)
+
+
+class Imaginary(Counting):
+    """Returns complex numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.complex(*2 * [super().forward(x)])
+
+
+class Thin(Counting):
+    """Returns sparse ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).to_sparse()
+
+
+def run_by_real_numbers(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        y = layer(x)
+        x = y.to_dense() if y.is_sparse else torch.view_as_real(y).sum(-1)
+    return x
+
+
+def run_detached(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = x + layer(x).detach()
+    return x
+
+
 def run_changing_the_head(model: Stack, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         model.head.weight.clamp_(-0.1, 0.1)
@@ -161,6 +195,10 @@ def run_changing_the_head(model: Stack, x: torch.Tensor) -> torch.Tensor:
         (CentredByNumber, None, "block 'layers.2' returned other numbers when it was recomputed"),
         (Remembering, None, "block 'layers.2' returned other numbers when it was recomputed"),
         (EverySecond, None, "block 'layers.2' returned other numbers when it was recomputed"),
+        (Imaginary, run_by_real_numbers, "block 'layers.2' returned other numbers when it was recomputed"),
+        (Thin, run_by_real_numbers, "block 'layers.2' returned other numbers when it was recomputed"),
+        (Asking, None, "block 'layers.2' returned other numbers when it was recomputed"),
+        (Asking, run_detached, "block 'layers.2' returns other numbers where gradients are computed"),
         (Layer, run_changing_the_head, "the model itself changes a parameter in its forward"),
     ],
 )

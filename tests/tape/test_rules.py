@@ -160,6 +160,21 @@ def test_frozen_blocks_are_not_recomputed() -> None:
     assert sorted(calls) == [0, 0, 2, 2, 2, 2]
 
 
+class Asking(Layer):
+    """Does something else where gradients are computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if torch.is_grad_enabled() else 1)
+
+
+def test_a_frozen_block_may_ask_for_the_grad_mode() -> None:
+    def freeze_all(model: Any) -> None:
+        model.requires_grad_(requires_grad=False)
+        model.head.requires_grad_(requires_grad=True)
+
+    assert_exact(stack(Asking), freeze_all)
+
+
 def test_trainable_parameters_above_frozen_ones() -> None:
     _, bench = assert_exact(stack(), freeze_all_but_biases)
     assert bench.stages[0].gradients == ()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
@@ -234,6 +235,14 @@ def unwatched() -> AbstractContextManager[Any]:
 def without_functions() -> AbstractContextManager[Any]:
     """Inside, no mode or subclass sees functions of torch. Without: as ``unwatched``."""
     return torch._C.DisableTorchFunction()
+
+
+def without_transforms() -> AbstractContextManager[Any]:
+    """Inside, no transform of ``torch.func`` wraps what is made.
+
+    Without: weights that a probe brings while one is under way would be the transform's.
+    """
+    return temporarily_clear_interpreter_stack()
 
 
 def without_subclasses() -> AbstractContextManager[Any]:

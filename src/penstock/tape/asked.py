@@ -31,6 +31,8 @@ class Asked(TorchFunctionMode):
         super().__init__()
         self._block = block
         self.hooked = graph.Hooked()
+        self.train = True
+        """False: it is an evaluation, in which hooks on tensors see nothing."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,7 +59,7 @@ class Asked(TorchFunctionMode):
                 f"{self._who()} calls {what} on a parameter in its forward, once for each micro-batch and again in the "
                 "recomputation: register it once, before training"
             )
-        if not tensor.requires_grad:
+        if not (tensor.requires_grad and self.train):
             return
         if self._block() is not None:
             raise ModelError(

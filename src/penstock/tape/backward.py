@@ -171,6 +171,15 @@ class Backward:
             torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
         return held, fresh.values()
 
+    def is_alike(self, stage: int, *, grad: bool) -> bool:
+        """In a probe: True if a call, run again, returns what it did; ``grad``: with a graph, as in a plain loop."""
+        assert self.outputs is not None
+        call = self.calls[stage]
+        buffers = copies(call.buffers)
+        modes = replace(call.modes, grad=grad)
+        made = self._recompute(replace(call, buffers=buffers, context=call.context.copy(), modes=modes), {})
+        return self.outputs.are_alike(stage, made)
+
     def see_buffers(self, stage: int, buffers: tuple[Buffer, ...], attributes: tuple[Attributes, ...]) -> None:
         """In a probe: keep the buffers that a call has changed, and the plain attributes of their modules, as they were
         before it, for its recomputation."""

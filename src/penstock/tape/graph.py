@@ -136,15 +136,17 @@ class Hooked:
         """Note a tensor that has a hook; ``what``: the method that was called on it."""
         self._found[edge.node, edge.output_nr] = what
 
-    def check(self, ends: Frontier, *, shared: bool) -> None:
-        """Raise ModelError where a part of a graph with these ends shows a hook a part of a gradient, or one twice."""
+    def check(self, ends: Frontier, start: int, *, shared: bool) -> None:
+        """Raise ModelError where a part of a graph with these ends shows a hook a part of a gradient, or one twice.
+        ``shared``: nodes numbered before ``start`` are run now and in their own turn."""
         if not self._found:
             return
         parts = [self._found[key] for e in ends.edges if (key := (e.node, e.output_nr)) in self._found]
         again = [self._found[key] for node in ends.cuts if node in self._seen and (key := (node, 0)) in self._found]
         self._seen.update(ends.cuts)
-        if parts or again or shared:
-            what = next(iter(parts + again + list(self._found.values())))
+        twice = [what for (node, _), what in self._found.items() if shared and number_of(node) < start]
+        if parts or again or twice:
+            what = (parts + again + twice)[0]
             raise ModelError(
                 f"{what} was called on a tensor that is used in several stages (before and after a block), whose "
                 "gradient comes in parts: call it on the result of an operation of its own, x * 1, where it is used"
@@ -152,7 +154,7 @@ class Hooked:
 
 
 def backward_part(
-    roots: list[tuple[GradientEdge, torch.Tensor]], starts: Iterable[int], hooked: Hooked
+    roots: list[tuple[GradientEdge, torch.Tensor]], starts: Sequence[int], hooked: Hooked
 ) -> list[tuple[GradientEdge, torch.Tensor]]:
     """Run a stage's part of a graph backward from ``roots`` (emptied). Returns the gradients that reached older nodes.
 
@@ -174,11 +176,11 @@ def backward_part(
     if not targets:
         roots.clear()
         return []
-    hooked.check(ends, shared=shared)
+    hooked.check(ends, starts[0], shared=shared)
     edges, gradients = [edge for edge, _ in roots], [gradient for _, gradient in roots]
     roots.clear()
     if ends.reentrant:
-        _backward_with_checkpoints(edges, gradients, ends)
+        _backward_with_checkpoints(edges, gradients, ends, shared=shared)
         return []
     got: Sequence[torch.Tensor | None] = torch.autograd.grad(
         edges, targets, gradients, allow_unused=True, retain_graph=shared
@@ -187,9 +189,12 @@ def backward_part(
     return [(e, g) for e, g in zip(ends.edges, arrived, strict=True) if g is not None]
 
 
-def _backward_with_checkpoints(edges: list[GradientEdge], gradients: list[torch.Tensor], ends: Frontier) -> None:
+def _backward_with_checkpoints(
+    edges: list[GradientEdge], gradients: list[torch.Tensor], ends: Frontier, *, shared: bool
+) -> None:
     """``torch.utils.checkpoint(..., use_reentrant=True)`` only works where all of a graph is run backward. So it is,
-    where nothing lies below but what blocks have returned; gradients of parameters are seen by their hooks.
+    where nothing lies below but what blocks have returned; gradients of parameters are seen by their hooks. ``shared``:
+    nodes of earlier stages are kept for their own turn.
     """
     if ends.edges:
         raise ModelError(
@@ -197,7 +202,7 @@ def _backward_with_checkpoints(edges: list[GradientEdge], gradients: list[torch.
             "computed before an earlier block. Around blocks leave it out, as Penstock recomputes them by itself; "
             "elsewhere pass use_reentrant=False"
         )
-    torch.autograd.backward(edges, gradients)
+    torch.autograd.backward(edges, gradients, retain_graph=shared)
 
 
 @dataclass(eq=False, slots=True)  # not frozen: one is made of each tensor that a graph saves, in half of the time

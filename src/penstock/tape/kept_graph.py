@@ -121,12 +121,15 @@ def _is_plain(value: Any) -> bool:
 class Footprint:
     """In a probe: what a call's graph holds, seen while the call is recomputed. ``nbytes``: besides weights and the
     call's inputs, None where it cannot be kept; ``peak``: of live bytes, when the call had run; ``older``: it has
-    tensors from before the call besides, which a later one may change in place, as a table that grows."""
+    tensors from before the call besides, which a later one may change in place, as a table that grows; ``products``: as
+    of ``Watch``, those of the call."""
 
     def __init__(self, packer: graph.WeightPacker, watch: Watch) -> None:
         self._packer = packer
         self._watch = watch
         self._start = watch.live
+        self._first = len(watch.products)
+        self.products: list[int] = []
         self._inputs: set[int] = set()
         self._saved: list[weakref.ref[graph.SavedTensor]] = []  # a node that is dropped lets go of its own
         self.nbytes: int | None = None
@@ -138,6 +141,7 @@ class Footprint:
         """On while the call with these inputs is recomputed."""
         self._inputs = {storage_key(t) for t in inputs if trees.has_storage(t)}
         self._start = self._watch.live
+        self._first = len(self._watch.products)
         return saved_tensors_hooks(self._pack, self._packer.unpack)
 
     def _pack(self, tensor: torch.Tensor) -> graph.SavedTensor | graph.WeightView:
@@ -156,6 +160,7 @@ class Footprint:
         """The call has been recomputed, and has ``made`` these outputs. ``edges``: of them; ``beside``: identities of
         leaves in place of tensors that would not be leaves if the graph was made in the forward."""
         self.peak = self._watch.peak
+        self.products = self._watch.products[self._first :]
         if self.refused or not is_closed(edges, beside):
             return
         held = _sizes(packed.tensor for saved in self._saved if (packed := saved()) is not None)

@@ -15,11 +15,12 @@ _ROUNDING = 16
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Up to a few thousand of a tensor's elements, in fp64, unseen by whoever watches ops; none without a storage."""
-    if not trees.has_storage(tensor):
+    """Up to a few thousand of a tensor's numbers, in fp64, unseen by whoever watches ops; none of a nested one."""
+    if tensor.is_nested:
         return torch.zeros(0, dtype=torch.float64)
     with torch.no_grad(), unwatched():
-        flat = tensor.detach().flatten()
+        numbers = tensor.detach() if trees.has_storage(tensor) else tensor.detach().to_sparse().coalesce().values()
+        flat = (torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers).flatten()
         part = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE]
         return part.to(torch.float64, copy=True)  # the tensor may be changed in place
 
@@ -37,9 +38,11 @@ def fingerprint(tensor: torch.Tensor) -> int:
 def alike(before: torch.Tensor, tensor: torch.Tensor, *, within: float = 0.0) -> bool:
     """True if a tensor is, but for rounding, the one that ``before`` is a sample of, or if that cannot be told.
     ``within``: the share of its norm by which rounding may make it differ, where that is more."""
-    if not tensor.is_floating_point() or tensor.is_meta or not trees.has_storage(tensor):
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return True
     after = sample(tensor)
+    if after.shape != before.shape:
+        return False
     with torch.no_grad(), unwatched():
         largest = max(_ROUNDING * torch.finfo(tensor.dtype).eps, within) * before.norm()
         return not bool(before.isfinite().all()) or bool((after - before).norm() <= largest)
@@ -66,10 +69,16 @@ class FirstOutputs:
             if not alike(before, tensor):
                 raise ModelError(
                     f"block {block!r} returned other numbers when it was recomputed from the same inputs: it keeps "
-                    "something from one call to the next that is no buffer, or draws random numbers from other "
-                    "generators than the global ones of torch, numpy and Python. A block must do the same on the same "
+                    "something from one call to the next that is no buffer, draws random numbers from other "
+                    "generators than the global ones of torch, numpy and Python, or asks if a graph is made "
+                    "(torch.is_grad_enabled(), x.requires_grad, x.is_leaf). A block must do the same on the same "
                     "inputs"
                 )
+
+    def are_alike(self, stage: int, made: Sequence[torch.Tensor]) -> bool:
+        """True if outputs are those of the forward, but for rounding."""
+        before = self._samples[stage]
+        return len(before) == len(made) and all(map(alike, before, made))
 
     def are_same(self, stage: int, made: Sequence[torch.Tensor]) -> bool:
         """True if the recomputed outputs have the bits of the forward's."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.compat.torch import unwatched, without_functions
+from penstock.compat.torch import unwatched, without_functions, without_transforms
 from penstock.errors import ModelError
 from penstock.schedule.program import OF_BLOCK, Stage
 from penstock.schedule.work import BothWays, Work
@@ -99,7 +99,7 @@ class Probe:
         """Forward (and backward) of the micro-batch. The model, its buffers and attributes, and the random state end as
         they began."""
         tape = self._tape
-        before = ModulesBefore(tape.model)
+        before, self._asked.train = ModulesBefore(tape.model), train
         on_gradient, tape.on_gradient = tape.on_gradient, self._note_gradient
         flags = TrainingFlags(tape.model.modules())
         self._smuggled.given(micro_batch)  # which is not kept: a probe lives on until a collection
@@ -142,7 +142,7 @@ class Probe:
 
     def _bring(self, group: int) -> None:
         if group not in self._loaded:
-            with without_functions(), unwatched():  # it is nothing that the model does
+            with without_transforms(), without_functions(), unwatched():  # it is nothing that the model does
                 self._load(group)
             self._loaded.add(group)
             self._packer.add(s.parameter for s in self._tape.groups[group].slices)
@@ -320,10 +320,12 @@ class Probe:
         self._see_call(suspended, arrival)
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = ModulesBefore(site.module), _tensor_attributes(site)
+        products = len(self._watch.products)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
         seen = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
         with self._measuring(segment.forward, site), self._asked, seen:
             self._running.run_call(suspended, self._watch.segment, Facts())
+        segment.products = self._watch.products[products:]
         self._smuggled.end([*suspended.outputs, *suspended.beside])
         suspended.beside = []
         returned, suspended.returned = suspended.returned, None
@@ -415,6 +417,9 @@ class Probe:
                     if footprint is not None:
                         segment.graph = _graph(footprint, segment)
                         segment.reachable |= footprint.older
+            else:
+                with self._measuring(Usage(), segment.site):
+                    self._running.refuse_unlike(suspended, index, segment.site.name)
 
     def _split(self, suspended: SuspendedForward, index: int) -> InTwo | None:
         """Run a call's backward in two parts, besides: what each takes. None: it can only be run as a whole."""
@@ -431,8 +436,9 @@ class Probe:
 
 def _graph(footprint: Footprint, segment: Segment) -> int | None:
     """Bytes of a call's graph, if it can be kept: with what a forward that makes it takes more than one that does
-    not."""
-    if footprint.nbytes is None:
+    not. Where torch takes another product for a weight that has a graph (``matmul`` of one that a block computes), bits
+    may be others, if not for this micro-batch then for one of another shape."""
+    if footprint.nbytes is None or footprint.products != segment.products:
         return None
     forward, recomputed = segment.forward.peak - segment.forward.start, footprint.peak - segment.backward.start
     return max(footprint.nbytes, recomputed - forward, 1)

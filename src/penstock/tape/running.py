@@ -100,6 +100,21 @@ class Running:
         if self._device.type != "meta":
             suspended.backward.call_elsewise(stage)
 
+    def refuse_unlike(self, suspended: SuspendedForward, stage: int, block: str) -> None:
+        """In a probe, of a call that no gradient has come to, so that it is not computed again: refuse a block that
+        returns other numbers where a graph is made, as it is in a plain loop."""
+        if self._device.type == "meta" or stage not in suspended.backward.calls:
+            return
+        alike = []
+        for grad in (True, False):
+            self._seed_for(suspended, stage, rng.FORWARD)
+            alike.append(suspended.backward.is_alike(stage, grad=grad))
+        if alike == [False, True]:
+            raise ModelError(
+                f"block {block!r} returns other numbers where gradients are computed (it asks torch.is_grad_enabled(), "
+                "or x.requires_grad of what it has computed), and its forward runs without them: ask self.training"
+            )
+
     def backward_call(self, suspended: SuspendedForward, stage: int, splitting: Splitting | None = None) -> Held | None:
         """Recompute a block call and run it backward; with ``splitting`` the first part of that, and return the rest.
 

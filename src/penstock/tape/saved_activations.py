@@ -34,12 +34,12 @@ class _Movable:
             return self.tensor.detach().permute(self.order)
 
     def put(self, data: torch.Tensor) -> None:
-        take_back(self.tensor)
         assert data.dtype == self.tensor.dtype
         assert data.shape == self.contiguous().shape
         assert data.is_contiguous()
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         self.tensor.data = data.detach().permute(back)
+        take_back(self.tensor)
 
 
 class SavedActivations:
@@ -65,11 +65,14 @@ class SavedActivations:
         return [movable.contiguous() for movable in self._movables.get((stage, mb), ())]
 
     def drop(self, stage: int, mb: int) -> None:
-        """Let go of the data: to read them is an error until they are back, or forgotten."""
+        """Let go of the data: to read them is an error until they are back, or forgotten.
+
+        At no time they read as NaN: another thread may be running the stage behind, which may read what it did not in
+        the probe.
+        """
         for movable in self._movables.get((stage, mb), ()):
-            take_back(movable.tensor)
-            movable.tensor.data = self._hole(movable.tensor).expand(movable.tensor.shape)
             let_go(movable.tensor, "an output of stage {}, of shape {}", stage, tuple(movable.tensor.shape))
+            movable.tensor.data = self._hole(movable.tensor).expand(movable.tensor.shape)
 
     def restore(self, stage: int, mb: int, tensors: Sequence[torch.Tensor]) -> None:
         """Give what was dropped its data again: ``tensors`` in the order of ``of``."""

@@ -69,7 +69,8 @@ class Segment:
     they were, and ``trains`` says whether it read any that train; for each output, ``needed`` says whether it depends
     on anything that trains, and ``reached`` whether a gradient came to it; ``in_two`` what its backward takes in two
     parts, None where it is run as a whole; ``graph`` the bytes that its graph takes if it is kept, None where it cannot
-    be; ``reachable`` and ``finds`` are those of ``Facts``, and ``assigned`` that of ``StageFacts``.
+    be; ``products`` its matrix products, as of ``Watch``; ``reachable`` and ``finds`` are those of ``Facts``, and
+    ``assigned`` that of ``StageFacts``.
     """
 
     site: Site | None
@@ -85,6 +86,7 @@ class Segment:
     reached: tuple[bool, ...] = ()
     in_two: InTwo | None = None
     graph: int | None = None
+    products: list[int] = field(default_factory=list)
     reachable: bool = False
     finds: tuple[Holder, ...] = ()
     assigned: set[Holder] = field(default_factory=set)

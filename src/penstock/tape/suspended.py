@@ -257,7 +257,9 @@ class SuspendedForward:
             leaves = {}
             output = self._run_with_graph(site, args, kwargs, keeping, leaves)
         else:
-            with self._in_block(site), torch.no_grad(), _explained(f"block {site.name!r}"):
+            # Where there is nothing to train it keeps its grad mode, which it may ask for: it is not computed again.
+            enabled = modes.grad and not wanted
+            with self._in_block(site), torch.set_grad_enabled(enabled), _explained(f"block {site.name!r}"):
                 output = site.forward(*args, **kwargs)
         changed = any(version(t) != v for t, v in zip(inputs, versions, strict=True))
         wanted = wanted or (modes.grad and self.facts.trains)  # which a probe has found out

@@ -153,6 +153,8 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self.traffic = 0
         self.ops = 0
+        self.products: list[int] = []
+        """The matrix products and their like so far, by identities of their packets."""
         self.births: dict[int, Birth] = {}
         """births of the storages that are there, by ``storage_key``"""
         self._parameters = parameters  # identity of a parameter -> its group
@@ -190,6 +192,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             formula = _FORMULAS.get(id(packet))
             if formula is not None:
                 self.flops += _flop(formula, args, kwargs, result)
+                self.products.append(id(packet))
             if packet is _ATEN.set_:
                 inputs = self._operands(operand.tensor for operand in inputs)  # they lie elsewhere now
             results = self._results(inputs, result)
