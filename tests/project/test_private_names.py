@@ -34,7 +34,8 @@ ALLOWED = {
 TEXTS = {
     "config/lr_schedule.py": {"_steps", "_share"},  # ends of names of settings
     "errors.py": {"_STATUS_ALLOC_FAILED"},  # the end of a word in messages of CUDA's libraries
-    **dict.fromkeys(("hf/reference.py", "shape/decoders.py"), {"_name_or_path"}),  # a key of config.json
+    "hf/reference.py": {"_name_or_path"},  # a key of config.json
+    "shape/decoders.py": {"_name_or_path"},
     "tape/waits.py": {"_on_op"},  # our own, of another file: a function's name on the stack
 }
 """Texts that look like private names and are none, by file."""
