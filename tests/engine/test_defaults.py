@@ -92,3 +92,15 @@ def test_a_model_in_fp64_is_told_what_it_trains_in_unless_that_was_asked_for(
     caplog.clear()
     assert precision_of_weights(CASE.model().double()) == "fp32"
     assert "it trains in fp32" in caplog.text
+
+
+def test_a_model_of_two_precisions_is_told_what_it_trains_in(caplog: pytest.LogCaptureFixture) -> None:
+    model = CASE.model().bfloat16()
+    name, norm = list(model.named_parameters())[-1]
+    assert precision_of_weights(model) == "bf16"
+    assert not caplog.records
+    norm.data = norm.data.float()
+    assert precision_of_weights(model) == "bf16"
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"1 of the model's parameters are in fp32, such as {name}, and" in line
+    assert "they train in bf16" in line

@@ -26,7 +26,7 @@ from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import check_device, on_directories
 from penstock.hardware.sharing import why_unknown
 from penstock.optim.facade import rate_name
-from penstock.optim.precision import say_that_fp64_is_left
+from penstock.optim.precision import say_what_is_left
 from penstock.ranks.group import Ranks
 from penstock.ranks.process_groups import join
 from penstock.ranks.start import started_together
@@ -80,7 +80,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
                 check_room(device, budget, model)
                 _check_statistics(model, device, precision)
                 if asked.precision is None and ranks.rank == 0:
-                    say_that_fp64_is_left(model, precision)
+                    say_what_is_left(model, precision)
                 if asked.deal is not None and not ranks.are_pipeline:
                     raise ConfigError(
                         f"deal={list(asked.deal)} says how many blocks each rank of a pipeline has, and there is none: "

@@ -24,13 +24,23 @@ def precision_of_weights(model: nn.Module) -> Precision:
     if torch.float16 in found:
         raise ConfigError("the model is in fp16, whose gradients need a loss scale: ask for fp16 (or bf16) precision")
     precision: Precision = "bf16" if torch.bfloat16 in found else "fp32"
-    say_that_fp64_is_left(model, precision)
+    say_what_is_left(model, precision)
     return precision
 
 
-def say_that_fp64_is_left(model: nn.Module, precision: Precision) -> None:
-    """A line in the log where nobody has named the precision, and the model's own is one that there is none of here."""
-    if any(p.dtype == torch.float64 for p in model.parameters()):
+def say_what_is_left(model: nn.Module, precision: Precision) -> None:
+    """A line in the log where nobody has named the precision, and the model's own is one that there is none of here:
+    fp64, or bf16 with a few weights in fp32. Adapters, which peft makes in fp32, are no such weights."""
+    found = {p.dtype for p in model.parameters()}
+    wide = [name for name, p in model.named_parameters() if p.dtype == torch.float32 and ".lora_" not in name]
+    if precision == "bf16" and torch.bfloat16 in found and wide:
+        log.warning(
+            "%d of the model's parameters are in fp32, such as %s, and the engine has one precision: they train "
+            "in bf16, with a master copy in fp32 (convert it first, as by model.float(), if fp32 is meant)",
+            len(wide),
+            wide[0],
+        )
+    if torch.float64 in found:
         log.warning(
             "the model is in fp64, which the engine does not compute in: it trains in %s "
             "(convert it first, as by model.float(), if that is meant)",
