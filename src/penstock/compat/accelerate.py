@@ -95,6 +95,45 @@ def counted_values(accelerator: Accelerator) -> int | None:
     return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
 
+class Ahead:
+    """Batches of a loader that accelerate has prepared, up to ``count`` of which are there before the first of them is
+    used; the last is by itself. ``waiting``: those that are there, the one in use first.
+
+    Without: each batch that is evaluated would have all weights stream by. The loader says, to whoever gathers, that it
+    is at its end when it has handed out its last batch; here it does so while that is used.
+    """
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self._loader, self._count = loader, count
+        self.waiting: list[Any] = []
+
+    @staticmethod
+    def can(loader: Any) -> bool:
+        """True of a loader that says when it is at its end."""
+        return hasattr(loader, "end_of_dataloader")
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            if self._loader.end_of_dataloader:
+                self._loader.end_of_dataloader = False
+                yield from self._in_use()
+                self._loader.end_of_dataloader = True
+            self.waiting.append(batch)
+            if self._loader.end_of_dataloader or len(self.waiting) == self._count:
+                yield from self._in_use()
+
+    def _in_use(self) -> Iterator[Any]:
+        while self.waiting:
+            yield self.waiting[0]
+            del self.waiting[0]
+
+
 def deal_neighbours(loader: Any, micro_batches: int) -> bool:
     """Have each of several processes take neighbouring ``micro_batches`` of each step, where it would take every n-th
     of n processes. Then a step's micro-batches, process by process, are in the order that one process has them in.

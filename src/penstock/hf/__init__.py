@@ -3,6 +3,7 @@
 
     models/             a folder's shards stream into a run's store, and out of it into another folder
     trainer             a transformers.Trainer whose steps, evaluation and checkpoints the engine carries out
+    evaluation          its evaluation
     checkpoint          what the engine puts into a Trainer's checkpoints
     trl_trainer         the same for TRL's trainers, whose losses keep books; RewardTrainer
     sft_trainer         SFTTrainer

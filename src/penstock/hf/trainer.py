@@ -23,7 +23,6 @@ import transformers
 from torch import nn
 
 from penstock.compat.accelerate import before_gather, deal_neighbours, keep_processes, leave_model, note_skipped
-from penstock.compat.transformers import TrainerSteps
 from penstock.config import fields_of
 from penstock.engine import start
 from penstock.engine.arguments import LoopArguments, WrapArguments
@@ -32,11 +31,12 @@ from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import checkpoint, joint
 from penstock.hf.engine_arguments import EngineArguments
+from penstock.hf.evaluation import Evaluation, EvaluationSteps
 from penstock.hf.lora import BaseWeights
 from penstock.hf.models.adapters import check_adapters
-from penstock.hf.pieces import Loss, Notes, as_micro_batch, current_notes, loss_of_piece, notes_of, of_spans
+from penstock.hf.pieces import Loss, Notes, as_micro_batch, loss_of_piece, notes_of, of_spans
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
-from penstock.hf.training_arguments import check_arguments, check_launch, check_spans, refuse_logits
+from penstock.hf.training_arguments import check_arguments, check_launch, check_spans
 from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
 from penstock.ranks.group import ALONE, Ranks
@@ -52,7 +52,7 @@ _REPLACED = ("training_step", "create_optimizer")
 _LIBRARIES = ("transformers", "trl")
 
 
-class EngineMixin(TrainerSteps):
+class EngineMixin(EvaluationSteps):
     """Puts the training of a ``transformers.Trainer`` (named after it among the bases) on the engine.
 
     Takes one more keyword argument than the class that it is mixed into: ``engine``, an ``EngineArguments``.
@@ -93,7 +93,7 @@ class EngineMixin(TrainerSteps):
         self._has_neighbours = False  # how the data for training are dealt out
         self._collected: list[tuple[Any, Loss, float]] = []  # batches of the step that is begun, with weights
         self._stats: StepStats | None = None
-        self._items: Any = None  # of the micro-batch that is evaluated
+        self._evaluation = Evaluation()
         self._resumes: Path | None = None
         self._dtypes: Mapping[str, torch.dtype] = {}  # of parameters as they were given, if they had values
         try:
@@ -278,7 +278,7 @@ class EngineMixin(TrainerSteps):
         model.train()
 
         def loss(of: nn.Module, prepared: Any) -> torch.Tensor:
-            with self.compute_loss_context_manager(), self._tiles(of):
+            with self.compute_loss_context_manager(), self.tiles(of):
                 value = self.compute_loss(of, prepared, num_items_in_batch=num_items_in_batch)
             assert isinstance(value, torch.Tensor)
             return value
@@ -329,7 +329,7 @@ class EngineMixin(TrainerSteps):
             note.result = trees.replace(note.result, lambda tensor: tensor.to(self.args.device))
         return found
 
-    def _tiles(self, model: nn.Module) -> AbstractContextManager[None]:
+    def tiles(self, model: nn.Module) -> AbstractContextManager[None]:
         tile = self._engine_arguments.loss_tile
         return nullcontext() if tile is None else in_tiles(model, tile)
 
@@ -360,65 +360,18 @@ class EngineMixin(TrainerSteps):
     def _after_notes(self, notes: list[Notes], batches: Sequence[Any]) -> None:
         """Take over the ``notes`` of each batch after a step; for subclasses whose loss keeps books."""
 
-    # ---- evaluation
-
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The library's own. The engine is there first: the library would move the model to the device otherwise."""
         assert self.engine is not None
         return super().evaluation_loop(*args, **kwargs)
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Any, Any, Any]:
-        """The library's own step of evaluation, run by the engine: its outputs, logits too, are whole on the device.
-
-        Raises:
-            ConfigError: the batch is no mapping, or ranks share each sequence, and more than the loss is asked for.
-        """
-        if self._engine_arguments.cp > 1 and not prediction_loss_only:
-            refuse_logits(self._engine_arguments.cp)
-        if not isinstance(inputs, Mapping):
-            raise ConfigError(
-                f"data_collator returns a {type(inputs).__name__}, in which the library's evaluation finds no labels "
-                "by name: let it return a dict"
-            )
-        above = super().prediction_step
-
-        def step(of: nn.Module, prepared: Any) -> Any:
-            with self._tiles(of) if prediction_loss_only else nullcontext():
-                return above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
-
-        found: tuple[Any, Any, Any]
-        self._items = self.items_of([inputs])
-        (found,) = self.evaluated([inputs], step, "" if prediction_loss_only else "outputs")
-        return found
-
-    def evaluated(self, batches: Sequence[Any], compute: Callable[[nn.Module, Any], Any], way: str) -> list[Any]:
-        """The results of ``compute(model, batch)`` of each batch, whose forwards the engine runs, in evaluation mode.
-        ``way``: that to compute, with a plan of its own, as of ``Beside``."""
-
-        def loss(of: nn.Module, prepared: Any) -> torch.Tensor:
-            # Copied here, within the forward: so the engine sees that these are read, and keeps them until now.
-            result = compute(of, prepared)
-            notes = current_notes()
-            assert notes is not None
-            together = joint.take_together(self._ranks)
-            notes.result = joint.to_tell(result) if together else trees.replace(result, torch.Tensor.clone)
-            return torch.zeros((), device=self.args.device)  # the library has the loss, which may be no number
-
+    def _take_losses(self, batches: Sequence[Any], losses: Sequence[Loss], way: str) -> list[Notes]:
         def evaluate(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
             self.engine.evaluate(micro_batches, loss_weights=weights)
 
-        count = len(batches)
-        found = self._taken_by_engine(evaluate, batches, [loss] * count, [1.0] * count, way)
+        found = self._taken_by_engine(evaluate, batches, losses, [1.0] * len(batches), way)
         self._after_notes(found, batches)
-        return [notes.result for notes in found]
-
-    def is_in_forward(self) -> bool:
-        return current_notes() is not None
-
-    def items_of_evaluation(self) -> Any:
-        return self._items
+        return found
 
     # ---- checkpoints
 
