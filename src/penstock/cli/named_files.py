@@ -46,10 +46,10 @@ def _check_folder(key: str, folder: Path) -> None:
     ConfigError: what is there is no folder, or what it would have to be made in is none.
     """
     try:
-        folder.lstat()
+        folder.stat()
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise ConfigError(f"{key}={str(folder)!r}: {in_the_way(folder, error)}") from None
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise ConfigError(f"{key}: {folder}: {in_the_way(folder, error)}") from None
     above = (place for place in folder.absolute().parents if os.path.exists(place))
     there = folder if os.path.exists(folder) or os.path.islink(folder) else next(above)
     if not there.is_dir():
