@@ -28,7 +28,7 @@ test: $(READY)
 
 # Every fault of docs/reliability.md, as often as it says there; as root, also on a small file system of its own.
 faults: $(READY)
-	$(BIN)/python -m pytest --campaign tests/campaigns
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --campaign tests/campaigns
 
 # Schedules and plans of many thousands of programs of every kind, other ones in each run; delays that plans choose; models
 # of every kind, thousands of them, beside a plain loop of torch.
