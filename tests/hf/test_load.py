@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 import penstock
 from penstock import ConfigError, ModelError, StoreError
@@ -137,6 +137,40 @@ def test_what_a_constructor_makes_elsewhere_than_it_is_built_is_loaded_too(tmp_p
     ) as engine:
         assert torch.equal(engine.model.get_buffer("window"), torch.full((4,), 3.0))
         assert torch.equal(dict(engine.master_parameters())["scale"], torch.arange(4.0))
+
+
+def test_a_new_head_is_initialised_and_what_the_old_one_had_is_left(llama: Path, tmp_path: Path) -> None:
+    """Its base has the folder's values, and is exported with the head."""
+    with pytest.raises(ModelError, match=r"score\.weight\..* or new_head=True, and the model initialises these"):
+        load(llama, model_class=AutoModelForSequenceClassification)
+    with pytest.raises(ConfigError, match="no_labels=3: the configuration of a llama has no such field"):
+        load(llama, no_labels=3)
+    with pytest.raises(ConfigError, match="new_head=True would have no effect, as it has all of a LlamaForCausalLM"):
+        load(llama, new_head=True)
+    loaded = load(llama, model_class=AutoModelForSequenceClassification, new_head=True, num_labels=3, pad_token_id=0)
+    before = LlamaForCausalLM.from_pretrained(llama).state_dict()
+    where = {
+        "budget": penstock.Budget(device="16MiB", host="16MiB"),
+        "plan": None,
+        "device": "cpu",
+        "precision": "fp32",
+    }
+    with penstock.wrap(loaded.model, weights=loaded.weights, optimizer=penstock.SGD(lr=0.1), **where) as engine:
+        own = {name: value.clone() for name, value in engine.master_parameters()}
+        penstock.hf.export(engine, tmp_path / "out")
+    assert before.keys() - own.keys() == {"lm_head.weight"}
+    assert all(torch.equal(value, before[name]) for name, value in own.items() if name != "score.weight")
+    assert own["score.weight"].shape == (3, loaded.config.hidden_size)
+    assert own["score.weight"].std() > 0.01
+    after = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(value, own[name]) for name, value in after.named_parameters())
+
+
+def test_a_base_that_lacks_something_is_refused_with_a_new_head_too(tmp_path: Path) -> None:
+    copy = folders.write("llama", tmp_path / "model", max_shard_size="1GB")
+    rewrite(copy / SINGLE, {k: v for k, v in tensors(copy / SINGLE).items() if k != "model.norm.weight"})
+    with pytest.raises(ModelError, match=r"1 of the model's \d+ tensors are not in its files: model\.norm\.weight"):
+        load(copy, model_class=AutoModelForSequenceClassification, new_head=True)
 
 
 def test_weights_for_a_model_that_has_values_are_refused(llama: Path, tmp_path: Path) -> None:

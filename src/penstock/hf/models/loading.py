@@ -45,6 +45,8 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     model_class: Any = None,
+    new_head: bool = False,
+    **changes: Any,
 ) -> Loaded:
     """A model's class, configuration and shards; no value is read, except of tied weights that are stored twice.
 
@@ -54,6 +56,9 @@ def load(
         trust_remote_code: run the Python code that the folder brings, if it does.
         model_class: a class of transformers; None: the one that the configuration names, else the causal language
             model of its type.
+        new_head: the folder is of a model with another head, or none. Outside of the base model, what it has no values
+            of the model initialises, and what the model has no place for is left.
+        changes: fields of the configuration that are to be others than the folder's, such as ``num_labels=1``.
 
     Raises:
         ConfigError: files are missing, damaged, pickled or quantised; or transformers does not know the model.
@@ -63,13 +68,17 @@ def load(
     folder = resolve(name, revision=revision, trust_remote_code=trust_remote_code, weights=True)
     config = shell.config_of(folder, trust_remote_code=trust_remote_code)
     _refuse_quantised(folder, config)
+    for key, value in changes.items():
+        if not hasattr(config, key):
+            raise ConfigError(f"{key}={value!r}: the configuration of a {config.model_type} has no such field")
+        setattr(config, key, value)
     files, index = weight_files(folder)
     stored = read_headers(files)
     if index is not None:
         check_index(stored, index, folder)
     cls = model_class or shell.class_of(config, folder, trust_remote_code=trust_remote_code)
     model = shell.build(config, cls)
-    weights = FolderWeights(model, stored, folder)
+    weights = FolderWeights(model, stored, folder, new_head=new_head)
     dtype = shell.dtype_of(config) or next(
         (t.dtype for t in stored.values() if t.dtype.is_floating_point), torch.float32
     )
@@ -117,8 +126,9 @@ class FolderWeights:
     are stored one by one) needs all that its conversion takes and gives: that of one parameter of one block.
     """
 
-    def __init__(self, model: Any, stored: Mapping[str, Stored], folder: Path) -> None:
-        """Raises: as ``load``."""
+    def __init__(self, model: Any, stored: Mapping[str, Stored], folder: Path, *, new_head: bool = False) -> None:
+        """``new_head``, and errors: as of ``load``."""
+        self._new_head = new_head
         self._model = model
         self._stored = stored
         self._folder = folder
@@ -160,11 +170,20 @@ class FolderWeights:
         # A conversion may make more than the model has (a branch that a configuration switches off).
         surplus = {target for target in self._step_of if target not in state}
         missing, unexpected = key_report(self._model, self._missing(state), {*unknown, *surplus})
+        base = f"{self._model.base_model_prefix}."
+        of_base = {name for name in missing if name.startswith(base)}
+        if self._new_head:
+            if not missing - of_base:
+                raise ConfigError(
+                    f"{self._folder}: new_head=True would have no effect, as it has all of a "
+                    f"{type(self._model).__name__}: leave it out"
+                )
+            missing, unexpected = of_base, {name for name in unexpected if name.startswith(base)}
         if missing:
             raise ModelError(
                 f"{self._folder}: {len(missing)} of the model's {len(state)} tensors are not in its files: "
                 f"{_names(missing)}. Is it a folder of {type(self._model).__name__}? {self._other_type()}Give one that "
-                "has all of them"
+                "has all of them" + (", or new_head=True, and the model initialises these" * (not of_base))
             )
         if unexpected:
             raise ModelError(
