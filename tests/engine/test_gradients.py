@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.plan import Plan
@@ -21,6 +22,7 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.lower.visits import lower_step
 from tests.models import MODELS, causal_lm, llama
+from tests.stacks import Layer, Stack, stack, unequal
 from tests.training import (
     Result,
     assert_same,
@@ -181,3 +183,30 @@ def test_a_schedule_that_casts_on_the_device_runs_as_it_is(tmp_path: Path) -> No
     schedule = parse_schedule(str(planned("bf16").schedule))
     found = train(CASE, budget(tmp_path), STEPS, schedule=schedule, clip_grad_norm=1e9, overlap=False, **BF16)
     assert_same(wanted(), found)
+
+
+class InParts(Layer):
+    """A backward within the backward brings a weight's gradient, and what the block has returned of it another part."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return y, self.linear.weight.flatten()
+
+
+def in_parts(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x, weight = layer(x)
+        x = x + weight.sum() * 0.1
+    return x
+
+
+def test_gradients_that_come_in_parts_are_summed_by_their_micro_batch(tmp_path: Path) -> None:
+    """A vertical step adds all micro-batches up on the device, a horizontal one each to what the host has."""
+    case = stack(InParts, in_parts)
+    steps = [unequal(case, seed=3 * step) for step in range(2)]
+    found = []
+    for schedule in ("vertical", "horizontal"):
+        with wrap(case, budget(tmp_path / schedule), schedule=schedule, precision="fp32") as engine:
+            found.append(run_steps(engine, steps))
+    assert_same(*found)
+    assert found[0].stats[0].grad_norm > 0

@@ -104,6 +104,7 @@ class Probe:
         flags = TrainingFlags(tape.model.modules())
         self._smuggled.given(micro_batch)  # which is not kept: a probe lives on until a collection
         tape.open(0, [micro_batch], train, flags=flags)
+        self._running.learns = True
         try:
             suspended = tape.suspended[0]
             suspended.backward.outputs = FirstOutputs(bits=tape.keeps)

@@ -39,6 +39,11 @@ class Running:
         self._seed = seed
         self._device = device
         self._waiting: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that half a backward has made
+        self.learns = False
+        """True in a probe, which finds out whose gradients come in parts (``_hand_on``)"""
+        self._in_parts: set[int] = set()
+        self._parts: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+        self._arrived: set[int] = set()
         self._open = False
         self._train = True
         self._step = self._first = 0
@@ -50,7 +55,7 @@ class Running:
 
     def end(self) -> None:
         """Nothing runs any more: gradients are somebody else's."""
-        self._open = False
+        self._open = self.learns = False
         self._waiting.clear()
 
     def run_code(self, suspended: SuspendedForward, stage: int) -> Event:
@@ -155,7 +160,7 @@ class Running:
         with self._backward_of(stage, "call"):
             while held.waiting:
                 parameter, gradient = held.waiting.pop(0)
-                self.on_gradient(parameter, stage, gradient)
+                self._hand_on(parameter, gradient)
                 del gradient
             held.run()
 
@@ -164,8 +169,12 @@ class Running:
         self._stage, self.doing.what = stage, what
         try:
             yield
+            for parameter, gradient in self._parts.values():
+                self.on_gradient(parameter, stage, gradient)
         finally:
             self.doing.what = "forward"
+            self._parts.clear()
+            self._arrived.clear()
 
     def _seed_for(self, suspended: SuspendedForward, stage: int, part: int) -> None:
         rng.seed(self._seed, self._step, self._first + suspended.index, stage, part, self._device)
@@ -175,7 +184,7 @@ class Running:
     def _gradient_of_segment(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
         if not self._open or self.doing.what != "segment":
             return None
-        self.on_gradient(parameter, self._stage, _dense(gradient))
+        self._hand_on(parameter, _dense(gradient))
         # What autograd hands on from here is thrown away; one element instead of the gradient lets it be freed now.
         if gradient.is_sparse:  # which would have to be replaced by a sparse one, and is small
             return None
@@ -195,7 +204,22 @@ class Running:
         if self.doing.what == "inputs":
             self._waiting.append((parameter, gradient))
         elif self.doing.what == "call":  # that of a segment has been seen before it was accumulated
-            self.on_gradient(parameter, self._stage, gradient)
+            self._hand_on(parameter, gradient)
+
+    def _hand_on(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Hand a parameter's gradient on. One that comes in parts (a reentrant checkpoint's backward within another one)
+        goes on as their sum: it is a micro-batch's, which is added to those before it, or to what they add up to later.
+        """
+        key = id(parameter)
+        if key in self._in_parts:
+            known = self._parts.get(key)
+            self._parts[key] = parameter, gradient if known is None else known[1] + gradient
+            return
+        if self.learns:
+            if key in self._arrived:
+                self._in_parts.add(key)
+            self._arrived.add(key)
+        self.on_gradient(parameter, self._stage, gradient)
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
