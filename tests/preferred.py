@@ -71,7 +71,7 @@ def preferring(library: Any, name: str, folder: Path, each: int = 2, **given: An
         **{
             "model": model_for(name),
             "train_dataset": data(16),
-            "eval_dataset": data(5),
+            "eval_dataset": data(18),
             "processing_class": tokenizer(),
         }
         | given

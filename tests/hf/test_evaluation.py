@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from datasets import Dataset
 
@@ -87,6 +88,70 @@ def test_each_of_several_data_sets_is_evaluated_from_its_beginning(tmp_path: Pat
     mine, theirs = (trainer(tmp_path, data, 4, library) for library in (Trainer, transformers.Trainer))
     for name in ("eval_short_loss", "eval_long_loss"):
         assert mine.evaluate()[name] == pytest.approx(theirs.evaluate()[name], rel=CLOSE["rtol"])
+    mine.end()
+
+
+class Twice(Trainer):
+    """A user's own, which looks at each batch."""
+
+    def prediction_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        first = super().prediction_step(model, inputs, *rest, **more)
+        again = super().prediction_step(model, inputs, *rest, **more)
+        assert torch.equal(first[0], again[0])
+        inputs["labels"] = torch.full_like(inputs["labels"], -100)
+        return again
+
+
+def test_who_looks_at_each_batch_has_each_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = examples(9)
+    mine = trainer(tmp_path, data, 4, Twice)
+    calls = calls_of(mine.engine, monkeypatch)
+    theirs = trainer(tmp_path, data, 4, transformers.Trainer).evaluate()["eval_loss"]
+    assert mine.evaluate()["eval_loss"] == pytest.approx(theirs, rel=CLOSE["rtol"])
+    assert set(calls) == {1}
+    mine.end()
+
+
+class LooksAhead(transformers.TrainerCallback):
+    """Another evaluation, and another look at the data, within an evaluation."""
+
+    def __init__(self, other: Any) -> None:
+        self.other, self.losses = other, list[float]()
+        self.trainer: Any = None
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
+        trainer, self.trainer = self.trainer, None
+        if trainer is not None:
+            self.losses.append(trainer.evaluate(self.other)["eval_loss"])
+            next(iter(eval_dataloader))
+
+
+def test_an_evaluation_within_an_evaluation_has_its_own_data(tmp_path: Path) -> None:
+    data, other = examples(14), examples(10, longest=7)
+    callback = LooksAhead(other)
+    mine = trainer(tmp_path, data, 3, callbacks=[callback])
+    callback.trainer = mine
+    plain = trainer(tmp_path, data, 3, transformers.Trainer)
+    assert mine.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=CLOSE["rtol"])
+    assert callback.losses == [pytest.approx(plain.evaluate(other)["eval_loss"], rel=CLOSE["rtol"])]
+    mine.end()
+
+
+def test_batches_of_other_entries_are_not_evaluated_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def collated(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
+        return batch if not bool(batch["attention_mask"].all()) else {k: v for k, v in batch.items() if "mask" not in k}
+
+    data = examples(12)
+    for row in data[4:8]:
+        row["attention_mask"] = [1] * len(row["attention_mask"])
+    mine = trainer(tmp_path, data, 4, data_collator=collated)
+    calls = calls_of(mine.engine, monkeypatch)
+    theirs = trainer(tmp_path, data, 4, transformers.Trainer).evaluate()["eval_loss"]
+    found = mine.evaluate()["eval_loss"]
+    assert sum(calls) == 6
+    assert max(calls) == 2
+    assert abs(found - theirs) < 0.2, "of four rows another mask is taken"
     mine.end()
 
 

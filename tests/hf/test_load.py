@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import penstock
 from penstock import ConfigError, ModelError, StoreError
@@ -171,6 +171,12 @@ def test_a_base_that_lacks_something_is_refused_with_a_new_head_too(tmp_path: Pa
     rewrite(copy / SINGLE, {k: v for k, v in tensors(copy / SINGLE).items() if k != "model.norm.weight"})
     with pytest.raises(ModelError, match=r"1 of the model's \d+ tensors are not in its files: model\.norm\.weight"):
         load(copy, model_class=AutoModelForSequenceClassification, new_head=True)
+
+
+def test_a_class_without_a_base_has_no_new_head(llama: Path) -> None:
+    """Nothing would tell its body from its head."""
+    with pytest.raises(ConfigError, match="new_head=True: a LlamaModel has no base model"):
+        load(llama, model_class=LlamaModel, new_head=True)
 
 
 def test_weights_for_a_model_that_has_values_are_refused(llama: Path, tmp_path: Path) -> None:

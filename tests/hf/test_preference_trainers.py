@@ -97,7 +97,7 @@ def test_a_reference_without_values_in_memory_says_the_same_and_is_asked_once(
         torch.testing.assert_close(values, theirs[name], rtol=1e-5, atol=1e-5)
     first.end()
     files = sorted((tmp_path / "run").glob("reference-*.safetensors"))
-    assert sorted(len(load_file(path)["ref_chosen_logps"]) for path in files) == [5, 16]
+    assert sorted(len(load_file(path)["ref_chosen_logps"]) for path in files) == [16, 18]
 
     def asked(*_: Any) -> None:
         raise AssertionError("the reference is asked again")

@@ -116,22 +116,24 @@ class Ahead:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        return getattr(self.__dict__["_loader"], name)
 
     def __iter__(self) -> Iterator[Any]:
+        there: list[Any] = []  # of this iteration: others may look into the loader meanwhile
         for batch in self._loader:
             if self._loader.end_of_dataloader:
                 self._loader.end_of_dataloader = False
-                yield from self._in_use()
+                yield from self._in_use(there)
                 self._loader.end_of_dataloader = True
-            self.waiting.append(batch)
-            if self._loader.end_of_dataloader or len(self.waiting) == self._count:
-                yield from self._in_use()
+            there.append(batch)
+            if self._loader.end_of_dataloader or len(there) == self._count:
+                yield from self._in_use(there)
 
-    def _in_use(self) -> Iterator[Any]:
-        while self.waiting:
-            yield self.waiting[0]
-            del self.waiting[0]
+    def _in_use(self, there: list[Any]) -> Iterator[Any]:
+        while there:
+            self.waiting = there
+            yield there[0]
+            del there[0]
 
 
 def deal_neighbours(loader: Any, micro_batches: int) -> bool:

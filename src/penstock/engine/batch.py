@@ -96,28 +96,33 @@ LABELS = ("labels", "label")
 
 
 def _exact(micro_batch: MicroBatch) -> set[str]:
-    """Names of entries whose floating-point values keep their dtype."""
+    """Names of entries whose floating-point values keep their precision."""
     return {*LABELS, *(name for value in micro_batch.values() if isinstance(value, Beside) for name in value.exact)}
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Copy tensors to the device, those in nested containers too; floating-point ones (pixels, audio features) in the
-    compute dtype, but for labels and what only a loss reads. A forward may write to the copies, so each is handed its
-    own. What holds no tensor that ``trees`` sees is handed on as it is: a list that is collected in."""
+    compute dtype, but labels and what only a loss reads in fp32, if they are no narrower. A forward may write to the
+    copies, so each is handed its own. What holds no tensor that ``trees`` sees is handed on as it is: a list that is
+    collected in."""
+    exact = _exact(micro_batch)
 
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=device, non_blocking=True, copy=True)
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        to = dtype if tensor.is_floating_point() else None
+    def move(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        to = _dtype_there(tensor, name in exact, dtype)
         return tensor.to(device=device, dtype=to, non_blocking=True, copy=True)
 
-    exact = _exact(micro_batch)
     # One that a value holds twice is counted and moved once.
     return {
-        name: trees.replace(value, functools.cache(move if name in exact else cast), keep=True)
+        name: trees.replace(value, functools.cache(functools.partial(move, name=name)), keep=True)
         for name, value in micro_batch.items()
     }
+
+
+def _dtype_there(tensor: torch.Tensor, exact: bool, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a tensor of a micro-batch has on the device, which computes in ``dtype``."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return (torch.float32 if tensor.dtype == torch.float64 else tensor.dtype) if exact else dtype
 
 
 def check_not_collected(before: Sequence[tuple[trees.Place, Any, int]]) -> None:
@@ -187,8 +192,7 @@ def nbytes(micro_batch: MicroBatch, dtype: torch.dtype) -> int:
     that keep their own."""
     exact = _exact(micro_batch)
     return sum(
-        t.numel() * (dtype if t.is_floating_point() and place[0] not in exact else t.dtype).itemsize
-        for place, t in _tensors(micro_batch).items()
+        t.numel() * _dtype_there(t, place[0] in exact, dtype).itemsize for place, t in _tensors(micro_batch).items()
     )
 
 

@@ -1,11 +1,11 @@
 """A Trainer's evaluation by the engine: where only losses are asked for, of as many batches at a time as a step has, so
 that a model that does not fit on the device streams by once for all of them, and not once for each."""
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from penstock.tape import trees
 
 @dataclass(kw_only=True)
 class Evaluation:
-    """State of an evaluation. ``ahead``: its data; ``known``: results of what waits there, the next one first;
-    ``most``: the number of batches that fit at once, where not all of a step's do, by the way to compute."""
+    """State of an evaluation. ``ahead``: its data; ``known``: batches that wait there, with their results; ``most``:
+    the number of batches that fit at once, where not all of a step's do, by the way to compute."""
 
     ahead: Ahead | None = None
-    known: deque[Any] = field(default_factory=deque)
+    known: list[tuple[Any, Any]] = field(default_factory=list)
     most: dict[str, int] = field(default_factory=dict)
 
 
@@ -48,14 +48,15 @@ class EvaluationSteps(TrainerSteps):
         raise NotImplementedError
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The library's own, on data of which several batches are known ahead."""
-        if Ahead.can(dataloader):
-            dataloader = self._evaluation.ahead = Ahead(dataloader, self.args.gradient_accumulation_steps)
+        """The library's own, on data of which several batches are known ahead, unless a subclass looks at each."""
+        before = self._evaluation
+        now = self._evaluation = Evaluation(most=before.most)
+        if Ahead.can(dataloader) and type(self).prediction_step is EvaluationSteps.prediction_step:
+            dataloader = now.ahead = Ahead(dataloader, self.args.gradient_accumulation_steps)
         try:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
-            self._evaluation.ahead = None
-            self._evaluation.known.clear()
+            self._evaluation = before
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -79,14 +80,13 @@ class EvaluationSteps(TrainerSteps):
                 return above(of, prepared, prediction_loss_only, ignore_keys=ignore_keys)
 
         found: tuple[Any, Any, Any]
-        now = self._evaluation
-        waiting = [] if now.ahead is None or not prediction_loss_only else now.ahead.waiting
-        if not (waiting and waiting[0] is inputs):
-            (found,) = self.evaluated([inputs], step, "" if prediction_loss_only else "outputs")
-            return found
-        if not now.known:
-            now.known.extend(self.evaluated(waiting, step, ""))
-        found = now.known.popleft()
+        now, together = self._evaluation, [inputs]
+        if prediction_loss_only and now.ahead is not None and now.ahead.waiting and now.ahead.waiting[0] is inputs:
+            together = list(takewhile(lambda batch: batch.keys() == inputs.keys(), now.ahead.waiting))
+        if not (now.known and now.known[0][0] is inputs):
+            results = self.evaluated(together, step, "" if prediction_loss_only else "outputs")
+            now.known = list(zip(together, results, strict=True))
+        _, found = now.known.pop(0)
         return found
 
     def evaluated(self, batches: Sequence[Any], compute: Callable[[nn.Module, Any], Any], way: str) -> list[Any]:

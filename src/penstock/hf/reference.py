@@ -11,16 +11,16 @@ values, configuration and precision.
 """
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import xxhash
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets.fingerprint import Hasher
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -30,11 +30,13 @@ from transformers.utils.logging import tqdm
 
 from penstock import files
 from penstock.compat.trl import ReferenceSteps, hashed_by
-from penstock.errors import ConfigError, StoreError
+from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.trainer_optimizer import precision_of
 from penstock.hf.trl_trainer import TRLMixin
 from penstock.state.memory import numpy_bytes
 from penstock.store.directory import check_directory
+
+T = TypeVar("T")
 
 _ROWS = 1000
 """examples that are hashed at a time"""
@@ -49,6 +51,7 @@ class PreferenceMixin(ReferenceSteps, TRLMixin):
     """names of what ``compute_ref_log_probs`` returns, as the data collator reads them"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._unhashed: ConfigError | ModelError | StoreError | None = None
         with hashed_by(type(self), self._hash):
             super().__init__(*args, **kwargs)
 
@@ -83,42 +86,54 @@ class PreferenceMixin(ReferenceSteps, TRLMixin):
                 f"the {name} data have {' and '.join(there)} already, which precompute_ref_log_probs=True computes: "
                 "remove these columns"
             )
-        path = self._path_of(dataset, model_hash)
-        said = [path.name, path.exists()]
-        broadcast_object_list(said, from_process=0)
-        path = path.with_name(str(said[0]))
-        if not said[1]:
+        path, is_kept = self._of_first(lambda: self._place(dataset, model_hash))
+        if not is_kept:
             self._ask(path, dataset, name, batch_size)
-        try:
-            kept = load(path.read_bytes())
-        except SafetensorError as error:
-            raise ConfigError(
-                f"{path}: what the reference says of the {name} data was kept there, and is damaged ({error}). Remove "
-                "it: it is computed anew"
-            ) from error
-        except FileNotFoundError as error:
-            raise ConfigError(f"{path} is not there: all hosts have to see one output_dir") from error
+        kept = self._of_all(lambda: _read(path, name))
         for column, values in kept.items():
             dataset = dataset.add_column(column, values.numpy())
         return dataset
 
-    def _path_of(self, dataset: Any, model_hash: str) -> Path:
-        folder = Path(str(self.args.output_dir))
-        if not self.accelerator.is_main_process:  # which tells the others
-            return folder / "reference"
-        digest = xxhash.xxh3_128(f"{model_hash} {getattr(self.args, 'ld_alpha', None)}".encode())
+    def _of_first(self, work: Callable[[], T]) -> T:
+        """The result of ``work`` of the first process, small; or its error, on all of them."""
+        said: list[Any] = [None, None]
+        if self.accelerator.is_main_process:
+            try:
+                said[0] = work()
+            except (ConfigError, StoreError, OSError) as error:
+                said[1] = error if isinstance(error, ConfigError) else ConfigError(str(error))
+        broadcast_object_list(said, from_process=0)
+        if said[1] is not None:
+            raise said[1]
+        return cast(T, said[0])
+
+    def _of_all(self, work: Callable[[], T]) -> T:
+        """This process's result of ``work``; or the error of any of them, on all."""
+        found: list[T] = []
+        failure: ConfigError | None = None
         try:
-            digest.update(Hasher.hash(self.data_collator).encode())
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"data_collator: what the reference says depends on it, and this {type(self.data_collator).__name__} "
-                f"cannot be told from another one ({error}): give one that pickles"
-            ) from error
+            found.append(work())
+        except ConfigError as error:
+            failure = error
+        failures = [said for said in gather_object([failure]) if said is not None]
+        if failures:
+            raise failure or failures[0]
+        return found[0]
+
+    def _place(self, dataset: Any, model_hash: str) -> tuple[Path, bool]:
+        """The file for a data set, and if it is there. Its folder is made, and can be written to."""
+        if self._unhashed is not None:
+            raise self._unhashed
+        folder = Path(str(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        check_directory(folder)
+        digest = xxhash.xxh3_128(f"{model_hash} {getattr(self.args, 'ld_alpha', None)}".encode())
         for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
             for column in sorted(table.column_names):
                 digest.update(column.encode())
                 _update(digest, table[column].combine_chunks())
-        return folder / f"reference-{digest.hexdigest()}.safetensors"
+        path = folder / f"reference-{digest.hexdigest()}.safetensors"
+        return path, path.exists()
 
     def _ask(self, path: Path, dataset: Any, name: str, batch_size: int) -> None:
         """Have the reference say it, and keep it.
@@ -127,8 +142,6 @@ class PreferenceMixin(ReferenceSteps, TRLMixin):
             ConfigError: there is no reference any more, as the run's store has a later state.
             StoreError: it cannot be kept.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        check_directory(path.parent)
         try:
             assert self.engine is not None  # whose ranks these are
         except ConfigError as error:
@@ -168,10 +181,24 @@ class PreferenceMixin(ReferenceSteps, TRLMixin):
         """A hash of the reference. Reads all of its values, in the first process, which tells the others."""
         if not self.accelerator.is_main_process:
             return ""
+        try:
+            return self._hashed(model)
+        except (ConfigError, ModelError, StoreError) as error:  # said once all processes listen
+            self._unhashed = error
+            return ""
+
+    def _hashed(self, model: nn.Module) -> str:
         config: Any = model.config
         facts = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_NUMBERS}
         precision = precision_of(self.args, model)
         digest = xxhash.xxh3_128(repr((type(model).__qualname__, sorted(facts.items()), precision)).encode())
+        try:
+            digest.update(Hasher.hash(self.data_collator).encode())  # now: one that counts is another one later
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"data_collator: what the reference says depends on it, and this {type(self.data_collator).__name__} "
+                f"cannot be told from another one ({error}): give one that pickles"
+            ) from error
         weights = self._asked(model).weights
         for name, tensor in sorted(model.state_dict().items()):
             digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
@@ -198,6 +225,20 @@ def _update(digest: Any, column: pa.Array) -> None:
         digest.update(column.to_numpy(zero_copy_only=False).astype("int64").tobytes())
     else:
         digest.update(repr(column.to_pylist()).encode())
+
+
+def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
+    try:
+        return load(path.read_bytes())
+    except SafetensorError as error:
+        raise ConfigError(
+            f"{path}: what the reference says of the {name} data was kept there, and is damaged ({error}). Remove it: "
+            "it is computed anew"
+        ) from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} is not there: all hosts have to see one output_dir") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: what the reference says cannot be read: {error.strerror}") from error
 
 
 def _keep(path: Path, columns: Mapping[str, torch.Tensor]) -> None:

@@ -91,7 +91,8 @@ class TRLMixin(Bookkeeping, EngineMixin):
         assert figures is not None, "its loss gathers, which is refused"
         with self._ranks.together():
             of_ranks = self._ranks.gather_objects("figures for logs", found)
-            for one, rows in zip(notes, self.at_a_time(of_ranks), strict=True):
+            at_a_time = self.at_a_time(of_ranks) if mode == "train" else list(zip(*of_ranks, strict=True))
+            for one, rows in zip(notes, at_a_time, strict=True):
                 if one.books is not None:
                     check_own(one.books.of_processes(mode, rows, counted_values(self.accelerator), figures))
 

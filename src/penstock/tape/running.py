@@ -207,7 +207,7 @@ class Running:
             self._hand_on(parameter, gradient)
 
     def _hand_on(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Hand a parameter's gradient on. One that comes in parts (a reentrant checkpoint's backward within another one)
+        """Hand a parameter's gradient on. One that comes in parts (by a reentrant checkpoint's backward within another)
         goes on as their sum: it is a micro-batch's, which is added to those before it, or to what they add up to later.
         """
         key = id(parameter)

@@ -170,20 +170,25 @@ class FolderWeights:
         # A conversion may make more than the model has (a branch that a configuration switches off).
         surplus = {target for target in self._step_of if target not in state}
         missing, unexpected = key_report(self._model, self._missing(state), {*unknown, *surplus})
-        base = f"{self._model.base_model_prefix}."
-        of_base = {name for name in missing if name.startswith(base)}
+        lacking = {name for name in missing if self._part(name) is None}
+        prefix = self._model.base_model_prefix
+        if self._new_head and not (prefix and hasattr(self._model, prefix)):
+            raise ConfigError(
+                f"new_head=True: a {type(self._model).__name__} has no base model that could be the folder's: give a "
+                "model_class that has one, and a head"
+            )
         if self._new_head:
-            if not missing - of_base:
+            if not lacking and not unexpected:
                 raise ConfigError(
                     f"{self._folder}: new_head=True would have no effect, as it has all of a "
                     f"{type(self._model).__name__}: leave it out"
                 )
-            missing, unexpected = of_base, {name for name in unexpected if name.startswith(base)}
+            missing, unexpected = missing - lacking, {name for name in unexpected if self._has_part(name)}
         if missing:
             raise ModelError(
                 f"{self._folder}: {len(missing)} of the model's {len(state)} tensors are not in its files: "
                 f"{_names(missing)}. Is it a folder of {type(self._model).__name__}? {self._other_type()}Give one that "
-                "has all of them" + (", or new_head=True, and the model initialises these" * (not of_base))
+                "has all of them" + (", or new_head=True, and the model initialises these" * (lacking == missing))
             )
         if unexpected:
             raise ModelError(
@@ -191,6 +196,16 @@ class FolderWeights:
                 f"has no place for: {_names(unexpected)}. Give the folder of one model, with its own "
                 "config.json"
             )
+
+    def _part(self, name: str) -> str | None:
+        """The part of the base model that a parameter is of, such as ``model.layers``; None: it is of a head."""
+        base, _, rest = name.partition(".")
+        return f"{base}.{rest.partition('.')[0]}." if base == self._model.base_model_prefix else None
+
+    def _has_part(self, name: str) -> bool:
+        """True if a name is of a part of the base that the model has."""
+        part = self._part(name)
+        return part is not None and any(own.startswith(part) for own in self._model.state_dict())
 
     def _other_type(self) -> str:
         """Advice where the rules for names are those of another type of model than the class's own; else empty."""
