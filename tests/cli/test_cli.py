@@ -35,6 +35,7 @@ from penstock.config import (
     Tier,
     TrainConfig,
 )
+from penstock.config.sizes import format_flops
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.report.sentence import LANE_WORDS, share_of_life
@@ -263,6 +264,15 @@ def test_the_last_words_say_how_fast_it_was_and_what_the_drives_went_through(tmp
     text = closing(_measured(), own_bytes=MIB, folder=tmp_path, trace=None, stopped=False)
     assert f"speed    256 tokens/s, 1 TFLOP/s, {of_both}; 1 clipped; 1 run twice" in text
     assert "drives   1.86 GiB written, 0.0023% of the 78.6 TiB that they are assumed to bear" in text
+
+
+def test_a_rate_that_no_model_reaches_was_measured_on_a_busy_machine(tmp_path: Path) -> None:
+    meter = _measured()
+    slow = replace(meter.outline.yardstick, flops=0.5e12, peak=None)
+    meter.outline = replace(meter.outline, yardstick=slow)
+    text = closing(meter, own_bytes=MIB, folder=tmp_path, trace=None, stopped=False)
+    why = "the machine was busy when it was measured (penstock doctor measures it anew)"
+    assert f"1 TFLOP/s, above a large product's {format_flops(0.5e12)}: {why}; 1 clipped" in text
 
 
 @pytest.mark.parametrize("width", [80, 120])

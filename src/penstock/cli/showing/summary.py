@@ -13,6 +13,10 @@ from penstock.config import TrainConfig, format_size
 from penstock.config.sizes import format_flops
 from penstock.report.sentence import format_time, share_of_life, time_of_step
 
+_NO_MORE = 1.1
+"""The most of a large product's rate that a model computes at, with room for noise."""
+_ANEW = "penstock doctor measures it anew"
+
 
 def opening(config: TrainConfig, data: str, parameters: int) -> str:
     """The task: what was read, model, steps."""
@@ -80,7 +84,10 @@ def _speed(meter: Meter) -> str:
     seconds, yardstick = max(meter.seconds, 1e-9), meter.outline.yardstick
     rate, peak, product = meter.flops / seconds, yardstick.peak, yardstick.flops
     mfu = "" if peak is None else f", MFU {rate / peak:.0%} of the maker's {format_flops(peak)}"
-    mfu += "" if product is None else f", {rate / product:.0%} of a large product's {format_flops(product)}"
+    if product is not None and rate > _NO_MORE * product:
+        mfu += f", above a large product's {format_flops(product)}: the machine was busy when it was measured ({_ANEW})"
+    elif product is not None:
+        mfu += f", {rate / product:.0%} of a large product's {format_flops(product)}"
     steps = "".join(f"; {what}" for what in counts(meter))
     return f"{meter.tokens / seconds:,.0f} tokens/s, {format_flops(rate)}{mfu}{steps}"
 
