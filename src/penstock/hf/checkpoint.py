@@ -51,6 +51,10 @@ _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensor
 """names of the files of a model's weights"""
 
 
+class OtherRunError(ConfigError):
+    """The store has the state of another run, or of a later step, than what is to begin here."""
+
+
 def name_run(engine: Engine, ranks: Ranks) -> None:
     """Give a run that begins a name that no other has."""
     with ranks.together():
@@ -224,7 +228,7 @@ def _check_replaceable(paths: Sequence[Path], origin: Mapping[str, Any], *, same
         return
     run = _run_of(record.get("position"))
     if run is None or run != origin.get(_RUN):
-        raise ConfigError(
+        raise OtherRunError(
             f"budget.disk: {paths[0]} holds the state of another run after step {record['step']}. To go on "
             "with that: trainer.train(resume_from_checkpoint=...) with a checkpoint of it. To replace it: "
             "EngineArguments(overwrite=True)"

@@ -31,6 +31,7 @@ from transformers.utils.logging import tqdm
 from penstock import files
 from penstock.compat.trl import ReferenceSteps, hashed_by
 from penstock.errors import ConfigError, ModelError, StoreError
+from penstock.hf.checkpoint import OtherRunError
 from penstock.hf.trainer_optimizer import precision_of
 from penstock.hf.trl_trainer import TRLMixin
 from penstock.state.memory import numpy_bytes
@@ -100,8 +101,8 @@ class PreferenceMixin(ReferenceSteps, TRLMixin):
         if self.accelerator.is_main_process:
             try:
                 said[0] = work()
-            except (ConfigError, StoreError, OSError) as error:
-                said[1] = error if isinstance(error, ConfigError) else ConfigError(str(error))
+            except (ConfigError, ModelError, StoreError, OSError) as error:
+                said[1] = error if isinstance(error, ConfigError | ModelError) else ConfigError(str(error))
         broadcast_object_list(said, from_process=0)
         if said[1] is not None:
             raise said[1]
@@ -144,7 +145,7 @@ class PreferenceMixin(ReferenceSteps, TRLMixin):
         """
         try:
             assert self.engine is not None  # whose ranks these are
-        except ConfigError as error:
+        except OtherRunError as error:
             raise ConfigError(
                 f"{path} is not there, with what the model says of the {name} data before its first step: data, "
                 "collator, model or settings are not what they were, or it was removed. It cannot be asked any more: "
