@@ -88,6 +88,7 @@ REFUSALS: tuple[tuple[str, set[str]], ...] = (
     ("take different ways through the model's blocks", _BY_DATA),
     ("which the micro-batch that the plan was made from did not do there", _BY_DATA),
     ("is a tensor that the block computes and that other code reads later", {"attribute", "shared part"}),
+    ("has no parameter that is trained", {"frozen weights", "frozen ends"}),
     ("no repeated blocks were found", {"attributes", "sequential", "dict", "list", "shared part"}),
     ("is a batch norm, which torch computes on a processor", {"batch norm", "batch norm, cumulative"}),
 )
