@@ -260,7 +260,8 @@ def compare_with_plain(spec: Spec, model: AnyModel, setting: Setting, found: Tra
     blocks = [Block(name=name, module=modules[name]) for name in found.blocks]
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, clip = setting.torch(trained), setting.numbers["clip_grad_norm"]
-    within = 1e-2 if spec.rounds() else 1e-4
+    # Under autocast what is added up in another order is rounded to bf16, by 2^-9 each time, in each of the steps.
+    within = 2e-2 if spec.rounds() else 1e-4
     for number, micro_batches in enumerate(spec.data(), start=1):
         weights = setting.weights_of(len(micro_batches))
         stages = found.stages[number - 1]
