@@ -260,8 +260,7 @@ def compare_with_plain(spec: Spec, model: AnyModel, setting: Setting, found: Tra
     blocks = [Block(name=name, module=modules[name]) for name in found.blocks]
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, clip = setting.torch(trained), setting.numbers["clip_grad_norm"]
-    # Under autocast what is added up in another order is rounded to bf16, by 2^-9 each time, in each of the steps.
-    within = 2e-2 if spec.rounds() else 1e-4
+    within = 1e-2 if spec.rounds() else 1e-4
     for number, micro_batches in enumerate(spec.data(), start=1):
         weights = setting.weights_of(len(micro_batches))
         stages = found.stages[number - 1]
@@ -283,13 +282,13 @@ def compare_with_plain(spec: Spec, model: AnyModel, setting: Setting, found: Tra
 
 
 def is_chaotic(spec: Spec, setting: Setting) -> bool:
-    """True if a plain loop's own losses are others where its weights differ by a unit of rounding: in float64
-    (``tests.tape``) such a model is exact."""
+    """True if a plain loop's own losses are others where its weights differ by a unit of rounding, in one way of
+    several: in float64 (``tests.tape``) such a model is exact."""
     assert setting.torch is not None
     losses: list[list[float]] = []
-    for change in (0.0, 2.0**-24):
+    for draw, change in enumerate((0.0, *[2.0**-24] * 4)):
         model = built(spec, setting)
-        torch.manual_seed(1)
+        torch.manual_seed(draw)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + change * torch.randn_like(p))
@@ -302,7 +301,7 @@ def is_chaotic(spec: Spec, setting: Setting) -> bool:
                 (loss * weight).backward()
                 losses[-1].append(float(loss))
             optimizer.step()
-    return losses[0] != pytest.approx(losses[1], rel=1e-5)
+    return any(losses[0] != pytest.approx(others, rel=1e-5) for others in losses[1:])
 
 
 def check(spec: Spec, setting: Setting, folder: Path) -> str:

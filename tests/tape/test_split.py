@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.compat.torch import TorchDispatchMode, packet_of
 from penstock.errors import ModelError
+from tests.any_functions import Product
 from tests.models import MODELS, Case
 from tests.stacks import WEIGHTS, WIDTH, Layer, assert_same_gradients, beside_vertical, stack, unequal
 from tests.tape.test_autograd import HONOURED
@@ -113,13 +114,8 @@ class Recomputed(Layer):
         self.other = nn.Linear(WIDTH, WIDTH)
 
 
-class ReadsTwice(torch.autograd.Function):
+class ReadsTwice(Product):
     """Asks for what it has saved several times, and has a weight of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

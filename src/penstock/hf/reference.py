@@ -96,7 +96,8 @@ class PreferenceMixin(ReferenceSteps, TRLMixin):
         return dataset
 
     def _of_first(self, work: Callable[[], T]) -> T:
-        """The result of ``work`` of the first process, small; or its error, on all of them."""
+        """The result of ``work`` of the first process, small; or its error, on all of them. There is no engine yet, and
+        may be none, whose ranks could tell each other."""
         said: list[Any] = [None, None]
         if self.accelerator.is_main_process:
             try:

@@ -172,12 +172,12 @@ class FolderWeights:
         missing, unexpected = key_report(self._model, self._missing(state), {*unknown, *surplus})
         lacking = {name for name in missing if self._part(name) is None}
         prefix = self._model.base_model_prefix
-        if self._new_head and not (prefix and hasattr(self._model, prefix)):
-            raise ConfigError(
-                f"new_head=True: a {type(self._model).__name__} has no base model that could be the folder's: give a "
-                "model_class that has one, and a head"
-            )
         if self._new_head:
+            if not (prefix and hasattr(self._model, prefix)):
+                raise ConfigError(
+                    f"new_head=True: a {type(self._model).__name__} has no base model that could be the folder's: give "
+                    "a model_class that has one, and a head"
+                )
             if not lacking and not unexpected:
                 raise ConfigError(
                     f"{self._folder}: new_head=True would have no effect, as it has all of a "
