@@ -135,9 +135,9 @@ def nothing_is_left_behind(own_temporary_folder: Path) -> Iterator[None]:
     assert not left, "in the system's temporary folder"
 
 
-_STAYS = ("wandb-", "hf_datasets-", "playwright", "org.chromium.", ".org.chromium.", "torchinductor_", PREFIX)
-"""What is gone when its process ends: wandb's service, what is computed of data in memory, and the browser of a whole
-file of tests. And what torch has compiled, for the next who asks for it."""
+_STAYS = ("wandb-", "playwright", "org.chromium.", ".org.chromium.", "torchinductor_", PREFIX)
+"""What is gone when its process ends: wandb's service, and the browser of a whole file of tests. And what torch has
+compiled, for the next who asks for it."""
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,10 @@ def preferring(library: Any, name: str, folder: Path, each: int = 2, **given: An
     """A trainer of ``library`` (``trl`` or ``penstock.hf``). ``each``: micro-batches of a step in this process."""
     settings = COMMON | {"bf16": False, "gradient_accumulation_steps": each, "num_train_epochs": 1}
     settings |= {"eval_strategy": "epoch", "per_device_eval_batch_size": 2}
-    settings |= {} if name == "RewardTrainer" or "peft_config" in given else KEPT
+    if name != "RewardTrainer" and "peft_config" not in given:
+        # TRL's own would keep what the reference says in a temporary folder, where no other process finds it.
+        settings |= KEPT if library is not trl else {}
+        given |= {} if library is not trl else {"ref_model": llama()}
     settings |= given.pop("settings", {})
     if "args" not in given:
         given["args"] = CONFIGS[name](str(folder / "run"), **settings)
@@ -82,9 +85,7 @@ def by_processes(folder: Path, each: int, engine: EngineArguments, *names: str) 
     """What trainers of these ``names`` log in several processes: the engine's, and TRL's own."""
     found = {}
     for name in names:
-        # TRL's own keeps what the reference says of data in memory where other processes do not find it.
-        given = {"settings": {"precompute_ref_log_probs": False}, "ref_model": llama()} if name == "DPOTrainer" else {}
-        plain = preferring(trl, name, folder / f"plain-{name}", each, **given)
+        plain = preferring(trl, name, folder / f"plain-{name}", each)
         own = preferring(penstock.hf, name, folder / name, each, engine=engine)
         for trainer in (plain, own):
             trainer.train()

@@ -92,9 +92,11 @@ def test_a_reference_without_values_in_memory_says_the_same_and_is_asked_once(
         return preferring(penstock.hf, "DPOTrainer", tmp_path, model=loaded.model, engine=engine, **given)
 
     first = streamed()
-    theirs = columns(preferring(trl, "DPOTrainer", tmp_path / "plain"))
-    for name, values in columns(first).items():
-        torch.testing.assert_close(values, theirs[name], rtol=1e-5, atol=1e-5)
+    theirs = preferring(trl, "DPOTrainer", tmp_path / "plain")
+    batches = [theirs.data_collator([row]) for row in theirs.train_dataset]
+    wanted = [theirs.compute_ref_log_probs(theirs.ref_model, batch) for batch in batches]
+    for values, said in zip(columns(first).values(), zip(*wanted, strict=True), strict=True):
+        torch.testing.assert_close(torch.tensor(values), torch.cat(said), rtol=1e-5, atol=1e-5)
     first.end()
     files = sorted((tmp_path / "run").glob("reference-*.safetensors"))
     assert sorted(len(load_file(path)["ref_chosen_logps"]) for path in files) == [16, 18]
