@@ -91,16 +91,14 @@ def _as_nobody(act: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("lock", [True, False])
-def test_a_folder_that_one_may_not_write_to_is_read(lock: bool, a_run: Path, tmp_path: Path) -> None:
+def test_a_folder_that_one_may_not_write_to_is_read(lock: bool, finished_run: Path, for_all: Path) -> None:
     """``lock``: whether the store has its lock's file, as it has but for one that was copied without."""
+    a_run = shutil.copytree(finished_run, for_all / "run")
     for path in (a_run / "store" / "lock", a_run / "run.lock"):
         if not lock:
             path.unlink(missing_ok=True)
     for path in (a_run, *a_run.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    closed = {path: path.stat().st_mode for path in a_run.parents if not path.stat().st_mode & 0o001}
-    for path, mode in closed.items():  # pytest's own folders, which are their owner's alone
-        path.chmod(mode | 0o011)
     before = _state(a_run)
 
     def read() -> None:
@@ -112,8 +110,6 @@ def test_a_folder_that_one_may_not_write_to_is_read(lock: bool, a_run: Path, tmp
     assert _state(a_run) == before
     for path in (a_run, *a_run.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    for path, mode in closed.items():
-        path.chmod(mode)
 
 
 def test_who_reads_shares_the_lock_and_who_writes_has_it_alone(tmp_path: Path) -> None:
