@@ -27,8 +27,8 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def for_all(tmp_path: Path) -> Iterator[Path]:
-    """A folder that another user may look into. Pytest's own are their owner's alone, are shared by tests that run at the
-    same time, and are closed again by each run of pytest that begins."""
+    """A folder that another user may look into. Pytest's own are their owner's alone, are shared by tests that run at
+    the same time, and are closed again by each run of pytest that begins."""
     if os.geteuid():  # who is not root tests as the user that he is
         yield tmp_path
         return
