@@ -231,6 +231,10 @@ STRANGE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "a part of the vocabulary": (lambda z: z[..., :8], "takes a part of its vocabulary"),
     "other shapes": (lambda z: z.view(-1, 4), "the shape"),
     "their mean": (lambda z: z - z.mean(), "calls mean"),
+    "in a list": (lambda z: torch.cat([z, z]), "calls cat"),
+    "by name": (lambda z: torch.softmax(input=z, dim=-1), "calls softmax"),
+    "other numbers": (lambda z: z.view(torch.int32), "the shape .* of torch.int32"),
+    "one label too many": (lambda z: z[:, 1:], r"a cross-entropy of \[3, 16\] with labels of shape \[4\]"),
 }
 
 

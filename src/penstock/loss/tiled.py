@@ -185,7 +185,9 @@ class Logits(torch.Tensor):
             with without_subclasses():
                 return func(*args, **kwargs)
         name = str(getattr(func, "__name__", func))
-        logits = args[0] if args and isinstance(args[0], Logits) else next(a for a in args if isinstance(a, Logits))
+        logits = next((a for a in args if isinstance(a, Logits)), None)
+        if logits is None:  # it is given by name, or in a list
+            _refuse(None, f"calls {name} on its logits")
         if name in _ELEMENTWISE and all(_is_plain(a) for a in (*args, *kwargs.values()) if a is not logits):
             return _then(logits, func, args, kwargs)
         if name == "contiguous":
@@ -247,9 +249,10 @@ def _then(logits: Logits, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _reshaped(logits: Logits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
     source = logits.source
-    shape = func(source.on_meta, *args[1:], **kwargs).shape
-    if not shape or shape[-1] != source.weight.shape[0]:
-        _refuse(logits, f"gives its logits the shape {list(shape)}")
+    made = func(source.on_meta, *args[1:], **kwargs)
+    shape = made.shape
+    if not shape or shape[-1] != source.weight.shape[0] or made.dtype != logits.dtype:
+        _refuse(logits, f"gives its logits the shape {list(shape)} of {made.dtype}")
     hidden = source.hidden.reshape(*shape[:-1], source.hidden.shape[-1])
     return Logits(replace(source, hidden=hidden))
 
@@ -288,7 +291,7 @@ def _cross_entropy(
         _refuse(labels, "uses its logits as labels")
     if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
         _refuse(logits, f"asks for a cross-entropy with class weights or reduction={reduction!r}")
-    if logits.dim() != 2 or labels.dim() != 1 or labels.is_floating_point():
+    if logits.dim() != 2 or labels.shape != logits.shape[:1] or labels.is_floating_point():
         _refuse(logits, f"asks for a cross-entropy of {list(logits.shape)} with labels of shape {list(labels.shape)}")
     source = logits.source
     entropy = Entropy(tile=source.tile, after=source.after, ignore_index=ignore_index, smoothing=float(label_smoothing))
