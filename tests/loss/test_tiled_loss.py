@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import peft
 import pytest
@@ -19,6 +19,7 @@ from torch.nn import functional
 import penstock
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import tiled_loss
+from penstock.loss.tiled import in_tiles
 from penstock.loss.tiles import Entropy, linear_cross_entropy
 from penstock.schedule.program import Program
 from tests import models
@@ -256,6 +257,20 @@ def test_rows_may_be_chosen_and_logits_scaled_by_numbers() -> None:
     ):
         model = Strange(change)
         torch.testing.assert_close(tiled_loss(3)(model, tokens), model(**tokens).loss)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_rows_at_all_have_the_loss_that_torch_gives(reduction: str) -> None:
+    head = nn.Linear(8, 16)
+    hidden, labels = torch.zeros(0, 8, requires_grad=True), torch.zeros(0, dtype=torch.uint8)
+    model = SimpleNamespace(get_output_embeddings=lambda: head)
+    with in_tiles(cast(nn.Module, model), 2):
+        tiled = functional.cross_entropy(head(hidden), labels, reduction=reduction)
+    torch.testing.assert_close(
+        tiled, functional.cross_entropy(head(hidden), labels, reduction=reduction), equal_nan=True
+    )
+    tiled.backward()
+    assert head.weight.grad is not None
 
 
 def test_models_without_a_plain_head_are_refused() -> None:

@@ -297,7 +297,7 @@ def _cross_entropy(
     entropy = Entropy(tile=source.tile, after=source.after, ignore_index=ignore_index, smoothing=float(label_smoothing))
     where = source.hidden.device.type
     with torch.autocast(where, enabled=False) if torch.amp.is_autocast_available(where) else nullcontext():
-        total = linear_cross_entropy(source.hidden, source.weight, source.bias, labels, entropy)
+        total = linear_cross_entropy(source.hidden, source.weight, source.bias, labels.long(), entropy)
     if reduction == "mean":
         total = total / (labels != ignore_index).sum()
     return total.to(logits.dtype)

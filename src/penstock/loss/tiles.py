@@ -60,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         rows, s = hidden.shape[0], entropy.smoothing
         sums, losses = [], []
-        for start in range(0, rows, entropy.tile):
+        for start in range(0, max(rows, 1), entropy.tile):  # none at all are a tile, too
             tile = slice(start, start + entropy.tile)
             logits = entropy.apply(functional.linear(hidden[tile], weight, bias))
             logits = logits.to(_wide(logits.dtype))
