@@ -298,3 +298,11 @@ def test_autocast_reaches_the_head() -> None:
         whole = model(**micro_batch).loss
         tiled = tiled_loss(5)(model, micro_batch)
     torch.testing.assert_close(tiled, whole, rtol=LOSS, atol=0)
+
+
+def test_under_autocast_the_loss_is_in_fp32() -> None:
+    """As torch's own is, also where a model leaves its logits in bf16."""
+    model, tokens = Strange(lambda z: z), {"input_ids": torch.tensor([[1, 2, 3, 4]])}
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, tiled = model(**tokens).loss, tiled_loss(3)(model, tokens)
+    torch.testing.assert_close(tiled, whole)

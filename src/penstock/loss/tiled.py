@@ -296,11 +296,13 @@ def _cross_entropy(
     source = logits.source
     entropy = Entropy(tile=source.tile, after=source.after, ignore_index=ignore_index, smoothing=float(label_smoothing))
     where = source.hidden.device.type
-    with torch.autocast(where, enabled=False) if torch.amp.is_autocast_available(where) else nullcontext():
+    casts = torch.amp.is_autocast_available(where)
+    wide = casts and torch.is_autocast_enabled(where)  # torch then computes it, and gives it, in fp32
+    with torch.autocast(where, enabled=False) if casts else nullcontext():
         total = linear_cross_entropy(source.hidden, source.weight, source.bias, labels.long(), entropy)
     if reduction == "mean":
         total = total / (labels != ignore_index).sum()
-    return total.to(logits.dtype)
+    return total if wide else total.to(logits.dtype)
 
 
 def _refuse(logits: Any, what: str) -> NoReturn:
