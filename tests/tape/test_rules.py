@@ -8,6 +8,7 @@ from collections import UserDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -659,6 +660,28 @@ class InPlaceLayer(Layer):
         return x.mul_(2.0) + torch.tanh(self.linear(x))
 
 
+class PassingLayer(Layer):
+    """Changes what it is handed and hands that on, so that it puts out nothing of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(torch.tanh(self.linear(x.detach().clone())))
+
+
+class WritingLayer(Layer):
+    """Writes to a tensor in an object that it is handed."""
+
+    def forward(self, x: torch.Tensor, noted: Any) -> torch.Tensor:
+        noted.mean.copy_(x.mean())
+        return super().forward(x)
+
+
+def run_noting(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    noted = SimpleNamespace(mean=x.new_zeros(()))
+    for layer in model.layers:
+        x = layer(x, noted) + noted.mean
+    return x
+
+
 class StashLayer(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.penalty = x.square().mean()
@@ -703,6 +726,8 @@ def run_first(model: Stack, x: torch.Tensor) -> torch.Tensor:
     ("layer", "run", "message"),
     [
         (InPlaceLayer, None, "block 'layers.0' changes one of its inputs in place"),
+        (PassingLayer, None, "block 'layers.0' changes one of its inputs in place"),
+        (WritingLayer, run_noting, "block 'layers.0' changes one of its inputs in place"),
         (Layer, run_in_place_after, "was changed in place after the block had run"),
         (Layer, run_detaching_after, "was detached in place after the block had run"),
         (StashLayer, run_stash, "attribute 'penalty' of 'layers.0'"),

@@ -251,6 +251,8 @@ class SuspendedForward:
         wanted = modes.grad and (site.trainable or self.facts.trains or any(needed))
         hidden = opaque.hidden(live)
         opaque.refuse_inputs(site.name, hidden)
+        beside = [tensor for _, tensor in hidden.values() if tensor is not None]
+        numbers = [(t, version(t)) for t in (*inputs, *beside, *self.beside) if _can_lose_gradient(t)]
         keeping, self.keeping = self.keeping, None
         leaves: Leaves | None = None
         if keeping is not None and wanted and self._can_keep(before):
@@ -263,6 +265,9 @@ class SuspendedForward:
                 output = site.forward(*args, **kwargs)
         changed = any(version(t) != v for t, v in zip(inputs, versions, strict=True))
         wanted = wanted or (modes.grad and self.facts.trains)  # which a probe has found out
+        # Of what it was handed and hands on in passing the graph is not cut, so that its gradient would be lost.
+        lost = wanted and any(version(t) != v for t, v in numbers)
+        del numbers, beside
         self._look_beside((output, live))
         if wanted:
             opaque.refuse_outputs(site.name, output, live, hidden)
@@ -281,12 +286,13 @@ class SuspendedForward:
         if self.backward.outputs is not None:
             self.backward.outputs.note(self._stage, self.outputs)
             self._shared.watch(site.name, self.outputs)
-        if any(t.requires_grad for t in self.outputs):
-            if changed:
-                raise ModelError(
-                    f"block {site.name!r} changes one of its inputs in place, so it cannot be recomputed from them: "
-                    "write the result to a new tensor"
-                )
+        needs_backward = any(t.requires_grad for t in self.outputs)
+        if lost or (changed and needs_backward):
+            raise ModelError(
+                f"block {site.name!r} changes one of its inputs in place, so it cannot be recomputed from them: "
+                "write the result to a new tensor"
+            )
+        if needs_backward:
             self.backward.calls[self._stage] = Call(
                 site=site,
                 inputs=before,
@@ -361,6 +367,11 @@ class SuspendedForward:
             return changed, ()
         found = ((m, name, b) for m in site.buffered for name, b in buffers_of(m).items() if (id(m), name) not in known)
         return changed, tuple(((m, name, b), 0 if b is None else version(b)) for m, name, b in found)
+
+
+def _can_lose_gradient(tensor: torch.Tensor) -> bool:
+    """True if a block that writes to a tensor may give it a gradient. What it does to parameters is seen elsewhere."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and not isinstance(tensor, nn.Parameter)
 
 
 @contextmanager
