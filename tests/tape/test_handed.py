@@ -314,6 +314,22 @@ def read_counts(model: Stack, x: torch.Tensor) -> torch.Tensor:
     return x + model.layers[0].seen
 
 
+class Writes(Layer):
+    """Writes to a tensor that the model's own code has made for it, and holds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "sum" in HELD:
+            HELD.pop("sum").add_(self.linear(x).mean())
+        return super().forward(x)
+
+
+def read_written(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    total = HELD["sum"] = x.new_zeros(())
+    for layer in model.layers:
+        x = layer(x)
+    return x + total
+
+
 def weight_norm(model: Any) -> None:
     """Weight normalisation of old: hooks in front of a block make its weight, outside of it."""
     model.layers[1] = nn.Linear(WIDTH, WIDTH)
@@ -332,6 +348,12 @@ SMUGGLED: dict[str, tuple[type[nn.Module], Run | None, Any, str]] = {
     "from block to block": (FromBelow, run_from_below, keep, "block 'layers.1' reads a tensor of shape (2, 12, 8)"),
     "a penalty on weights": (Penalised, read_global, keep, "that block 'layers.0' made, not returned"),
     "a buffer": (Counts, read_counts, keep, "reads a tensor of shape (8,) that block 'layers.0' has written to before"),
+    "a tensor of the model's own": (
+        Writes,
+        read_written,
+        keep,
+        "shape () that block 'layers.0' has written to",
+    ),
     "a weight made in front of a block": (Layer, None, weight_norm, "'layers.1' reads a tensor of shape (8, 8)"),
 }
 

@@ -136,8 +136,18 @@ class Smuggled:
             elif operand.storage not in self._own:
                 self._views.add(operand.storage)
         for operand in written:
-            if operand.birth is None and operand.storage not in self._own:
+            if operand.birth is not None:
+                self._note_write(operand)
+            elif operand.storage not in self._own:
                 self._written.setdefault(operand.storage, {})[self._segment] = self._block
+
+    def _note_write(self, operand: Operand) -> None:
+        """Note that a block has written to a tensor that earlier code made and did not hand to it."""
+        tensor, storage, birth = operand
+        if birth is None or self._block is None or birth.segment == self._segment or storage in self._handed:
+            return
+        if tensor.is_floating_point() or tensor.is_complex():
+            birth.writer = self._block
 
     def _follow(self, op: Op) -> None:
         """Note what the results of an op follow from."""
@@ -172,6 +182,8 @@ class Smuggled:
                 self._find("{} reads {} that is none of its arguments", tensor)
             elif self._block is None and birth.segment in self._blocks and not birth.returned:
                 self._find(f"{{}} reads {{}} that {_who(self._blocks[birth.segment])} made, not returned", tensor)
+            elif self._block is None and birth.writer is not None:
+                self._find(f"{{}} reads {{}} that {_who(birth.writer)} has written to before", tensor)
             elif self._block is None and not isinstance(tensor, nn.Parameter):
                 self.read.update((holder, self._segment) for holder in birth.kept)
 

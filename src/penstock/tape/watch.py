@@ -58,10 +58,11 @@ class Birth:
 
     ``depends``: its numbers follow from the micro-batch, or from weights that train. ``of``: the storages from before
     the forward, but for weights, that they follow from; ``copies``: those that they are merely copied from.
-    ``returned``: a block returned it. ``kept``: the places where the model's own code keeps it.
+    ``returned``: a block returned it. ``kept``: the places where the model's own code keeps it. ``writer``: the block
+    that has written to it without being handed it.
     """
 
-    __slots__ = ("copies", "depends", "kept", "nbytes", "of", "returned", "saved", "segment", "touched")
+    __slots__ = ("copies", "depends", "kept", "nbytes", "of", "returned", "saved", "segment", "touched", "writer")
 
     def __init__(self, nbytes: int, segment: int) -> None:
         self.nbytes = nbytes
@@ -73,6 +74,7 @@ class Birth:
         self.copies: frozenset[int] = frozenset()
         self.returned = False
         self.kept: Way = ()
+        self.writer: str | None = None
 
 
 Packets = frozenset[int]
