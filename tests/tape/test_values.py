@@ -44,3 +44,16 @@ def test_a_parameter_that_is_made_of_numbers_needs_its_gradient() -> None:
     assert made.is_meta
     assert made.is_leaf
     assert made.requires_grad
+
+
+def test_values_that_are_lost_take_no_later_ones_with_them() -> None:
+    """What is made next may have the place in memory of what was lost and is no more."""
+    values = Values("cpu")
+    with values:
+        for _ in range(20):
+            picked = torch.rand(4, 4, device="meta").argmax(-1)
+            counts = torch.zeros(4, dtype=torch.long, device="meta")
+            counts.scatter_add_(0, picked, torch.ones_like(picked))
+            assert values.of(counts) is None
+            del counts
+            assert values.of(torch.arange(4, device="meta")) is not None

@@ -5,6 +5,7 @@ from constants and from the micro-batch by integer and boolean arithmetic is com
 CPU; activations and weights have no values.
 """
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,9 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kind = kind
         self._constants = _Constants()
         self._values: Any = WeakTensorKeyDictionary()
-        self._lost: set[int] = set()  # storages of values that were overwritten by something unknown
+        self._lost: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """storages of values that were overwritten by something unknown, until they are no more: another one may then
+        have the identity"""
 
     def __enter__(self) -> "Values":
         self._constants.__enter__()  # type: ignore[no-untyped-call]
@@ -101,7 +104,11 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in trees.tensors(written):
                 value = values.get(id(tensor))
                 if value is not None and tensor.is_meta:
-                    self._lost.add(storage_key(value))
+                    self._lose(value)
+
+    def _lose(self, value: torch.Tensor) -> None:
+        key = storage_key(value)
+        self._lost[key] = weakref.ref(value.untyped_storage(), lambda _: self._lost.pop(key, None))
 
 
 class _Constants(TorchFunctionMode):
