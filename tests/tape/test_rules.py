@@ -621,6 +621,45 @@ def test_an_error_closes_the_siblings_and_leaves_the_tape_usable() -> None:
     assert all(torch.equal(found[name], g) for name, g in wanted.items())
 
 
+def run_raising_on_its_way_out(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.count += 1
+    done = False
+    try:
+        for layer in model.layers:
+            x = layer(x)
+        done = True
+    finally:
+        if not done:
+            raise OSError("the clean-up's own error")
+    return x
+
+
+def test_a_forward_that_raises_when_it_is_closed_leaves_all_as_it_was() -> None:
+    case = stack(Layer, run_raising_on_its_way_out)
+    model: Any = case.model()
+    model.register_buffer("count", torch.zeros(()))
+    bench, micro_batch = Bench(case, model), case.micro_batches(1)[0]
+    of_others = bench.tape.on_gradient = lambda *_: None
+
+    def fail(group: int) -> None:
+        if group == bench.groups[-1].spec.index:
+            raise MemoryError("no room")
+        bench.load(group)
+
+    with pytest.raises(OSError, match="the clean-up's own error"):
+        bench.tape.probe(micro_batch, fail, bench.unload)
+    assert model.count == 0
+    assert not bench.attached
+    assert bench.tape.on_gradient is of_others
+    bench.probe(micro_batch)
+    bench.load_all()
+    bench.tape.begin(0, [micro_batch], [1.0], stages=bench.stages)
+    bench.tape.forward(0, 0)
+    with pytest.raises(OSError, match="the clean-up's own error"):
+        bench.tape.close()
+    assert all("forward" not in vars(layer) for layer in model.layers)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # the library is renaming the method
 def test_gradient_checkpointing_is_refused() -> None:
     message = refused(MODELS["llama"], lambda model: model.gradient_checkpointing_enable())

@@ -7,7 +7,7 @@ storage is freed. What an op uses inside itself (a library's workspace) is not s
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -129,11 +129,12 @@ class Probe:
             self.handed = tuple(self.seen.calls.get(members[0]) for members in found.members)
             return found.stages(), found.facts()
         finally:
-            tape.finish()
-            tape.switched |= flags.seen
-            self._release()
-            tape.on_gradient = on_gradient
-            before.put_back()
+            with ExitStack() as left:  # all of it, also where a forward that is closed raises on its way out
+                left.callback(before.put_back)
+                left.callback(setattr, tape, "on_gradient", on_gradient)
+                left.callback(self._release)
+                left.callback(lambda: tape.switched.update(flags.seen))
+                left.callback(tape.finish)  # which comes first
 
     # -- what is read ---------------------------------------------------------------------------------------------
 

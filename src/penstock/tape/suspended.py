@@ -136,16 +136,17 @@ class SuspendedForward:
         if carrier is not None:
             carrier.penstock_forward = None
             outer = self.modes_now()
-            try:
-                if carrier:  # started and not ended: its context managers are left in passing
-                    carrier.throw()
-            finally:
+        try:
+            if carrier:  # started and not ended: its context managers are left in passing
+                carrier.throw()
+        finally:
+            if carrier is not None:
                 outer.apply(self.flags, self.modes_now())
-        self.arrival = None
-        self.outputs = []
-        self._copies.clear()
-        self.backward.clear()
-        self.own.clear()
+            self.arrival = None
+            self.outputs = []
+            self._copies.clear()
+            self.backward.clear()
+            self.own.clear()
 
     def expect_call(self, stage: int, site: Site) -> None:
         """Raise ModelError where it is not suspended at the call of a block."""

@@ -132,13 +132,14 @@ class Tape:
 
     def close(self) -> None:
         """Give the model back as it was: the blocks' own forwards, its caches, and no hooks."""
-        self.abort()
-        for site, replaced in zip(self.sites, self._replaced, strict=True):
-            remove(site, replaced)
-        self.caches.restore()
-        self.running.hooks.remove()
-        if self._ulysses is not None:
-            self._ulysses.close()
+        with ExitStack() as left:  # all of it, also where a forward that is closed raises on its way out
+            if self._ulysses is not None:
+                left.callback(self._ulysses.close)
+            left.callback(self.running.hooks.remove)
+            left.callback(self.caches.restore)
+            for site, replaced in zip(self.sites, self._replaced, strict=True):
+                left.callback(remove, site, replaced)
+            left.callback(self.abort)  # which comes first
 
     def probe(
         self,
