@@ -13,7 +13,10 @@ from torch import nn
 
 import penstock
 from penstock.config import Precision
+from penstock.engine.progress import Progress
 from penstock.errors import ConfigError, ModelError, ScheduleError, StoreError
+from penstock.optim.facade import StreamedOptimizer
+from penstock.optim.precision import LossScale
 from penstock.store.records import read_document, write_document
 from tests import warm
 from tests.models import MODELS, VOCABULARY, Case, MicroBatch, causal_lm, llama, qwen3
@@ -209,6 +212,17 @@ def test_a_setting_of_the_optimizer_out_of_its_range(value: object, engine: pens
         with pytest.raises(ConfigError, match="param_groups: eps="):
             engine.step(STEPS[1])
         group["eps"] = before
+
+
+def test_a_commit_has_the_names_of_any_number_of_parameters() -> None:
+    names = [f"layers.{i}.mlp.experts.gate_up_proj.lora_A.default.weight" for i in range(2000)]
+    optimizer = StreamedOptimizer(penstock.AdamW(), [(name, nn.Parameter(torch.zeros(1))) for name in names])
+    progress = Progress(seed=0, trained=names, optimizer=optimizer, scale=LossScale())
+    (group,) = progress.record()["param_groups"]
+    assert group["param_names"] == names
+    optimizer.param_groups[0]["note"] = "x" * (1 << 17)
+    with pytest.raises(ConfigError, match="param_groups: note: 131,074 bytes of JSON, and a commit takes 65,536"):
+        progress.record()
 
 
 # ---- micro-batches

@@ -75,8 +75,9 @@ def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return copy
 
 
-def json_text(value: Any, what: str, *, finite: bool) -> str:
-    """The JSON of what every commit is to have. ``what``: it is, for messages; ``finite``: NaN and infinity are none.
+def json_text(value: Any, what: str, *, finite: bool, most: int | None = MOST_POSITION) -> str:
+    """The JSON of what every commit is to have. ``what``: it is, for messages; ``finite``: NaN and infinity are none;
+    ``most``: bytes that it may take, None: any number.
 
     Raises:
         ConfigError: JSON does not hold it, or it is too large for that.
@@ -86,8 +87,8 @@ def json_text(value: Any, what: str, *, finite: bool) -> str:
         nbytes = len(text.encode())  # half of a pair of surrogates can be written, and not read
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{what}={value!r}: a commit holds what JSON holds: {error}. Keep it elsewhere") from None
-    if nbytes > MOST_POSITION:
-        raise ConfigError(f"{what}: {nbytes:,} bytes of JSON, and a commit takes {MOST_POSITION:,} at most")
+    if most is not None and nbytes > most:
+        raise ConfigError(f"{what}: {nbytes:,} bytes of JSON, and a commit takes {most:,} at most")
     return text
 
 

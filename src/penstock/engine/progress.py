@@ -11,7 +11,7 @@ from penstock.engine.batch import json_text
 from penstock.errors import ConfigError
 from penstock.optim.facade import StreamedOptimizer
 from penstock.optim.precision import LossScale
-from penstock.state.record import check_progress
+from penstock.state.record import NAMES, check_progress
 from penstock.state.stats import StepStats
 
 
@@ -40,10 +40,12 @@ class Progress:
         """
         groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         for group in groups:
+            json_text(group.get(NAMES), f"param_groups: {NAMES}", finite=False, most=None)  # as many as the model has
+            settings = {key: value for key, value in group.items() if key != NAMES}
             try:
-                json_text(group, "param_groups", finite=False)
+                json_text(settings, "param_groups", finite=False)
             except ConfigError:
-                for key, value in group.items():
+                for key, value in settings.items():
                     json_text(value, f"param_groups: {key}", finite=False)
                 raise
         return groups
