@@ -255,6 +255,14 @@ def test_a_position_that_is_set_is_part_of_the_commit_that_a_delay_has_left(tmp_
         engine.position = None
 
 
+def test_a_position_that_was_asked_for_may_be_written_to(tmp_path: Path) -> None:
+    with wrap(CASE, budget(tmp_path / "run"), delay=0.5, **COMMON) as engine:
+        engine.step(STEPS[0], position={"row": 1, "files": {"a": 1}})
+        asked: Any = engine.position
+        asked["row"] = asked["files"]["a"] = 2
+        assert engine.position == {"row": 1, "files": {"a": 1}}
+
+
 # ---- Ctrl-C
 
 _MACHINE = {durability.__file__, fate.__file__}

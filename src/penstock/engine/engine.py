@@ -364,7 +364,7 @@ class Engine:
         Raises:
             ConfigError: as ``step``.
         """
-        return self._progress.position
+        return batch.as_json(self._progress.position)  # a copy, which the caller may write to
 
     @position.setter
     def position(self, value: Mapping[str, Any] | None) -> None:
