@@ -313,7 +313,7 @@ class Engine:
 
     @property
     def prediction(self) -> Simulation | None:
-        """The prediction for the plan of the last step or evaluation, op by op; None without a machine profile.
+        """The prediction for the plan of the last step, op by op; None without a machine profile, or of an evaluation.
 
         It is for micro-batches that are all as large as the largest: saved activations of shorter ones are smaller. Of
         several ranks it is of one, the slowest by all that is known; the others do the same at the same time. Of a
