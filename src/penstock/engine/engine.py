@@ -1,11 +1,11 @@
 """The engine: ``penstock.wrap`` a model, then ``step``. Everything else is a room below this one."""
 
 import contextlib
-import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,6 @@ from penstock.state.shared import LedArrays
 from penstock.state.stats import StepStats
 from penstock.state.values import Values
 from penstock.store.owner import Owner
-
-log = logging.getLogger("penstock")
-
 
 _OF_ALL = (KeyboardInterrupt, SystemExit, NonFiniteError)
 """Errors that end all ranks alike, as far as anybody knows: a signal that each gets, numbers that all found bad."""
@@ -364,7 +361,7 @@ class Engine:
         Raises:
             ConfigError: as ``step``.
         """
-        return batch.as_json(self._progress.position)  # a copy, which the caller may write to
+        return deepcopy(self._progress.position)  # the caller may write to it
 
     @position.setter
     def position(self, value: Mapping[str, Any] | None) -> None:
