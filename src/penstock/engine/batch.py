@@ -57,8 +57,8 @@ def check(micro_batches: Sequence[MicroBatch]) -> None:
         if not any(value.numel() for value in found.values()):
             raise ModelError(f"micro-batch {m} holds no tensor with elements")
         if set(mb) != set(micro_batches[0]):
-            extra = sorted(set(mb) ^ set(micro_batches[0]))
-            raise ModelError(f"micro-batch {m} differs from micro-batch 0 in {', '.join(map(repr, extra))}")
+            extra = sorted(map(repr, set(mb) ^ set(micro_batches[0])))
+            raise ModelError(f"micro-batch {m} differs from micro-batch 0 in {', '.join(extra)}")
 
 
 def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -174,7 +174,7 @@ def digest(micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None)
             if trees.has_storage(tensor) and not tensor.is_meta:
                 found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         others = {name: value for name, value in micro_batch.items() if isinstance(value, str | int | float | bool)}
-        found.update(repr(sorted(others.items())).encode())
+        found.update(repr(sorted(others.items(), key=repr)).encode())
     found.update(repr(weights).encode())
     return found.hexdigest()
 

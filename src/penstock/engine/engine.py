@@ -302,10 +302,12 @@ class Engine:
         """The plan of the last step or evaluation.
 
         Raises:
-            ConfigError: there was none yet; a plan needs to see a micro-batch.
+            ConfigError: there was none yet, as a plan needs to see a micro-batch; it could not be made; or the engine
+                is closed.
         """
+        self._durability.check_open()
         if self._planning.runner is None:
-            raise ConfigError("there is no plan before the first step: it depends on the micro-batches' shapes")
+            raise ConfigError("there is no plan before the first step, nor after one for which none could be made")
         return self._planning.runner.plan
 
     @property
@@ -317,7 +319,7 @@ class Engine:
         pipeline it is of all ranks, by rank.
 
         Raises:
-            ConfigError: there was none yet.
+            ConfigError: as ``plan``.
         """
         return self._planning.prediction_of(self.plan)
 
@@ -328,7 +330,7 @@ class Engine:
         50, or 5% before the first.
 
         Raises:
-            ConfigError: there is no plan yet.
+            ConfigError: as ``plan``.
         """
         return self._planning.expected(self.plan)[0]
 
@@ -337,7 +339,7 @@ class Engine:
         """Seconds that a step is predicted to take on average, with all that is done again; None: nothing is predicted.
 
         Raises:
-            ConfigError: there is no plan yet.
+            ConfigError: as ``plan``.
         """
         return self._planning.expected(self.plan)[1]
 
