@@ -255,6 +255,37 @@ def test_a_position_that_is_set_is_part_of_the_commit_that_a_delay_has_left(tmp_
         engine.position = None
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A position of so many brackets within brackets."""
+    position: dict[str, Any] = {"row": 1}
+    for _ in range(depth - 1):
+        position = {"within": position}
+    return position
+
+
+def test_a_position_is_refused_where_no_commit_could_be_read_with_it(tmp_path: Path) -> None:
+    with wrap(CASE, budget(tmp_path / "run"), **COMMON) as engine:
+        engine.step(STEPS[0], position=nested(64))
+        group = engine.optimizer.param_groups[0]
+        for depth in (66, 80, 5000):
+            with pytest.raises(ConfigError, match=r"position=.*brackets within brackets"):
+                engine.step(STEPS[1], position=nested(depth))
+            group["note"] = nested(depth)
+            with pytest.raises(ConfigError, match=r"param_groups: note=.*brackets within brackets"):
+                engine.step(STEPS[1])
+            del group["note"]
+    with wrap(CASE, budget(tmp_path / "run"), **COMMON) as engine:
+        assert (engine.step_count, engine.position) == (1, nested(64))
+
+
+def test_a_position_that_was_asked_for_may_be_written_to(tmp_path: Path) -> None:
+    with wrap(CASE, budget(tmp_path / "run"), delay=0.5, **COMMON) as engine:
+        engine.step(STEPS[0], position={"row": 1, "files": {"a": 1}})
+        asked: Any = engine.position
+        asked["row"] = asked["files"]["a"] = 2
+        assert engine.position == {"row": 1, "files": {"a": 1}}
+
+
 # ---- Ctrl-C
 
 _MACHINE = {durability.__file__, fate.__file__}

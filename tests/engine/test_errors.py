@@ -13,7 +13,10 @@ from torch import nn
 
 import penstock
 from penstock.config import Precision
+from penstock.engine.progress import Progress
 from penstock.errors import ConfigError, ModelError, ScheduleError, StoreError
+from penstock.optim.facade import StreamedOptimizer
+from penstock.optim.precision import LossScale
 from penstock.store.records import read_document, write_document
 from tests import warm
 from tests.models import MODELS, VOCABULARY, Case, MicroBatch, causal_lm, llama, qwen3
@@ -211,6 +214,17 @@ def test_a_setting_of_the_optimizer_out_of_its_range(value: object, engine: pens
         group["eps"] = before
 
 
+def test_a_commit_has_the_names_of_any_number_of_parameters() -> None:
+    names = [f"layers.{i}.mlp.experts.gate_up_proj.lora_A.default.weight" for i in range(2000)]
+    optimizer = StreamedOptimizer(penstock.AdamW(), [(name, nn.Parameter(torch.zeros(1))) for name in names])
+    progress = Progress(seed=0, trained=names, optimizer=optimizer, scale=LossScale())
+    (group,) = progress.record()["param_groups"]
+    assert group["param_names"] == names
+    optimizer.param_groups[0]["note"] = "x" * (1 << 17)
+    with pytest.raises(ConfigError, match="param_groups: note: 131,074 bytes of JSON, and a commit takes 65,536"):
+        progress.record()
+
+
 # ---- micro-batches
 
 
@@ -229,12 +243,25 @@ def test_a_setting_of_the_optimizer_out_of_its_range(value: object, engine: pens
             [STEPS[0][0], {"input_ids": STEPS[0][1]["input_ids"]}],
             "micro-batch 1 differs from micro-batch 0 in 'labels'",
         ),
+        ([STEPS[0][0], STEPS[0][1] | {3: 1, "more": 1}], "micro-batch 1 differs from micro-batch 0 in 'more', 3"),
         (
             [STEPS[0][0], STEPS[0][1] | {"labels": torch.full((2, 8), -100)}],
             "micro-batch 1 has no label that counts",
         ),
     ],
-    ids=["empty", "mapping", "generator", "tensor", "nothing", "meta", "nested", "no_elements", "keys", "labels"],
+    ids=[
+        "empty",
+        "mapping",
+        "generator",
+        "tensor",
+        "nothing",
+        "meta",
+        "nested",
+        "no_elements",
+        "keys",
+        "any_keys",
+        "labels",
+    ],
 )
 def test_micro_batches_that_make_no_step(bad: Any, message: str, engine: penstock.Engine) -> None:
     with unharmed(engine):
@@ -346,9 +373,13 @@ def test_a_closed_engine(tmp_path: Path) -> None:
             call()
 
 
-def test_there_is_no_plan_before_the_first_step(engine: penstock.Engine) -> None:
-    with pytest.raises(ConfigError, match="no plan before the first step"):
+def test_there_is_no_plan_before_the_first_step_nor_of_a_closed_engine(engine: penstock.Engine) -> None:
+    with pytest.raises(ConfigError, match="no plan before the first step, nor after one for which none could be made"):
         engine.plan  # noqa: B018 - the access is what is tested
+    engine.step(STEPS[0])
+    engine.close()
+    with pytest.raises(ConfigError, match="this engine is closed"):
+        engine.plan  # noqa: B018 - as above
 
 
 # ---- the disk

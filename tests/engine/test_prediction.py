@@ -8,6 +8,7 @@ import pytest
 from bench.prediction_run import bytes_of_a_repeat
 
 import penstock
+from penstock.engine import repeats
 from penstock.engine.dealt import repeat_of_all
 from penstock.hardware.crossing import crossing_of
 from penstock.hardware.machine import Device, Drive, Host, Machine
@@ -125,6 +126,25 @@ def test_a_step_that_is_run_twice_is_expected_to_take_two_runs(
         within = engine.step(steps[2])
         assert within.bytes_moved == run
         assert engine.expected_seconds == pytest.approx((5 * prediction.time + 2 * back / 1e9 + 2 * back / 1e10) / 3)
+
+
+def test_a_step_has_its_prediction_until_the_next_one_is_planned_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is planned anew since more steps are over the limit than the plan was made for."""
+    monkeypatch.setattr(repeats, "WINDOW", 2)
+    case = MODELS["skips"]
+    step = [case.micro_batches(1)[0]] * 2
+    with wrap(case, budget(tmp_path / "store"), clip_grad_norm=1e-3, plan=machine(tmp_path)) as engine:
+        engine.step(step)
+        plan, before = engine.plan, engine.prediction
+        assert before is not None
+        engine.step(step)
+        assert engine.plan is plan
+        assert engine.prediction is before
+        assert engine.expected_seconds == pytest.approx(before.time * engine.expected_runs)
+        engine.step(step)
+        assert engine.plan is not plan
 
 
 def test_a_step_that_waits_for_the_norm_is_run_once(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.documents.text import parse_json
+from penstock.documents.typed import shown
 from penstock.engine.labels import IGNORED
 from penstock.engine.spans import Beside
 from penstock.errors import ConfigError, ModelError
@@ -55,8 +57,8 @@ def check(micro_batches: Sequence[MicroBatch]) -> None:
         if not any(value.numel() for value in found.values()):
             raise ModelError(f"micro-batch {m} holds no tensor with elements")
         if set(mb) != set(micro_batches[0]):
-            extra = sorted(set(mb) ^ set(micro_batches[0]))
-            raise ModelError(f"micro-batch {m} differs from micro-batch 0 in {', '.join(map(repr, extra))}")
+            extra = sorted(map(repr, set(mb) ^ set(micro_batches[0])))
+            raise ModelError(f"micro-batch {m} differs from micro-batch 0 in {', '.join(extra)}")
 
 
 def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -67,7 +69,7 @@ def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """
     if position is None:
         return None
-    copy = json.loads(json_text(position, "position", finite=True))
+    copy = read_back(position, "position", finite=True)
     if copy != position:
         raise ConfigError(f"position={position!r}: JSON would give back {copy!r} instead: use lists and text keys")
     if not isinstance(copy, dict):
@@ -75,20 +77,21 @@ def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return copy
 
 
-def json_text(value: Any, what: str, *, finite: bool) -> str:
-    """The JSON of what every commit is to have. ``what``: it is, for messages; ``finite``: NaN and infinity are none.
+def read_back(value: Any, what: str, *, finite: bool, most: int | None = MOST_POSITION) -> Any:
+    """A copy of what every commit is to have, as it is read back from one. ``what``: it is, for messages; ``finite``:
+    NaN and infinity are none; ``most``: bytes of JSON that it may take, None: any number.
 
     Raises:
-        ConfigError: JSON does not hold it, or it is too large for that.
+        ConfigError: JSON does not hold it, it is deeper than what is read back, or it is too large for that.
     """
     try:
         text = json.dumps(value, allow_nan=not finite, ensure_ascii=False)
         nbytes = len(text.encode())  # half of a pair of surrogates can be written, and not read
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{what}={value!r}: a commit holds what JSON holds: {error}. Keep it elsewhere") from None
-    if nbytes > MOST_POSITION:
-        raise ConfigError(f"{what}: {nbytes:,} bytes of JSON, and a commit takes {MOST_POSITION:,} at most")
-    return text
+        if most is None or nbytes <= most:
+            return parse_json(text, finite=finite)
+    except (TypeError, ValueError, RecursionError) as why:
+        raise ConfigError(f"{what}={shown(value)}: a commit holds what JSON holds: {why}. Keep it elsewhere") from None
+    raise ConfigError(f"{what}: {nbytes:,} bytes of JSON, and a commit takes {most:,} at most")
 
 
 LABELS = ("labels", "label")
@@ -171,7 +174,7 @@ def digest(micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None)
             if trees.has_storage(tensor) and not tensor.is_meta:
                 found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         others = {name: value for name, value in micro_batch.items() if isinstance(value, str | int | float | bool)}
-        found.update(repr(sorted(others.items())).encode())
+        found.update(repr(sorted(others.items(), key=repr)).encode())
     found.update(repr(weights).encode())
     return found.hexdigest()
 

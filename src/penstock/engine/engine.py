@@ -1,11 +1,11 @@
 """The engine: ``penstock.wrap`` a model, then ``step``. Everything else is a room below this one."""
 
 import contextlib
-import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,6 @@ from penstock.state.shared import LedArrays
 from penstock.state.stats import StepStats
 from penstock.state.values import Values
 from penstock.store.owner import Owner
-
-log = logging.getLogger("penstock")
-
 
 _OF_ALL = (KeyboardInterrupt, SystemExit, NonFiniteError)
 """Errors that end all ranks alike, as far as anybody knows: a signal that each gets, numbers that all found bad."""
@@ -305,22 +302,24 @@ class Engine:
         """The plan of the last step or evaluation.
 
         Raises:
-            ConfigError: there was none yet; a plan needs to see a micro-batch.
+            ConfigError: there was none yet, as a plan needs to see a micro-batch; it could not be made; or the engine
+                is closed.
         """
+        self._durability.check_open()
         if self._planning.runner is None:
-            raise ConfigError("there is no plan before the first step: it depends on the micro-batches' shapes")
+            raise ConfigError("there is no plan before the first step, nor after one for which none could be made")
         return self._planning.runner.plan
 
     @property
     def prediction(self) -> Simulation | None:
-        """The prediction for the plan of the last step or evaluation, op by op; None without a machine profile.
+        """The prediction for the plan of the last step, op by op; None without a machine profile, or of an evaluation.
 
         It is for micro-batches that are all as large as the largest: saved activations of shorter ones are smaller. Of
         several ranks it is of one, the slowest by all that is known; the others do the same at the same time. Of a
         pipeline it is of all ranks, by rank.
 
         Raises:
-            ConfigError: there was none yet.
+            ConfigError: as ``plan``.
         """
         return self._planning.prediction_of(self.plan)
 
@@ -331,7 +330,7 @@ class Engine:
         50, or 5% before the first.
 
         Raises:
-            ConfigError: there is no plan yet.
+            ConfigError: as ``plan``.
         """
         return self._planning.expected(self.plan)[0]
 
@@ -340,7 +339,7 @@ class Engine:
         """Seconds that a step is predicted to take on average, with all that is done again; None: nothing is predicted.
 
         Raises:
-            ConfigError: there is no plan yet.
+            ConfigError: as ``plan``.
         """
         return self._planning.expected(self.plan)[1]
 
@@ -364,7 +363,7 @@ class Engine:
         Raises:
             ConfigError: as ``step``.
         """
-        return self._progress.position
+        return deepcopy(self._progress.position)  # the caller may write to it
 
     @position.setter
     def position(self, value: Mapping[str, Any] | None) -> None:

@@ -316,7 +316,8 @@ class Planning:
         left_open = self._asked.needs_norm and self._asked.steps_early(self._asked.budget) is None
         if self.repeats.add(over=over) and left_open:
             self.repeats.planned = self.repeats.share
-            self._plans.pop(True, None)
+            if (ready := self._plans.get(True)) is not None:
+                self._plans[True] = replace(ready, shapes=())  # for none; its prediction is that of the last step
 
     def prediction_of(self, plan: Plan) -> Simulation | None:
         """The prediction for a plan that is in use; None: there is none."""

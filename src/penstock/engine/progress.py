@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.batch import json_text
+from penstock.engine.batch import read_back
 from penstock.errors import ConfigError
 from penstock.optim.facade import StreamedOptimizer
 from penstock.optim.precision import LossScale
-from penstock.state.record import check_progress
+from penstock.state.record import NAMES, check_progress
 from penstock.state.stats import StepStats
 
 
@@ -40,11 +40,13 @@ class Progress:
         """
         groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         for group in groups:
+            read_back(group.get(NAMES), f"param_groups: {NAMES}", finite=False, most=None)  # as many as the model has
+            settings = {key: value for key, value in group.items() if key != NAMES}
             try:
-                json_text(group, "param_groups", finite=False)
+                read_back(settings, "param_groups", finite=False)
             except ConfigError:
-                for key, value in group.items():
-                    json_text(value, f"param_groups: {key}", finite=False)
+                for key, value in settings.items():
+                    read_back(value, f"param_groups: {key}", finite=False)
                 raise
         return groups
 
