@@ -274,7 +274,9 @@ def test_token_files_come_back_as_they_were_written(tmp_path: Path) -> None:
     "ids", [[1.5, 2.0], ["1", "2"], "text", 5, None, [None], [[1], [2, 3]], [[1]], [1, -1], [2**70], [float("nan")]]
 )
 def test_token_ids_are_whole_numbers(tmp_path: Path, ids: object) -> None:
-    with pytest.raises(ConfigError, match="document 1: token ids are a 1-D array of whole numbers that are not negative"):
+    with pytest.raises(
+        ConfigError, match="document 1: token ids are a 1-D array of whole numbers that are not negative"
+    ):
         write_tokens(tmp_path / "c.tokens", [[1], ids])
     assert not (tmp_path / "c.json").exists()
 
