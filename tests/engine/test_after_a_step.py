@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType, SimpleNamespace
@@ -20,11 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine import durability, fate, runner
+from penstock.engine import batch, durability, fate, runner
 from penstock.engine.durability import Durability
 from penstock.engine.fate import Action, Event, State
 from penstock.engine.interrupt import holding, whole_steps
 from penstock.errors import ConfigError, StoreError
+from penstock.store import records
 from penstock.store.records import CommitLog
 from tests.campaign import CASE, step_data
 from tests.training import Result, assert_same_state, budget, run_steps, wrap
@@ -253,6 +254,18 @@ def test_a_position_that_is_set_is_part_of_the_commit_that_a_delay_has_left(tmp_
             assert (engine.step_count, engine.position) == (step, {"row": row})
     with pytest.raises(ConfigError, match="closed"):
         engine.position = None
+
+
+def test_a_position_is_no_deeper_than_a_commit_is_read(tmp_path: Path) -> None:
+    def nested(depth: int) -> dict[str, Any]:
+        return reduce(lambda inner, _: {"at": inner}, range(depth), dict[str, Any]())
+
+    deepest = batch.as_json(nested(63))
+    file = records.encode("commit", {"record": {"position": deepest}})
+    assert records.decode("commit", file, tmp_path)["record"]["position"] == deepest
+    for depth in (90, 5_000):
+        with pytest.raises(ConfigError, match=r"^position=.{,100}: a commit holds what JSON holds: "):
+            batch.as_json(nested(depth))
 
 
 # ---- Ctrl-C

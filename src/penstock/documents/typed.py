@@ -167,4 +167,6 @@ def _cut(value: Any, most: int) -> str:
         text = repr(value)
     except ValueError:  # a number of thousands of digits
         return "a number of thousands of digits"
+    except RecursionError:
+        return "brackets within brackets, thousands deep"
     return text if len(text) <= most else f"{text[: most - 3]}..."

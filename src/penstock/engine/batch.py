@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.documents.text import parse_json
+from penstock.documents.typed import shown
 from penstock.engine.labels import IGNORED
 from penstock.engine.spans import Beside
 from penstock.errors import ConfigError, ModelError
@@ -79,13 +81,16 @@ def json_text(value: Any, what: str, *, finite: bool) -> str:
     """The JSON of what every commit is to have. ``what``: it is, for messages; ``finite``: NaN and infinity are none.
 
     Raises:
-        ConfigError: JSON does not hold it, or it is too large for that.
+        ConfigError: JSON does not hold it, or it is too large or too deep for that.
     """
     try:
         text = json.dumps(value, allow_nan=not finite, ensure_ascii=False)
         nbytes = len(text.encode())  # half of a pair of surrogates can be written, and not read
+        if nbytes <= MOST_POSITION:
+            parse_json(text, finite=finite)  # nor can brackets that are too deep
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{what}={value!r}: a commit holds what JSON holds: {error}. Keep it elsewhere") from None
+        said = f"{what}={shown(value)}: a commit holds what JSON holds"
+        raise ConfigError(f"{said}: {error}. Keep it elsewhere") from None
     if nbytes > MOST_POSITION:
         raise ConfigError(f"{what}: {nbytes:,} bytes of JSON, and a commit takes {MOST_POSITION:,} at most")
     return text
