@@ -369,6 +369,10 @@ def test_a_parquet_row_that_will_not_do_is_refused_with_its_number(
     (tmp_path / "cut.parquet").write_bytes(path.read_bytes()[:500])
     with pytest.raises(ConfigError, match=r"cannot read .*cut\.parquet"):
         list(_reader(tmp_path / "cut.parquet").read(None))
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(ConfigError, match=r"twice\.parquet: it has two columns 'text': name one of them otherwise"):
+        list(_reader(tmp_path / "twice.parquet").read(None))
     other = _parquet(tmp_path / "other.parquet", [{"body": "x"}])
     with pytest.raises(ConfigError, match=r"it has 'body', and none of the fields"):
         encoded(_reader(other), bpe, settings(other))
