@@ -214,10 +214,16 @@ def test_of_a_folder_the_files_of_data_are_read_and_what_is_left_out_is_said(tmp
     )
     for name in read:
         (tmp_path / name).unlink()
-    with pytest.raises(ConfigError, match=r"has no file that is read: left out of the folder: 1 .*, 1 \.py"):
+    for name in ("a.txt.gz", "b.md.gz", "c.log.gz"):  # which no pattern reads
+        (tmp_path / name).touch()
+    assert (left_out(source) or "").endswith(f"(a pattern reads them as text: {tmp_path}/**/*.py)")
+    with pytest.raises(ConfigError, match=r"has no file that is read: left out of the folder: 3 \.gz, 1 .*, 1 \.py"):
         open_source(source, streaming=False)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty' is a folder without a file"):
+        open_source(SourceConfig(path=str(tmp_path / "empty")), streaming=False)
+    (tmp_path / "empty" / "ids.npy").touch()
+    with pytest.raises(ConfigError, match=r"1 \.npy \(write token ids with penstock\.data\.write_tokens\)"):
         open_source(SourceConfig(path=str(tmp_path / "empty")), streaming=False)
     (tmp_path / "t").mkdir()
     write_tokens(tmp_path / "t" / "c.tokens", [[1]], loss=[[1]])
