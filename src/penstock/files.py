@@ -19,12 +19,14 @@ What is private is readable by its owner only. Errors are OSErrors; whoever call
 """
 
 import errno
+import fcntl
 import os
+import re
 import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, NoReturn, cast
@@ -142,15 +144,20 @@ def replace(path: Path, content: str | bytes, *, private: bool = True) -> None:
 def made_once(folder: Path, *, private: bool = True) -> Iterator[Path]:
     """Make a folder that is the same whoever makes it: yields an empty one beside it, which then takes its name.
 
-    If another process was faster, its folder stands and ours is removed.
+    If another process was faster, its folder stands and ours is removed. What one has left that was killed as it did
+    the same goes first.
 
     Raises:
         OSError: it could not be made; nothing is left.
     """
     make_folder(folder.parent)
     partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}{PARTIAL}")
-    partial.mkdir()
-    try:
+    with ExitStack() as under_way:
+        with _flocked(folder.parent):  # so that nobody takes what is new for abandoned
+            _remove_abandoned(folder)
+            partial.mkdir()
+            under_way.callback(shutil.rmtree, partial, ignore_errors=True)
+            under_way.enter_context(_flocked(partial))
         yield partial
         sync_tree(partial, private=private)
         try:
@@ -159,9 +166,35 @@ def made_once(folder: Path, *, private: bool = True) -> Iterator[Path]:
             if not folder.is_dir():
                 raise
         sync_folder(folder.parent)
-    finally:
-        with suppress(OSError):
-            remove(partial)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what processes have left of a folder who were killed as they made it: nobody has its lock any more."""
+    name = re.compile(rf"{re.escape(folder.name)}\.[0-9a-f]{{12}}{re.escape(PARTIAL)}")
+    for left in filter(lambda path: name.fullmatch(path.name), matching(folder.parent, f"*{PARTIAL}")):
+        with (
+            suppress(OSError),
+            _flocked(left, fcntl.LOCK_EX | fcntl.LOCK_NB, needed=True),
+        ):  # it is another's, or in use
+            remove(left)
+
+
+def _flocked(folder: Path, how: int = fcntl.LOCK_EX, *, needed: bool = False) -> ExitStack:
+    """A folder, locked until what is returned is closed. Where its file system cannot, it is not, unless it is
+    ``needed``.
+
+    Raises:
+        OSError: it cannot be opened, or, if that is ``needed``, not locked.
+    """
+    with ExitStack() as stack:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, fd)
+        try:
+            fcntl.flock(fd, how)
+        except OSError:
+            if needed:
+                raise
+        return stack.pop_all()
 
 
 def write_named(path: Path, content: str | bytes) -> None:

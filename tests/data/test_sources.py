@@ -214,10 +214,16 @@ def test_of_a_folder_the_files_of_data_are_read_and_what_is_left_out_is_said(tmp
     )
     for name in read:
         (tmp_path / name).unlink()
-    with pytest.raises(ConfigError, match=r"has no file that is read: left out of the folder: 1 .*, 1 \.py"):
+    for name in ("a.txt.gz", "b.md.gz", "c.log.gz"):  # which no pattern reads
+        (tmp_path / name).touch()
+    assert (left_out(source) or "").endswith(f"(a pattern reads them as text: {tmp_path}/**/*.py)")
+    with pytest.raises(ConfigError, match=r"has no file that is read: left out of the folder: 3 \.gz, 1 .*, 1 \.py"):
         open_source(source, streaming=False)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty' is a folder without a file"):
+        open_source(SourceConfig(path=str(tmp_path / "empty")), streaming=False)
+    (tmp_path / "empty" / "ids.npy").touch()
+    with pytest.raises(ConfigError, match=r"1 \.npy \(write token ids with penstock\.data\.write_tokens\)"):
         open_source(SourceConfig(path=str(tmp_path / "empty")), streaming=False)
     (tmp_path / "t").mkdir()
     write_tokens(tmp_path / "t" / "c.tokens", [[1]], loss=[[1]])
@@ -268,6 +274,17 @@ def test_token_files_come_back_as_they_were_written(tmp_path: Path) -> None:
     write_sums(tmp_path / "sums", make_sums(tmp_path / "raw.bin", "uint16"))
     raw = open_tokens(tmp_path / "raw.bin", "uint16", tmp_path / "sums")
     assert (raw.ids[:].tolist(), raw.ends.tolist()) == (list(range(10)), [10])
+
+
+@pytest.mark.parametrize(
+    "ids", [[1.5, 2.0], ["1", "2"], "text", 5, None, [None], [[1], [2, 3]], [[1]], [1, -1], [2**70], [float("nan")]]
+)
+def test_token_ids_are_whole_numbers(tmp_path: Path, ids: object) -> None:
+    with pytest.raises(
+        ConfigError, match="document 1: token ids are a 1-D array of whole numbers that are not negative"
+    ):
+        write_tokens(tmp_path / "c.tokens", [[1], ids])
+    assert not (tmp_path / "c.json").exists()
 
 
 def test_token_files_may_say_which_tokens_count(tmp_path: Path) -> None:
@@ -358,6 +375,10 @@ def test_a_parquet_row_that_will_not_do_is_refused_with_its_number(
     (tmp_path / "cut.parquet").write_bytes(path.read_bytes()[:500])
     with pytest.raises(ConfigError, match=r"cannot read .*cut\.parquet"):
         list(_reader(tmp_path / "cut.parquet").read(None))
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(ConfigError, match=r"twice\.parquet: it has two columns 'text': name one of them otherwise"):
+        list(_reader(tmp_path / "twice.parquet").read(None))
     other = _parquet(tmp_path / "other.parquet", [{"body": "x"}])
     with pytest.raises(ConfigError, match=r"it has 'body', and none of the fields"):
         encoded(_reader(other), bpe, settings(other))

@@ -2,8 +2,10 @@
 
 import ast
 import os
+import signal
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -167,6 +169,21 @@ def test_of_two_that_make_the_same_folder_one_stands(tmp_path: Path) -> None:
             (other / "file").write_text("other")
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["same"]
     assert (tmp_path / "deep" / "same" / "file").read_text() == "other"
+
+
+def test_what_was_left_of_a_folder_by_a_kill_goes_as_it_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / f"other.{'0' * 12}.partial").mkdir()  # another folder's
+    if not (child := os.fork()):
+        with files.made_once(tmp_path / "same") as left:
+            (left / "file").write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (left,) = tmp_path.glob("same.*")
+    with files.made_once(tmp_path / "same"), suppress(KeyError):
+        assert not left.exists()
+        with files.made_once(tmp_path / "same"):  # beside one that is under way
+            raise KeyError
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"other.{'0' * 12}.partial", "same"]
 
 
 def test_a_lock_and_a_journal_say_what_is_in_their_way(tmp_path: Path) -> None:

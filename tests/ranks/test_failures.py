@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import penstock
 from penstock.errors import ConfigError, ModelError, NonFiniteError, RankError, StoreError
 from penstock.ranks import watch
 from penstock.state.values import committed
+from penstock.store.layout import ALIGN, Layout
 from penstock.store.store import Store
 from tests.models import MODELS, PLAIN
 from tests.ranks.launched import Launched
@@ -316,6 +318,18 @@ def test_one_process_does_not_take_a_ranks_store_for_its_own(stored: Path) -> No
 def test_one_process_does_not_begin_anew_beside_the_stores_of_ranks(stored: Path) -> None:
     said = "rank-0 has the state of a rank of several, and this run, of 1, would begin anew"
     with pytest.raises(StoreError, match=said), wrap(CASE, budget(stored)):
+        pass
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_one_process_asks_a_ranks_store_on_several_drives_as_a_whole(tmp_path: Path, step: int) -> None:
+    drives = [tmp_path / "a", tmp_path / "b"]
+    for drive in drives:
+        drive.mkdir()
+    with Store.create([drive / "rank-0" for drive in drives], Layout.build([("a", ALIGN, 2)]), model={}) as store:
+        store.commit({"step": step, "whole": True})
+    said = "a/rank-0 has the state of a rank of several, and this run, of 1, would begin anew"
+    with nullcontext() if step == 0 else pytest.raises(StoreError, match=said), wrap(CASE, budget(drives)):
         pass
 
 

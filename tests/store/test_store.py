@@ -425,6 +425,20 @@ def test_a_torn_commit_leaves_the_one_before(tmp_path: Path) -> None:
         assert store.last_commit() == {"step": 3}
 
 
+@pytest.mark.parametrize("taken_over", [6, 7])
+def test_a_torn_first_commit_of_a_store_that_takes_over_leaves_it_without_one(tmp_path: Path, taken_over: int) -> None:
+    path = tmp_path / "d"
+    with Store.create([path], LAYOUT, model=MODEL) as store:
+        store.commits.count_from(taken_over - 1)
+        store.commit({"step": 3})
+    file = path / f"commit.{taken_over % 2}"
+    with Store.open([path]) as store:
+        assert (store.commits.sequence, store.commits.path, store.last_commit()) == (taken_over, file, {"step": 3})
+    file.write_bytes(file.read_bytes()[: records.RESERVE // 2] + b"torn".ljust(records.RESERVE // 2))
+    with Store.open([path]) as store:
+        assert (store.commits.sequence, store.last_commit()) == (0, None)
+
+
 def test_two_damaged_commits_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "d"
     Store.create([path], LAYOUT, model=MODEL).close()

@@ -166,21 +166,33 @@ def write_tokens(
     the loss and else 0; None: all count.
 
     Raises:
-        ConfigError: another name or dtype, an id that it does not hold, or a loss that is not as long.
+        ConfigError: another name or dtype, an id that is no whole number or that it does not hold, or a loss that is
+            not as long.
     """
     path = Path(path)
     if path.suffix != ".tokens":
         raise ConfigError(f"{path}: a file of token ids is called NAME.tokens")
     with TokenWriter(path, dtype, loss=loss is not None) as writer:
         for number, (ids, counts) in enumerate(zip_longest(documents, () if loss is None else loss)):
-            if ids is None or (loss is not None and counts is None):
+            if loss is not None and (ids is None or counts is None):
                 raise ConfigError(f"document {number}: documents and loss are not equally many")
-            array = np.asarray(ids, dtype=np.int64)
-            if array.ndim != 1 or (len(array) and int(array.min()) < 0):
-                raise ConfigError(f"document {number}: token ids are a 1-D array of numbers that are not negative")
-            if len(array) and int(array.max()) >= 1 << 32:
-                raise ConfigError(f"document {number}: token id {int(array.max())} does not fit uint32")
+            array = _ids(ids, number)
             writer.write(Document(ids=array.astype(np.uint32), answers=_answers(counts, len(array), number)))
+
+
+def _ids(ids: Any, number: int) -> NDArray[Any]:
+    """Raises:
+    ConfigError: what is given for document ``number`` is no list of token ids.
+    """
+    try:
+        found = np.asarray(ids)
+    except (TypeError, ValueError):  # lists of several lengths, and what is no array at all
+        found = np.empty(())
+    if found.ndim != 1 or (len(found) and (found.dtype.kind not in "iu" or int(found.min()) < 0)):
+        raise ConfigError(f"document {number}: token ids are a 1-D array of whole numbers that are not negative")
+    if len(found) and int(found.max()) >= 1 << 32:
+        raise ConfigError(f"document {number}: token id {int(found.max())} does not fit uint32")
+    return found
 
 
 def _answers(counts: Any, tokens: int, number: int) -> NDArray[np.uint8] | None:

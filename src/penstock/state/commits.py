@@ -171,15 +171,19 @@ class Commits:
         Raises:
             StoreError: it has.
         """
-        alone = self.ranks.size == 1
+        alone, parts = self.ranks.size == 1, dict[str, list[tuple[int, Path]]]()
         for path in self._budget.disk_paths:
             for place in filter(is_of_rank, entries(path)) if alone else [path.parent]:
-                if (facts := facts_of([place])) is not None and not facts.untouched:
-                    whose = "a rank of several" if alone else "one process"
-                    raise StoreError(
-                        f"{place} has the state of {whose}, and this run, of {self.ranks.size}, would begin anew: go "
-                        "on with as many as there were, or give another directory"
-                    )
+                if (found := successor.manifest_of(place)) is not None:
+                    parts.setdefault(found.store, []).append((found.index, place))
+        for found_parts in parts.values():  # all directories of a store: the first has the commits
+            places = [place for _, place in sorted(found_parts)]
+            if (facts := facts_of(places)) is not None and not facts.untouched:
+                whose = "a rank of several" if alone else "one process"
+                raise StoreError(
+                    f"{places[0]} has the state of {whose}, and this run, of {self.ranks.size}, would begin anew: go "
+                    "on with as many as there were, or give another directory"
+                )
 
     def _givers(self, facts: StoreFacts | None) -> Mapping[int, int] | None:
         """By rank that has lost its state the one that it is taken over from; nothing where that cannot be, or need

@@ -248,8 +248,18 @@ class CommitLog:
 
     def count_from(self, sequence: int) -> None:
         """Give the next record the number after this one, of a store in which nothing has been committed: it takes over
-        what others have committed under that number."""
+        what others have committed under that number. The record that says that nothing has been is there until it is.
+
+        Raises:
+            StoreError: that one cannot be kept beside it.
+        """
         assert self._newest.record is None, "nothing has been committed"
+        beside = self._paths[sequence % 2]
+        if beside != self.path:  # the next one would be written over it
+            try:
+                _overwrite(beside, encode("commit", asdict(self._newest)))
+            except OSError as e:
+                raise store_error(f"{beside} cannot be written: {e.strerror}", e) from e
         self._newest = replace(self._newest, sequence=sequence)
 
     def take_back(self, sequence: int) -> None:

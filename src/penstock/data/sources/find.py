@@ -155,7 +155,10 @@ def _by_endings(source: SourceConfig, rest: list[Path]) -> str:
     counts = Counter(path.suffix for path in rest).most_common()
     named = ", ".join(f"{count:,} {suffix or 'without an ending'}" for suffix, count in counts[:_MOST_NAMED])
     more = f" and {len(counts) - _MOST_NAMED} other endings" if len(counts) > _MOST_NAMED else ""
-    pattern = Path(source.path, "**", f"*{next(filter(None, (suffix for suffix, _ in counts)), '')}")
+    texts = Counter(path.suffix for path in rest if _refused(path) is None).most_common()
+    if not texts:
+        return f"{named}{more} ({_refused(rest[0])})"
+    pattern = Path(source.path, "**", f"*{next(filter(None, (suffix for suffix, _ in texts)), '')}")
     return f"{named}{more} (a pattern reads them as text: {pattern})"
 
 
@@ -179,17 +182,20 @@ def _kind(path: Path) -> str:
     return "Parquet" if suffix == ".parquet" else "text"
 
 
+def _refused(path: Path) -> str | None:
+    """The reason that a file is not read, or what to do with it; None: it is."""
+    return "unpack it" if is_packed(path) and _kind(path) not in ("JSON", "CSV") else _REFUSED.get(ending(path))
+
+
 def _group(pattern: str, files: tuple[Path, ...]) -> str:
     """The one kind that all files are of. The files beside ``.tokens`` belong to it."""
     tokens = {path.with_suffix("") for path in files if ending(path) == ".tokens"}
     kinds: dict[str, Path] = {}
     for path in files:
-        kind = _kind(path)
-        refused = "unpack it" if is_packed(path) and kind not in ("JSON", "CSV") else _REFUSED.get(ending(path))
-        if refused is not None:
+        if (refused := _refused(path)) is not None:
             raise ConfigError(f"data: cannot use {path}: {refused}")
         if ending(path) == ".tokens" or path.with_suffix("") not in tokens:
-            kinds.setdefault(kind, path)
+            kinds.setdefault(_kind(path), path)
     if len(kinds) > 1:
         found = " and ".join(f"{kind} ({path.name})" for kind, path in sorted(kinds.items()))
         raise ConfigError(f"data: {pattern!r} holds {found}: give a pattern for one of them, and each as a source")

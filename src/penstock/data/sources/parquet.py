@@ -36,13 +36,19 @@ class Parquet:
 
 
 def _rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[tuple[dict[str, object], Sequence[str]]]:
-    """Each row, with the names of all columns."""
+    """Each row, with the names of all columns.
+
+    Raises:
+        ConfigError: a column that is read is there twice.
+    """
     with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
         names = file.schema_arrow.names
         columns = [name for name in wanted if name in names]
         if not columns:
             yield {}, names  # which a message has to say
             return
+        if twice := [name for name in columns if names.count(name) > 1]:
+            raise ConfigError(f"{path}: it has two columns {twice[0]!r}: name one of them otherwise")
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
             if skip >= rows:
