@@ -172,6 +172,45 @@ def test_what_a_class_behind_the_engine_overrides_in_vain_is_refused(tmp_path: P
             mine(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
 
 
+class HandsOn(transformers.Trainer):
+    """A trainer whose constructor names none of the library's arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+class Handed(penstock.hf.EngineMixin, HandsOn): ...
+
+
+class BringsOptimizer(transformers.Trainer):
+    """A trainer that makes an optimizer, or a schedule, itself."""
+
+    def __init__(self, *, which: int, **kwargs: Any) -> None:
+        optimizer = torch.optim.SGD(kwargs["model"].parameters(), lr=1.0)
+        made = (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0))
+        super().__init__(**kwargs, optimizers=(made[0], None) if which == 0 else (None, made[1]))
+
+
+class Brings(penstock.hf.EngineMixin, BringsOptimizer): ...
+
+
+def test_arguments_that_a_constructor_hands_on_are_looked_at_by_the_librarys_names(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    Handed(llama(), args, train_dataset=DATA, engine=in_memory()).end()
+    with pytest.raises(penstock.ConfigError, match="model_init cannot be honoured"):
+        Handed(None, args, engine=in_memory(), model_init=llama)
+    refused = arguments(tmp_path)
+    refused.torch_compile = True
+    with pytest.raises(penstock.ConfigError, match="torch_compile=True cannot be honoured"):
+        Handed(None, refused, engine=in_memory())
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_optimizer_or_a_schedule_that_a_constructor_brings_itself_is_refused(tmp_path: Path, which: int) -> None:
+    with pytest.raises(penstock.ConfigError, match="optimizers cannot be honoured"):
+        Brings(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory(), which=which)
+
+
 def test_a_checkpoint_without_the_engines_state_is_refused(tmp_path: Path) -> None:
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     trainer = Trainer(model=llama(), args=arguments(tmp_path, **settings), train_dataset=DATA, engine=in_memory())

@@ -78,11 +78,10 @@ class EngineMixin(EvaluationSteps):
                 "be are penstock.hf.SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer. Use one of these, or derive "
                 "from it"
             )
-        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        self.check_given(given)
+        self.check_given(self._named(inspect.signature(super().__init__).bind(*args, **kwargs)))
         for name in _REPLACED:
             behind = getattr(super(), name)
-            if behind.__module__.partition(".")[0] not in _LIBRARIES:
+            if not _is_of_library(behind):
                 raise ConfigError(
                     f"{behind.__qualname__} cannot be honoured: the engine's own comes before it. Override it in the "
                     "class that EngineMixin is a base of, where super() is the engine's, or, for a loss, compute_loss"
@@ -98,20 +97,39 @@ class EngineMixin(EvaluationSteps):
         self._dtypes: Mapping[str, torch.dtype] = {}  # of parameters as they were given, if they had values
         try:
             super().__init__(*args, **kwargs)
+            self._check_foreign({"optimizers": (self.optimizer, self.lr_scheduler), "model_init": self.model_init})
             self._check()
         except BaseException:
             self._close_engine()  # nobody has the trainer that could end it
             raise
 
+    def _named(self, given: inspect.BoundArguments) -> dict[str, Any]:
+        """Arguments of the constructor by their names; those that it only hands on (``*args``, ``**kwargs``), by the
+        names that the library has for them."""
+        found: dict[str, Any] = {}
+        for name, value in given.arguments.items():
+            kind = given.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                found |= value
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                library = next(base for base in type(self).__mro__ if _is_of_library(base))
+                found |= zip(inspect.signature(library).parameters, value, strict=False)
+            else:
+                found[name] = value
+        return found
+
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Refuse arguments of the constructor, by their names, before data sets are prepared."""
+        self._check_foreign(given)
+        if given.get("args") is not None:
+            self.check_args(given["args"])
+
+    def _check_foreign(self, given: Mapping[str, Any]) -> None:
         for name in _FOREIGN:
             if any(part is not None for part in _parts(given.get(name))):
                 raise ConfigError(
                     f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
                 )
-        if given.get("args") is not None:
-            self.check_args(given["args"])
 
     def check_args(self, args: Any) -> None:
         """Refuse arguments that cannot be honoured."""
@@ -432,6 +450,11 @@ class Trainer(EngineMixin, transformers.Trainer):
     Raises:
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
+
+
+def _is_of_library(named: Any) -> bool:
+    """True of a class, or a function, that is one of the libraries' own."""
+    return str(named.__module__).partition(".")[0] in _LIBRARIES
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
