@@ -165,7 +165,7 @@ def test_what_a_class_behind_the_engine_overrides_in_vain_is_refused(tmp_path: P
     def nothing(*_: Any, **__: Any) -> None:
         raise AssertionError
 
-    for name in ("training_step", "create_optimizer"):
+    for name in ("training_step", "create_optimizer", "_save", "_load_best_model", "_clip_grad_norm"):
         theirs = type("Theirs", (transformers.Trainer,), {name: nothing})
         mine = type("Mine", (penstock.hf.EngineMixin, theirs), {})
         with pytest.raises(penstock.ConfigError, match="nothing cannot be honoured: the engine's own comes before it"):

@@ -214,6 +214,14 @@ else:
     _Mixed = object
 
 
+REPLACED = (
+    *("_clip_grad_norm", "_get_grad_norm", "_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint"),
+    *("_load_optimizer_and_scheduler", "_load_best_model", "_move_model_to_device"),
+)
+"""Steps of the loop that ``TrainerSteps`` takes without the library's own. Without: those of a class behind it would
+be left out, and nobody would say so."""
+
+
 class TrainerSteps(_Mixed):
     """The private steps of a ``transformers.Trainer``'s loop, each handed to a method that says what it is to do.
 

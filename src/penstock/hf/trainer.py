@@ -23,6 +23,7 @@ import transformers
 from torch import nn
 
 from penstock.compat.accelerate import before_gather, deal_neighbours, keep_processes, leave_model, note_skipped
+from penstock.compat.transformers import REPLACED, TrainerSteps
 from penstock.config import fields_of
 from penstock.engine import start
 from penstock.engine.arguments import LoopArguments, WrapArguments
@@ -48,7 +49,7 @@ from penstock.tape.guard import guard
 T = TypeVar("T")
 
 _FOREIGN = ("optimizers", "model_init")
-_REPLACED = ("training_step", "create_optimizer")
+_REPLACED = ("training_step", "create_optimizer", *REPLACED)
 _LIBRARIES = ("transformers", "trl")
 
 
@@ -80,7 +81,7 @@ class EngineMixin(EvaluationSteps):
             )
         self.check_given(self._named(inspect.signature(super().__init__).bind(*args, **kwargs)))
         for name in _REPLACED:
-            behind = getattr(super(), name)
+            behind = getattr(super(TrainerSteps, self), name)
             if not _is_of_library(behind):
                 raise ConfigError(
                     f"{behind.__qualname__} cannot be honoured: the engine's own comes before it. Override it in the "
