@@ -209,3 +209,15 @@ def test_a_checkpoint_that_cannot_be_read_once_is_not_passed_over(
     assert last_checkpoint(tmp_path) == str(newest)
     (newest / "trainer_state.json").write_text("{")
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1"), "it was broken off"
+
+
+def test_a_resumption_that_failed_does_not_have_a_later_call_replace_the_store(tmp_path: Path) -> None:
+    streamed(tmp_path, max_steps=2, save_strategy="steps", save_steps=1).end()
+    args = arguments(tmp_path / "engine", max_steps=2)
+    trainer = Trainer(model=llama(), args=args, eval_dataset=HELD_OUT, engine=on_disk(tmp_path / "store"))
+    with pytest.raises(ValueError, match="requires a train_dataset"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train_dataset = DATA
+    for call in (trainer.train, trainer.evaluate):
+        with pytest.raises(penstock.ConfigError, match="another run after step 2"):
+            call()

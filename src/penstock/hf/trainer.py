@@ -265,6 +265,7 @@ class EngineMixin(EvaluationSteps):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.args.activation_checkpointing = asked
+            self._resumes = None  # also where it has failed: what comes next is no run of that checkpoint's
 
     def get_train_dataloader(self) -> Any:
         """The library's own, of several processes so that a step's micro-batches are in the order of one process."""
@@ -408,7 +409,6 @@ class EngineMixin(EvaluationSteps):
         assert self.lr_scheduler is not None
         checkpoint.load(self.engine, folder)
         self.lr_scheduler.load_state_dict(torch.load(folder / checkpoint.SCHEDULER, weights_only=True))
-        self._resumes = None
 
     def load_best(self) -> None:
         """Take over the best checkpoint: the library loads its weights, here the optimizer goes back with them.
