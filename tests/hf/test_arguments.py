@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate.parallelism_config import ParallelismConfig
+from huggingface_hub import PyTorchModelHubMixin
 from transformers import TrainerCallback, TrainingArguments
 from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
@@ -101,6 +102,9 @@ class Plain(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
 
 
+class OfHub(Plain, PyTorchModelHubMixin): ...
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "optimizers": ({}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers cannot be honoured"),
     "model_init": ({}, {"model": None, "model_init": llama}, "model_init cannot be honoured"),
@@ -134,7 +138,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "recomputation": ({}, {"model": checkpointed}, "activation_checkpointing_disable"),
     "nothing to train": ({}, {"model": frozen}, "no parameter of the model requires a gradient"),
     "fp16 weights": ({}, {"model": lambda: llama(dtype=torch.float16)}, "ask for fp16"),
-    "saving": ({"save_strategy": "epoch"}, {"model": Plain}, "Plain has no save_pretrained: set save_strategy='no'"),
+    "saving": ({"save_strategy": "epoch"}, {"model": Plain}, "Plain is no model of transformers: set save_strategy='no'"),
+    "saving by others": ({"save_strategy": "epoch"}, {"model": OfHub}, "OfHub is no model of transformers"),
     "callback": ({}, {"callbacks": [LooksAtGradients()]}, "LooksAtGradients.on_pre_optimizer_step"),
 }
 

@@ -34,7 +34,7 @@ from penstock.hf import checkpoint, joint
 from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.evaluation import Evaluation, EvaluationSteps
 from penstock.hf.lora import BaseWeights
-from penstock.hf.models.adapters import check_adapters
+from penstock.hf.models.adapters import check_adapters, has_adapters
 from penstock.hf.pieces import Loss, Notes, as_micro_batch, loss_of_piece, notes_of, of_spans
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
 from penstock.hf.training_arguments import check_arguments, check_launch, check_spans
@@ -245,9 +245,10 @@ class EngineMixin(EvaluationSteps):
             ModelError: the model has adapters that could not be saved.
         """
         check_adapters(self.model)
-        if self.args.save_strategy != "no" and not hasattr(self.model, "save_pretrained"):
+        written = isinstance(self.model, transformers.PreTrainedModel) or has_adapters(self.model)
+        if self.args.save_strategy != "no" and not written:
             raise ConfigError(
-                f"checkpoints were asked for, and {type(self.model).__name__} has no save_pretrained: set "
+                f"checkpoints were asked for, and {type(self.model).__name__} is no model of transformers: set "
                 "save_strategy='no', and call trainer.engine.save(path)"
             )
         if resume_from_checkpoint is True:
