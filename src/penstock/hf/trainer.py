@@ -300,9 +300,7 @@ class EngineMixin(EvaluationSteps):
 
         def loss(of: nn.Module, prepared: Any) -> torch.Tensor:
             with self.compute_loss_context_manager(), self.tiles(of):
-                value = self.compute_loss(of, prepared, num_items_in_batch=num_items_in_batch)
-            assert isinstance(value, torch.Tensor)
-            return value
+                return self.compute_loss(of, prepared, num_items_in_batch=num_items_in_batch)  # type: ignore[no-any-return]
 
         self._collected.append((inputs, loss, self._loss_weight(num_items_in_batch)))
         if not self.accelerator.sync_gradients:
