@@ -394,6 +394,10 @@ class EngineMixin(EvaluationSteps):
 
     # ---- checkpoints
 
+    def begin_checkpoint(self, folder: Path) -> None:
+        if self._ranks.rank == 0:
+            checkpoint.unmark(folder)
+
     def save_whole(self, folder: Path) -> None:
         assert self.lr_scheduler is not None
         checkpoint.save(self.engine, folder, self._engine_arguments.budget, self._ranks)
