@@ -299,12 +299,26 @@ def test_what_is_to_be_computed_goes_through_the_engine_whole(monkeypatch: pytes
     check_kept_whole(fabric.strategy.engine, run, monkeypatch)
 
 
-def test_zero_grad_forgets_what_was_collected() -> None:
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+def test_zero_grad_forgets_what_was_collected(whose: str) -> None:
     fabric, model, optimizer = set_up()
+    zero_grad = (optimizer if whose == "optimizer" else model).zero_grad
     fabric.backward(model(**batch()).loss)
-    optimizer.zero_grad()
+    optimizer.step()
+    zero_grad()
+    fabric.backward(model(**batch()).loss)
+    zero_grad()
     with pytest.raises(penstock.ModelError, match="no loss was given"):
         optimizer.step()
+
+
+def test_a_model_of_a_plain_fabric_drops_its_own_gradients() -> None:
+    fabric, net = plain_fabric(), nn.Linear(2, 2)
+    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    assert net.weight.grad is not None
+    model.zero_grad()
+    assert net.weight.grad is None
 
 
 def test_the_norm_is_known_without_a_limit() -> None:

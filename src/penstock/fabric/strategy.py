@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.compat.fabric import OneDevice, resolve_first
+from penstock.compat.fabric import OneDevice, drop_by, resolve_first
 from penstock.compat.fabric import Precision as Plugin
 from penstock.compat.torch import note_step
 from penstock.config import Precision, fields_of
@@ -199,7 +199,7 @@ class PenstockStrategy(OneDevice):
         guard(module, "use fabric.save and fabric.load, or strategy.engine")
         self._engine, self._given = engine, given
         return (
-            _Recorder(module, engine),
+            _Recorder(module, engine, self._discard),
             [DrivenOptimizer(engine.optimizer, self._step, self._discard)],
             scheduler,
         )
@@ -231,7 +231,7 @@ class PenstockStrategy(OneDevice):
         self._collected.append(tensor)
 
     def _discard(self) -> None:
-        """Carry out ``optimizer.zero_grad``."""
+        """Carry out ``optimizer.zero_grad``, or the model's."""
         self._collected.clear()
         self._stepped = False
 
@@ -381,10 +381,11 @@ class PenstockStrategy(OneDevice):
 class _Recorder(nn.Module):
     """Stands in for the model in the loop: records a call in training, and runs it at once in evaluation."""
 
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
+    def __init__(self, module: nn.Module, engine: Engine, discard: Callable[[], None]) -> None:
+        """``discard``: what ``zero_grad`` does, in the place of gradients that there are none of."""
         super().__init__()
         self.module = module
-        self._engine = engine
+        self._engine, self._discard = engine, discard
         self._forward_at_setup = vars(module).get("forward")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -398,10 +399,16 @@ class _Recorder(nn.Module):
             )
         return call if self.training else self._evaluate(call)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._discard()
+
     def _evaluate(self, call: Deferred) -> Any:
         recorded = _Recorded(call, evaluates=True)
         self._engine.evaluate([recorded.inputs | {_ROOT: recorded}], loss_weights=[1.0])
         return recorded.outputs
+
+
+drop_by(_Recorder)
 
 
 class _Recorded:
