@@ -321,6 +321,16 @@ def test_a_model_of_a_plain_fabric_drops_its_own_gradients() -> None:
     assert net.weight.grad is None
 
 
+def test_keys_that_are_equal_and_mean_different_things_are_two() -> None:
+    """True makes a dimension, and 1 takes one away."""
+    fabric, model, optimizer = set_up()
+    logits = model(**batch()).logits
+    taken, made = logits[1].square().sum(), logits[True].square().sum()
+    fabric.backward(taken + made + logits[1].sum() * 0)
+    optimizer.step()
+    assert float(made) > float(taken)
+
+
 def test_the_norm_is_known_without_a_limit() -> None:
     """``max_norm=inf`` is how loops ask for the norm alone."""
     fabric, model, optimizer = set_up()
