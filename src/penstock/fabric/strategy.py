@@ -233,6 +233,7 @@ class PenstockStrategy(OneDevice):
     def _discard(self) -> None:
         """Carry out ``optimizer.zero_grad``, or the model's."""
         self._collected.clear()
+        self._norm = None
         self._stepped = False
 
     def clip_gradients_norm(
@@ -251,6 +252,11 @@ class PenstockStrategy(OneDevice):
             raise ConfigError(
                 f"fabric.clip_gradients(max_norm={max_norm!r}), and the strategy was made with clip_grad_norm="
                 f"{self._clip!r}: give it PenstockStrategy(clip_grad_norm={asked!r})"
+            )
+        if self._norm is not None:
+            raise ModelError(
+                "fabric.clip_gradients() was called before optimizer.step() already: the engine clips the gradients of "
+                "all micro-batches, once. Call it once, behind the last fabric.backward() of the step"
             )
         self._norm, self._strict = Deferred(MODEL), error_if_nonfinite
         return self._norm
