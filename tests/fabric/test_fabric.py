@@ -342,6 +342,22 @@ def test_the_norm_is_known_without_a_limit() -> None:
         assert float(norm) == pytest.approx(fabric.strategy.engine.last_step.grad_norm, rel=1e-6)
 
 
+def test_a_step_that_is_skipped_is_an_error_where_its_norm_was_asked_for_and_only_there() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy(), precision="16-true")
+    model, optimizer = fabric.setup(net := llama(), torch.optim.AdamW(net.parameters()))
+    for asked in (True, False):
+        fabric.backward(model(**batch()).loss * (1.0 if asked else 1e9))
+        if asked:
+            fabric.clip_gradients(model, optimizer, max_norm=float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert fabric.strategy.engine.last_step.skipped
+    fabric.backward(model(**batch()).loss * 1e9)
+    fabric.clip_gradients(model, optimizer, max_norm=float("inf"))
+    with pytest.raises(penstock.NonFiniteError, match="nothing was updated"):
+        optimizer.step()
+
+
 def test_a_number_that_was_no_part_of_the_loss_is_not_made_up() -> None:
     fabric, model, optimizer = set_up()
     output = model(**batch())

@@ -295,7 +295,7 @@ class PenstockStrategy(OneDevice):
             spend(root)
         if norm is not None:
             norm.settle(torch.tensor(stats.grad_norm))
-        if stats.skipped and self._strict:
+        if stats.skipped and norm is not None and self._strict:
             raise NonFiniteError(
                 f"step {stats.step}: {stats.non_finite or 'a gradient'} was infinite or NaN, and nothing was updated. "
                 "To go on past such steps: fabric.clip_gradients(error_if_nonfinite=False)"
