@@ -299,12 +299,36 @@ def test_what_is_to_be_computed_goes_through_the_engine_whole(monkeypatch: pytes
     check_kept_whole(fabric.strategy.engine, run, monkeypatch)
 
 
-def test_zero_grad_forgets_what_was_collected() -> None:
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+def test_zero_grad_forgets_what_was_collected(whose: str) -> None:
     fabric, model, optimizer = set_up()
+    zero_grad = (optimizer if whose == "optimizer" else model).zero_grad
     fabric.backward(model(**batch()).loss)
-    optimizer.zero_grad()
+    optimizer.step()
+    zero_grad()
+    fabric.backward(model(**batch()).loss)
+    zero_grad()
     with pytest.raises(penstock.ModelError, match="no loss was given"):
         optimizer.step()
+
+
+def test_a_model_of_a_plain_fabric_drops_its_own_gradients() -> None:
+    fabric, net = plain_fabric(), nn.Linear(2, 2)
+    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    assert net.weight.grad is not None
+    model.zero_grad()
+    assert net.weight.grad is None
+
+
+def test_keys_that_are_equal_and_mean_different_things_are_two() -> None:
+    """True makes a dimension, and 1 takes one away."""
+    fabric, model, optimizer = set_up()
+    logits = model(**batch()).logits
+    taken, made = logits[1].square().sum(), logits[True].square().sum()
+    fabric.backward(taken + made + logits[1].sum() * 0)
+    optimizer.step()
+    assert float(made) > float(taken)
 
 
 def test_the_norm_is_known_without_a_limit() -> None:
@@ -316,6 +340,22 @@ def test_the_norm_is_known_without_a_limit() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert float(norm) == pytest.approx(fabric.strategy.engine.last_step.grad_norm, rel=1e-6)
+
+
+def test_a_step_that_is_skipped_is_an_error_where_its_norm_was_asked_for_and_only_there() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy(), precision="16-true")
+    model, optimizer = fabric.setup(net := llama(), torch.optim.AdamW(net.parameters()))
+    for asked in (True, False):
+        fabric.backward(model(**batch()).loss * (1.0 if asked else 1e9))
+        if asked:
+            fabric.clip_gradients(model, optimizer, max_norm=float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert fabric.strategy.engine.last_step.skipped
+    fabric.backward(model(**batch()).loss * 1e9)
+    fabric.clip_gradients(model, optimizer, max_norm=float("inf"))
+    with pytest.raises(penstock.NonFiniteError, match="nothing was updated"):
+        optimizer.step()
 
 
 def test_a_number_that_was_no_part_of_the_loss_is_not_made_up() -> None:

@@ -140,6 +140,13 @@ def misuse_told_and_not_clipped() -> None:
     optimizer.step()
 
 
+def misuse_clip_for_each_micro_batch() -> None:
+    fabric, model, optimizer = set_up(clip_grad_norm=1.0)
+    for _ in range(2):
+        fabric.backward(model(**batch()).loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
 def misuse_clip_by_value() -> None:
     fabric, model, optimizer = set_up()
     fabric.clip_gradients(model, optimizer, clip_val=1.0)
@@ -217,6 +224,7 @@ MISUSES = {
     misuse_clip_without_being_told: r"give it PenstockStrategy\(clip_grad_norm=1.0\)",
     misuse_limited_and_asked_for_the_norm_alone: r"give it PenstockStrategy\(clip_grad_norm=None\)",
     misuse_told_and_not_clipped: "call fabric.clip_gradients",
+    misuse_clip_for_each_micro_batch: "Call it once, behind the last fabric.backward",
     misuse_clip_by_value: "the engine clips by the norm",
     misuse_foreign_loss: "does not come from the model's training output",
     misuse_evaluation_with_gradients: "to evaluate, call model.eval",

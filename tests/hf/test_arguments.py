@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate.parallelism_config import ParallelismConfig
+from huggingface_hub import PyTorchModelHubMixin
 from transformers import TrainerCallback, TrainingArguments
 from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
@@ -101,6 +102,9 @@ class Plain(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
 
 
+class OfHub(Plain, PyTorchModelHubMixin): ...
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "optimizers": ({}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers cannot be honoured"),
     "model_init": ({}, {"model": None, "model_init": llama}, "model_init cannot be honoured"),
@@ -134,7 +138,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "recomputation": ({}, {"model": checkpointed}, "activation_checkpointing_disable"),
     "nothing to train": ({}, {"model": frozen}, "no parameter of the model requires a gradient"),
     "fp16 weights": ({}, {"model": lambda: llama(dtype=torch.float16)}, "ask for fp16"),
-    "saving": ({"save_strategy": "epoch"}, {"model": Plain}, "Plain has no save_pretrained: set save_strategy='no'"),
+    "saving": ({"save_strategy": "epoch"}, {"model": Plain}, "Plain is no model of transformers: set save_strategy='no'"),
+    "saving by others": ({"save_strategy": "epoch"}, {"model": OfHub}, "OfHub is no model of transformers"),
     "callback": ({}, {"callbacks": [LooksAtGradients()]}, "LooksAtGradients.on_pre_optimizer_step"),
 }
 
@@ -165,11 +170,50 @@ def test_what_a_class_behind_the_engine_overrides_in_vain_is_refused(tmp_path: P
     def nothing(*_: Any, **__: Any) -> None:
         raise AssertionError
 
-    for name in ("training_step", "create_optimizer"):
+    for name in ("training_step", "create_optimizer", "_save", "_load_best_model", "_clip_grad_norm"):
         theirs = type("Theirs", (transformers.Trainer,), {name: nothing})
         mine = type("Mine", (penstock.hf.EngineMixin, theirs), {})
         with pytest.raises(penstock.ConfigError, match="nothing cannot be honoured: the engine's own comes before it"):
             mine(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
+
+
+class HandsOn(transformers.Trainer):
+    """A trainer whose constructor names none of the library's arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+class Handed(penstock.hf.EngineMixin, HandsOn): ...
+
+
+class BringsOptimizer(transformers.Trainer):
+    """A trainer that makes an optimizer, or a schedule, itself."""
+
+    def __init__(self, *, which: int, **kwargs: Any) -> None:
+        optimizer = torch.optim.SGD(kwargs["model"].parameters(), lr=1.0)
+        made = (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0))
+        super().__init__(**kwargs, optimizers=(made[0], None) if which == 0 else (None, made[1]))
+
+
+class Brings(penstock.hf.EngineMixin, BringsOptimizer): ...
+
+
+def test_arguments_that_a_constructor_hands_on_are_looked_at_by_the_librarys_names(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    Handed(llama(), args, train_dataset=DATA, engine=in_memory()).end()
+    with pytest.raises(penstock.ConfigError, match="model_init cannot be honoured"):
+        Handed(None, args, engine=in_memory(), model_init=llama)
+    refused = arguments(tmp_path)
+    refused.torch_compile = True
+    with pytest.raises(penstock.ConfigError, match="torch_compile=True cannot be honoured"):
+        Handed(None, refused, engine=in_memory())
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_optimizer_or_a_schedule_that_a_constructor_brings_itself_is_refused(tmp_path: Path, which: int) -> None:
+    with pytest.raises(penstock.ConfigError, match="optimizers cannot be honoured"):
+        Brings(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory(), which=which)
 
 
 def test_a_checkpoint_without_the_engines_state_is_refused(tmp_path: Path) -> None:

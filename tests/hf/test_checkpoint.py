@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import penstock
-from penstock.hf import Trainer, last_checkpoint
+from penstock.hf import Trainer, checkpoint, last_checkpoint
 from penstock.store.facts import facts_of
 from tests.hf.test_trainer import DATA, HELD_OUT, streamed
 from tests.library_runs import StopAfter, arguments, in_memory, llama, on_disk, shown
@@ -209,3 +209,33 @@ def test_a_checkpoint_that_cannot_be_read_once_is_not_passed_over(
     assert last_checkpoint(tmp_path) == str(newest)
     (newest / "trainer_state.json").write_text("{")
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1"), "it was broken off"
+
+
+def test_a_resumption_that_failed_does_not_have_a_later_call_replace_the_store(tmp_path: Path) -> None:
+    streamed(tmp_path, max_steps=2, save_strategy="steps", save_steps=1).end()
+    args = arguments(tmp_path / "engine", max_steps=2)
+    trainer = Trainer(model=llama(), args=args, eval_dataset=HELD_OUT, engine=on_disk(tmp_path / "store"))
+    with pytest.raises(ValueError, match="requires a train_dataset"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train_dataset = DATA
+    for call in (trainer.train, trainer.evaluate):
+        with pytest.raises(penstock.ConfigError, match="another run after step 2"):
+            call()
+
+
+@pytest.mark.parametrize("part", ["write_model", "save", "wait_for_all"])
+def test_a_checkpoint_that_another_run_has_begun_to_write_over_is_not_taken_for_a_whole_one(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have the one's weights, and the other's learning rate."""
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    streamed(tmp_path, given={"engine": in_memory()}, **settings).end()
+    assert last_checkpoint(tmp_path / "engine") == str(tmp_path / "engine" / "checkpoint-2")
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer if part == "wait_for_all" else checkpoint, part, killed)
+    with pytest.raises(KeyboardInterrupt):
+        streamed(tmp_path, given={"engine": in_memory()}, **settings | {"save_steps": 2, "learning_rate": 0.5})
+    assert last_checkpoint(tmp_path / "engine") == str(tmp_path / "engine" / "checkpoint-1")

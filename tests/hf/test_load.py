@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, LlamaModel
 
@@ -18,6 +19,7 @@ import penstock
 from penstock import ConfigError, ModelError, StoreError
 from penstock.hf import load
 from penstock.hf.models.folder import INDEX, SINGLE
+from penstock.hf.models.shards import read_headers
 from tests import folders
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,6 +166,26 @@ def test_a_new_head_is_initialised_and_what_the_old_one_had_is_left(llama: Path,
     assert own["score.weight"].std() > 0.01
     after = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert all(torch.equal(value, own[name]) for name, value in after.named_parameters())
+
+
+@pytest.mark.parametrize("change", [{"num_labels": "three"}, {"num_hidden_layers": "2"}, {"use_cache": 1}])
+def test_a_change_that_transformers_does_not_take_is_refused_by_its_name(change: dict[str, Any], llama: Path) -> None:
+    ((key, value),) = change.items()
+    with pytest.raises(ConfigError, match=f"^{key}={value!r}: transformers does not take that: "):
+        load(llama, **change)
+
+
+def test_tensors_without_elements_may_stand_anywhere_in_a_header(tmp_path: Path) -> None:
+    """As the package safetensors has it."""
+    places = {"b": [0, 8], "a": [0, 0], "c": [8, 8]}
+    header = {
+        name: {"dtype": "F32", "shape": [(end - start) // 4], "data_offsets": [start, end]}
+        for name, (start, end) in places.items()
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    assert {tensor.name for tensor in read_headers([tmp_path / SINGLE]).values()} == places.keys()
+    assert load_file(tmp_path / SINGLE).keys() == places.keys()
 
 
 def test_a_base_that_lacks_something_is_refused_with_a_new_head_too(tmp_path: Path) -> None:
@@ -442,6 +464,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(copy: Path) -> None:
         ("../no/such/folder", "no such folder"),
         ("./folder", "no such folder"),
         ("org/model", "not in the hub's cache, and the hub cannot be reached"),
+        ("long" * 100, "cannot be looked at: File name too long"),
     ],
 )
 def test_a_name_that_leads_nowhere(name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,18 @@ def test_arguments_that_change_the_numbers_change_them_alike(tmp_path: Path, set
     mine.end()
 
 
+@pytest.mark.parametrize(("returned", "said"), [(lambda loss: (loss, None), "tuple"), (lambda loss: 1.0, "float")])
+def test_a_loss_that_is_no_tensor_is_an_error_that_says_so(returned: Any, said: str, tmp_path: Path) -> None:
+    class Returns(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return returned(model(**inputs).loss)
+
+    trainer = Returns(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
+    with pytest.raises(penstock.ModelError, match=f"must be a real tensor of one element, .* returned {said}"):
+        trainer.train()
+    trainer.end()
+
+
 def test_a_loss_in_tiles_is_the_same_loss(tmp_path: Path) -> None:
     """Seven tokens' logits at a time, in training and evaluation, with what the whole step has as the divisor."""
     settings = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2, "max_steps": 4}

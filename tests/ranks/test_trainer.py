@@ -4,6 +4,7 @@ the figures of the libraries' own runs.
 """
 
 import json
+from collections.abc import Iterator
 from contextvars import copy_context
 from itertools import product
 from pathlib import Path
@@ -83,6 +84,22 @@ def test_ranks_that_take_turns_have_neighbouring_batches_of_each_step() -> None:
     assert dealt(10, 2, 2) == [0, 2, 1, 3, 4, 6, 5, 7, 8, 9]
     assert dealt(12, 3, 2) == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
     assert dealt(7, 2, 2) == [0, 2, 1, 3, 4, 6, 5, 0]
+
+
+def test_a_users_own_batches_are_told_the_epoch_through_those_of_neighbours() -> None:
+    class ByEpoch(BatchSampler):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[4 * self.epoch + place] for place in range(4)])
+
+    told, never = (Neighbours(kind(SequentialSampler(range(4)), 1, False), 2, 2) for kind in (ByEpoch, BatchSampler))
+    for batches in told, never:
+        batches.set_epoch(1)
+    assert [list(batches) for batches in (told, never)] == [[[4], [6], [5], [7]], [[0], [2], [1], [3]]]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

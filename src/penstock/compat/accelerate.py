@@ -169,6 +169,11 @@ class Neighbours(BatchSampler):
         """Accelerate tells it the epoch."""
         return self.batches.sampler
 
+    def set_epoch(self, epoch: int) -> None:
+        """The library tells a user's own batches the epoch."""
+        if hasattr(self.batches, "set_epoch"):
+            self.batches.set_epoch(epoch)
+
     def __len__(self) -> int:
         return len(self.batches)
 

@@ -9,11 +9,13 @@ from lightning_fabric.plugins.precision import Precision
 from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 from lightning_fabric.utilities.apply_func import convert_to_tensors
 from lightning_fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
+from lightning_fabric.wrappers import _FabricModule, _unwrap_compiled
 from torch import distributed as dist
+from torch import nn
 
 from penstock.compat.torch import tree_map_only
 
-__all__ = ["OneDevice", "Precision", "resolve_first"]
+__all__ = ["OneDevice", "Precision", "drop_by", "resolve_first"]
 # Precision: a plugin by which Fabric converts nothing. Without: the same class, as ``lightning_fabric.plugins`` has it.
 
 
@@ -28,6 +30,23 @@ def resolve_first(kind: type, value_of: Callable[[Any], Any]) -> None:
         return convert_to_tensors(tree_map_only(kind, value_of, data), device)
 
     vars(fabric)["convert_to_tensors"] = converted
+
+
+def drop_by(kind: type[nn.Module]) -> None:
+    """Have ``model.zero_grad()`` of what ``fabric.setup`` has returned be that of the module within, of a ``kind``.
+
+    A function is put in the place of what ``_FabricModule`` inherits. Without: losses whose gradients a loop has dropped
+    so would count in the next step.
+    """
+
+    def zero_grad(model: _FabricModule, set_to_none: bool = True) -> None:
+        within, _ = _unwrap_compiled(model._forward_module)
+        if isinstance(within, kind):
+            within.zero_grad(set_to_none)
+        else:
+            nn.Module.zero_grad(model, set_to_none)
+
+    _FabricModule.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 class OneDevice(SingleDeviceStrategy):

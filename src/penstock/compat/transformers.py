@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 )
 from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils.loading_report import LoadStateDictInfo
 
 __all__ = [
@@ -214,6 +215,14 @@ else:
     _Mixed = object
 
 
+REPLACED = (
+    *("_clip_grad_norm", "_get_grad_norm", "_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint"),
+    *("_load_optimizer_and_scheduler", "_load_best_model", "_move_model_to_device"),
+)
+"""Steps of the loop that ``TrainerSteps`` takes without the library's own. Without: those of a class behind it would
+be left out, and nobody would say so."""
+
+
 class TrainerSteps(_Mixed):
     """The private steps of a ``transformers.Trainer``'s loop, each handed to a method that says what it is to do.
 
@@ -236,6 +245,10 @@ class TrainerSteps(_Mixed):
 
     def load_state(self, folder: Path) -> None:
         """Take over what ``save_whole`` wrote."""
+        raise NotImplementedError
+
+    def begin_checkpoint(self, folder: Path) -> None:
+        """A checkpoint is about to be written into a folder, which may have an earlier one."""
         raise NotImplementedError
 
     def load_best(self) -> None:
@@ -273,6 +286,13 @@ class TrainerSteps(_Mixed):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self.norm_of_step()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The library's own. Without: it would write over an earlier checkpoint file by file, and a kill would leave
+        what looks like a whole one and is of two runs."""
+        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self.begin_checkpoint(folder)
+        super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.save_whole(Path(output_dir))

@@ -83,7 +83,8 @@ class Deferred:
         return self._part(getattr, name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._part(operator.getitem, key) if isinstance(key, str | int) else note(operator.getitem, (self, key))
+        known = type(key) in (str, int)  # True is another key than 1, and equal to it
+        return self._part(operator.getitem, key) if known else note(operator.getitem, (self, key))
 
     def _part(self, compute: Callable[..., Any], key: str | int) -> Any:
         """An attribute or item, the same one each time: so ``output.loss`` is known once it was part of a loss."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.compat.fabric import OneDevice, resolve_first
+from penstock.compat.fabric import OneDevice, drop_by, resolve_first
 from penstock.compat.fabric import Precision as Plugin
 from penstock.compat.torch import note_step
 from penstock.config import Precision, fields_of
@@ -199,7 +199,7 @@ class PenstockStrategy(OneDevice):
         guard(module, "use fabric.save and fabric.load, or strategy.engine")
         self._engine, self._given = engine, given
         return (
-            _Recorder(module, engine),
+            _Recorder(module, engine, self._discard),
             [DrivenOptimizer(engine.optimizer, self._step, self._discard)],
             scheduler,
         )
@@ -231,8 +231,9 @@ class PenstockStrategy(OneDevice):
         self._collected.append(tensor)
 
     def _discard(self) -> None:
-        """Carry out ``optimizer.zero_grad``."""
+        """Carry out ``optimizer.zero_grad``, or the model's."""
         self._collected.clear()
+        self._norm = None
         self._stepped = False
 
     def clip_gradients_norm(
@@ -251,6 +252,11 @@ class PenstockStrategy(OneDevice):
             raise ConfigError(
                 f"fabric.clip_gradients(max_norm={max_norm!r}), and the strategy was made with clip_grad_norm="
                 f"{self._clip!r}: give it PenstockStrategy(clip_grad_norm={asked!r})"
+            )
+        if self._norm is not None:
+            raise ModelError(
+                "fabric.clip_gradients() was called before optimizer.step() already: the engine clips the gradients of "
+                "all micro-batches, once. Call it once, behind the last fabric.backward() of the step"
             )
         self._norm, self._strict = Deferred(MODEL), error_if_nonfinite
         return self._norm
@@ -289,7 +295,7 @@ class PenstockStrategy(OneDevice):
             spend(root)
         if norm is not None:
             norm.settle(torch.tensor(stats.grad_norm))
-        if stats.skipped and self._strict:
+        if stats.skipped and norm is not None and self._strict:
             raise NonFiniteError(
                 f"step {stats.step}: {stats.non_finite or 'a gradient'} was infinite or NaN, and nothing was updated. "
                 "To go on past such steps: fabric.clip_gradients(error_if_nonfinite=False)"
@@ -381,10 +387,11 @@ class PenstockStrategy(OneDevice):
 class _Recorder(nn.Module):
     """Stands in for the model in the loop: records a call in training, and runs it at once in evaluation."""
 
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
+    def __init__(self, module: nn.Module, engine: Engine, discard: Callable[[], None]) -> None:
+        """``discard``: what ``zero_grad`` does, in the place of gradients that there are none of."""
         super().__init__()
         self.module = module
-        self._engine = engine
+        self._engine, self._discard = engine, discard
         self._forward_at_setup = vars(module).get("forward")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -398,10 +405,16 @@ class _Recorder(nn.Module):
             )
         return call if self.training else self._evaluate(call)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._discard()
+
     def _evaluate(self, call: Deferred) -> Any:
         recorded = _Recorded(call, evaluates=True)
         self._engine.evaluate([recorded.inputs | {_ROOT: recorded}], loss_weights=[1.0])
         return recorded.outputs
+
+
+drop_by(_Recorder)
 
 
 class _Recorded:

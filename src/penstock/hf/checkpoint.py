@@ -124,6 +124,14 @@ def _is_complete(folder: Path) -> bool:
     return True
 
 
+def unmark(folder: Path) -> None:
+    """Have a checkpoint's folder no longer be taken for a complete one, before it is written over: the parts that a
+    kill leaves would be of two."""
+    if folder.is_dir():
+        files.remove(folder / _LAST)
+        files.sync_folder(folder)
+
+
 def require(folder: Path) -> Path:
     """The folder, if training can go on from what is in it.
 

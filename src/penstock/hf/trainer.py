@@ -23,6 +23,7 @@ import transformers
 from torch import nn
 
 from penstock.compat.accelerate import before_gather, deal_neighbours, keep_processes, leave_model, note_skipped
+from penstock.compat.transformers import REPLACED, TrainerSteps
 from penstock.config import fields_of
 from penstock.engine import start
 from penstock.engine.arguments import LoopArguments, WrapArguments
@@ -33,7 +34,7 @@ from penstock.hf import checkpoint, joint
 from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.evaluation import Evaluation, EvaluationSteps
 from penstock.hf.lora import BaseWeights
-from penstock.hf.models.adapters import check_adapters
+from penstock.hf.models.adapters import check_adapters, has_adapters
 from penstock.hf.pieces import Loss, Notes, as_micro_batch, loss_of_piece, notes_of, of_spans
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
 from penstock.hf.training_arguments import check_arguments, check_launch, check_spans
@@ -48,7 +49,7 @@ from penstock.tape.guard import guard
 T = TypeVar("T")
 
 _FOREIGN = ("optimizers", "model_init")
-_REPLACED = ("training_step", "create_optimizer")
+_REPLACED = ("training_step", "create_optimizer", *REPLACED)
 _LIBRARIES = ("transformers", "trl")
 
 
@@ -78,11 +79,10 @@ class EngineMixin(EvaluationSteps):
                 "be are penstock.hf.SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer. Use one of these, or derive "
                 "from it"
             )
-        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        self.check_given(given)
+        self.check_given(self._named(inspect.signature(super().__init__).bind(*args, **kwargs)))
         for name in _REPLACED:
-            behind = getattr(super(), name)
-            if behind.__module__.partition(".")[0] not in _LIBRARIES:
+            behind = getattr(super(TrainerSteps, self), name)
+            if not _is_of_library(behind):
                 raise ConfigError(
                     f"{behind.__qualname__} cannot be honoured: the engine's own comes before it. Override it in the "
                     "class that EngineMixin is a base of, where super() is the engine's, or, for a loss, compute_loss"
@@ -98,20 +98,39 @@ class EngineMixin(EvaluationSteps):
         self._dtypes: Mapping[str, torch.dtype] = {}  # of parameters as they were given, if they had values
         try:
             super().__init__(*args, **kwargs)
+            self._check_foreign({"optimizers": (self.optimizer, self.lr_scheduler), "model_init": self.model_init})
             self._check()
         except BaseException:
             self._close_engine()  # nobody has the trainer that could end it
             raise
 
+    def _named(self, given: inspect.BoundArguments) -> dict[str, Any]:
+        """Arguments of the constructor by their names; those that it only hands on (``*args``, ``**kwargs``), by the
+        names that the library has for them."""
+        found: dict[str, Any] = {}
+        for name, value in given.arguments.items():
+            kind = given.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                found |= value
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                library = next(base for base in type(self).__mro__ if _is_of_library(base))
+                found |= zip(inspect.signature(library).parameters, value, strict=False)
+            else:
+                found[name] = value
+        return found
+
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Refuse arguments of the constructor, by their names, before data sets are prepared."""
+        self._check_foreign(given)
+        if given.get("args") is not None:
+            self.check_args(given["args"])
+
+    def _check_foreign(self, given: Mapping[str, Any]) -> None:
         for name in _FOREIGN:
             if any(part is not None for part in _parts(given.get(name))):
                 raise ConfigError(
                     f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
                 )
-        if given.get("args") is not None:
-            self.check_args(given["args"])
 
     def check_args(self, args: Any) -> None:
         """Refuse arguments that cannot be honoured."""
@@ -226,9 +245,10 @@ class EngineMixin(EvaluationSteps):
             ModelError: the model has adapters that could not be saved.
         """
         check_adapters(self.model)
-        if self.args.save_strategy != "no" and not hasattr(self.model, "save_pretrained"):
+        written = isinstance(self.model, transformers.PreTrainedModel) or has_adapters(self.model)
+        if self.args.save_strategy != "no" and not written:
             raise ConfigError(
-                f"checkpoints were asked for, and {type(self.model).__name__} has no save_pretrained: set "
+                f"checkpoints were asked for, and {type(self.model).__name__} is no model of transformers: set "
                 "save_strategy='no', and call trainer.engine.save(path)"
             )
         if resume_from_checkpoint is True:
@@ -246,6 +266,7 @@ class EngineMixin(EvaluationSteps):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.args.activation_checkpointing = asked
+            self._resumes = None  # also where it has failed: what comes next is no run of that checkpoint's
 
     def get_train_dataloader(self) -> Any:
         """The library's own, of several processes so that a step's micro-batches are in the order of one process."""
@@ -279,9 +300,7 @@ class EngineMixin(EvaluationSteps):
 
         def loss(of: nn.Module, prepared: Any) -> torch.Tensor:
             with self.compute_loss_context_manager(), self.tiles(of):
-                value = self.compute_loss(of, prepared, num_items_in_batch=num_items_in_batch)
-            assert isinstance(value, torch.Tensor)
-            return value
+                return self.compute_loss(of, prepared, num_items_in_batch=num_items_in_batch)  # type: ignore[no-any-return]
 
         self._collected.append((inputs, loss, self._loss_weight(num_items_in_batch)))
         if not self.accelerator.sync_gradients:
@@ -375,6 +394,10 @@ class EngineMixin(EvaluationSteps):
 
     # ---- checkpoints
 
+    def begin_checkpoint(self, folder: Path) -> None:
+        if self._ranks.rank == 0:
+            checkpoint.unmark(folder)
+
     def save_whole(self, folder: Path) -> None:
         assert self.lr_scheduler is not None
         checkpoint.save(self.engine, folder, self._engine_arguments.budget, self._ranks)
@@ -389,7 +412,6 @@ class EngineMixin(EvaluationSteps):
         assert self.lr_scheduler is not None
         checkpoint.load(self.engine, folder)
         self.lr_scheduler.load_state_dict(torch.load(folder / checkpoint.SCHEDULER, weights_only=True))
-        self._resumes = None
 
     def load_best(self) -> None:
         """Take over the best checkpoint: the library loads its weights, here the optimizer goes back with them.
@@ -432,6 +454,11 @@ class Trainer(EngineMixin, transformers.Trainer):
     Raises:
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
+
+
+def _is_of_library(named: Any) -> bool:
+    """True of a class, or a function, that is one of the libraries' own."""
+    return str(named.__module__).partition(".")[0] in _LIBRARIES
 
 
 def _parts(value: Any) -> tuple[Any, ...]:

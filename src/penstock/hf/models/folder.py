@@ -64,7 +64,11 @@ def resolve(name: str | Path, *, revision: str | None = None, trust_remote_code:
         ConfigError: there is no such folder or repository, or the hub cannot be reached.
     """
     path = Path(os.path.expanduser(name))
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # such as a folder on the way that may not be looked into
+        raise ConfigError(f"{name}: cannot be looked at: {error.strerror}") from error
+    if is_folder:
         if revision is not None:
             raise ConfigError(f"model.revision={revision!r} has no effect: {name} is a folder, not a name on the hub")
         return path

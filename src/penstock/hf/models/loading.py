@@ -71,7 +71,10 @@ def load(
     for key, value in changes.items():
         if not hasattr(config, key):
             raise ConfigError(f"{key}={value!r}: the configuration of a {config.model_type} has no such field")
-        setattr(config, key, value)
+        try:
+            setattr(config, key, value)
+        except shell.REFUSED as error:
+            raise ConfigError(f"{key}={value!r}: transformers does not take that: {shell.short(error)}") from error
     files, index = weight_files(folder)
     stored = read_headers(files)
     if index is not None:

@@ -113,7 +113,7 @@ def _read_header(file: Path) -> Iterator[Stored]:
         raise _damaged(file, "its header is no JSON object")
     data, end = 8 + length, 0
     stamp = (stat.st_size, stat.st_mtime_ns)
-    entries = sorted((e for e in header.items() if e[0] != "__metadata__"), key=lambda e: _start(e[1]))
+    entries = sorted((e for e in header.items() if e[0] != "__metadata__"), key=lambda e: _place(e[1]))
     for name, entry in entries:
         dtype, shape, first, end_of_it = _entry(file, name, entry)
         if first != end:
@@ -125,9 +125,10 @@ def _read_header(file: Path) -> Iterator[Stored]:
         raise _damaged(file, f"its header tells of {data + end} bytes, and it is {what}: it has {stat.st_size}")
 
 
-def _start(entry: Any) -> int:
+def _place(entry: Any) -> list[int]:
+    """What tensors are in order by: one without elements begins where the next one does."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    return offsets[0] if isinstance(offsets, list) and offsets and isinstance(offsets[0], int) else 0
+    return offsets if isinstance(offsets, list) and all(isinstance(offset, int) for offset in offsets) else []
 
 
 def _entry(file: Path, name: str, entry: Any) -> tuple[torch.dtype, torch.Size, int, int]:
