@@ -187,6 +187,7 @@ def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[i
     """Raise ModelError where a pipeline cannot send what a block is handed, or puts out."""
     for k, call in enumerate(handed.calls):
         if call is None:
+            _refuse_code_between(handed, k, of_stages)
             continue
         site, before = facts[k].site, of_stages[k - 1]
         assert site is not None
@@ -210,6 +211,17 @@ def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[i
         raise ModelError(
             f"block {last.block!r}: what it puts out is no tensor of its own: a pipeline sends it away. Train with "
             "ranks that share all state (without a pipeline)"
+        )
+
+
+def _refuse_code_between(handed: HandedOn, k: int, of_stages: Sequence[int]) -> None:
+    """Raise ModelError where a stage of the model's own code is to have what another rank's block has put out, and is
+    not the last one, for which that is sent."""
+    before = handed.calls[k - 1] if 0 < k < len(handed.calls) - 1 else None
+    if before is not None and of_stages[k - 1]:
+        raise ModelError(
+            f"block {before.block!r}: the model's code computes with weights between it and the next block, and not on "
+            "its rank: a pipeline cannot send that. Train with ranks that share all state (without a pipeline)"
         )
 
 
