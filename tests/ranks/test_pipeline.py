@@ -345,16 +345,16 @@ class Block(nn.Module):
 
 class Model(nn.Module):
     """``computes``: the model's own code computes with what a block puts out; ``weighs``: with weights, too;
-    ``fails``: the loss is no number."""
+    ``shortens``: one block is called; ``fails``: the loss is no number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.scale = nn.Parameter(torch.ones(16))
-        self.computes = self.weighs = self.fails = False
+        self.computes = self.weighs = self.shortens = self.fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+        for block in self.blocks[: 1 if self.shortens else 4]:
             x = block(x)
             if self.computes:
                 x = x * 2
@@ -387,6 +387,13 @@ def misused(mesh: DeviceMesh, how: str, schedule: str = "vertical") -> Any:
 def test_code_that_computes_between_blocks_of_other_ranks_is_refused_and_gives_no_other_numbers(how: str) -> None:
     with pytest.raises(RankFailedError, match=r"the model's (own )?code computes with") as error:
         pipeline(3, misused, how)
+    assert error.value.kind == "ModelError"
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
+def test_a_rank_of_whose_blocks_the_model_calls_none_is_refused(schedule: str) -> None:
+    with pytest.raises(RankFailedError, match=r"calls none of the blocks that rank \d of the pipeline has") as error:
+        pipeline(3, misused, "shortens at once", schedule)
     assert error.value.kind == "ModelError"
 
 

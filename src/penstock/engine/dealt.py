@@ -143,6 +143,7 @@ def dealt_program(
     of_stages = [0 if fact.site is None else dealt[fact.site.index] for fact in facts]
     refused: str | None = None
     try:
+        _refuse_idle(of_stages, ranks.stages)
         _refuse_assigned(facts, of_stages)
         for of_shape in handed:
             _refuse(of_shape, facts, of_stages)
@@ -159,6 +160,15 @@ def dealt_program(
     most = [max(by_rank) for by_rank in zip(*of_all, strict=True)]
     program = Mesh(data=share.size).everyone().part(program)
     return program_of_rank(program, of_stages, share.place, ranks.stages, besides=most, holders=share.holders)
+
+
+def _refuse_idle(of_stages: Sequence[int], ranks: int) -> None:
+    """Raise ModelError where the model calls no block of one of so many ranks."""
+    if idle := set(range(ranks)).difference(of_stages):
+        raise ModelError(
+            f"the model calls none of the blocks that rank {min(idle)} of the pipeline has: use fewer ranks, or say "
+            "with deal how many blocks each has"
+        )
 
 
 def _refuse_assigned(facts: Sequence[StageFacts], of_stages: Sequence[int]) -> None:
