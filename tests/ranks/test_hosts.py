@@ -1,10 +1,13 @@
 """Ranks of several hosts."""
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -22,13 +25,13 @@ from tests.ranks.worlds import RankFailedError, World, together
 from tests.training import AT_ONCE
 
 
-def failure_beside(other: Place, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What rank 0, which is here, says of rank 1, which beats once."""
+def failure_beside(other: Place, monkeypatch: pytest.MonkeyPatch, own: Place | None = None) -> str:
+    """What rank 0, which is here, says of rank 1, which beats once. ``own``: the place of the first."""
     monkeypatch.setattr(watch, "EVERY", 0.01)
     monkeypatch.setattr(watch, "SILENT", 0.2)
     store = dist.HashStore()
     store.set("beat/1", "1")
-    here = Watch(store, 0, [Place.here(), other], Calls(store, 0, [0, 1]))
+    here = Watch(store, 0, [own or Place.here(), other], Calls(store, 0, [0, 1]))
     until = time.monotonic() + 30
     while here.failure is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -45,6 +48,40 @@ def ended_process() -> int:
 def test_a_killed_process_of_this_host_is_found_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(Place.here(), process=ended_process())
     assert failure_beside(other, monkeypatch) == "rank 1 was killed"
+
+
+@contextmanager
+def cut_name() -> Iterator[None]:
+    """This process has a name of which the kernel has cut a letter in two."""
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes("a\u8bad\u7ec3\u8bad\u7ec3\u8bad\u7ec3".encode())
+    try:
+        yield
+    finally:
+        name.write_bytes(before)
+
+
+@contextmanager
+def no_file_to_open() -> Iterator[None]:
+    """This process has as many files open as it may."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("within", [cut_name, no_file_to_open], ids=lambda within: within.__name__)
+def test_a_process_that_lives_is_not_taken_for_a_killed_one(
+    within: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does whoever looks at it end."""
+    other = Place.here()
+    with within():
+        said = failure_beside(other, monkeypatch, other)
+    assert said == "rank 1 has not answered for 0 s"
 
 
 @pytest.mark.parametrize("what", ["boot", "processes"])

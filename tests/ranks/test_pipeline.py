@@ -344,18 +344,22 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """``computes``: the model's own code computes with what a block puts out; ``fails``: the loss is no number."""
+    """``computes``: the model's own code computes with what a block puts out; ``weighs``: with weights, too;
+    ``shortens``: one block is called; ``fails``: the loss is no number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.computes = self.fails = False
+        self.scale = nn.Parameter(torch.ones(16))
+        self.computes = self.weighs = self.shortens = self.fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+        for block in self.blocks[: 1 if self.shortens else 4]:
             x = block(x)
             if self.computes:
                 x = x * 2
+            if self.weighs:
+                x = x * self.scale
         return x.square().mean() * (float("nan") if self.fails else 1.0)
 
 
@@ -365,8 +369,8 @@ def misused(mesh: DeviceMesh, how: str, schedule: str = "vertical") -> Any:
     settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(b["x"]), "clip_grad_norm": None}
     settings |= {"schedule": schedule}
     with penstock.wrap(model, budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
-        if how == "computes at once":
-            model.computes = True
+        if how.endswith(" at once"):
+            setattr(model, how.removesuffix(" at once"), True)
         engine.step(inputs)
         before = dict(engine.master_parameters())
         setattr(model, how, True)
@@ -379,10 +383,17 @@ def misused(mesh: DeviceMesh, how: str, schedule: str = "vertical") -> Any:
         return None
 
 
-@pytest.mark.parametrize("how", ["computes", "computes at once"])
+@pytest.mark.parametrize("how", ["computes", "computes at once", "weighs at once"])
 def test_code_that_computes_between_blocks_of_other_ranks_is_refused_and_gives_no_other_numbers(how: str) -> None:
     with pytest.raises(RankFailedError, match=r"the model's (own )?code computes with") as error:
         pipeline(3, misused, how)
+    assert error.value.kind == "ModelError"
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
+def test_a_rank_of_whose_blocks_the_model_calls_none_is_refused(schedule: str) -> None:
+    with pytest.raises(RankFailedError, match=r"calls none of the blocks that rank \d of the pipeline has") as error:
+        pipeline(3, misused, "shortens at once", schedule)
     assert error.value.kind == "ModelError"
 
 

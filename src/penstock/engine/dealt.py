@@ -143,6 +143,7 @@ def dealt_program(
     of_stages = [0 if fact.site is None else dealt[fact.site.index] for fact in facts]
     refused: str | None = None
     try:
+        _refuse_idle(of_stages, ranks.stages)
         _refuse_assigned(facts, of_stages)
         for of_shape in handed:
             _refuse(of_shape, facts, of_stages)
@@ -159,6 +160,15 @@ def dealt_program(
     most = [max(by_rank) for by_rank in zip(*of_all, strict=True)]
     program = Mesh(data=share.size).everyone().part(program)
     return program_of_rank(program, of_stages, share.place, ranks.stages, besides=most, holders=share.holders)
+
+
+def _refuse_idle(of_stages: Sequence[int], ranks: int) -> None:
+    """Raise ModelError where the model calls no block of one of so many ranks."""
+    if idle := set(range(ranks)).difference(of_stages):
+        raise ModelError(
+            f"the model calls none of the blocks that rank {min(idle)} of the pipeline has: use fewer ranks, or say "
+            "with deal how many blocks each has"
+        )
 
 
 def _refuse_assigned(facts: Sequence[StageFacts], of_stages: Sequence[int]) -> None:
@@ -187,6 +197,7 @@ def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[i
     """Raise ModelError where a pipeline cannot send what a block is handed, or puts out."""
     for k, call in enumerate(handed.calls):
         if call is None:
+            _refuse_code_between(handed, k, of_stages)
             continue
         site, before = facts[k].site, of_stages[k - 1]
         assert site is not None
@@ -210,6 +221,17 @@ def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[i
         raise ModelError(
             f"block {last.block!r}: what it puts out is no tensor of its own: a pipeline sends it away. Train with "
             "ranks that share all state (without a pipeline)"
+        )
+
+
+def _refuse_code_between(handed: HandedOn, k: int, of_stages: Sequence[int]) -> None:
+    """Raise ModelError where a stage of the model's own code is to have what another rank's block has put out, and is
+    not the last one, for which that is sent."""
+    before = handed.calls[k - 1] if 0 < k < len(handed.calls) - 1 else None
+    if before is not None and of_stages[k - 1]:
+        raise ModelError(
+            f"block {before.block!r}: the model's code computes with weights between it and the next block, and not on "
+            "its rank: a pipeline cannot send that. Train with ranks that share all state (without a pipeline)"
         )
 
 

@@ -126,7 +126,7 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 def _lock_limit(root: Path) -> int:
     """``ulimit -l``, which does not hold for a process with the right to lock memory, as root usually is."""
-    for line in (root / "proc/self/status").read_text().splitlines():
+    for line in (root / "proc/self/status").read_text(errors="replace").splitlines():
         if line.startswith("CapEff:") and int(line.split()[1], 16) & _CAP_IPC_LOCK:
             return 2**63
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
