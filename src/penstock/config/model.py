@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.documents.typed import shown
+from penstock.documents.typed import fits, shown
 from penstock.errors import ConfigError
 
 
@@ -101,3 +101,15 @@ def check_parts(given: Mapping[str, Any], where: str) -> None:
         most = _MOST_EXPERTS if "expert" in key else _MOST_LAYERS
         if counted and isinstance(value, int) and value > most:
             raise ConfigError(f"{where}: {key}={shown(value)} is more than any model has (at most {most:,})")
+
+
+def asked_vocabulary(given: Mapping[str, Any], vocabulary: int) -> int:
+    """Tokens of the vocabulary that a configuration asks for; without any the tokenizer's ``vocabulary``.
+
+    Raises:
+        ConfigError: it asks for no number of tokens.
+    """
+    asked = given.get("vocab_size", vocabulary)
+    if not fits(asked, int):
+        raise ConfigError(f"model.config.vocab_size must be a whole number, not {shown(asked)}: drop it, or give one")
+    return int(asked)
