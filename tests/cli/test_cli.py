@@ -462,6 +462,19 @@ def test_the_live_view_shows_the_first_step_before_there_are_numbers_and_the_not
     display.end()
 
 
+def test_a_terminal_shows_the_name_of_a_folder_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that rich has a picture or a colour for."""
+    out, name = io.StringIO(), "runs/a:fire:b [red]"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    display = TerminalDisplay(out)
+    display.say(name)
+    with display.working(f"Disk {name}") as note:
+        note(name)
+    assert "\N{FIRE}" not in out.getvalue()
+    assert out.getvalue().count(name) >= 3
+
+
 def test_lines_are_plain_without_a_terminal_that_can_redraw(monkeypatch: pytest.MonkeyPatch) -> None:
     primary, secondary = os.openpty()
     with os.fdopen(primary), os.fdopen(secondary, "w") as terminal:

@@ -15,7 +15,7 @@ from penstock.cli import first_look, main
 from penstock.cli.commented import written
 from penstock.cli.first_look import DataFacts, DiskFacts, MachineFacts, ModelFacts, look_at_disk
 from penstock.cli.located import parse_yaml
-from penstock.cli.proposal import propose
+from penstock.cli.proposal import length_in_words, propose
 from penstock.cli.settings import describe, load, load_text
 from penstock.config import ModelConfig, SourceConfig, TrainConfig
 from penstock.data import write_tokens
@@ -89,6 +89,7 @@ def _answers(draw: random.Random) -> tuple[ModelFacts, DataFacts, DiskFacts, Mac
         kinds=frozenset(draw.sample(["text", "chat", "completion", "tokens"], draw.randint(0, 2))),
         documents=draw.choice([1, 999, 2000]),
         nbytes=draw.choice([None, 1, 10**6, 10**9, 10**13]),
+        tokens=draw.choice([None, 0, 10**6, 10**12]),
     )
     disk = DiskFacts(paths=tuple(map(Path, draw.sample(ODD, draw.randint(0, 2)))), free=draw.choice([None, 1, 10**12]))
     machine = MachineFacts(
@@ -207,6 +208,22 @@ def test_several_sources_that_will_be_streamed_have_their_sizes_as_shares(
     assert found.nbytes == sum(sizes)
     alone = first_look.look_at_data(names[:1], template=None, tokenizer=True)
     assert [source.weight for source in alone.sources] == [None]
+
+
+def test_tokens_are_counted_as_wide_as_they_are_and_no_more_text_than_its_limit(there: Path) -> None:
+    """What the batch and the number of steps are proposed by."""
+    write_tokens(there / "narrow.tokens", [[1] * 6000], dtype="uint16")
+    write_tokens(there / "wide.tokens", [[1] * 6000], dtype="uint32")
+    (there / "raw.bin").write_bytes(bytes(4 * 6000))
+    raw = "{path: raw.bin, dtype: uint32}"
+    for path in ("narrow.tokens", "wide.tokens", raw):
+        data = first_look.look_at_data([path], template=None, tokenizer=True)
+        assert data.tokens == 6000, path
+        assert length_in_words(data, 1, 60) == "about 100 steps; or give steps instead"
+    (there / "a.txt").write_text("text " * 1000)
+    text = first_look.look_at_data(["a.txt", "{path: a.txt, limit: 2000}"], template=None, tokenizer=True)
+    assert text.tokens == (5000 + 2000) // 4
+    assert length_in_words(text, 1, 175) == "about 10 steps, at 4 bytes a token; or give steps instead"
 
 
 def test_a_run_has_a_directory_of_its_own_where_its_place_is_named(there: Path) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from penstock.cli import model
 from penstock.cli.model import build_model, parameter_count
 from penstock.config import DataConfig, ModelConfig, TokenizerConfig, TokenizerTrainingConfig
 from penstock.errors import ConfigError
@@ -37,6 +38,8 @@ def test_a_tied_parameter_counts_once() -> None:
         ({"model_type": "llma"}, "did you mean llama"),
         ({"hiden_size": 64}, "did you mean hidden_size"),
         ({"vocab_size": 300}, "the tokenizer has 512 tokens"),
+        ({"vocab_size": "32k"}, "vocab_size must be a whole number, not '32k'"),
+        ({"vocab_size": None}, "vocab_size must be a whole number, not None"),
         ({"use_cache": True}, "KV cache"),
         ({"dtype": "bfloat16"}, "precision"),
         ({"max_position_embeddings": 32}, "sequence_length=64 is more"),
@@ -48,6 +51,16 @@ def test_a_tied_parameter_counts_once() -> None:
 def test_settings_that_would_be_ignored_or_cannot_work_are_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build_model(ModelConfig(init=True, config={**LLAMA, **changes}), DATA)
+
+
+def test_a_type_that_the_installed_transformers_cannot_make_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd:
+        def __init__(self) -> None:
+            raise ValueError("Unrecognized model type for subconfig")
+
+    monkeypatch.setattr(model, "CONFIG_MAPPING", {"odd": Odd})
+    with pytest.raises(ConfigError, match="'odd': the installed transformers cannot make one of it: Unrecognized"):
+        build_model(ModelConfig(init=True, config={"model_type": "odd"}), DATA)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,13 @@ def answered(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return captured.out
 
 
+def test_epochs_are_as_many_steps_as_the_run_makes_of_them(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rounded, and one at least: a step has 1,024 tokens."""
+    for epochs, steps in (("1.4", 1), ("1.6", 2), ("0.1", 1)):
+        flags = ("--steps", "null", "--epochs", epochs, "--epoch-tokens", "1024", "--json")
+        assert json.loads(answered(capsys, config, *flags))["run"]["steps"] == steps
+
+
 def test_a_settings_file_is_planned_for_the_machine_that_was_measured(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -237,6 +237,12 @@ def test_a_wrong_value_says_which_setting_and_what_it_must_be(
     assert message.startswith(("--", str(config_file)))
 
 
+def test_epochs_of_more_steps_than_a_runs_settings_can_hold_are_refused(config_file: Path) -> None:
+    """Else the run could not be resumed: its settings would not be read."""
+    said = _refused(config_file, ("steps", "null"), ("epochs", "1e300"))
+    assert said == "--epochs=1e+300: must be at most 1,048,576"
+
+
 def test_a_batch_in_tokens_is_as_many_sequences(config_file: Path) -> None:
     config = settings.load(config_file, [("batch", "{tokens: 512}"), ("micro_batch_size", "2")])
     assert (config.sequences_per_step, config.split) == (8, (2, 4))

@@ -9,7 +9,7 @@ from penstock.cli import main, settings, task
 from penstock.cli.changed import changed
 from penstock.cli.model import run_model
 from penstock.cli.task import check_room, requests_of, shape_of
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, ConfigError
 from penstock.store.removal import delete_store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,3 +66,9 @@ def test_no_run_is_refused_whose_store_has_room(
     monkeypatch.setattr(task, "free_bytes", lambda path: needed // 2)
     with pytest.raises(BudgetError, match="are needed for weights and state"):
         check_room(found, model, "cpu", 1, 1, ())
+
+
+def test_a_vocabulary_that_is_no_number_is_refused_before_there_is_a_model(config: Path) -> None:
+    flags = [("model.config.vocab_size", "32k")]
+    with pytest.raises(ConfigError, match=r"model\.config\.vocab_size must be a whole number, not '32k'"):
+        shape_of(settings.load(config, flags), "cpu")

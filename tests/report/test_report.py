@@ -484,18 +484,32 @@ def test_the_chrome_trace_has_both_sides_as_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("--trace", "trace.json"), ("--trace", "trace-mine.json"), ("--out", "config.yaml"), ("--out", "run.json")],
+    [
+        *(("--trace", "trace.json"), ("--trace", "trace-mine.json"), ("--out", "config.yaml"), ("--out", "run.json")),
+        *(
+            ("--out", RUN_LOCK),
+            ("--out", "model/config.json"),
+            ("--trace", "../store/penstock.store"),
+            ("--out", "../l"),
+        ),
+    ],
 )
 def test_a_report_takes_the_place_of_nothing_that_a_run_needs(
     words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert main(["report", str(tmp_path), words[0], str(tmp_path / words[1])]) == 2
+    run = tmp_path / "run"
+    write_run(run)
+    for needed in (run / "model" / "config.json", tmp_path / "store" / "penstock.store"):
+        needed.parent.mkdir()
+        needed.write_text("needed")
+    (tmp_path / "l").symlink_to(run / "config.yaml")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert main(["report", str(run), words[0], str(run / words[1])]) == 2
     assert "is the name of a file of the run itself" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert main(["report", str(tmp_path), "--out", str(tmp_path / "x.html"), "--trace", str(tmp_path / "t.json")]) == 0
-    assert main(["report", str(tmp_path)]) == 0
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for _ in range(2):
+        assert main(["report", str(run), "--out", str(run / "x.html"), "--trace", str(run / "t.json")]) == 0
+    assert main(["report", str(run)]) == 0
 
 
 def test_report_writes_all_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from penstock.config.data import STREAM_FROM
 from penstock.data.forms import form_of_source
 from penstock.data.sources.find import local_source
 from penstock.data.sources.walk import is_packed
+from penstock.data.token_files import token_count
 from penstock.errors import ConfigError
 from penstock.hardware import system
 from penstock.hardware.machine import DeviceKind, Machine
@@ -28,6 +29,8 @@ from penstock.store.directory import is_there
 
 _ENOUGH = 2000
 """Documents that are looked at."""
+BYTES_A_TOKEN = 4
+"""Bytes of text that are about a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +122,15 @@ def _parameters(config: Mapping[str, Any], folder: Path | None) -> int | None:
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
     """Facts of data. ``forms``: of each source, in words. ``kinds``: of the examples; ``tokens`` where ids are on disk.
-    ``documents``: as many as were counted, at most so many as are looked at. ``nbytes``: of all files; None: some are
-    not here."""
+    ``documents``: as many as were counted, at most so many as are looked at. ``nbytes``: of all files; ``tokens``: ids
+    that are on disk, and about so many of texts; None: some are not here."""
 
     sources: tuple[SourceConfig, ...]
     forms: tuple[str, ...]
     kinds: frozenset[str]
     documents: int
     nbytes: int | None
+    tokens: int | None
 
     @property
     def has_many(self) -> bool:
@@ -144,7 +148,7 @@ def look_at_data(paths: Sequence[str], *, template: bool | None, tokenizer: bool
     Raises:
         ConfigError: there is nothing there, or it is of no form that is read.
     """
-    sources, forms, kinds, documents, sizes = [], [], set[str](), 0, list[int]()
+    sources, forms, kinds, documents, sizes, tokens = [], [], set[str](), 0, list[int](), 0
     known = True
     for path in paths:
         source = _source(path)
@@ -164,9 +168,11 @@ def look_at_data(paths: Sequence[str], *, template: bool | None, tokenizer: bool
                     "--help)"
                 )
             kinds.add("tokens")
+            tokens += sum(token_count(file, source.dtype) for file in files)
             documents = _ENOUGH  # a share is then of tokens
             forms.append(f"{source.path}: token ids")
             continue
+        tokens += min(sizes[-1], source.limit_bytes or sizes[-1]) // BYTES_A_TOKEN
         examples = (example for example, _ in reader.read(None))
         first = next(examples, None)
         form, words = form_of_source(source, first, template=bool(template))
@@ -193,6 +199,7 @@ def look_at_data(paths: Sequence[str], *, template: bool | None, tokenizer: bool
         kinds=frozenset(kinds),
         documents=documents,
         nbytes=sum(sizes) if known else None,
+        tokens=tokens if known else None,
     )
 
 

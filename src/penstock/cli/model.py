@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedTokenizerBase
 
-from penstock.config import DataConfig, ModelConfig, Precision, check_parts
+from penstock.config import DataConfig, ModelConfig, Precision, asked_vocabulary, check_parts
 from penstock.data.opening import choose_tokenizer
 from penstock.data.tokenizer import END_OF_TEXT_ID, largest_id
 from penstock.engine.start import WeightSource
@@ -228,7 +228,13 @@ def _check_keys(kind: str, given: Mapping[str, Any]) -> None:
             + (f": did you mean {near[0]}?" if near else "")
         )
     cls = CONFIG_MAPPING[kind]
-    known = {*inspect.signature(cls).parameters, *cls.attribute_map, *vars(cls())} - {"kwargs", "model_type"}
+    try:
+        plain = cls()
+    except shell.REFUSED as error:
+        raise ConfigError(
+            f"model.config.model_type={kind!r}: the installed transformers cannot make one of it: {shell.short(error)}"
+        ) from error
+    known = {*inspect.signature(cls).parameters, *cls.attribute_map, *vars(plain)} - {"kwargs", "model_type"}
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -255,7 +261,7 @@ def _ends(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int]:
 
 
 def _check_against_data(given: Mapping[str, Any], vocabulary: int) -> None:
-    asked = given.get("vocab_size", vocabulary)
+    asked = asked_vocabulary(given, vocabulary)
     if asked < vocabulary:
         raise ConfigError(
             f"model.config.vocab_size={asked}, but the tokenizer has {vocabulary} tokens: drop vocab_size, it follows "

@@ -1,7 +1,6 @@
 """``penstock plan``: what a run will do on a machine, before anything is bought, loaded or waited for."""
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -296,7 +295,7 @@ def _steps(config: TrainConfig, epoch_tokens: str | float | None, tokens: int) -
         return config.steps
     if epoch_tokens is None:
         return None
-    return math.ceil(round(config.epochs * parse_count("epoch_tokens", epoch_tokens)) / tokens)
+    return max(round(config.epochs * parse_count("epoch_tokens", epoch_tokens) / tokens), 1)  # as the run counts them
 
 
 def _machine(arguments: FileArguments, config: TrainConfig) -> Machine:

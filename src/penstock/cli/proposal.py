@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.first_look import DataFacts, DiskFacts, MachineFacts, ModelFacts
+from penstock.cli.first_look import BYTES_A_TOKEN, DataFacts, DiskFacts, MachineFacts, ModelFacts
 from penstock.cli.settings import RUN
 from penstock.config import SourceConfig, StepConfig, format_size
 from penstock.config.data import STREAM_FROM
 from penstock.schedule.place import Format
 
 _LENGTH = 2048
-_BYTES_A_TOKEN = 4
 _STEPS = 1000
 """Steps of a run over data whose length is not known."""
 
@@ -44,8 +43,7 @@ def propose(
         if model.positions
         else "the model's configuration sets no limit; longer sequences need more memory for each micro-batch"
     )
-    tokens = None if data.nbytes is None else data.nbytes // (2 if data.kinds == {"tokens"} else _BYTES_A_TOKEN)
-    sequences = _sequences(tokens, length, machine, why)
+    sequences = _sequences(data.tokens, length, machine, why)
     streamed = data.nbytes is not None and data.nbytes >= STREAM_FROM and "tokens" not in data.kinds
     held_out = data.has_many and not streamed
     settings: dict[str, Any] = {
@@ -61,7 +59,7 @@ def propose(
         why["steps"] = "an epoch of data that are streamed has no known length: set as many as you want"
     else:
         settings["epochs"] = 1 if data.kinds <= {"text", "tokens"} else 2
-        why["epochs"] = _length_in_words(tokens, settings["epochs"], sequences * length)
+        why["epochs"] = length_in_words(data, settings["epochs"], sequences * length)
     settings["lr_schedule"] = {"kind": "cosine", "warmup_share": 0.03, "final": 0.1}
     if held_out:
         settings["evaluate"] = {"every": 50, "batches": 4}
@@ -165,12 +163,12 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 30}GiB" if nbytes >= 8 << 30 else f"{max(nbytes >> 20, 1)}MiB"
 
 
-def _length_in_words(tokens: int | None, epochs: int, per_step: int) -> str:
-    if tokens is None:
+def length_in_words(data: DataFacts, epochs: int, per_step: int) -> str:
+    """The number of steps of so many epochs, each of so many tokens ``per_step``, as far as it is known."""
+    if data.tokens is None:
         return "the number of steps is known when the data have been read"
-    return (
-        f"about {max(1, epochs * tokens // per_step):,} steps, at {_BYTES_A_TOKEN} bytes a token; or give steps instead"
-    )
+    guessed = "" if data.kinds == {"tokens"} else f", at {BYTES_A_TOKEN} bytes a token"
+    return f"about {max(1, epochs * data.tokens // per_step):,} steps{guessed}; or give steps instead"
 
 
 def _room(model: ModelFacts, disk: DiskFacts, machine: MachineFacts) -> tuple[str, ...]:

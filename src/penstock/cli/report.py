@@ -1,7 +1,7 @@
 """``penstock report``: from a run's folder to a page, a Chrome trace and a picture."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from penstock.cli.disk_summary import allowed_per_day
 from penstock.cli.environment import read_environment
 from penstock.cli.launch import in_words
 from penstock.cli.run_figures import RunFigures, is_training, read_run
-from penstock.cli.run_folder import own_files, settings_file, settings_of, settings_path
+from penstock.cli.run_folder import RUN_LOCK, own_files, own_folders, settings_file, settings_of, settings_path
 from penstock.cli.run_record import RunRecord
 from penstock.cli.runs import difference_rows, figure_rows, shown_value
 from penstock.cli.words import Words
@@ -26,6 +26,9 @@ from penstock.report.picture import draw
 from penstock.report.prediction import read_prediction
 from penstock.report.run_page import Report, Table, run_page
 from penstock.report.trace_file import NoTraceError, choose_step, read_traces
+from penstock.store.directory import LOCK, is_there
+from penstock.store.making import BESIDE
+from penstock.store.manifest import DATA
 from penstock.store.owner import RUN_FILE
 
 _PAUSE = 5
@@ -133,12 +136,23 @@ def _check_names(arguments: Arguments) -> None:
     made = {".html", *arguments.endings.values()}
     runs = {folder.resolve() for folder in (arguments.folder, *arguments.others)}
     for key, path in (("out", arguments.out), ("trace", arguments.trace)):
-        if path is None or path.suffix in made or (folder := path.parent.resolve()) not in runs:
+        if path is None:
             continue
-        if path.name == RUN_FILE or folder / path.name in own_files(folder) or path.match("trace*.json"):
-            raise ConfigError(
-                f"--{key} {path}: in a run's folder this is the name of a file of the run itself: give another name"
-            )
+        folder = path.parent.resolve()
+        place = folder / path.name if folder in runs else path.resolve()
+        if place.suffix not in made and _is_of_a_run(place, runs):
+            raise ConfigError(f"--{key} {path}: this is the name of a file of the run itself: give another name")
+
+
+def _is_of_a_run(place: Path, runs: Collection[Path]) -> bool:
+    """True if a file is a run's own, in a folder that it has in its own, or a store's."""
+    if place.parent in runs:
+        names = (RUN_FILE, RUN_LOCK)
+        own = place.name in names or place in own_files(place.parent) or place.match("trace*.json")
+    else:
+        below = (kept for run in runs for kept in (*own_folders(run), *run.glob("snapshot-*")))
+        own = any(map(place.is_relative_to, below))
+    return own or (place.name in (DATA, LOCK, *BESIDE) and is_there(place.parent / DATA))
 
 
 def _follow(arguments: Arguments, write: Callable[[Report], None]) -> bool:

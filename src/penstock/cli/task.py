@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import files
-from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, fields_of, format_size
+from penstock.config import DataConfig, ModelConfig, StepConfig, TrainConfig, asked_vocabulary, fields_of, format_size
 from penstock.config.budget import is_of_rank
 from penstock.config.step import SPLIT, check_copies
 from penstock.errors import BudgetError
@@ -116,7 +116,7 @@ def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
     given = _configuration(config.model)
     if config.model.init and (config.data.tokenizer is not None or isinstance(config.model.config, Mapping)):
         vocabulary = _vocabulary(config.data)
-        asked = given.get("vocab_size", vocabulary) if isinstance(config.model.config, Mapping) else vocabulary
+        asked = asked_vocabulary(given, vocabulary) if isinstance(config.model.config, Mapping) else vocabulary
         given = {**given, "vocab_size": asked}
         if asked < vocabulary or decoders.from_config(given, name="model") is None:
             from penstock.cli.model import build_model

@@ -10,7 +10,7 @@ from penstock.config.endurance import Endurance
 from penstock.config.engine import EngineConfig, RunConfig
 from penstock.config.lora import LoraConfig
 from penstock.config.lr_schedule import DecayShape, LrScheduleConfig
-from penstock.config.model import ModelConfig, check_parts
+from penstock.config.model import ModelConfig, asked_vocabulary, check_parts
 from penstock.config.optimizer import OptimizerConfig, OptimizerName, Override
 from penstock.config.quantities import parse_duration
 from penstock.config.sizes import format_size, parse_size
@@ -49,6 +49,7 @@ __all__ = [
     "TrainConfig",
     "ValidationConfig",
     "ZeroStage",
+    "asked_vocabulary",
     "check_parts",
     "fields_of",
     "format_size",

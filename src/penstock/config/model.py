@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.documents.typed import shown
+from penstock.documents.typed import fits, shown
 from penstock.errors import ConfigError
 
 
@@ -80,8 +80,11 @@ class ModelConfig:
                 raise ConfigError(f"model.{key} has no effect: model.config is written out here. Drop it")
 
 
-_MOST_PARTS = 4096
-"""Layers of a model: more are in none, and take minutes to build."""
+_MOST_LAYERS, _MOST_EXPERTS = 4096, 1 << 14
+"""Layers of a model, and experts of one: more are in none, and layers take minutes to build."""
+
+_WIDTHS = ("size", "dim")
+"""Parts of names that say how wide a layer or an expert is (``shared_expert_intermediate_size``), not how many."""
 
 
 def check_parts(given: Mapping[str, Any], where: str) -> None:
@@ -93,6 +96,20 @@ def check_parts(given: Mapping[str, Any], where: str) -> None:
     for key, value in given.items():
         if isinstance(value, Mapping):
             check_parts(value, where)
-        counted = "layer" in key or "expert" in key or key in ("depth", "depths", "num_stages")
-        if counted and isinstance(value, int) and value > _MOST_PARTS:
-            raise ConfigError(f"{where}: {key}={shown(value)} is more than any model has (at most {_MOST_PARTS:,})")
+        named = "layer" in key or "expert" in key or key in ("depth", "depths", "num_stages")
+        counted = named and not any(word in key for word in _WIDTHS)
+        most = _MOST_EXPERTS if "expert" in key else _MOST_LAYERS
+        if counted and isinstance(value, int) and value > most:
+            raise ConfigError(f"{where}: {key}={shown(value)} is more than any model has (at most {most:,})")
+
+
+def asked_vocabulary(given: Mapping[str, Any], vocabulary: int) -> int:
+    """Tokens of the vocabulary that a configuration asks for; without any the tokenizer's ``vocabulary``.
+
+    Raises:
+        ConfigError: it asks for no number of tokens.
+    """
+    asked = given.get("vocab_size", vocabulary)
+    if not fits(asked, int):
+        raise ConfigError(f"model.config.vocab_size must be a whole number, not {shown(asked)}: drop it, or give one")
+    return int(asked)

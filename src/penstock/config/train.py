@@ -16,6 +16,10 @@ from penstock.config.step import Family, check_in_turn, check_pipeline, check_re
 from penstock.config.trackers import TrackerName
 from penstock.errors import ConfigError
 
+_MOST_EPOCHS = 1 << 20
+"""More than anybody trains, and few enough that the steps they come to can be counted, and read back when a run goes
+on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
@@ -168,6 +172,8 @@ class TrainConfig(RunConfig, LayoutConfig):
             raise ConfigError(f"steps={self.steps}: must be at least 1")
         if self.epochs is not None and self.epochs <= 0:
             raise ConfigError(f"epochs={self.epochs}: must be more than 0")
+        if self.epochs is not None and self.epochs > _MOST_EPOCHS:
+            raise ConfigError(f"epochs={self.epochs}: must be at most {_MOST_EPOCHS:,}")
 
     def _check_pieces(self) -> None:
         """Refuse pieces of nothing, and pieces of what is compiled as a whole."""

@@ -303,6 +303,16 @@ def _one_document(ids: BlockArray) -> NDArray[np.int64]:
     return np.array([len(ids)] if len(ids) else [], dtype=np.int64)
 
 
+def token_count(path: Path, dtype: str | None = None) -> int:
+    """Token ids in a corpus, or with ``dtype`` in a raw file, by the size of the file alone.
+
+    Raises:
+        ConfigError: nothing says of which dtype they are.
+    """
+    kind = dtype or _head(path.with_suffix(".json"))["dtype"]
+    return path.stat().st_size // np.dtype(kind).itemsize
+
+
 def _head(path: Path) -> dict[str, Any]:
     try:
         head = parse_json(read_bounded(path, _LONGEST_HEAD))

@@ -8,12 +8,14 @@ from rich.console import Console
 
 
 def console(out: TextIO, *, soft_wrap: bool = False) -> Console:
-    """A console that writes to ``out``. COLUMNS and LINES count, but for 0, of which rich makes pages without a
-    character: some programs set it for a size that they do not know."""
+    """A console that writes to ``out``, texts as they are: ``:x:`` in a folder's name is no picture. COLUMNS and LINES
+    count, but for 0, of which rich makes pages without a character: some programs set it for a size that they do not
+    know."""
     size = shutil.get_terminal_size()
     return Console(
         file=out,
         highlight=False,
+        emoji=False,
         soft_wrap=soft_wrap,
         width=size.columns if _is_no_size("COLUMNS") else None,
         height=size.lines if _is_no_size("LINES") else None,

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
 
 from penstock.cli.showing.console import console
 from penstock.cli.showing.display import Display, write_now
@@ -30,10 +31,10 @@ class TerminalDisplay(Display):
 
     @contextmanager
     def working(self, text: str) -> Iterator[Callable[[str], None]]:
-        start, text = time.perf_counter(), escape(text)  # it may name a folder
-        with self.console.status(text) as status:
-            yield lambda how_far: status.update(f"{text}: {escape(how_far)}")
-        self.console.print(f"[green]✓[/] {text} [dim]{time.perf_counter() - start:.1f} s[/]")
+        start = time.perf_counter()
+        with self.console.status(Text(text)) as status:  # no markup: it may name a folder
+            yield lambda how_far: status.update(Text(f"{text}: {how_far}"))
+        self.console.print(f"[green]✓[/] {escape(text)} [dim]{time.perf_counter() - start:.1f} s[/]")
 
     def begin(self, meter: Meter) -> None:
         self._step_began = time.perf_counter()
