@@ -569,6 +569,22 @@ def test_a_budget_of_all_host_memory_leaves_room_for_a_snapshots_buffer() -> Non
     ).beyond_machine
 
 
+def test_a_processor_has_one_memory_for_both_tiers() -> None:
+    """Of each it has enough, and not of both."""
+    asked = task()
+    choice = searched(asked.question(2, 2))
+    taken = forecast(asked, choice, 2).memory.values()
+    both, each = max(s["device"] + s["host"] for s in taken), max(max(s["device"], s["host"]) for s in taken)
+    assert each < both - 1
+
+    def beyond(memory: int) -> str | None:
+        device, host = (replace(part, memory=memory) for part in (MACHINE.device, MACHINE.host))
+        return forecast(replace(asked, machine=replace(MACHINE, device=device, host=host)), choice, 2).beyond_machine
+
+    assert beyond(both) is None
+    assert "of device and host memory together, and the machine has" in (beyond(both - 1) or "")
+
+
 def test_the_smallest_change_for_a_large_model_is_one_that_the_search_can_use() -> None:
     asked = large("gpt-65b", "a100-40g", host=500 * MIB)
     question = asked.question(1, 16)
