@@ -4,6 +4,7 @@ import re
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -567,6 +568,26 @@ def test_a_budget_of_all_host_memory_leaves_room_for_a_snapshots_buffer() -> Non
     assert forecast(
         replace(asked, machine=replace(small, host=replace(small.host, memory=MIB))), choice, 2
     ).beyond_machine
+
+
+def test_a_batch_fits_that_is_chosen_or_advised() -> None:
+    """Of up to 32 sequences shares of groups would fit here, and whole groups of one alone."""
+    config = LLAMA | {"intermediate_size": 1024, "vocab_size": 200_000}
+    asked = partial(
+        plan,
+        config,
+        machine="rtx3090-24g",
+        budget=Budget(device="824MiB", host=600_780_419),
+        sequence_length=128,
+        optimizer="lion",
+        precision="fp16",
+        clip_grad_norm=1.0,
+        schedule="horizontal",
+        recompute=True,
+    )
+    assert asked().forecast.tokens == 128
+    with pytest.raises(BudgetError, match="Or a smaller batch: 1 sequence fits$"):
+        asked(batch=4)
 
 
 def test_a_processor_has_one_memory_for_both_tiers() -> None:
