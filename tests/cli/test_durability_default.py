@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.config import Budget, Precision
 from penstock.engine.due import Due
 from penstock.planner.ask import report
-from penstock.planner.durability import TOO_MUCH, kill_seconds
+from penstock.planner.durability import TOO_MUCH, kill_seconds, weigh
 from tests.conftest import Campaign
 from tests.planner.test_search import MIB, task
 from tests.questions import DRIVE, MACHINE
@@ -122,6 +122,14 @@ def test_the_default_is_every_step_unless_it_costs_over_a_tenth(campaign: Campai
         given(asked)(_holds)
     )
     example(Asked(flops=1e11, drive=0.3, host=40, precision="fp32", waits=True, micro_batches=1))(tried)()
+
+
+def test_a_delay_that_is_asked_for_leaves_families_to_choose_from() -> None:
+    """Only one of them can have it, and that one is weighed."""
+    one = replace(task(waits=True), delay=0.2)
+    weighed = weigh(one, 1, 2)
+    assert weighed.step is not None
+    assert weigh(replace(one, families=("vertical", "horizontal")), 1, 2) == weighed
 
 
 @dataclass(frozen=True, kw_only=True)

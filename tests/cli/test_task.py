@@ -32,6 +32,15 @@ def test_a_run_without_room_for_its_state_is_refused_before_its_data_are_read(
     assert not (tmp_path / "run").exists()
 
 
+def test_no_rank_of_a_pipeline_is_planned_to_keep_graphs_of_compiled_blocks(config: Path) -> None:
+    most = {}
+    for compiled in ("true", "false"):
+        found = settings.load(config, [("pipeline", "2"), ("compile", compiled)])
+        most[compiled] = [r.most_graphs for r in requests_of(found, shape_of(found, "cpu"), "cpu", 2, 2, 2)]
+    assert most["true"] == [0, 0]
+    assert all(most["false"])
+
+
 def test_what_a_run_replaces_makes_room_for_it(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it was kept in another directory."""
     disk = ("--budget.disk", str(tmp_path / "disk"))

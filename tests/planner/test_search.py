@@ -4,6 +4,7 @@ import re
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -567,6 +568,42 @@ def test_a_budget_of_all_host_memory_leaves_room_for_a_snapshots_buffer() -> Non
     assert forecast(
         replace(asked, machine=replace(small, host=replace(small.host, memory=MIB))), choice, 2
     ).beyond_machine
+
+
+def test_a_batch_fits_that_is_chosen_or_advised() -> None:
+    """Of up to 32 sequences shares of groups would fit here, and whole groups of one alone."""
+    config = LLAMA | {"intermediate_size": 1024, "vocab_size": 200_000}
+    asked = partial(
+        plan,
+        config,
+        machine="rtx3090-24g",
+        budget=Budget(device="824MiB", host=600_780_419),
+        sequence_length=128,
+        optimizer="lion",
+        precision="fp16",
+        clip_grad_norm=1.0,
+        schedule="horizontal",
+        recompute=True,
+    )
+    assert asked().forecast.tokens == 128
+    with pytest.raises(BudgetError, match="Or a smaller batch: 1 sequence fits$"):
+        asked(batch=4)
+
+
+def test_a_processor_has_one_memory_for_both_tiers() -> None:
+    """Of each it has enough, and not of both."""
+    asked = task()
+    choice = searched(asked.question(2, 2))
+    taken = forecast(asked, choice, 2).memory.values()
+    both, each = max(s["device"] + s["host"] for s in taken), max(max(s["device"], s["host"]) for s in taken)
+    assert each < both - 1
+
+    def beyond(memory: int) -> str | None:
+        device, host = (replace(part, memory=memory) for part in (MACHINE.device, MACHINE.host))
+        return forecast(replace(asked, machine=replace(MACHINE, device=device, host=host)), choice, 2).beyond_machine
+
+    assert beyond(both) is None
+    assert "of device and host memory together, and the machine has" in (beyond(both - 1) or "")
 
 
 def test_the_smallest_change_for_a_large_model_is_one_that_the_search_can_use() -> None:

@@ -453,13 +453,14 @@ def test_what_no_formula_is_for_has_none(changes: dict[str, Any]) -> None:
 
 
 def test_where_a_formula_does_not_hold_the_model_is_run() -> None:
-    """Grouped queries in fp32 on a GPU; a small vocabulary; a narrow MLP; a window shorter than the sequence."""
+    """Grouped queries in fp32 on a GPU; a small vocabulary; a narrow MLP; a window no longer than the sequence."""
     window = {"model_type": "mistral", "sliding_window": 16, "num_key_value_heads": 2}
     for changes, form in (
         ({"num_key_value_heads": 2}, FP32),
         ({"vocab_size": 300}, BF16),
         ({"intermediate_size": 512}, BF16),
         (window, BF16),
+        (window | {"sliding_window": 64}, BF16),
     ):
         shape = HuggingFaceModel(name="odd", config=LLAMA | changes)
         assert replace(shape, splits=True).profile(2, 64, form) == by_dry_run(shape, 2, 64, form)

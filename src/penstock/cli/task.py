@@ -60,9 +60,7 @@ def task_of(config: TrainConfig, machine: Machine, *, ranks: int = 1, hosts: int
         whole=config.optimizer.whole,
         families=(config.schedule,),
         disk_free=disk_free,
-        **fields_of(config, StepConfig)
-        | {"precision": config.precision_on(machine.device.kind)}
-        | ({"recompute": True} if config.compile else {}),  # of which no graph is kept
+        **fields_of(config, StepConfig) | {"precision": config.precision_on(machine.device.kind)} | _compiled(config),
     )
 
 
@@ -87,7 +85,7 @@ def requests_of(
             form=form,
             micro_batches=count,
             wait=config.needs_norm,
-            **fields_of(config),
+            **fields_of(config) | _compiled(config),
             ranks=each,
             copies=config.copies,
             hosts=hosts,
@@ -97,6 +95,11 @@ def requests_of(
         )
         for place, program in enumerate(programs)
     ]
+
+
+def _compiled(config: TrainConfig) -> dict[str, Any]:
+    """What compiled blocks change about a step: none of their graphs is kept."""
+    return {"recompute": True} if config.compile else {}
 
 
 def form_of(config: TrainConfig, kind: DeviceKind) -> Format:

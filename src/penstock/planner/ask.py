@@ -25,7 +25,7 @@ from penstock.planner.longest import Longest, longest
 from penstock.planner.plan import Plan
 from penstock.planner.question import FAMILIES
 from penstock.planner.roofline import Roofline, roofline
-from penstock.planner.search import Choice, search
+from penstock.planner.search import Choice, fits, search
 from penstock.planner.task import Task, own_budget
 from penstock.planner.whole_run import WholeRun, steps_for, whole_run
 from penstock.shape.huggingface import model_shape
@@ -252,12 +252,21 @@ def _found(task: Task, batch: int | None, split: tuple[int, int] | None) -> tupl
 
 
 def _chosen(task: Task, batch: int | None) -> tuple[Choice, Split]:
+    """``choose`` for a batch; None: for the saturating one, or half of it and so on, where no whole groups fit."""
+    refusal: BudgetError | None = None
     try:
-        if batch is None:
-            batch = saturating(task)
-        return choose(task, batch)
+        tried = [batch] if batch is not None else [first := saturating(task), *_halves(first)]
     except BudgetError as error:
-        raise refused_batch(task, batch or 1, error) from None
+        raise refused_batch(task, 1, error) from None
+    for sequences in tried:
+        try:
+            return choose(task, sequences)
+        except BudgetError as error:
+            refusal = refusal or refused_batch(task, sequences, error)
+            if isinstance(error, EnduranceError):  # a smaller batch writes no less in a step that is shorter
+                break
+    assert refusal is not None
+    raise refusal
 
 
 def refused_batch(task: Task, batch: int, why: BudgetError) -> BudgetError:
@@ -266,11 +275,15 @@ def refused_batch(task: Task, batch: int, why: BudgetError) -> BudgetError:
     first = cuts(batch)[0]
     if isinstance(why, EnduranceError):
         return worn_out(task, *first, why)
-    smaller = next((n for n in _halves(batch) if splits(task, n)), None)
-    more = (
-        "" if smaller is None else f". Or a smaller batch: {smaller} sequences fit{' on each rank' * (task.size > 1)}"
-    )
+    smaller = next((n for n in _halves(batch) if _fits_whole(task, n)), None)
+    count = "1 sequence fits" if smaller == 1 else f"{smaller} sequences fit"
+    more = "" if smaller is None else f". Or a smaller batch: {count}{' on each rank' * (task.size > 1)}"
     return BudgetError(f"{refusal(task, *first, why)}{more}")
+
+
+def _fits_whole(task: Task, batch: int) -> bool:
+    """True if a batch fits in some cut: in whole groups, too, and not only in shares of them."""
+    return any(fits(task.question(s.micro_batch_size, s.micro_batches)) for s in splits(task, batch))
 
 
 def _halves(batch: int) -> Iterator[int]:

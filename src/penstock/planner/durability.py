@@ -55,7 +55,7 @@ def weigh(task: Task, micro_batch_size: int, micro_batches: int) -> Weighed:
         budget = _named(task.budget, durability)
         try:
             question = replace(task, budget=budget.with_pins()).question(micro_batch_size, micro_batches)
-            found = [estimate(question, family) for family in task.families]
+            found = [estimate(question, family) for family in question.possible_families]
         except ConfigError:  # a pin or speculate=True is in the way
             return None
         return min((s for s in found if s is not None), default=None)

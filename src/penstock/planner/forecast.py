@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.config import Tier
+from penstock.config import Tier, format_size
 from penstock.hardware.drives import rated_bytes
 from penstock.planner.bounds import StepBound, limits_of
 from penstock.planner.endurance import DAY
@@ -182,10 +182,19 @@ class Forecast:
 
     @property
     def beyond_machine(self) -> str | None:
-        """The phase, or the step, that takes more memory than the machine has, in words; None: none does."""
+        """The phase, or the step, that takes more memory than the machine has, in words; None: none does. A processor
+        computes in host memory, which has to do for both tiers."""
         machine = self.task.machine
         rooms: tuple[Mapping[Tier, int], ...] = ({"device": machine.device.memory}, {"host": machine.host.memory})
-        return next(filter(None, (beyond(self.memory, room) for room in rooms)), None)
+        why = next(filter(None, (beyond(self.memory, room) for room in rooms)), None)
+        both = {phase: sizes["device"] + sizes["host"] for phase, sizes in self.memory.items()}
+        most = max(both, key=lambda phase: both[phase])
+        if why is not None or machine.device.kind != "cpu" or both[most] <= machine.device.memory:
+            return why
+        return (
+            f"{most} takes {format_size(both[most])} of device and host memory together, and the machine has "
+            f"{format_size(machine.device.memory)} for both: lower budget.device or budget.host"
+        )
 
     @cached_property
     def simulated_peak(self) -> Mapping[Tier, int]:

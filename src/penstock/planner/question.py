@@ -61,7 +61,7 @@ class Question:
         Raises:
             ConfigError: what is forced cannot be.
         """
-        families = [f for f in self.families if f == "vertical" or not self.request.delay] or list(self.families)
+        families = self.possible_families
         free = self.request.early is None and self.request.may_speculate
         modes = (False, True) if free else (self.request.speculates,)
         forced = replace(self.request, family=families[0])
@@ -72,6 +72,11 @@ class Question:
             for family, early, stage in product(families, modes, stages)
         )
         return tuple(replace(request, cast=side) for request in asked for side in _sides(request))
+
+    @property
+    def possible_families(self) -> tuple[Family, ...]:
+        """Those of the families that can have the delay that is forced; all, if none can."""
+        return tuple(f for f in self.families if f == "vertical" or not self.request.delay) or self.families
 
     def delays_of(self, request: Request) -> tuple[float, ...]:
         """The delay ratios to begin with: the one that is forced, or those that the family can have."""

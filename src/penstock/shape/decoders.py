@@ -116,7 +116,7 @@ def _llama(given: _Given, name: str) -> Transformer | None:
 
 
 def _mistral(given: _Given, name: str) -> Transformer | None:
-    window = given.size("sliding_window", 4096, null=_ENDLESS)
+    window = given.size("sliding_window", 4096, null=_ENDLESS) - 1  # a sequence as long already has a mask made
     return _decoder(given, name, head_dim=None, intermediate=14336, kv_heads=8, positions=131072, window=window)
 
 
