@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -151,12 +152,12 @@ def made_once(folder: Path, *, private: bool = True) -> Iterator[Path]:
         OSError: it could not be made; nothing is left.
     """
     make_folder(folder.parent)
+    _remove_abandoned(folder)
     partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}{PARTIAL}")
     with ExitStack() as under_way:
-        with _flocked(folder.parent):  # so that nobody takes what is new for abandoned
-            _remove_abandoned(folder)
-            partial.mkdir()
-            under_way.callback(shutil.rmtree, partial, ignore_errors=True)
+        partial.mkdir()
+        under_way.callback(shutil.rmtree, partial, ignore_errors=True)
+        with suppress(OSError):  # a file system without locks
             under_way.enter_context(_flocked(partial))
         yield partial
         sync_tree(partial, private=private)
@@ -168,33 +169,34 @@ def made_once(folder: Path, *, private: bool = True) -> Iterator[Path]:
         sync_folder(folder.parent)
 
 
+_ABANDONED = 3600
+"""Seconds for which nothing was written of a folder before it is taken for what a kill has left. There are file systems
+of several hosts on which each sees its own locks alone."""
+
+
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what processes have left of a folder who were killed as they made it: nobody has its lock any more."""
+    """Remove what processes have left of a folder that were killed as they made it: it is old, and has no lock."""
     name = re.compile(rf"{re.escape(folder.name)}\.[0-9a-f]{{12}}{re.escape(PARTIAL)}")
     for left in filter(lambda path: name.fullmatch(path.name), matching(folder.parent, f"*{PARTIAL}")):
-        with (
-            suppress(OSError),
-            _flocked(left, fcntl.LOCK_EX | fcntl.LOCK_NB, needed=True),
-        ):  # it is another's, or in use
-            remove(left)
+        with suppress(OSError), _flocked(left):  # it is another's, or in use
+            written = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
+            if time.time() - written > _ABANDONED:
+                remove(left)
 
 
-def _flocked(folder: Path, how: int = fcntl.LOCK_EX, *, needed: bool = False) -> ExitStack:
-    """A folder, locked until what is returned is closed. Where its file system cannot, it is not, unless it is
-    ``needed``.
+@contextmanager
+def _flocked(folder: Path) -> Iterator[None]:
+    """A folder that is locked.
 
     Raises:
-        OSError: it cannot be opened, or, if that is ``needed``, not locked.
+        OSError: it cannot be opened, another process has its lock, or its file system has none.
     """
-    with ExitStack() as stack:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        stack.callback(os.close, fd)
-        try:
-            fcntl.flock(fd, how)
-        except OSError:
-            if needed:
-                raise
-        return stack.pop_all()
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
 
 
 def write_named(path: Path, content: str | bytes) -> None:
