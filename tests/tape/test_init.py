@@ -149,6 +149,14 @@ def test_a_buffer_is_filled_by_what_it_is_within() -> None:
         assert torch.equal(model.get_buffer(key), buffer), key
 
 
+def test_a_buffer_may_be_filled_with_nan() -> None:
+    with torch.device("meta"):
+        model = Filled()
+    model.reset_parameters = lambda: [stage.scale.fill_(float("nan")) for stage in model.stages]
+    materialise_buffers(model, CPU, 0)
+    assert all(buffer.isnan().all() for buffer in model.buffers())
+
+
 def test_buffers_that_a_model_of_transformers_computes_for_its_layers_are_right() -> None:
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
