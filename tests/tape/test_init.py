@@ -110,6 +110,15 @@ def test_a_tied_weight_is_filled_by_its_first_owner() -> None:
     assert float(model.head.bias.detach().abs().max()) <= 8**-0.5
 
 
+def test_recurrent_layers_leave_the_meta_device() -> None:
+    """Torch's own have weak references to their weights."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LSTM(4, 4), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    groups = group_parameters(model, find_blocks(model))
+    fill(model, groups, 0)
+    assert model[0](torch.ones(2, 1, 4))[0].isfinite().all()
+
+
 def test_a_parameter_that_nothing_fills_is_named() -> None:
     model, groups = plain_on_meta(scale=True)
     with pytest.raises(ModelError, match="nothing initialises parameter 'scale'"):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from penstock.compat.modules import drop_weak_references
 from penstock.compat.torch import gradient_hooks
 from penstock.errors import ModelError
 from penstock.schedule.matrices import is_matrix, whole_of
@@ -146,6 +147,9 @@ def group_parameters(
         ModelError: a parameter is not of a floating-point type.
         ConfigError: a matrix cannot be split as it is asked for.
     """
+    for module in model.modules():
+        if any(p.is_meta for p in module.parameters(recurse=False)):
+            drop_weak_references(module)  # it will leave the meta device
     homes = _homes(model, blocks)
     in_block: dict[int, list[tuple[str, nn.Parameter]]] = {b: [] for b in range(len(blocks))}
     in_module: dict[str, list[tuple[str, nn.Parameter]]] = {}
