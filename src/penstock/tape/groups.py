@@ -166,7 +166,8 @@ def group_parameters(
             in_module.setdefault(name.rpartition(".")[0] or "<root>", []).append((name, parameter))
     large = {m: ps for m, ps in in_module.items() if sum(p.numel() for _, p in ps) >= LARGE_END}
     small = [pair for m, ps in in_module.items() if m not in large for pair in ps]
-    named = [(f"ends.{m}", ps) for m, ps in large.items()] + [("ends.small", small)]
+    of_small = "small" if "small" not in large else "<small>"  # a module may have that name
+    named = [(f"ends.{m}", ps) for m, ps in large.items()] + [(f"ends.{of_small}", small)]
     named += [(f"{OF_BLOCK}{blocks[b].name}", ps) for b, ps in in_block.items()]
     cut = [
         (name, kind, ps)
