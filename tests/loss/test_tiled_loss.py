@@ -214,7 +214,7 @@ class Strange(nn.Module):
         return self.head
 
     def forward(self, input_ids: torch.Tensor) -> Any:
-        logits = self.change(self.head(self.embed(input_ids)))
+        logits = self.change(self.head(input=self.embed(input_ids)))
         loss = functional.cross_entropy(logits.view(-1, logits.size(-1)), input_ids.view(-1))
         return SimpleNamespace(loss=loss)
 

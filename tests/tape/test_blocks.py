@@ -148,6 +148,17 @@ def test_large_ends_are_groups_of_their_own_and_shared_parameters_are_ends() -> 
     assert not any("up_proj" in n for name in groups for n in groups[name] if name.startswith("blocks.model.layers.1"))
 
 
+def test_a_large_end_that_is_called_small_has_a_name_of_its_own() -> None:
+    """By its group's name a parameter is drawn."""
+    with torch.device("meta"):
+        model = nn.Module()
+        model.small = nn.Linear(512, 512)
+        model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        model.head = nn.Linear(2, 2)
+    names = [g.spec.name for g in group_parameters(model, find_blocks(model))]
+    assert names == ["ends.small", "ends.<small>", "blocks.layers.0", "blocks.layers.1"]
+
+
 def test_a_module_shared_by_two_blocks_is_an_end() -> None:
     model = models.llama()
     model.model.layers[1].mlp = model.model.layers[0].mlp

@@ -110,6 +110,15 @@ def test_a_tied_weight_is_filled_by_its_first_owner() -> None:
     assert float(model.head.bias.detach().abs().max()) <= 8**-0.5
 
 
+def test_recurrent_layers_leave_the_meta_device() -> None:
+    """Torch's own have weak references to their weights."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LSTM(4, 4), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    groups = group_parameters(model, find_blocks(model))
+    fill(model, groups, 0)
+    assert model[0](torch.ones(2, 1, 4))[0].isfinite().all()
+
+
 def test_a_parameter_that_nothing_fills_is_named() -> None:
     model, groups = plain_on_meta(scale=True)
     with pytest.raises(ModelError, match="nothing initialises parameter 'scale'"):
@@ -147,6 +156,14 @@ def test_a_buffer_is_filled_by_what_it_is_within() -> None:
     materialise_buffers(model, CPU, 0)
     for key, buffer in Filled().named_buffers():
         assert torch.equal(model.get_buffer(key), buffer), key
+
+
+def test_a_buffer_may_be_filled_with_nan() -> None:
+    with torch.device("meta"):
+        model = Filled()
+    model.reset_parameters = lambda: [stage.scale.fill_(float("nan")) for stage in model.stages]
+    materialise_buffers(model, CPU, 0)
+    assert all(buffer.isnan().all() for buffer in model.buffers())
 
 
 def test_buffers_that_a_model_of_transformers_computes_for_its_layers_are_right() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
+from tests.models import VOCABULARY
 from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, assert_same_gradients, beside_vertical, stack, unequal
 from tests.tape_reference import Bench, Order, horizontal, vertical, with_graphs
 
@@ -228,3 +229,27 @@ def test_a_view_under_another_dtype_that_a_backward_needs_is_refused() -> None:
 
 def test_a_copy_of_a_view_may_be_kept() -> None:
     assert_exact(stack(Layer, behind_blocks(lambda weight: weight.t().clone())))
+
+
+class Recurrent(nn.Module):
+    """Stands in for an embedding, so that nothing of its param group is read before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(VOCABULARY, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.lstm(nn.functional.one_hot(tokens, VOCABULARY).float())[0]
+
+
+def test_weights_that_an_op_is_handed_in_a_list_have_their_place_when_they_are_saved() -> None:
+    """As torch's LSTM hands its own over. That of fp32 on a processor is one op."""
+    case = stack()
+    model: Any = case.model()
+    model.embed = Recurrent()
+    plain, micro_batch = copy.deepcopy(model), case.micro_batches(1)[0]
+    bench = Bench(case, model, moving=True)
+    bench.probe(micro_batch)
+    _, found = bench.step([micro_batch], [1.0])
+    case.loss_fn(plain, micro_batch).backward()
+    assert_same_gradients(found, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})

@@ -117,3 +117,14 @@ def reset_method(module: nn.Module) -> Callable[[], object] | None:
     """
     found: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
+
+
+def drop_weak_references(module: nn.Module) -> None:
+    """Let a recurrent layer have no weak references to its weights, by which it looks whether others were put in their
+    place (as ``torch.func.functional_call`` does).
+
+    Without: its weights could not leave the meta device, as torch swaps no tensor that has such a reference.
+    """
+    if isinstance(module, nn.RNNBase):
+        references: Any = module._flat_weight_refs
+        module._flat_weight_refs = [None] * len(references)

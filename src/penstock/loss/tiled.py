@@ -99,8 +99,8 @@ class Head:
         self._forward = head.forward
         self.calls = 0
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        tile = _TILE.get()
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- it may be given by torch's name for it
+        tile, hidden = _TILE.get(), input
         if tile is None:
             return self._forward(hidden)
         weight: torch.Tensor = self._head.weight

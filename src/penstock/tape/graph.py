@@ -160,7 +160,8 @@ def backward_part(
 
     ``starts`` are the first node numbers of the stage and of all earlier ones, descending. Where the stage cannot be
     separated from an earlier one, the earlier one's nodes are run along with it, and kept for their own turn; the sums
-    are the same. Nothing is accumulated into ``.grad``; hooks on leaves see their gradient and may replace it.
+    are the same, as backwards are linear in their gradients (one of the user's own need not be). Nothing is accumulated
+    into ``.grad``; hooks on leaves see their gradient and may replace it.
 
     Raises:
         ModelError: a hook would see a part of its tensor's gradient, or see it twice; or a checkpoint of torch's within

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from penstock.compat.modules import drop_weak_references
 from penstock.compat.torch import gradient_hooks
 from penstock.errors import ModelError
 from penstock.schedule.matrices import is_matrix, whole_of
@@ -146,6 +147,9 @@ def group_parameters(
         ModelError: a parameter is not of a floating-point type.
         ConfigError: a matrix cannot be split as it is asked for.
     """
+    for module in model.modules():
+        if any(p.is_meta for p in module.parameters(recurse=False)):
+            drop_weak_references(module)  # it will leave the meta device
     homes = _homes(model, blocks)
     in_block: dict[int, list[tuple[str, nn.Parameter]]] = {b: [] for b in range(len(blocks))}
     in_module: dict[str, list[tuple[str, nn.Parameter]]] = {}
@@ -162,7 +166,8 @@ def group_parameters(
             in_module.setdefault(name.rpartition(".")[0] or "<root>", []).append((name, parameter))
     large = {m: ps for m, ps in in_module.items() if sum(p.numel() for _, p in ps) >= LARGE_END}
     small = [pair for m, ps in in_module.items() if m not in large for pair in ps]
-    named = [(f"ends.{m}", ps) for m, ps in large.items()] + [("ends.small", small)]
+    of_small = "small" if "small" not in large else "<small>"  # a module may have that name
+    named = [(f"ends.{m}", ps) for m, ps in large.items()] + [(f"ends.{of_small}", small)]
     named += [(f"{OF_BLOCK}{blocks[b].name}", ps) for b, ps in in_block.items()]
     cut = [
         (name, kind, ps)

@@ -233,6 +233,9 @@ class Probe:
         return self._watch.work + Work(sent=self._tape.sent, exchanges=self._tape.exchanges)
 
     def _pack(self, tensor: torch.Tensor) -> graph.SavedTensor | graph.WeightView:
+        group = self._group_of.get(id(tensor))
+        if group is not None:  # what an op is handed in a list is saved before the op is seen, and has its place now
+            self._touch(group)
         birth = self._watch.birth(tensor)
         if birth is not None:
             birth.saved.add(self._watch.segment)
