@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -283,6 +285,34 @@ def test_what_was_read_is_said(folder: Path, bpe: PreTrainedTokenizerBase) -> No
     assert cuts.labels < cuts.tokens / 1.3
     (step,) = _steps(data, 1, length=48)
     assert step.metrics()["truncated_tokens"] == cuts.lost > 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_template_that_writes_the_day_writes_that_on_which_the_run_began(
+    streaming: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def it_is(day: int) -> None:
+        now = datetime(2026, 11, day, 12)
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", SimpleNamespace(now=lambda: now))
+        known = {"today": now.date, "fromisoformat": date.fromisoformat}
+        monkeypatch.setattr("penstock.data.opening.date", SimpleNamespace(**known))
+
+    words = tokenizer()
+    words.chat_template = (
+        "{{ strftime_now('%d of %m') }}\n{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    )
+    path = write_jsonl(folder / "c.jsonl", chats(30))
+    it_is(28)
+    steps = _steps(_open(path, folder / "run", words, streaming=streaming), 8)
+    assert "28 of 11" in words.decode(steps[0].micro_batches[0]["input_ids"][0].tolist())
+    it_is(29)
+    shutil.rmtree(folder / "run" / "data", ignore_errors=True)
+    again = _steps(_open(path, folder / "run", words, streaming=streaming), 3, steps[4].position)
+    assert [digest(step) for step in again] == [digest(step) for step in steps[5:]]
+    (other,) = _steps(_open(path, folder / "other", words, streaming=streaming), 1)
+    assert "29 of 11" in words.decode(other.micro_batches[0]["input_ids"][0].tolist())
+    text = _open(folder / "a.jsonl", folder / "text", words, streaming=streaming)  # in which no template writes
+    assert not any("day" in key for key in text.identity.settings)
 
 
 @pytest.mark.parametrize(

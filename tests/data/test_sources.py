@@ -201,6 +201,14 @@ def test_the_mark_that_a_text_begins_with_is_no_part_of_it(tmp_path: Path) -> No
     assert with_template(words, settings("a", chat_template=str(tmp_path / "template"))).chat_template == PLAIN_TEMPLATE
 
 
+def test_the_mark_of_json_lines_is_no_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("", encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('\n\n{"text": "b"}\n', encoding="utf-8-sig")
+    assert [(example.fields, cursor) for example, cursor in _reader(tmp_path).read(None)] == [
+        ({"text": "b"}, [1, 19, 3])
+    ]
+
+
 def test_of_a_folder_the_files_of_data_are_read_and_what_is_left_out_is_said(tmp_path: Path) -> None:
     names = "README.md B.TXT a.py b.PY LICENSE .hidden.md sub/c.md sub/.ipynb_checkpoints/a.md .git/b.txt"
     for name in names.split():

@@ -1,4 +1,4 @@
-"""A tokenizer is loaded whole, or not at all."""
+"""A tokenizer is loaded whole, or not at all, and its hash is of all that decides about ids."""
 
 import os
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.data.tokenizer import load, save, with_template
+from penstock.data.tokenizer import digest, load, save, with_template
 from penstock.errors import ConfigError
 from tests.data_documents import sentences, settings, tokenizer
 
@@ -62,6 +62,15 @@ def test_a_file_that_cannot_be_looked_at_for_once_gives_no_other_tokens(
             break
     assert at > 0, "transformers has looked"
     assert refused or hidden != "tokenizer.json"
+
+
+def test_tokenizers_that_give_other_ids_of_special_tokens_in_a_text_have_other_hashes() -> None:
+    plain, split = tokenizer(), tokenizer()
+    assert digest(plain) == digest(split)
+    split.split_special_tokens = True
+    text = f"{TEXT} {plain.eos_token}"
+    assert plain(text)["input_ids"] != split(text)["input_ids"]
+    assert digest(plain) != digest(split)
 
 
 def test_a_template_that_has_no_end_is_not_read(tmp_path: Path) -> None:

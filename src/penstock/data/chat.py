@@ -8,8 +8,10 @@ answer would differ.
 """
 
 import copy
+import json
 import re
 from collections.abc import Sequence
+from datetime import date
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +26,7 @@ from penstock.data.token_files import Document
 from penstock.errors import ConfigError
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NOW = re.compile(r"""\bstrftime_now\(\s*("[^"\\]*"|'[^'\\]*')\s*\)""")
 _REMEDY = (
     "Give a template that marks the assistant's turns with {% generation %} and {% endgeneration %} "
     "(data.chat_template), or let all tokens count (data.loss_on: all)"
@@ -32,12 +35,15 @@ _REMEDY = (
 
 class ChatEncoder:
     """Encodes chats. ``answers``: only what the assistant says counts in the loss. ``alone``: no engine works beside.
+    ``day``: the one that the template writes where it asks for one (``asks_for_day``); None: the one that it is.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or cannot say where its tokens stand in the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, answers: bool, alone: bool) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, answers: bool, alone: bool, day: date | None = None
+    ) -> None:
         template = tokenizer.chat_template
         if template is None:
             raise ConfigError(
@@ -52,6 +58,7 @@ class ChatEncoder:
             )
         self._tokenizer = cast(Any, _with_whole_places(tokenizer) if answers else tokenizer)
         self._answers, self._alone = answers, alone
+        self._day = day
         self._place = ""  # of the chat that is being rendered
         self._marked = isinstance(template, str) and bool(_MARKS.search(template))
         self._shown: set[str] = set()  # what of tools the template has been seen to write
@@ -191,6 +198,8 @@ class ChatEncoder:
     def _apply(self, example: Example, messages: Sequence[Message], tools: Any, **how: Any) -> Any:
         self._place = example.place
         try:
+            if self._day is not None:  # transformers lets no template have a clock but its own
+                how["chat_template"] = _written_on(self._day, self._tokenizer.get_chat_template(tools=tools))
             found = self._tokenizer.apply_chat_template(list(messages), tools=tools, **how)
         except Exception as error:  # noqa: BLE001  a template is a program and may raise anything
             reason = " ".join(str(error).split())[:300]
@@ -244,6 +253,18 @@ def _with_whole_places(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     whole = copy.deepcopy(tokenizer)
     cast(Any, whole).backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     return whole
+
+
+def asks_for_day(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if what the chat template writes depends on the day: it asks for one with a format in quotes."""
+    template = tokenizer.chat_template
+    each = template.values() if isinstance(template, dict) else (template,)
+    return any(isinstance(text, str) and _NOW.search(text) for text in each)
+
+
+def _written_on(day: date, template: str) -> str:
+    """A template that writes this day where it asks for one."""
+    return _NOW.sub(lambda asked: json.dumps(day.strftime(asked[1][1:-1])), template)
 
 
 def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:

@@ -1,6 +1,7 @@
 """Examples to documents of token ids, and which of them count in the loss."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
 from itertools import islice
 from typing import Any, cast
 
@@ -19,14 +20,22 @@ _BATCH = 128  # examples encoded at once: enough for every core
 
 
 class Encoder:
-    """Encodes the examples of one source, which are of one form. ``alone``: no engine works beside.
+    """Encodes the examples of one source, which are of one form. ``alone``, ``day``: as of ``ChatEncoder``.
 
     Raises:
         ConfigError: an example is not what its kind needs; the template or the tokenizer will not do.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, form: Form, *, alone: bool) -> None:
-        self._form, self._alone = form, alone
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        form: Form,
+        *,
+        alone: bool,
+        day: date | None = None,
+    ) -> None:
+        self._form, self._alone, self._day = form, alone, day
         self._tokenizer = cast(Any, tokenizer)
         self._loss_on: LossOn | None = config.loss_on
         self._chat: ChatEncoder | None = None
@@ -50,7 +59,7 @@ class Encoder:
         examples = [read_as(example, self._form, answers=self.answers) for example in examples]
         if kind == "chat":
             if self._chat is None:
-                self._chat = ChatEncoder(self._tokenizer, answers=self.answers, alone=self._alone)
+                self._chat = ChatEncoder(self._tokenizer, answers=self.answers, alone=self._alone, day=self._day)
             return self._chat.encode(examples)
         return self._texts(examples) if kind == "text" else self._completions(examples)
 

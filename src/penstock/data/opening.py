@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from penstock import files
 from penstock.config.data import STREAM_FROM, DataConfig, SourceConfig, each_source
 from penstock.data import tokenizer as tokenizers
+from penstock.data.chat import asks_for_day
 from penstock.data.encode import Encoder, ends_of
 from penstock.data.example import read_as, texts_in
 from penstock.data.forms import form_of_source
@@ -99,7 +101,9 @@ def open_data(
     facts += facts_of([p for one in held_out for p in one.files], before[len(trained_on) :], whole=True)
     folder = config.prepared_in(run)
     tokenizer, *used = _tokenizer(config, own, opened, facts, folder, say)
-    identity = Identity(files=facts, settings=_settings(config, tokenizer, [*opened, *held_out], seed, stream))
+    day = _day(tokenizer, [*opened, *held_out], known)
+    settings = _settings(config, tokenizer, [*opened, *held_out], seed, stream)
+    identity = Identity(files=facts, settings=settings | ({} if day is None else {_DAY: day.isoformat()}))
     if known is not None and (changed := identity.difference(known)) is not None:
         raise ConfigError(
             f"the data of the run in {run} are not what they were: {changed}. A resumed run must see the same data: "
@@ -107,12 +111,12 @@ def open_data(
         )
     if position is not None:
         require_place(position, identity.fingerprint)
-    make = partial(_prepared, config, tokenizer, folder)
+    make = partial(_prepared, config, tokenizer, folder, day)
     share = config.validation.share if config.validation else None
     train: Stream
     rest: Prepared | None = None
     if stream:
-        train = _streamed(config, tokenizer, opened, seed)
+        train = _streamed(config, tokenizer, opened, seed, day)
         largest = tokenizers.largest_id(tokenizer)
     else:
         train, rest, largest, place = make(opened, facts, share, seed)
@@ -367,6 +371,23 @@ def _settings(
     }
 
 
+_DAY = "the tokenizer's template's day"
+
+
+def _day(tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], known: Identity | None) -> date | None:
+    """The day that a chat template writes which asks for it, for as long as the run goes on: that on which it began.
+    None: there are no such chats, or the run began with a version that has not kept it.
+    """
+    if not asks_for_day(tokenizer) or all(one.form is None or one.form.kind != "chat" for one in opened):
+        return None
+    if known is None:
+        return date.today()
+    try:
+        return date.fromisoformat(known.settings[_DAY]) if _DAY in known.settings else None
+    except (TypeError, ValueError):
+        raise ConfigError(f"{IDENTITY}: {_DAY} is none: put the file back from a copy") from None
+
+
 def _meaning(one: Opened) -> dict[str, Any]:
     """A source's settings without the place of its files, whose contents alone count; of a data set on the hub with
     its name and commit."""
@@ -379,6 +400,7 @@ def _prepared(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
+    day: date | None,
     opened: Sequence[Opened],
     facts: Sequence[FileFacts],
     share: float | None,
@@ -394,8 +416,10 @@ def _prepared(
         "share": share,
         "version": _PREPARED,
     }
+    if day is not None and any(one.form is not None and one.form.kind == "chat" for one in opened):
+        made_of["day"] = day.isoformat()
     place = folder / fingerprint(made_of)
-    parts = prepare(opened, facts, tokenizer, config, place, share)
+    parts = prepare(opened, facts, tokenizer, config, place, share, day)
     largest = tokenizers.largest_id(tokenizer)
     for one, (train, held) in zip(opened, parts, strict=True):
         if isinstance(one.reader, tuple):
@@ -445,7 +469,9 @@ def _usable(config: DataConfig, path: str, files: Sequence[TokenFile]) -> list[P
     )
 
 
-def _streamed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], seed: int) -> Streamed:
+def _streamed(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], seed: int, day: date | None
+) -> Streamed:
     sources = []
     for one in opened:
         if isinstance(one.reader, tuple):
@@ -453,7 +479,7 @@ def _streamed(config: DataConfig, tokenizer: PreTrainedTokenizerBase, opened: Se
                 f"data.streaming: {one.source.path!r} is token ids on disk, which need none: set it to false"
             )
         assert one.form is not None
-        encoder = partial(Encoder, tokenizer, config, one.form, alone=False)
+        encoder = partial(Encoder, tokenizer, config, one.form, alone=False, day=day)
         weight = one.source.weight or 1.0
         sources.append(StreamSource(name=one.source.path, reader=one.reader, encoder=encoder, weight=weight))
     return Streamed(

@@ -6,6 +6,7 @@ about a token. So whoever needs the same finds it, and nothing is used that was 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import xxhash
@@ -91,8 +92,9 @@ def prepare(
     config: DataConfig,
     folder: Path,
     share: float | None,
+    day: date | None = None,
 ) -> list[tuple[list[TokenFile], list[TokenFile]]]:
-    """Each source's token files: those to train on, and the ``share`` that is held out.
+    """Each source's token files: those to train on, and the ``share`` that is held out. ``day``: as of ``Encoder``.
 
     What is not token ids already is written into ``folder`` first, and the checksums of what is and has none, if
     they are not there. ``facts``: of their files, which the folder's name is made of.
@@ -108,7 +110,7 @@ def prepare(
                     if isinstance(one.reader, tuple):
                         one.write_sums(partial, number)
                     else:
-                        _write(one, number, tokenizer, config, partial, share)
+                        _write(one, number, tokenizer, config, partial, share, day)
                 require_unchanged([path for one in opened for path in one.files], facts)
         except StoreError:
             raise
@@ -127,10 +129,11 @@ def _write(
     config: DataConfig,
     folder: Path,
     share: float | None,
+    day: date | None,
 ) -> None:
     assert not isinstance(one.reader, tuple)
     assert one.form is not None
-    encoder = Encoder(tokenizer, config, one.form, alone=True)
+    encoder = Encoder(tokenizer, config, one.form, alone=True, day=day)
     documents = encoder.documents(one.reader.read(None))
     first = next(documents)
     dtype = "uint16" if largest_id(tokenizer) < 1 << 16 else "uint32"

@@ -157,5 +157,7 @@ def digest(tokenizer: PreTrainedTokenizerBase) -> str:
         whole = repr(sorted(tokenizer.get_vocab().items()))
     else:  # but for how a batch would be filled up, which is not asked for
         whole = json.dumps({**json.loads(backend.to_str()), "padding": None, "truncation": None}, sort_keys=True)
-    parts = (whole, str(tokenizer.chat_template), str(sorted(tokenizer.special_tokens_map.items(), key=str)))
+    parts = [whole, str(tokenizer.chat_template), str(sorted(tokenizer.special_tokens_map.items(), key=str))]
+    if tokenizer.split_special_tokens:  # of text that has their words, which the backend does not say
+        parts.append("split_special_tokens")
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode())

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from penstock.data.sources.json_array import is_array, items
 from penstock.data.sources.reader import FIELDS, Cursor, Example
-from penstock.data.sources.walk import LONGEST, ending, walk
+from penstock.data.sources.walk import BOM, LONGEST, ending, walk
 from penstock.documents.text import MalformedError, parse_json
 from penstock.errors import ConfigError
 
@@ -65,8 +65,9 @@ def _lines(file: BinaryIO, path: Path, offset: int, line: int, longest: int) -> 
             raise ConfigError(
                 f"{path}, line {line + 1}: it has more than {longest:,} bytes: is the file JSONL? Divide the document"
             )
+        empty = not (text if line else text.removeprefix(BOM)).strip()
         offset, line = offset + len(text), line + 1
-        if not text.isspace():
+        if not empty:
             yield text, offset, line
 
 
