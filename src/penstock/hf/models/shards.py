@@ -130,7 +130,7 @@ def _read_header(file: Path) -> Iterator[Stored]:
 
 
 def _place(entry: Any) -> list[int]:
-    """What tensors are in order by: one without elements begins where the next one does."""
+    """The offsets of a tensor, by which they are in order: one without elements begins where the next one does."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     return offsets if isinstance(offsets, list) and all(isinstance(offset, int) for offset in offsets) else []
 
