@@ -86,6 +86,13 @@ def misuse_one_buffer_for_all() -> None:
     optimizer.step()
 
 
+def misuse_another_mode_at_the_step() -> None:
+    fabric, model, optimizer = set_up()
+    fabric.backward(model(**batch()).loss)
+    model.eval()
+    optimizer.step()
+
+
 def misuse_no_zero_grad() -> None:
     fabric, model, optimizer = set_up()
     for _ in range(2):
@@ -214,6 +221,7 @@ MISUSES = {
     misuse_a_loss_twice: "a step was taken with already.*call the model again",
     misuse_outputs_of_the_step_before: "a step was taken with already.*call the model again",
     misuse_saving_onto_a_file: "is a file, and this checkpoint is a folder",
+    misuse_another_mode_at_the_step: "put the model back into the mode that it was in",
     misuse_no_zero_grad: r"call optimizer.zero_grad\(\) after each step",
     misuse_setup_alone: "the model and its optimizer together",
     misuse_optimizer_alone: "the model and its optimizer together",

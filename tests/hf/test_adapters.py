@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import KasaConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import KasaConfig, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -262,6 +262,23 @@ def test_a_trainer_saves_of_an_adapter_what_peft_does_in_the_dtypes_that_it_has(
     for key, value in expected.items():
         assert found[key].dtype == value.dtype, key
         assert torch.equal(found[key], value), key
+
+
+def test_buffers_that_all_layers_share_are_saved_with_an_adapter(tmp_path: Path) -> None:
+    """VeRA's two random matrices, which peft saves under a name that no layer has."""
+
+    def shared() -> Any:
+        torch.manual_seed(1)
+        return get_peft_model(llama(), VeraConfig(r=2, target_modules=["q_proj"]))
+
+    shared().save_pretrained(tmp_path / "plain")
+    trainer = Trainer(model=shared(), args=arguments(tmp_path / "run"), train_dataset=examples(4), engine=in_memory())
+    trainer.save_model(str(tmp_path / "out"))
+    trainer.end()
+    expected, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "out"))
+    assert "base_model.vera_A" in expected
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "recomputation": ({}, {"model": checkpointed}, "activation_checkpointing_disable"),
     "nothing to train": ({}, {"model": frozen}, "no parameter of the model requires a gradient"),
     "fp16 weights": ({}, {"model": lambda: llama(dtype=torch.float16)}, "ask for fp16"),
-    "saving": ({"save_strategy": "epoch"}, {"model": Plain}, "Plain is no model of transformers: set save_strategy='no'"),
+    "saving": ({"save_strategy": "epoch"}, {"model": Plain}, "is no model of transformers: set save_strategy"),
     "saving by others": ({"save_strategy": "epoch"}, {"model": OfHub}, "OfHub is no model of transformers"),
     "callback": ({}, {"callbacks": [LooksAtGradients()]}, "LooksAtGradients.on_pre_optimizer_step"),
 }

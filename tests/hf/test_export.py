@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
 from penstock import ConfigError, ModelError, StoreError
@@ -19,6 +20,7 @@ from penstock.hf import export, load
 from penstock.hf.models.exporting import Source, copy_companions, write_folder
 from penstock.hf.models.folder import INDEX, SINGLE
 from penstock.hf.models.kept import keep, kept_model
+from penstock.hf.models.shards import DTYPES
 from penstock.state.values import committed
 from tests import folders, warm
 from tests.models import causal_lm
@@ -92,6 +94,26 @@ def test_models_of_other_kinds_come_out_as_they_went_in(name: str, tmp_path: Pat
         export(engine, tmp_path / "out", shard_size="30KB")
     plain = type(folders.model(name)).from_pretrained(source, dtype=torch.float32)
     plain.save_pretrained(tmp_path / "plain", max_shard_size="30KB")
+    assert_same_files(tmp_path / "out", tmp_path / "plain")
+
+
+class OddBuffers(LlamaForCausalLM):
+    """Has buffers of all dtypes that a file can have and torch makes, and one without elements."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for name, dtype in DTYPES.items():
+            if not name.startswith("F8"):
+                self.register_buffer(name.lower(), torch.tensor([0, 1, 1], dtype=torch.int16).to(dtype))
+        self.register_buffer("empty", torch.zeros(2, 0))
+
+
+def test_buffers_of_any_dtype_and_without_elements_come_out_as_they_went_in(tmp_path: Path) -> None:
+    plain = OddBuffers(folders.model("llama").config)
+    plain.save_pretrained(tmp_path / "plain")
+    loaded = load(tmp_path / "plain", model_class=OddBuffers)
+    with wrap(loaded.model, tmp_path / "store", weights=loaded.weights) as engine:
+        export(engine, tmp_path / "out")
     assert_same_files(tmp_path / "out", tmp_path / "plain")
 
 

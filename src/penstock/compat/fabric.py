@@ -35,8 +35,8 @@ def resolve_first(kind: type, value_of: Callable[[Any], Any]) -> None:
 def drop_by(kind: type[nn.Module]) -> None:
     """Have ``model.zero_grad()`` of what ``fabric.setup`` has returned be that of the module within, of a ``kind``.
 
-    A function is put in the place of what ``_FabricModule`` inherits. Without: losses whose gradients a loop has dropped
-    so would count in the next step.
+    A function is put in the place of what ``_FabricModule`` inherits. Without: losses whose gradients a loop has
+    dropped so would count in the next step.
     """
 
     def zero_grad(model: _FabricModule, set_to_none: bool = True) -> None:
@@ -46,7 +46,7 @@ def drop_by(kind: type[nn.Module]) -> None:
         else:
             nn.Module.zero_grad(model, set_to_none)
 
-    _FabricModule.zero_grad = zero_grad  # type: ignore[method-assign]
+    _FabricModule.zero_grad = zero_grad  # type: ignore[method-assign, assignment]
 
 
 class OneDevice(SingleDeviceStrategy):

@@ -27,7 +27,7 @@ from penstock.engine.device import resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError, NonFiniteError
-from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, inputs_of, is_spent, run, spend
+from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, inputs_of, is_spent, nodes, run, spend
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
 from penstock.optim.precision import precision_of_weights
@@ -286,6 +286,7 @@ class PenstockStrategy(OneDevice):
         self._stepped = True
         for root in roots:
             check_unchanged(root)
+            self._check_modes(root)
         micro_batches = [recorded.inputs | {_ROOT: recorded} for recorded in map(_Recorded, roots)]
         # the mean of all processes, as Fabric's own strategies have it
         stats = self.engine.step(micro_batches, loss_weights=[1.0 / self.world_size] * len(roots))
@@ -299,6 +300,15 @@ class PenstockStrategy(OneDevice):
             raise NonFiniteError(
                 f"step {stats.step}: {stats.non_finite or 'a gradient'} was infinite or NaN, and nothing was updated. "
                 "To go on past such steps: fabric.clip_gradients(error_if_nonfinite=False)"
+            )
+
+    def _check_modes(self, root: Deferred) -> None:
+        """Refuse to run a recorded call with dropout where it was asked without, or the other way round."""
+        now = _modes_of(self.engine.model)
+        if any(node.modes != now for node in nodes(root) if node.modes):
+            raise ModelError(
+                "model.eval() or model.train() was called after the model was, and before optimizer.step(), where the "
+                "call is carried out: put the model back into the mode that it was in, or evaluate behind the step"
             )
 
     # ---- checkpoints
@@ -403,6 +413,7 @@ class _Recorder(nn.Module):
                 "to train, call model.train() and leave gradients on; to evaluate, call model.eval() under "
                 f"torch.no_grad(): now training={self.training} and gradients are {'on' if self.training else 'off'}"
             )
+        call.modes = _modes_of(self.module)
         return call if self.training else self._evaluate(call)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -415,6 +426,10 @@ class _Recorder(nn.Module):
 
 
 drop_by(_Recorder)
+
+
+def _modes_of(module: nn.Module) -> tuple[bool, ...]:
+    return tuple(part.training for part in module.modules())
 
 
 class _Recorded:

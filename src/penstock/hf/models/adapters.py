@@ -76,13 +76,15 @@ def _saved(model: Any, values: Values) -> dict[str, str]:
     its choice among placeholders. With the name that each value has: tied ones have several."""
     from peft import get_peft_model_state_dict
 
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    own = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    first = {id(value): name for name, value in (*model.named_parameters(), *model.named_buffers())}
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    own = {name: first[id(value)] for name, value in every}
     state = model.state_dict()
     with warnings.catch_warnings(action="ignore"):  # said again when it saves
         kept = {id(value) for value in get_peft_model_state_dict(model, state_dict=state).values()}
     wanted = {name for name, value in state.items() if id(value) in kept}
-    wanted |= {name for name, first_name in own.items() if values.parameters[first_name].trainable}
+    trained = {name for name, place in values.parameters.items() if place.trainable}
+    wanted |= {name for name, first_name in own.items() if first_name in trained}
     return {name: own.get(name, name) for name in state if name in wanted}
 
 

@@ -318,6 +318,8 @@ def _check_same(state: Mapping[str, torch.Tensor], values: Values) -> None:
     known = {name: place.shape for name, place in values.parameters.items()}
     known |= {name: buffer.shape for name, buffer in values.buffers.items()}
     for name, tensor in state.items():
+        if tensor.numel() == 0 and name not in known:
+            continue  # a buffer without elements, which is no part of the state
         if name not in known or known[name] != tensor.shape:
             raise ModelError(
                 f"the model's configuration tells of {name} with shape {list(tensor.shape)}, and the state has "
@@ -330,10 +332,10 @@ def _fill(shards: ShardFiles, twin: Any, steps: tuple[Step, ...], values: Values
     sizes = [sum(target.numel() * target.itemsize for target in step.targets.values()) for step in steps]
     done = 0
     for step, nbytes in zip(steps, sizes, strict=True):
-        if step.copies:
+        if nbytes and step.copies:
             ((name, target),) = step.targets.items()
             _copy(shards, values, step.sources[0][0], name, target.dtype)
-        else:
+        elif nbytes:
             _convert(shards, twin, step, values)
         done += nbytes
         progress(done, sum(sizes))

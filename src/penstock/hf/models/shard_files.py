@@ -23,7 +23,10 @@ from penstock.store import packed
 from penstock.store.packed import store_error
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ORDER = tuple(reversed(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")))
+_ORDER = (
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
+)
 """The order of dtypes within a file."""
 
 

@@ -25,9 +25,13 @@ DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "C64": torch.complex64,
     "I64": torch.int64,
+    "U64": torch.uint64,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "I16": torch.int16,
+    "U16": torch.uint16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
@@ -126,7 +130,7 @@ def _read_header(file: Path) -> Iterator[Stored]:
 
 
 def _place(entry: Any) -> list[int]:
-    """What tensors are in order by: one without elements begins where the next one does."""
+    """The offsets of a tensor, by which they are in order: one without elements begins where the next one does."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     return offsets if isinstance(offsets, list) and all(isinstance(offset, int) for offset in offsets) else []
 
