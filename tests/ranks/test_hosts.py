@@ -102,20 +102,19 @@ def test_ranks_that_are_all_stopped_for_a_while_go_on(monkeypatch: pytest.Monkey
     """As in a container that is paused: the clock goes on, and nobody says anything."""
     stopped = 0.0
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped))
-    monkeypatch.setattr(watch, "EVERY", 2.0)
+    monkeypatch.setattr(watch, "EVERY", 0.5)
     store, places = dist.HashStore(), [Place.here()] * 2
     ranks = [Watch(store, rank, places, Calls(store, rank, [0, 1])) for rank in (0, 1)]
 
-    def look_again() -> None:
-        before = ranks[0]._answered
-        ranks[0]._next.set()
-        until(lambda: ranks[0]._answered != before)
+    def sleeping_after(beat: int) -> None:
+        until(lambda: all(int(store.get(f"beat/{rank}")) >= beat for rank in (0, 1)))
+        time.sleep(0.05)
 
-    look_again()
+    sleeping_after(2)
     stopped = 100.0
     assert [rank.failure for rank in ranks] == [None, None], "it was not asked for anything"
-    look_again()
-    assert ranks[0].failure is None, "the other one has had no time to beat"
+    sleeping_after(4)
+    assert [rank.failure for rank in ranks] == [None, None], "the other one has had no time to beat"
     ends = [Thread(target=rank.close) for rank in ranks]
     for end in ends:
         end.start()
