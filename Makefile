@@ -34,7 +34,7 @@ faults: $(READY)
 # of every kind, thousands of them, beside a plain loop of torch.
 proofs: $(READY)
 	$(BIN)/python -m pytest --campaign tests/schedule/test_any_program.py tests/planner/test_delay_choice.py
-	$(BIN)/python -m pytest --campaign tests/engine/test_any_model.py tests/tape/test_any_model.py tests/engine/test_any_model_on_accelerator.py
+	$(BIN)/python -m pytest --campaign tests/engine/test_any_model.py tests/tape/test_any_model.py tests/engine/test_any_model_on_accelerator.py tests/ranks/test_any_model.py
 
 # Every case of the products of settings of which `make test` runs a sample; those of faults `make faults` runs.
 products: $(READY)

@@ -51,7 +51,7 @@ _IN_PLACE = {
         "input written after",
     ),
 }
-_WRITES = {
+WRITES = {
     *("buffer written", "buffer replaced", "buffer at times", "buffer of a count", "batch norm", "averages"),
     *("batch norm, cumulative", "spectral_norm", "spectral_norm of old", "averages before", "shared buffer"),
 }
@@ -78,10 +78,10 @@ REFUSALS: tuple[tuple[str, set[str]], ...] = (
     ("uses a transform of torch.func where", {"derivative of weights by torch.func", "func.grad", "jvp"}),
     ("for which commits and snapshots have no place", {"bf16", "double"}),
     ("and did not for the first one of its shape", {"buffer at times"}),
-    ("passes from one micro-batch to the next", _WRITES | _KEEPS),
-    ("has written to before", _WRITES | {"shared part"}),
-    ("made, not returned", _WRITES),
-    ("that is none of its arguments", _WRITES | _KEEPS | {"shared part"}),
+    ("passes from one micro-batch to the next", WRITES | _KEEPS),
+    ("has written to before", WRITES | {"shared part"}),
+    ("made, not returned", WRITES),
+    ("that is none of its arguments", WRITES | _KEEPS | {"shared part"}),
     ("cannot look into", {"generator", "bag"}),
     ("must take the same way through the blocks", _BY_DATA),
     ("must not depend on the values of the data", _BY_DATA),

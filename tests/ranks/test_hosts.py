@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 from torch import distributed as dist
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.ranks import watch
 from penstock.ranks.calls import Calls
 from penstock.ranks.watch import Place, Watch
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 from tests.ranks import test_failures
 from tests.ranks.worlds import RankFailedError, World, together
 from tests.training import AT_ONCE
@@ -95,6 +96,31 @@ def test_another_host_of_the_same_name_is_known_by_its_beats_alone(what: str, mo
 def test_an_error_names_the_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Place(name="second", boot="another", processes="pid:[1]", process=1)
     assert failure_beside(other, monkeypatch).startswith("rank 1 on host second has not answered")
+
+
+def test_ranks_that_are_all_stopped_for_a_while_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is paused: the clock goes on, and nobody says anything."""
+    stopped = 0.0
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped))
+    monkeypatch.setattr(watch, "EVERY", 0.5)
+    store, places = dist.HashStore(), [Place.here()] * 2
+    ranks = [Watch(store, rank, places, Calls(store, rank, [0, 1])) for rank in (0, 1)]
+
+    def sleeping_after(beat: int) -> None:
+        until(lambda: all(int(store.get(f"beat/{rank}")) >= beat for rank in (0, 1)))
+        time.sleep(0.05)
+
+    sleeping_after(2)
+    stopped = 100.0
+    assert [rank.failure for rank in ranks] == [None, None], "it was not asked for anything"
+    sleeping_after(4)
+    assert [rank.failure for rank in ranks] == [None, None], "the other one has had no time to beat"
+    ends = [Thread(target=rank.close) for rank in ranks]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join(PATIENCE)
+    assert [rank.failure for rank in ranks] == [None, None]
 
 
 def test_ranks_that_end_wait_for_each_other_and_for_no_beat(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,8 @@ class Watch:
         self._seen = dict.fromkeys(self._others, (b"", time.monotonic()))
         self._answered = time.monotonic()
         """time of the last answer of the store"""
+        self._asked: float | None = None
+        """time since when it is asked; None: it is not"""
         self._cut_off = False
         """True: the store does not answer, and may never"""
         self._failure: RankError | None = None
@@ -130,7 +132,9 @@ class Watch:
 
     @property
     def failure(self) -> RankError | None:
-        if self._failure is None and not self._over.is_set() and time.monotonic() - self._answered > _DEAF:
+        asked = self._asked
+        deaf = asked is not None and time.monotonic() - asked > _DEAF
+        if deaf and self._failure is None and not self._over.is_set():
             said = f"{self._where_the_store_is()} has not answered for {_DEAF:.0f} s"
             self._cut_off = True
             self._set(RankError(said), tell=False)
@@ -213,10 +217,13 @@ class Watch:
 
     def _work(self) -> None:
         while True:
+            since = time.monotonic()
             self._next.wait(_AT_THE_END if self._ends else EVERY)
             if self._over.is_set():
                 return
             self._next.clear()
+            self._asked = time.monotonic()
+            self._stood_still(self._asked - since - EVERY)
             try:
                 self._beat()
                 self._calls.exchange()
@@ -226,9 +233,15 @@ class Watch:
             if found is not None:
                 self._set(found, tell=False)
                 return
-            self._answered = time.monotonic()
+            self._asked, self._answered = None, time.monotonic()
             with self._looked:
                 self._looked.notify_all()
+
+    def _stood_still(self, seconds: float) -> None:
+        """This process has not run for so long, as where all are stopped for a while: nobody counts as silent for
+        that."""
+        if seconds > 0:
+            self._seen = {other: (beat, since + seconds) for other, (beat, since) in self._seen.items()}
 
     def _look(self) -> RankError | None:
         if self._store.check(["failed"]):
