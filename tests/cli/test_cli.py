@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from penstock import cli
 from penstock.cli import main, plan_text
 from penstock.cli.arguments import TrainArguments
 from penstock.cli.disk_summary import allowed_per_day
@@ -460,6 +461,23 @@ def test_the_live_view_shows_the_first_step_before_there_are_numbers_and_the_not
     assert "first step" in drawn.getvalue()
     assert "Stopping after this step." in drawn.getvalue()
     display.end()
+
+
+def test_a_locale_without_a_names_characters_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a word that Python could not read, and of a name in a run's settings that it cannot look up."""
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+
+    def lookup(words: Sequence[str]) -> int:
+        "runs/lé".encode("ascii")
+        return 0
+
+    monkeypatch.setitem(cli.COMMANDS, "runs", lookup)
+    for words, name in ((["runs", "runs/l\udcc3\udca9"], r"'runs/l\udcc3\udca9'"), (["runs"], r"'runs/l\xe9'")):
+        assert main(words) == 2
+        said = f"penstock: {name} has a character that is none in this locale, where names of files are in ascii: set "
+        assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_terminal_shows_the_name_of_a_folder_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

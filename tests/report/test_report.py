@@ -395,6 +395,14 @@ def test_runs_are_drawn_over_one_another_and_told_apart(tmp_path: Path) -> None:
         assert f"<h2>{caption}</h2>" in page
 
 
+def test_other_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "a/same", "b/same", "c/another")]
+    for folder in folders:
+        write_run(folder)
+    found = gather(folders[0], 2, folders[1:])
+    assert [name for name, _ in found.others] == [str(folders[1].resolve()), str(folders[2].resolve()), "another"]
+
+
 def test_a_page_tells_settings_machine_and_versions(tmp_path: Path) -> None:
     write_run(tmp_path)
     assert "Machine and versions" not in run_page(gather(tmp_path, 2)), "the run has not noted it"

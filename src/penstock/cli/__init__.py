@@ -20,6 +20,7 @@ from typing import TextIO
 
 from penstock.cli.arguments import USAGE, ResumeArguments, TrainArguments
 from penstock.cli.launch import process_count
+from penstock.cli.located import is_plain_text
 from penstock.cli.named_files import check_named_files
 from penstock.cli.run_folder import Start, settings_of, trusts_code
 from penstock.cli.settings import dump, load, unknown
@@ -93,12 +94,24 @@ def _outcome(words: Sequence[str]) -> int:
             raise
         fail(f"{loop.filename}: {in_the_way(Path(loop.filename), loop)}")
         return 1
+    except UnicodeEncodeError as error:  # of a file's name, in settings or in a folder
+        if sys.getfilesystemencoding() == "utf-8":
+            raise
+        fail(_not_in_locale(error.object))
+        return 2
     except MemoryError as error:
         fail(str(error) or "out of memory")
         return 1
     except KeyboardInterrupt:  # before training began or after it ended; in between it is a request
         fail("interrupted")
         return 130
+
+
+def _not_in_locale(name: str) -> str:
+    return (
+        f"{name!a} has a character that is none in this locale, where names of files are in "
+        f"{sys.getfilesystemencoding()}: set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+    )
 
 
 def _code(error: Exception) -> int:
@@ -120,6 +133,8 @@ def _command(words: Sequence[str]) -> int:
             if process_count() > 1 and word not in _OF_RANKS:
                 raise ConfigError(f"penstock {word} runs in one process: start it without torchrun")
             _require_here()
+            if sys.getfilesystemencoding() != "utf-8" and (strange := [w for w in rest if not is_plain_text(w)]):
+                raise ConfigError(_not_in_locale(strange[0]))
             return COMMANDS[word](rest)
     return 0
 

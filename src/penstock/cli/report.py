@@ -234,15 +234,16 @@ def gather(folder: Path, step: int | None, others: Sequence[Path] = ()) -> Repor
         foretold_from=later,
         budget=_budget(config, ranks, hosts) if prediction is None else prediction.budget,
         allowed=allowed_per_day(config.budget, ranks, hosts),
-        others=[(_short(run.folder, folder), run.metrics) for run in runs[1:]],
+        others=list(zip(_names(others, folder), (run.metrics for run in runs[1:]), strict=True)),
         tables=tuple(_tables(runs, read_environment(folder))),
     )
 
 
-def _short(folder: Path, beside: Path) -> str:
-    """A run's name on the page of another: its folder's, or all of it where that is the other's too."""
-    folder, beside = folder.resolve(), beside.resolve()
-    return str(folder) if folder.name == beside.name else folder.name
+def _names(others: Sequence[Path], beside: Path) -> list[str]:
+    """The names of other runs on the page of one: their folders', or all of a path whose name is that of two."""
+    paths = [path.resolve() for path in others]
+    names = [path.name for path in (beside.resolve(), *paths)]
+    return [str(path) if names.count(path.name) > 1 else path.name for path in paths]
 
 
 def _tables(runs: Sequence[RunFigures], environment: Mapping[str, str]) -> Iterator[Table]:
