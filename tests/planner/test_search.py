@@ -586,7 +586,7 @@ def test_a_batch_fits_that_is_chosen_or_advised() -> None:
         recompute=True,
     )
     assert asked().forecast.tokens == 128
-    with pytest.raises(BudgetError, match="Or a smaller batch: 1 sequence fits$"):
+    with pytest.raises(BudgetError, match=r"Or a smaller batch: 1 sequence fits$"):
         asked(batch=4)
 
 
