@@ -1,6 +1,8 @@
 """What ``penstock plan`` and ``penstock.plan`` are asked for is what they plan, or an error that says why not."""
 
 import json
+import pkgutil
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -292,6 +294,14 @@ def test_nothing_is_measured_where_it_could_not_be_kept(
 def test_an_argument_that_cannot_be_is_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(penstock.ConfigError, match=said):
         planned(**given)
+
+
+def test_the_class_that_makes_a_shape_of_a_module_is_there_by_the_name_that_is_said() -> None:
+    with pytest.raises(penstock.ConfigError) as caught:
+        planned(65)
+    found = re.search(r"\((\S+) makes one of a module\)", str(caught.value))
+    assert found is not None
+    assert isinstance(pkgutil.resolve_name(found[1]), type)
 
 
 @pytest.mark.parametrize("given", [{"tbw": 600.0}, {"disk_free": 1 << 30}])

@@ -586,8 +586,18 @@ def test_a_batch_fits_that_is_chosen_or_advised() -> None:
         recompute=True,
     )
     assert asked().forecast.tokens == 128
-    with pytest.raises(BudgetError, match="Or a smaller batch: 1 sequence fits$"):
+    with pytest.raises(BudgetError, match=r"Or a smaller batch: 1 sequence fits$"):
         asked(batch=4)
+
+
+def test_a_batch_is_chosen_where_all_is_on_the_device_and_nothing_in_host_memory() -> None:
+    """The linear program counts pools there that nothing needs then."""
+    apart = LLAMA | {"vocab_size": 4096}
+    machine, budget = replace(MACHINE, drives=()), Budget(device=512 * MIB, host=0)
+    found = plan(apart, machine=machine, budget=budget, sequence_length=128).forecast
+    assert not splits(found.task, 1)
+    assert found.tokens == 128
+    assert not found.choice.plan.host_bytes
 
 
 def test_a_processor_has_one_memory_for_both_tiers() -> None:

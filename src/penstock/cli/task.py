@@ -98,7 +98,7 @@ def requests_of(
 
 
 def _compiled(config: TrainConfig) -> dict[str, Any]:
-    """What compiled blocks change about a step: none of their graphs is kept."""
+    """The fields of a step that compiled blocks change: none of their graphs is kept."""
     return {"recompute": True} if config.compile else {}
 
 

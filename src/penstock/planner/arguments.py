@@ -131,7 +131,7 @@ def check_model(model: object) -> None:
     if not isinstance(model, str | Path | Mapping) and not callable(getattr(model, "profile", None)):
         raise ConfigError(
             f"model={model!r:.80}: must be a name, the path of a config.json, a configuration as a mapping or a "
-            "ModelShape (penstock.shape.meta.from_callable makes one of a module)"
+            "ModelShape (penstock.shape.meta.MetaModel makes one of a module)"
         )
 
 

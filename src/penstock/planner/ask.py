@@ -116,7 +116,7 @@ def plan(model: str | Path | Mapping[str, Any] | ModelShape, asked: PlanArgument
     """Plan the training of a model on a machine. Loads no weights; needs neither the machine nor a GPU.
 
     ``model``: the name of a model that ships (``"gpt-65b"``), the path of a Hugging Face ``config.json`` or of its
-    folder, such a configuration as a mapping, or a ``ModelShape`` (``penstock.shape.meta.from_callable`` makes one of
+    folder, such a configuration as a mapping, or a ``ModelShape`` (``penstock.shape.meta.MetaModel`` makes one of
     any module).
 
     Raises:

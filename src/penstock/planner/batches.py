@@ -135,8 +135,8 @@ def saturating(task: Task) -> int:
     whole, task = task, replace(task, budget=replace(task.budget, endurance=None))
     at_once = next((found[0].micro_batch_size for n in _SAMPLES if (found := splits(task, n))), None)
     if at_once is None:
-        search(task.question(1, 1))  # says why
-    assert at_once is not None
+        search(task.question(1, 1))  # says why, or finds what linear programs do not: host pools that nothing needs
+        return 1
     batch, best = 1, _rate(task, task.families[0], 1, 1)
     while batch < min(_LARGEST_BATCH, at_once * _MICRO_BATCHES):
         more = _rate(task, task.families[0], 2 * batch, min(at_once, 2 * batch))

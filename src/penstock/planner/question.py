@@ -75,7 +75,7 @@ class Question:
 
     @property
     def possible_families(self) -> tuple[Family, ...]:
-        """Those of the families that can have the delay that is forced; all, if none can."""
+        """The families that can have the delay that is forced; all, if none can."""
         return tuple(f for f in self.families if f == "vertical" or not self.request.delay) or self.families
 
     def delays_of(self, request: Request) -> tuple[float, ...]:

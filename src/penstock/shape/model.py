@@ -4,7 +4,7 @@
     profile  the program (groups, stages, bytes) and the work of every stage, for one micro-batch
 
 Three sources give a shape: a name that ships with the package (``shipped.named``), a Hugging Face configuration
-(``huggingface.model_shape``), and a callable that builds a module (``meta.from_callable``).
+(``huggingface.model_shape``), and a callable that builds a module (``meta.MetaModel``).
 """
 
 from collections.abc import Iterable, Sequence
