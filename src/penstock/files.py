@@ -294,6 +294,22 @@ def refuse(error: OSError) -> NoReturn:
     raise error
 
 
+def sync_file(path: Path, *, private: bool = False) -> None:
+    """Make a file that others have written durable; and private, if it is to be.
+
+    Raises:
+        OSError: it could not be made so, or what is there is a link, or no file.
+    """
+    fd = descriptor(path, os.O_RDONLY)
+    try:
+        with named(path):
+            if private:
+                os.fchmod(fd, _PRIVATE)
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def sync_tree(folder: Path, *, private: bool = True) -> None:
     """Make a folder that others have written into durable, with all that is in it; and private, if it is to be.
 
@@ -302,12 +318,5 @@ def sync_tree(folder: Path, *, private: bool = True) -> None:
     """
     for place, _, names in os.walk(folder, topdown=False, onerror=refuse):
         for name in names:
-            fd = descriptor(Path(place) / name, os.O_RDONLY)
-            try:
-                with named(Path(place) / name):
-                    if private:
-                        os.fchmod(fd, _PRIVATE)
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync_file(Path(place) / name, private=private)
         sync_folder(Path(place))

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import transformers
 import penstock
 from penstock.hf import Trainer, checkpoint, last_checkpoint
 from penstock.store.facts import facts_of
+from tests.folder_power import LOSSES, FlushLog, Loss
 from tests.hf.test_trainer import DATA, HELD_OUT, streamed
 from tests.library_runs import StopAfter, arguments, in_memory, llama, on_disk, shown
 from tests.training import abandon
@@ -239,3 +242,23 @@ def test_a_checkpoint_that_another_run_has_begun_to_write_over_is_not_taken_for_
     with pytest.raises(KeyboardInterrupt):
         streamed(tmp_path, given={"engine": in_memory()}, **settings | {"save_steps": 2, "learning_rate": 0.5})
     assert last_checkpoint(tmp_path / "engine") == str(tmp_path / "engine" / "checkpoint-1")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_power_cut_leaves_a_checkpoint_that_training_goes_on_from(loss: Loss, tmp_path: Path) -> None:
+    """Also where the library has removed the ones before as soon as the new one was written."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    with closing(FlushLog(folder)) as log:
+        with log.recording():
+            first = streamed(tmp_path, given={"engine": in_memory()}, **settings, max_steps=2)
+        first.end()
+        assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+        assert log.image(loss, random.Random(0), tmp_path / "left")
+    assert last_checkpoint(tmp_path / "left") == str(tmp_path / "left" / "checkpoint-2")
+    args = arguments(tmp_path / "left", **settings, max_steps=3)
+    later = Trainer(model=llama(), args=args, train_dataset=DATA, engine=in_memory())
+    later.train(resume_from_checkpoint=True)
+    later.end()
+    assert later.state.global_step == 3

@@ -251,6 +251,10 @@ class TrainerSteps(_Mixed):
         """A checkpoint is about to be written into a folder, which may have an earlier one."""
         raise NotImplementedError
 
+    def flush_checkpoint(self, folder: Path) -> None:
+        """Make durable what this process has written into a checkpoint's folder."""
+        raise NotImplementedError
+
     def load_best(self) -> None:
         """Training is over: take over the best checkpoint."""
         raise NotImplementedError
@@ -288,11 +292,23 @@ class TrainerSteps(_Mixed):
         return self.norm_of_step()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The library's own. Without: it would write over an earlier checkpoint file by file, and a kill would leave
-        what looks like a whole one and is of two runs."""
+        """The library's own, which writes the loop's state last, and then removes old checkpoints. Without: it would
+        write over an earlier checkpoint file by file, so that a kill would leave what looks like a whole one and is of
+        two runs; and a power cut would leave no checkpoint at all, the old ones gone and the new one not yet written.
+        """
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self.begin_checkpoint(folder)
-        super()._save_checkpoint(model, trial)
+        state = self.state
+
+        def save_to_json(path: str) -> None:
+            type(state).save_to_json(state, path)
+            self.flush_checkpoint(folder)
+
+        vars(state)["save_to_json"] = save_to_json
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            del vars(state)["save_to_json"]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.save_whole(Path(output_dir))
@@ -311,6 +327,7 @@ class TrainerSteps(_Mixed):
         """The library's own, of all processes. Without: the file that says that a checkpoint is complete could be there
         before a process has written its part."""
         super()._save_rng_state(output_dir)
+        self.flush_checkpoint(Path(output_dir))
         self.wait_for_all()
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:

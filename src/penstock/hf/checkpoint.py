@@ -10,6 +10,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,20 @@ def unmark(folder: Path) -> None:
     if folder.is_dir():
         files.remove(folder / _LAST)
         files.sync_folder(folder)
+
+
+def flush(folder: Path) -> None:
+    """Make durable what the library has written into a checkpoint's folder beside the snapshot, which is.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
+    for path in folder.iterdir():
+        if path.is_file() and not path.is_symlink():
+            with suppress(FileNotFoundError):  # another process's, which has given it its name meanwhile
+                files.sync_file(path)
+    for place in (folder, folder.parent, folder.parent.parent):  # which may be new as well
+        files.sync_folder(place)
 
 
 def require(folder: Path) -> Path:

@@ -399,6 +399,9 @@ class EngineMixin(EvaluationSteps):
         if self._ranks.rank == 0:
             checkpoint.unmark(folder)
 
+    def flush_checkpoint(self, folder: Path) -> None:
+        checkpoint.flush(folder)
+
     def save_whole(self, folder: Path) -> None:
         assert self.lr_scheduler is not None
         checkpoint.save(self.engine, folder, self._engine_arguments.budget, self._ranks)
