@@ -25,7 +25,11 @@ from penstock.engine.durability import Durability
 from penstock.engine.fate import Action, Event, State
 from penstock.engine.interrupt import holding, whole_steps
 from penstock.errors import ConfigError, StoreError
+from penstock.runtime.actions import Actions
+from penstock.runtime.pools import Pools
 from penstock.store.records import CommitLog
+from penstock.tape.groups import ParamGroup
+from penstock.tape.running import Running
 from tests.campaign import CASE, step_data
 from tests.training import Result, assert_same_state, budget, run_steps, wrap
 
@@ -341,6 +345,33 @@ def test_ctrl_c_is_neither_lost_with_a_step_that_fails_nor_left_to_another_one()
 
     with ThreadPoolExecutor(1) as other:
         assert other.submit(later).result() == "done"
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "first"),
+    [(Pools, "take", False), (ParamGroup, "attach", False), (Actions, "let_go", True), (Running, "begin", True)],
+    ids=["between two ops", "attached", "let go", "begun"],
+)
+def test_a_step_that_ctrl_c_breaks_off_between_two_ops_can_be_taken(
+    of: Any, name: str, first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes twice, before (``first``) or behind a function that a step calls between its ops."""
+    real = getattr(of, name)
+
+    def pressed(*args: Any, **settings: Any) -> Any:
+        monkeypatch.setattr(of, name, real)
+        found = None if first else real(*args, **settings)
+        ctrl_c()
+        ctrl_c()
+        return real(*args, **settings) if first else found
+
+    where = budget(tmp_path / "run", weights="device" if first else "disk")
+    with wrap(CASE, where, delay=0.0, overlap=False, **COMMON) as engine:
+        engine.step(STEPS[0])
+        monkeypatch.setattr(of, name, pressed)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(STEPS[1])
+        assert_same_state(run_steps(engine, STEPS[engine.step_count :]).state, wanted().state)
 
 
 def test_a_runner_that_cannot_be_made_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

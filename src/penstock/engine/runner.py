@@ -12,6 +12,7 @@ import torch
 
 from penstock.engine import batch
 from penstock.engine.dealt import schedules_of
+from penstock.engine.interrupt import holding
 from penstock.engine.probed import HandedOn
 from penstock.engine.resources import EngineResources
 from penstock.engine.trace import MemorySample, TraceEvent
@@ -179,6 +180,12 @@ class Runner:
         Raises:
             BaseException: what the first failing op raised. Nothing is in flight any more.
         """
+        with holding(True):  # what is begun is ended, whatever comes; only what is in between may be broken off
+            return self._run(context, micro_batches, loss_weights)
+
+    def _run(
+        self, context: StepContext, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float]
+    ) -> list[float]:
         tape, train = self._shared.tape, self.plan.settings.train
         for partials in self._partials.values():
             partials.fill(0.0)
@@ -196,10 +203,11 @@ class Runner:
             first=self._ranks.number(0, len(micro_batches)),
         )
         try:
-            began = time.perf_counter()
-            self._before = self.actions.begin(), time.perf_counter() - began
-            self._executor.run()
-            losses = self._losses(context)
+            with holding(False):
+                began = time.perf_counter()
+                self._before = self.actions.begin(), time.perf_counter() - began
+                self._executor.run()
+                losses = self._losses(context)
             tape.finish()
             self.runs += 1
         except BaseException:

@@ -86,6 +86,18 @@ class Executor:
             BaseException: whatever the first failing op raised; all lanes have come to rest by then.
         """
         try:
+            self._run_all()
+            self._surface()
+            self.pools.end_step(self.schedule, partial(self.streams.resolve, self._marks.values()))
+        except BaseException as error:  # be it an interrupt after all lanes have come to rest
+            settle(self.streams, error)
+            self.pools.reset()
+            raise
+        self.marks = self._marks
+
+    def _run_all(self) -> None:
+        """Run ops until all are done, or nothing runs any more after the first error."""
+        try:
             self._begin()
             self._drain(self._compute, self._gate)
             self._wait_idle()
@@ -94,9 +106,6 @@ class Executor:
         finally:
             with self._lock:
                 self._shut()
-        self._surface()
-        self.pools.end_step(self.schedule, partial(self.streams.resolve, self._marks.values()))
-        self.marks = self._marks
 
     def _begin(self) -> None:
         """Let the lanes start."""
@@ -130,12 +139,10 @@ class Executor:
             return
 
     def _surface(self) -> None:
-        """Raise the first error, with every buffer given back."""
+        """Raise the first error."""
         error, self._error = self._error, None
         if error is not None:
             try:
-                settle(self.streams, error)
-                self.pools.reset()
                 raise error
             finally:
                 del error  # its traceback holds activations, and would hold this frame, which holds it

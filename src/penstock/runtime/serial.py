@@ -31,25 +31,31 @@ class SerialExecutor:
     def run(self) -> None:
         """Run every op once, waiting for each before the next."""
         self.marks = {}
-        self.pools.start_step()
-        self._streams.restart()
-        for op in self._order:
-            self.pools.take(op)
-            try:
-                mark = self._streams.mark(op.lane)
-                with self._streams.on(op.lane):
-                    self._streams.begin(mark, ())
-                    mark.moved = self._act(op)
-                    self._streams.end(mark)
-                self._streams.synchronize()
-                self.marks[op.id] = mark
-                self.pools.give(op)
-            except BaseException as error:
-                error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
-                settle(self._streams, error)
-                self.pools.reset()
-                raise
-        self.pools.end_step(self.schedule, partial(self._streams.resolve, self.marks.values()))
+        try:
+            self.pools.start_step()
+            self._streams.restart()
+            for op in self._order:
+                self._run_op(op)
+            self.pools.end_step(self.schedule, partial(self._streams.resolve, self.marks.values()))
+        except BaseException as error:  # be it an interrupt between two ops
+            settle(self._streams, error)
+            self.pools.reset()
+            raise
+
+    def _run_op(self, op: Op) -> None:
+        self.pools.take(op)
+        try:
+            mark = self._streams.mark(op.lane)
+            with self._streams.on(op.lane):
+                self._streams.begin(mark, ())
+                mark.moved = self._act(op)
+                self._streams.end(mark)
+            self._streams.synchronize()
+        except BaseException as error:
+            error.add_note(f"in op {op.id} of schedule {self.schedule.name}")
+            raise
+        self.marks[op.id] = mark
+        self.pools.give(op)
 
     def close(self) -> None:
         """Nothing to do: nothing runs in the background."""

@@ -109,12 +109,13 @@ class Compute:
             if name.kind == "W":
                 g = name.group
                 if self._attached.get(g) != name:
-                    self.groups[g].attach(self._to.view(name, self._to.bound.whole(self._specs[g].numel), dtype))
-                    self._attached[g] = name
+                    flat = self._to.view(name, self._to.bound.whole(self._specs[g].numel), dtype)
+                    self._attached[g] = name  # first: what an interrupt leaves half attached is detached
+                    self.groups[g].attach(flat)
         for g in {*stage.forward_reads, *stage.backward_reads} - self._attached.keys():
             if self._arrays.found_on(g) == "device":
-                self.groups[g].attach(self._arrays.weights(g))
                 self._attached[g] = ""
+                self.groups[g].attach(self._arrays.weights(g))
         of_groups = [self._gradient_views(op, name) for name in op.writes if name.kind == "G"]
         self._accumulators = of_groups[0] if len(of_groups) == 1 else dict(ChainMap(*of_groups))
 
