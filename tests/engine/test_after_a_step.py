@@ -28,7 +28,7 @@ from penstock.errors import ConfigError, StoreError
 from penstock.runtime.actions import Actions
 from penstock.runtime.pools import Pools
 from penstock.store.records import CommitLog
-from penstock.tape import groups
+from penstock.tape.groups import ParamGroup
 from penstock.tape.running import Running
 from tests.campaign import CASE, step_data
 from tests.training import Result, assert_same_state, budget, run_steps, wrap
@@ -349,8 +349,8 @@ def test_ctrl_c_is_neither_lost_with_a_step_that_fails_nor_left_to_another_one()
 
 @pytest.mark.parametrize(
     ("of", "name", "first"),
-    [(Pools, "take", False), (groups, "_set_data", False), (Actions, "let_go", True), (Running, "begin", True)],
-    ids=["between two ops", "half attached", "let go", "begun"],
+    [(Pools, "take", False), (ParamGroup, "attach", False), (Actions, "let_go", True), (Running, "begin", True)],
+    ids=["between two ops", "attached", "let go", "begun"],
 )
 def test_a_step_that_ctrl_c_breaks_off_between_two_ops_can_be_taken(
     of: Any, name: str, first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
