@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import traceback
 from collections.abc import Callable, Iterator
@@ -38,10 +39,12 @@ def _reads(run: Path, out: Path) -> list[list[str]]:
 
 
 def test_who_only_reads_changes_nothing(a_run: Path, tmp_path: Path) -> None:
-    before = _state(a_run)
+    """Nor what SIGTERM does to the process."""
+    before, ended_by = _state(a_run), signal.getsignal(signal.SIGTERM)
     for words in _reads(a_run, tmp_path / "out"):
         assert main(words) == 0, words
         assert _state(a_run) == before, words
+        assert signal.getsignal(signal.SIGTERM) is ended_by, words
 
 
 @pytest.fixture

@@ -378,6 +378,7 @@ def test_a_store_that_is_in_use_or_empty(tmp_path: Path) -> None:
     [
         ({"dtype": "bfloat16"}, "dtype='bfloat16': must be one of fp32, bf16, fp16, or None"),
         ({"shard_size": 0}, "shard_size=0: must be more than 0"),
+        ({"tokenizer": "gpt2"}, "tokenizer='gpt2': must be a tokenizer of transformers, or None"),
     ],
 )
 def test_an_export_that_cannot_be_made_as_it_was_asked_for_is_refused(

@@ -147,6 +147,9 @@ def test_a_new_head_is_initialised_and_what_the_old_one_had_is_left(llama: Path,
         load(llama, model_class=AutoModelForSequenceClassification)
     with pytest.raises(ConfigError, match="no_labels=3: the configuration of a llama has no such field"):
         load(llama, no_labels=3)
+    with pytest.raises(ConfigError, match="dtype='bf16': torch has none of that name"):
+        load(llama, dtype="bf16")
+    assert load(llama, dtype="auto").dtype == load(llama).dtype
     with pytest.raises(ConfigError, match="new_head=True would have no effect, as it has all of a LlamaForCausalLM"):
         load(llama, new_head=True)
     loaded = load(llama, model_class=AutoModelForSequenceClassification, new_head=True, num_labels=3, pad_token_id=0)

@@ -4,8 +4,8 @@ import errno
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -88,10 +88,8 @@ def run(arguments: Arguments) -> int:
     keeps.below(model_folder(arguments.folder).name).require(
         arguments.folder, config.data.prepared_in(arguments.folder)
     )
-    # Being ended is no reason to leave half a folder behind: as Ctrl-C does, this unwinds what has been begun.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        with state as found, progress("written") as bar:
+        with _unwound_by_sigterm(), state as found, progress("written") as bar:
             written, seconds = _write(arguments, config, found, bar.show)
     except StoreError as error:
         if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
@@ -111,6 +109,16 @@ def run(arguments: Arguments) -> int:
         f"file{'s' * (written.files > 1)}, in {seconds:.1f} s"
     )
     return 0
+
+
+@contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """Being ended is no reason to leave half a folder behind: as Ctrl-C does, it unwinds what has been begun."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _write(

@@ -104,6 +104,8 @@ def export(
     model = _model_of(engine)
     if merge and not has_adapters(model):
         raise ConfigError("merge has no effect: this model has no adapters")
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise ConfigError(f"tokenizer={tokenizer!r:.100}: must be a tokenizer of transformers, or None")
     if dtype is not None and dtype not in shell.FLOATS:
         raise ConfigError(f"dtype={dtype!r}: must be one of {', '.join(shell.FLOATS)}, or None")
     if not parse_size(shard_size):

@@ -75,6 +75,8 @@ def load(
             setattr(config, key, value)
         except shell.REFUSED as error:
             raise ConfigError(f"{key}={value!r}: transformers does not take that: {shell.short(error)}") from error
+    if changes.get("dtype") not in (None, "auto") and shell.dtype_of(config) is None:
+        raise ConfigError(f"dtype={changes['dtype']!r}: torch has none of that name; give one as torch.bfloat16 is")
     files, index = weight_files(folder)
     stored = read_headers(files)
     if index is not None:
