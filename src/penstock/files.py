@@ -122,23 +122,71 @@ def _opener(private: bool) -> Callable[[str, int], int]:
 
 def replace(path: Path, content: str | bytes, *, private: bool = True) -> None:
     """Write a file so that whoever looks, after a kill or a power cut too, finds the old one or the new one, whole.
+    Processes that write the same one do so one after the other.
 
     Raises:
         OSError: it could not be written; what was there before is still there.
     """
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        partial.unlink(missing_ok=True)  # a killed process's, or what lies in wait for us
-        with named(path), create(partial, private=private) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
+    with named(path), _alone(path.with_name(path.name + PARTIAL), private=private) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+        os.replace(file.name, path)
     sync_folder(path.parent)
+
+
+@contextmanager
+def _alone(partial: Path, *, private: bool) -> Iterator[BinaryIO]:
+    """A new file that no other process writes to, which goes unless it is given another name."""
+    while True:
+        try:
+            file = create(partial, private=private)
+        except FileExistsError:
+            _clear(partial)
+            continue
+        with file:
+            _wait_for(file.fileno())
+            if not _is_called(file.fileno(), partial):
+                continue  # another process took it for what a killed one has left
+            try:
+                yield file
+            except BaseException:
+                with suppress(OSError):
+                    partial.unlink(missing_ok=True)
+                raise
+            return
+
+
+def _clear(partial: Path) -> None:
+    """Remove what a killed process has left, or what lies in wait for us; what another is at work on, when it is done.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    try:
+        fd = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # a link, say
+        partial.unlink(missing_ok=True)
+        return
+    try:
+        _wait_for(fd)
+        if _is_called(fd, partial):
+            partial.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
+
+
+def _wait_for(fd: int) -> None:
+    """Lock a file, when nobody has its lock any more; where its file system has none, at once."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX)
+
+
+def _is_called(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What lies in a run's folder under a name that a command writes is never written through; what is kept is private."""
 
 import ast
+import multiprocessing
 import os
 import shutil
 import signal
@@ -161,6 +162,27 @@ def test_what_fails_on_the_way_leaves_the_old_file_and_no_half_one(
         with pytest.raises(OSError, match="No space"):
             files.replace(tmp_path / "name", "new")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("name", "old")]
+
+
+def test_processes_that_write_the_same_file_do_so_one_after_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def write(text: str) -> None:
+        for _ in range(50):
+            files.replace(path, text * 50_000)
+
+    writers = [multiprocessing.get_context("fork").Process(target=write, args=(text,)) for text in "ab"]
+    for writer in writers:
+        writer.start()
+    seen = set[str]()
+    while any(writer.is_alive() for writer in writers):
+        with suppress(FileNotFoundError):
+            seen.add(path.read_text())
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert seen | {path.read_text()} <= {"a" * 50_000, "b" * 50_000}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_of_two_that_make_the_same_folder_one_stands(tmp_path: Path) -> None:
