@@ -293,7 +293,8 @@ class Durability:
         finally:
             try:
                 if Action.SETTLE in self.tell(Event.CLOSE):
-                    self._commits.settle(self._progress.record())
+                    with whole_steps(), holding(False):
+                        self._commits.settle(self._progress.record())
             finally:
                 self._commits.close()
 
