@@ -20,6 +20,7 @@ import penstock
 from penstock.engine import interrupt
 from penstock.engine.visiting import VisitingWeights
 from penstock.errors import StoreError
+from penstock.state.commits import Commits
 from penstock.tape.buffers import BufferBefore
 from penstock.tape.groups import ParamGroup
 from tests.campaign import CASE, step_data
@@ -224,3 +225,21 @@ def test_a_clean_up_that_is_broken_off_is_done_before_anything_else(
             evaluate()
     assert goes_on(engine)
     engine.close()
+
+
+def test_an_engine_whose_closing_an_error_has_broken_off_can_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = begun("step", "on disk", tmp_path)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Commits, "close", fail)
+        with pytest.raises(MemoryError, match="injected"):
+            engine.close()
+    engine.close()
+    engine.close()
+    with opened("on disk", tmp_path) as again:
+        assert again.step_count == 2

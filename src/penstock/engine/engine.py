@@ -64,7 +64,7 @@ class Engine:
         """``settings``: as asked for, and what counts where nothing was. ``machine``: to plan for. ``owner``: the run
         that the store belongs to.
         """
-        self._process = os.getpid()
+        self._process, self._is_closed = os.getpid(), False
         self.model = model
         self.budget = settings.budget
         self.device = device
@@ -449,7 +449,7 @@ class Engine:
 
         In a forked child nothing happens: all of it is the parent's.
         """
-        if self._durability.state is not State.CLOSED and not is_foreign(self):
+        if not self._is_closed and not is_foreign(self):
             self._close()
 
     @in_turn
@@ -460,10 +460,11 @@ class Engine:
             all_of_it.callback(self._resources.close)
             all_of_it.callback(self._planning.close)
             all_of_it.callback(self._end)
+        self._is_closed = True
 
     def _end(self) -> None:
         """All ranks end after the same step, and have nothing pending; or what is committed stands."""
-        if self._ranks.failure is None:
+        if self._ranks.failure is None and self._durability.state is not State.CLOSED:
             with self._ranks.together():
                 self._resources.tape.undo.all()
                 self._ranks.agree("end of the run, after step", self.step_count)
