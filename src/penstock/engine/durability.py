@@ -285,15 +285,17 @@ class Durability:
                 self.background.wait()
 
     def close(self) -> None:
-        """Bring what is in memory to the store; with a broken state the last commit is left to stand."""
+        """Bring what is in memory to the store; with a broken state the last commit is left to stand. May be called
+        again where an error has broken it off: what is open then is closed."""
         try:
             if self.background is not None:
                 self._commits.arrays.background = None
                 self.background.close()
         finally:
             try:
-                if Action.SETTLE in self.tell(Event.CLOSE):
-                    self._commits.settle(self._progress.record())
+                if self.state is not State.CLOSED and Action.SETTLE in self.tell(Event.CLOSE):
+                    with whole_steps(), holding(False):
+                        self._commits.settle(self._progress.record())
             finally:
                 self._commits.close()
 

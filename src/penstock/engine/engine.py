@@ -22,7 +22,7 @@ from penstock.engine.due import Due
 from penstock.engine.durability import Durability
 from penstock.engine.fate import Event, State
 from penstock.engine.inside import Inside
-from penstock.engine.interrupt import whole_steps
+from penstock.engine.interrupt import holding, whole_steps
 from penstock.engine.planning import Planning
 from penstock.engine.resources import open_resources
 from penstock.engine.snapshots import Snapshots
@@ -39,6 +39,7 @@ from penstock.state.shared import LedArrays
 from penstock.state.stats import StepStats
 from penstock.state.values import Values
 from penstock.store.owner import Owner
+from penstock.tape.modes import TrainingFlags
 
 _OF_ALL = (KeyboardInterrupt, SystemExit, NonFiniteError)
 """Errors that end all ranks alike, as far as anybody knows: a signal that each gets, numbers that all found bad."""
@@ -63,7 +64,7 @@ class Engine:
         """``settings``: as asked for, and what counts where nothing was. ``machine``: to plan for. ``owner``: the run
         that the store belongs to.
         """
-        self._process = os.getpid()
+        self._process, self._is_closed = os.getpid(), False
         self.model = model
         self.budget = settings.budget
         self.device = device
@@ -117,7 +118,7 @@ class Engine:
             BudgetError: a step of this size does not fit; says what would.
             NonFiniteError: a loss is infinite or NaN (nothing was updated).
             StoreError: the disk failed.
-            KeyboardInterrupt: Ctrl-C arrived; the step is complete.
+            KeyboardInterrupt: Ctrl-C arrived; the step is complete, or a second one has broken it off (``step_count``).
 
         After an error nothing has changed, and the engine can be used, if all state is on disk in two slots (and, with
         a delay ratio, the step before was complete), or if it came before the first update. Otherwise the state is half
@@ -268,33 +269,26 @@ class Engine:
         """
         with self._ranks.together():
             self._check_usable()
-            return self._evaluate(micro_batches, loss_weights)
+            flags = TrainingFlags(self.model.modules())
+            with self._resources.tape.undo.after(partial(flags.switch, frozenset())):
+                return self._evaluate(micro_batches, loss_weights)
 
     def _evaluate(self, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float] | None) -> float:
         batch.check(micro_batches)
         given = self._given("evaluate", micro_batches, loss_weights)
         micro_batches = self._cut(micro_batches)
-        modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
-        try:
-            runner = self._planning.runner_for(micro_batches, train=False)
-            weights = given or self._planning.labels.weights(micro_batches, self._ranks.sharing)
-            context = StepContext(step=self.step_count, update=Update(count=1, hypers=()))
-            inputs = batch.all_to_device(micro_batches, self.device, self._resources.dtype)
-            before = self._resources.tape.before()  # now: a plan's probe tells which buffers change
-            try:
-                losses = runner.run(context, inputs, weights)
-            finally:
-                before.put_back()
-            failures = self._ranks.gather_objects(
-                "losses that are no numbers", context.failure and str(context.failure)
-            )
-            for rank, failure in enumerate(failures):
-                if failure is not None:
-                    raise context.failure or NonFiniteError(f"rank {rank}: {failure}")
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        runner = self._planning.runner_for(micro_batches, train=False)
+        weights = given or self._planning.labels.weights(micro_batches, self._ranks.sharing)
+        context = StepContext(step=self.step_count, update=Update(count=1, hypers=()))
+        inputs = batch.all_to_device(micro_batches, self.device, self._resources.dtype)
+        tape = self._resources.tape
+        with tape.undo.after(tape.before().put_back):  # from now: a plan's probe tells which buffers change
+            losses = runner.run(context, inputs, weights)
+        failures = self._ranks.gather_objects("losses that are no numbers", context.failure and str(context.failure))
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise context.failure or NonFiniteError(f"rank {rank}: {failure}")
         return batch.mean_loss(weights, losses, self._ranks.sharing)
 
     @property
@@ -409,7 +403,8 @@ class Engine:
 
             def lead() -> None:
                 try:
-                    work(self._resources.values(arrays))
+                    with holding(False):
+                        work(self._resources.values(arrays))
                 finally:
                     arrays.done()
 
@@ -444,6 +439,7 @@ class Engine:
         """
         with self._ranks.together():
             self._durability.check_open()
+            self._resources.tape.undo.all()
             self._snapshots.agree("load", path)
             self._rest()
             self._snapshots.load(Path(path), self._planning.runner)
@@ -453,7 +449,7 @@ class Engine:
 
         In a forked child nothing happens: all of it is the parent's.
         """
-        if self._durability.state is not State.CLOSED and not is_foreign(self):
+        if not self._is_closed and not is_foreign(self):
             self._close()
 
     @in_turn
@@ -464,11 +460,13 @@ class Engine:
             all_of_it.callback(self._resources.close)
             all_of_it.callback(self._planning.close)
             all_of_it.callback(self._end)
+        self._is_closed = True
 
     def _end(self) -> None:
         """All ranks end after the same step, and have nothing pending; or what is committed stands."""
-        if self._ranks.failure is None:
+        if self._ranks.failure is None and self._durability.state is not State.CLOSED:
             with self._ranks.together():
+                self._resources.tape.undo.all()
                 self._ranks.agree("end of the run, after step", self.step_count)
                 self._durability.rest(self._planning.runner, closes=True)
 
@@ -497,3 +495,4 @@ class Engine:
 
     def _check_usable(self) -> None:
         self._durability.check_usable()
+        self._resources.tape.undo.all()

@@ -1,7 +1,7 @@
-"""Ctrl-C and steps: a step is finished before an interrupt takes effect.
+"""Ctrl-C and calls of an engine: a step is finished before an interrupt takes effect; another call is broken off.
 
-A second Ctrl-C breaks it off, once, and only where what is broken off can be taken back (``holding``): neither
-what is known of the state nor its taking back is ever disturbed, however often it comes.
+A second Ctrl-C breaks a step off, too. Either happens once in a call, and only where what is broken off can be taken
+back (``holding``): neither what is known of the state nor its taking back is ever disturbed, however often it comes.
 """
 
 import signal
@@ -13,12 +13,13 @@ from types import FrameType
 
 
 @dataclass(kw_only=True)
-class _Asked:
-    """Presses of Ctrl-C during a step. ``times``: their number. The second one breaks the step off, by a
+class _Presses:
+    """Presses of Ctrl-C during a call. ``times``: their number. The one after ``spared`` breaks the call off, by a
     KeyboardInterrupt (``broke``), at once, or after work that may not be broken off (``held``).
     """
 
     times: int = 0
+    spared: int = 1
     held: bool = False
     broke: bool = False
 
@@ -27,44 +28,63 @@ class _Asked:
         self.take_effect()
 
     def take_effect(self) -> None:
-        if self.times > 1 and not self.held and not self.broke:
+        if self.times > self.spared and not self.held and not self.broke:
             self.broke = True
             raise KeyboardInterrupt
 
 
-_asked = _Asked()
-"""Interrupts of the step under way."""
+class _Now(threading.local):
+    """Presses during the call under way. Only the main thread gets any."""
+
+    def __init__(self) -> None:
+        self.presses = _Presses()
+
+
+_now = _Now()
 
 
 @contextmanager
-def whole_steps() -> Iterator[None]:
-    """Ctrl-C during a step takes effect after it, however it ends (its error is the interrupt's context then); a second
-    one at once. Leaves a program's own handler alone.
+def whole_calls() -> Iterator[None]:
+    """Ctrl-C during a call takes effect where that is not ``holding``, at its end otherwise, however it ends (its error
+    is the interrupt's context then). Leaves a program's own handler alone.
     """
-    global _asked
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    asked = _asked = _Asked()
-    signal.signal(signal.SIGINT, asked.receive)
+    presses = _now.presses = _Presses(spared=0, held=True)
     try:
+        signal.signal(signal.SIGINT, presses.receive)
         yield
     finally:
+        _now.presses = _Presses()  # what came during this call is no later one's
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _asked = _Asked()  # what came during this step is no later one's
-        if asked.times:
+        if presses.times:
             raise KeyboardInterrupt
 
 
 @contextmanager
+def whole_steps() -> Iterator[None]:
+    """As ``whole_calls``, or within them: Ctrl-C during a step takes effect after it, and a second one where it may be
+    broken off."""
+    with whole_calls():
+        presses, before = _now.presses, _now.presses.spared
+        try:
+            presses.spared = 1
+            yield
+        finally:
+            presses.spared = before
+        presses.take_effect()
+
+
+@contextmanager
 def holding(held: bool) -> Iterator[None]:
-    """Within ``whole_steps``: what is done in here is done to its end, or (False) may be broken off."""
-    asked, before = _asked, _asked.held
+    """Within ``whole_calls``: what is done in here is done to its end, or (False) may be broken off."""
+    presses, before = _now.presses, _now.presses.held
     try:
-        asked.held = held
-        asked.take_effect()
+        presses.held = held
+        presses.take_effect()
         yield
     finally:
-        asked.held = before
-    asked.take_effect()
+        presses.held = before
+    presses.take_effect()

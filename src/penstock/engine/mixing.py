@@ -36,15 +36,13 @@ def check_on_first(shared: EngineResources, spans: Spans) -> None:
     """
     said = None
     weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share)
-    try:
+    with shared.tape.undo.after(weights.close):
         if shared.ranks.rank == 0:
             try:
                 check_mixes_nothing(shared.tape, spans, weights.load, weights.unload)
             except ModelError as error:
                 said = str(error)
         weights.ended()
-    finally:
-        weights.close()
     said = shared.ranks.gather_objects("what mixes tokens", said)[0]
     if said is not None:
         raise shared.ranks.of_all(ModelError(said))

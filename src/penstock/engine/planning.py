@@ -15,6 +15,7 @@ from penstock.engine import batch
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, repeat_of_all, schedules_of, times_of_all
 from penstock.engine.following import Following, Searched, Step, better, change_in_words, wear_in_words
+from penstock.engine.interrupt import holding
 from penstock.engine.mixing import check_on_first
 from penstock.engine.probed import HandedOn, Probed, check_probed, join, join_facts, slowest_of
 from penstock.engine.probing import Probing
@@ -159,11 +160,13 @@ class Planning:
         every = self._beside(probed, train=train)
         others = any(ranks.gather_objects("shapes that were seen before", len(every) > len(probed)))
         try:
-            self._plans[train] = self._ready(every, len(micro_batches), nbytes, train=train)
+            with holding(False):
+                self._plans[train] = self._ready(every, len(micro_batches), nbytes, train=train)
         except (BudgetError, ConfigError, ModelError):
             if not others:
                 raise
-            self._plans[train] = self._ready(probed, len(micro_batches), nbytes, train=train)
+            with holding(False):
+                self._plans[train] = self._ready(probed, len(micro_batches), nbytes, train=train)
         return self._use(self._plans[train])
 
     def _beside(self, probed: Mapping[batch.Shapes, Probed], *, train: bool) -> dict[batch.Shapes, Probed]:
@@ -230,10 +233,11 @@ class Planning:
         question = self._question(ready.request, times)
         if not following.is_due(question.expected(prediction.time, ready.plan)):
             return ready
-        found: Searched = self._shared.ranks.once(
-            "better plan",
-            lambda: better(question, ready.plan, prediction, following.search_seconds, in_vain=following.wears),
-        )
+        with holding(False):
+            found: Searched = self._shared.ranks.once(
+                "better plan",
+                lambda: better(question, ready.plan, prediction, following.search_seconds, in_vain=following.wears),
+            )
         if following.searched(found) and self._shared.ranks.rank == 0:
             log.warning(wear_in_words(self._why, found))
         if found.settings is None:

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from penstock.engine import batch
+from penstock.engine.interrupt import holding
 from penstock.engine.labels import LabelCount
 from penstock.engine.probed import HandedOn, Probed, within
 from penstock.engine.resources import EngineResources
@@ -92,12 +93,10 @@ class Probing:
         """The weights for probes, in which all ranks take part. What one has learned of labels, then all know."""
         shared = self._shared
         weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share)
-        try:
-            with nullcontext() if shared.spans is None else shared.spans.by_itself():
+        with shared.tape.undo.after(weights.close):
+            with nullcontext() if shared.spans is None else shared.spans.by_itself(), holding(False):
                 yield weights
             weights.ended()
-        finally:
-            weights.close()
         self.labels.agree(shared.ranks)
 
     def _probe(

@@ -191,18 +191,28 @@ class Runner:
             partials.fill(0.0)
         context.partials = self._partials if train else {}
         self.actions.access.context = context
-        tape.facts = self._facts
-        tape.elsewhere = self._elsewhere(micro_batches)
-        tape.begin(
-            context.step,
-            micro_batches,
-            loss_weights,
-            stages=self.plan.program.stages,
-            scale=context.loss_scale,
-            train=train,
-            first=self._ranks.number(0, len(micro_batches)),
-        )
-        try:
+        finished = False
+
+        def end() -> None:
+            if not finished:
+                tape.abort()
+                self.actions.release()
+                self.pools.reset()
+            self.actions.let_go()
+            tape.elsewhere = None  # not before all lanes have come to rest
+
+        with tape.undo.after(end):
+            tape.facts = self._facts
+            tape.elsewhere = self._elsewhere(micro_batches)
+            tape.begin(
+                context.step,
+                micro_batches,
+                loss_weights,
+                stages=self.plan.program.stages,
+                scale=context.loss_scale,
+                train=train,
+                first=self._ranks.number(0, len(micro_batches)),
+            )
             with holding(False):
                 began = time.perf_counter()
                 self._before = self.actions.begin(), time.perf_counter() - began
@@ -210,13 +220,7 @@ class Runner:
                 losses = self._losses(context)
             tape.finish()
             self.runs += 1
-        except BaseException:
-            tape.abort()
-            self.actions.release()
-            raise
-        finally:
-            self.actions.let_go()
-            tape.elsewhere = None  # not before all lanes have come to rest
+            finished = True
         if train and context.verdict is None:
             self.actions.norm.judge()
         return losses

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.engine.durability import Actions, Durability
 from penstock.engine.fate import Action, Event
+from penstock.engine.interrupt import holding
 from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
 from penstock.state import snapshots
@@ -36,7 +37,9 @@ class Snapshots:
         """
         meta = {"model": self._resources.description, **self._resources.progress.record()}
         arrays, buffers = self._resources.arrays, self._resources.buffers
-        snapshots.save(path, arrays, buffers, meta, overwrite=overwrite, ranks=self._ranks, share=self._resources.share)
+        share = self._resources.share
+        with holding(False):
+            snapshots.save(path, arrays, buffers, meta, overwrite=overwrite, ranks=self._ranks, share=share)
 
     def load(self, path: Path, runner: Runner | None) -> None:
         """Take over a snapshot, and commit it. ``runner``: that is there, if one is.
@@ -44,7 +47,8 @@ class Snapshots:
         Raises:
             StoreError, ConfigError: as of ``Engine.load``.
         """
-        with snapshots.opened(path, self._resources.description, self._ranks, self._resources.share) as snapshot:
+        opened = snapshots.opened(path, self._resources.description, self._ranks, self._resources.share)
+        with holding(False), opened as snapshot:
             self._ranks.jointly("account of the snapshot", partial(self._check_account, snapshot.meta, str(path)))
             actions: Actions = {
                 Action.MARK: partial(self._durability.mark, f"loading {path} did not begin"),

@@ -86,10 +86,18 @@ def _pass(
     stages = program.stages
     forward, backward, weights = ([0.0] * len(stages) for _ in range(3))
     before = ModulesBefore(tape.model)
-    on_gradient, tape.on_gradient = tape.on_gradient, _Sink(program, tape.device)
-    tape.facts = facts
-    tape.begin(0, [fresh()], [1.0], stages=stages)
-    try:
+    on_gradient, sink = tape.on_gradient, _Sink(program, tape.device)
+
+    def end() -> None:
+        tape.on_gradient = on_gradient
+        try:
+            tape.finish()
+        finally:
+            before.put_back()
+
+    with tape.undo.after(end):
+        tape.on_gradient, tape.facts = sink, facts
+        tape.begin(0, [fresh()], [1.0], stages=stages)
         for k, stage in enumerate(stages):
             forward[k] = _timed(tape.device, partial(tape.forward, k, 0), _needs(stage, k, stages), load, unload)
         for k, stage in reversed(list(enumerate(stages[:-1]))):
@@ -99,10 +107,6 @@ def _pass(
             if stage.split is not None:
                 weights[k] = _timed(tape.device, partial(tape.backward_weights, k, 0), (), load, unload)
                 backward[k] += weights[k]
-    finally:
-        tape.finish()
-        tape.on_gradient = on_gradient
-        before.put_back()
     return StageTimes(
         forward=_typical(stages, program, forward),
         backward=_typical(stages, program, backward),
@@ -124,9 +128,9 @@ def _timed(
 ) -> float:
     """Seconds of ``work`` with the groups' weights on the device."""
     wanted = sorted(set(groups))
-    for g in wanted:
-        load(g)
     try:
+        for g in wanted:
+            load(g)
         _settle(device)
         began = time.perf_counter()
         work()

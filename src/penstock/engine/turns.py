@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from penstock.engine.interrupt import holding, whole_calls
 from penstock.errors import ConfigError
 
 P = ParamSpec("P")
@@ -43,6 +44,8 @@ class _Turns:
 
 
 _turns = _Turns()
+_LOOK = 0.1
+"""Seconds after which a call that waits for its turn looks for Ctrl-C."""
 
 
 def _start_anew() -> None:
@@ -62,19 +65,25 @@ def alone(owner: object, what: str = "this engine") -> Iterator[None]:
         ConfigError: it is in use, or this thread is within a call already.
     """
     turns, me = _turns, threading.current_thread()
-    with turns.changing:
-        user = turns.calls.get(id(owner))
-        if user is not None and user is not me:
-            raise ConfigError(f"{what} is in use by thread {user.name!r}: call it from one thread at a time")
-        if me in turns.calls.values():
-            raise ConfigError(f"{what} was called within a call of an engine (in its loss_fn?): call it after that")
-        turns.calls[id(owner)] = me
-    try:
-        with turns.turn:
-            yield
-    finally:
+    with whole_calls():
         with turns.changing:
-            del turns.calls[id(owner)]
+            user = turns.calls.get(id(owner))
+            if user is not None and user is not me:
+                raise ConfigError(f"{what} is in use by thread {user.name!r}: call it from one thread at a time")
+            if me in turns.calls.values():
+                raise ConfigError(f"{what} was called within a call of an engine (in its loss_fn?): call it after that")
+            turns.calls[id(owner)] = me
+        try:
+            while not turns.turn.acquire(timeout=_LOOK):
+                with holding(False):
+                    """Ctrl-C is not kept waiting for another engine's call."""
+            try:
+                yield
+            finally:
+                turns.turn.release()
+        finally:
+            with turns.changing:
+                del turns.calls[id(owner)]
 
 
 def in_turn(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:

@@ -25,11 +25,13 @@ class VisitingWeights:
         self._ranks = ranks.sharing
         self._share = share
         self._slabs: dict[int, DeviceSlab] = {}
+        self._attached: set[int] = set()
         self.bounce = HostSlab(BOUNCE, beside=arrays.device)
         """memory that copies which are waited for go through"""
 
     def load(self, g: int) -> None:
         arrays = self._arrays
+        self._attached.add(g)  # first: what is broken off half attached is detached
         if self._share.size == 1 and self._share.holds(g) and arrays.found_on(g) == "device":
             self._groups[g].attach(arrays.weights(g))
             return
@@ -46,6 +48,7 @@ class VisitingWeights:
 
     def unload(self, g: int) -> None:
         self._groups[g].detach(self._arrays.dtype, self._arrays.device)
+        self._attached.discard(g)
         slab = self._slabs.pop(g, None)
         if slab is not None:
             slab.close()
@@ -80,7 +83,8 @@ class VisitingWeights:
                     flat[start : start + piece.numel()].copy_(piece)
 
     def close(self) -> None:
-        for g in list(self._slabs):
+        """May be called again."""
+        for g in self._attached | self._slabs.keys():
             self.unload(g)
         self.bounce.close()
 

@@ -18,6 +18,7 @@ from penstock.engine import start
 from penstock.engine.arguments import WrapArguments, check_model
 from penstock.engine.device import check_room, kind_of, resolve_device
 from penstock.engine.engine import Engine
+from penstock.engine.interrupt import holding
 from penstock.engine.profile import profile_of
 from penstock.engine.start import WeightSource
 from penstock.engine.turns import alone
@@ -76,7 +77,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
         check_unguarded(model)
         ranks = join(asked.mesh, device) if joined is None else joined
         try:
-            with ranks.together():
+            with holding(False), ranks.together():
                 check_room(device, budget, model)
                 _check_statistics(model, device, precision)
                 if asked.precision is None and ranks.rank == 0:

@@ -104,6 +104,8 @@ class HostSlab:
 
     def close(self) -> None:
         """Give the memory back to the system. Views of it must not be used afterwards."""
+        if not hasattr(self, "bytes"):  # closed before
+            return
         if self._locked_for is not None:
             accelerator.of(self._locked_for).unlock_pages(self._locked_for, self.bytes.data_ptr())
             self._locked_for = None
@@ -123,9 +125,9 @@ class DeviceSlab:
             self.bytes = torch.empty(max(nbytes, PAGE), dtype=torch.uint8, device=device)
 
     def close(self) -> None:
-        del self.bytes
         if self._host is not None:
             self._host.close()
+        vars(self).pop("bytes", None)
 
 
 def numpy_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:

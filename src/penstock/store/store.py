@@ -420,9 +420,10 @@ class Store:
         threads and locks are the parent's."""
         if not self._closed and self._process == os.getpid():
             self._closed = True
-            self.files.close()
-            for lock in self._locks:
-                lock.release()
+            with ExitStack() as all_of_it:  # last in, first out; each happens whatever the others raise
+                for lock in self._locks:
+                    all_of_it.callback(lock.release)
+                all_of_it.callback(self.files.close)
 
     def _check_process(self) -> None:
         if self._process != os.getpid():

@@ -39,11 +39,12 @@ class _Guard:
 
     def set_at_work(self, at_work: bool) -> None:
         self.at_work = at_work
-        remove, self.remove = self.remove, []
-        for each in remove:
-            each()
+        while self.remove:
+            self.remove[-1]()
+            self.remove.pop()
         if not at_work:
-            self.remove = [module.register_forward_pre_hook(self.check_forward).remove for module in self.within]
+            for module in self.within:
+                self.remove.append(module.register_forward_pre_hook(self.check_forward).remove)
 
     def check_state(self, *_: Any) -> None:
         if not self.names_only:

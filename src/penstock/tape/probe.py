@@ -100,41 +100,49 @@ class Probe:
         they began."""
         tape = self._tape
         before, self._asked.train = ModulesBefore(tape.model), train
-        on_gradient, tape.on_gradient = tape.on_gradient, self._note_gradient
-        flags = TrainingFlags(tape.model.modules())
-        self._smuggled.given(micro_batch)  # which is not kept: a probe lives on until a collection
-        tape.open(0, [micro_batch], train, flags=flags)
-        self._running.learns = True
-        try:
-            suspended = tape.suspended[0]
-            suspended.backward.outputs = FirstOutputs(bits=tape.keeps)
-            suspended.backward.hooked = self._asked.hooked
-            # torch.compile looks at what reads and assigns attributes, and would take the watch for code of the block.
-            with nullcontext() if tape.compiled else self._accesses.watching():
-                self._run_forward(suspended)
-            self._forward_done = True
-            self._refuse_replaced(tape.model)
-            self._refuse_kept()
-            self._views.refuse()
-            self._smuggled.refuse()
-            self.carried = self._smuggled.carries(before)
-            before.refuse_unplaced()
-            self._note_handed_on()
-            found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
-            if train:
-                self._run_backward(suspended)
-                self._views.refuse()
-            tape.changing |= {(buffer.module, buffer.name) for buffer in before.changed()}
-            self.work = found.work()
-            self.handed = tuple(self.seen.calls.get(members[0]) for members in found.members)
-            return found.stages(), found.facts()
-        finally:
+        on_gradient, flags = tape.on_gradient, TrainingFlags(tape.model.modules())
+
+        def end() -> None:
             with ExitStack() as left:  # all of it, also where a forward that is closed raises on its way out
                 left.callback(before.put_back)
                 left.callback(setattr, tape, "on_gradient", on_gradient)
                 left.callback(self._release)
                 left.callback(lambda: tape.switched.update(flags.seen))
                 left.callback(tape.finish)  # which comes first
+
+        with tape.undo.after(end):
+            tape.on_gradient = self._note_gradient
+            return self._run(micro_batch, train, before, flags)
+
+    def _run(
+        self, micro_batch: Mapping[str, Any], train: bool, before: ModulesBefore, flags: TrainingFlags
+    ) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
+        tape = self._tape
+        self._smuggled.given(micro_batch)  # which is not kept: a probe lives on until a collection
+        tape.open(0, [micro_batch], train, flags=flags)
+        self._running.learns = True
+        suspended = tape.suspended[0]
+        suspended.backward.outputs = FirstOutputs(bits=tape.keeps)
+        suspended.backward.hooked = self._asked.hooked
+        # torch.compile looks at what reads and assigns attributes, and would take the watch for code of the block.
+        with nullcontext() if tape.compiled else self._accesses.watching():
+            self._run_forward(suspended)
+        self._forward_done = True
+        self._refuse_replaced(tape.model)
+        self._refuse_kept()
+        self._views.refuse()
+        self._smuggled.refuse()
+        self.carried = self._smuggled.carries(before)
+        before.refuse_unplaced()
+        self._note_handed_on()
+        found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
+        if train:
+            self._run_backward(suspended)
+            self._views.refuse()
+        tape.changing |= {(buffer.module, buffer.name) for buffer in before.changed()}
+        self.work = found.work()
+        self.handed = tuple(self.seen.calls.get(members[0]) for members in found.members)
+        return found.stages(), found.facts()
 
     # -- what is read ---------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from penstock.tape.saved_activations import SavedActivations, refuse_kept
 from penstock.tape.split import Held, NotInTwoError, Splitting
 from penstock.tape.suspended import Event, LossFn, SuspendedForward
 from penstock.tape.ulysses import Ulysses
+from penstock.tape.undo import Undo
 from penstock.tape.waits import Wait
 from penstock.tape.weight_views import Alias
 
@@ -101,6 +102,8 @@ class Tape:
         self.changing: set[tuple[nn.Module, str]] = set()
         """The buffers, as (module, name), that forwards or backwards change, as far as probes have seen."""
         self.loss_fn = loss_fn
+        self.undo = Undo()
+        """What takes back the temporary changes that calls have made of the model."""
         self._ulysses = ulysses
         forwards = [b.module.forward for b in blocks] if compile is None else compiled_forwards(blocks, compile)
         self.caches = CachesOff(model)
@@ -351,20 +354,22 @@ class Tape:
         set_at_work(self.model, False)
         for group in self.groups:  # forwards that are closed may read a weight on their way out
             group.take_back()
-        all_suspended, self.suspended = self.suspended, []
         self.running.end()
         self.saved_activations.clear()
         self._held.clear()
         if self._random is not None:
             self._random.restore()
-            self._random = None
         with ExitStack() as all_of_them:  # also those after one whose own clean-up raises
-            all_of_them.callback(self._note_versions)
-            for suspended in all_suspended:
+            all_of_them.callback(self._closed)
+            for suspended in self.suspended:
                 all_of_them.callback(suspended.close)
 
-    def _note_versions(self) -> None:
-        self._versions = versions(self.groups)
+    def _closed(self) -> None:
+        """All forwards are closed. Last: where something before breaks off, all of it can be done again."""
+        self.suspended = []
+        if self._random is not None:  # else nothing was opened
+            self._versions = versions(self.groups)
+            self._random = None
 
     def _drop_inputs(self, stage: int, mb: int) -> None:
         """Let go of the saved activation that ``stage`` has read; its gradient is still needed."""
