@@ -187,6 +187,16 @@ class HandsOn(transformers.Trainer):
 class Handed(penstock.hf.EngineMixin, HandsOn): ...
 
 
+class HandsOnRest(transformers.Trainer):
+    """A trainer whose constructor names the first of the library's arguments."""
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+
+
+class HandedRest(penstock.hf.EngineMixin, HandsOnRest): ...
+
+
 class BringsOptimizer(transformers.Trainer):
     """A trainer that makes an optimizer, or a schedule, itself."""
 
@@ -201,7 +211,8 @@ class Brings(penstock.hf.EngineMixin, BringsOptimizer): ...
 
 def test_arguments_that_a_constructor_hands_on_are_looked_at_by_the_librarys_names(tmp_path: Path) -> None:
     args = arguments(tmp_path)
-    Handed(llama(), args, train_dataset=DATA, engine=in_memory()).end()
+    for kind in (Handed, HandedRest):
+        kind(llama(), args, transformers.default_data_collator, train_dataset=DATA, engine=in_memory()).end()
     with pytest.raises(penstock.ConfigError, match="model_init cannot be honoured"):
         Handed(None, args, engine=in_memory(), model_init=llama)
     refused = arguments(tmp_path)

@@ -114,7 +114,8 @@ class EngineMixin(EvaluationSteps):
                 found |= value
             elif kind is inspect.Parameter.VAR_POSITIONAL:
                 library = next(base for base in type(self).__mro__ if _is_of_library(base))
-                found |= zip(inspect.signature(library).parameters, value, strict=False)
+                left = [name for name in inspect.signature(library).parameters if name not in found]
+                found |= zip(left, value, strict=False)
             else:
                 found[name] = value
         return found
