@@ -276,3 +276,23 @@ def test_a_checkpoint_is_flushed_below_a_folder_that_may_not_be_looked_into(for_
     with as_nobody():
         checkpoint.flush(folder)
     for_all.chmod(0o755)
+
+
+class ElsewhereTrainer(transformers.Trainer):
+    """A trainer that gives its checkpoints names of its own."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(str(self.args.output_dir), f"after-{self.state.global_step}")
+        self.save_model(str(folder), _internal_call=True)
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+
+
+class Elsewhere(penstock.hf.EngineMixin, ElsewhereTrainer): ...
+
+
+def test_a_class_behind_the_engine_may_give_checkpoints_other_names(tmp_path: Path) -> None:
+    args = arguments(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
+    trainer = Elsewhere(model=llama(), args=args, train_dataset=DATA, engine=in_memory())
+    trainer.train()
+    trainer.end()
+    assert [path.name for path in tmp_path.iterdir()] == ["after-1"]
