@@ -227,6 +227,21 @@ def test_an_optimizer_or_a_schedule_that_a_constructor_brings_itself_is_refused(
         Brings(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory(), which=which)
 
 
+class AsksEarly(transformers.Trainer):
+    """A trainer that has the loop's optimizer and schedule made as soon as it is made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.create_optimizer_and_scheduler(num_training_steps=1)
+
+
+class Early(penstock.hf.EngineMixin, AsksEarly): ...
+
+
+def test_a_constructor_may_have_the_engines_optimizer_and_its_schedule_made(tmp_path: Path) -> None:
+    Early(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory()).end()
+
+
 def test_a_checkpoint_without_the_engines_state_is_refused(tmp_path: Path) -> None:
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     trainer = Trainer(model=llama(), args=arguments(tmp_path, **settings), train_dataset=DATA, engine=in_memory())
