@@ -1,8 +1,5 @@
 """Fixtures that tests of commands share."""
 
-import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +20,3 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     neither."""
     monkeypatch.setattr(PlanReport, "curve", ())
     monkeypatch.setattr(PlanReport, "advice", ())
-
-
-@pytest.fixture
-def for_all(tmp_path: Path) -> Iterator[Path]:
-    """A folder that another user may look into. Pytest's own are their owner's alone, are shared by tests that run at
-    the same time, and are closed again by each run of pytest that begins."""
-    if os.geteuid():  # who is not root tests as the user that he is
-        yield tmp_path
-        return
-    closed = next((path for path in reversed(tmp_path.parents) if not path.stat().st_mode & 0o001), tmp_path)
-    with tempfile.TemporaryDirectory(dir=closed.parent) as made:
-        os.chmod(made, 0o755)
-        yield Path(made)

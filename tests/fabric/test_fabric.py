@@ -299,10 +299,10 @@ def test_what_is_to_be_computed_goes_through_the_engine_whole(monkeypatch: pytes
     check_kept_whole(fabric.strategy.engine, run, monkeypatch)
 
 
-@pytest.mark.parametrize("whose", ["optimizer", "model"])
+@pytest.mark.parametrize("whose", ["optimizer", "model", "model as it was given"])
 def test_zero_grad_forgets_what_was_collected(whose: str) -> None:
     fabric, model, optimizer = set_up()
-    zero_grad = (optimizer if whose == "optimizer" else model).zero_grad
+    zero_grad = {"optimizer": optimizer, "model": model}.get(whose, model.module).zero_grad
     fabric.backward(model(**batch()).loss)
     optimizer.step()
     zero_grad()

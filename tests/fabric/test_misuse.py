@@ -25,6 +25,12 @@ def misuse_a_parameter_as_an_argument() -> None:
     F.linear(model(**batch()).logits, model.module.lm_head.weight.t())
 
 
+def misuse_gradients_of_a_part() -> None:
+    fabric, model, _ = set_up()
+    fabric.backward(model(**batch()).loss)
+    model.lm_head.zero_grad()
+
+
 def misuse_a_loss_twice() -> None:
     fabric, model, optimizer = set_up()
     loss = model(**batch()).loss
@@ -218,6 +224,7 @@ MISUSES = {
     misuse_one_buffer_for_all: "changed in place",
     misuse_parameters_in_the_loss: "requires a gradient is used beside the model's outputs.*in the model's forward",
     misuse_a_parameter_as_an_argument: "requires a gradient is used beside the model's outputs",
+    misuse_gradients_of_a_part: "zero_grad\\(\\) of a part of the model cannot be honoured",
     misuse_a_loss_twice: "a step was taken with already.*call the model again",
     misuse_outputs_of_the_step_before: "a step was taken with already.*call the model again",
     misuse_saving_onto_a_file: "is a file, and this checkpoint is a folder",

@@ -187,6 +187,16 @@ class HandsOn(transformers.Trainer):
 class Handed(penstock.hf.EngineMixin, HandsOn): ...
 
 
+class HandsOnRest(transformers.Trainer):
+    """A trainer whose constructor names the first of the library's arguments."""
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+
+
+class HandedRest(penstock.hf.EngineMixin, HandsOnRest): ...
+
+
 class BringsOptimizer(transformers.Trainer):
     """A trainer that makes an optimizer, or a schedule, itself."""
 
@@ -201,7 +211,8 @@ class Brings(penstock.hf.EngineMixin, BringsOptimizer): ...
 
 def test_arguments_that_a_constructor_hands_on_are_looked_at_by_the_librarys_names(tmp_path: Path) -> None:
     args = arguments(tmp_path)
-    Handed(llama(), args, train_dataset=DATA, engine=in_memory()).end()
+    for kind in (Handed, HandedRest):
+        kind(llama(), args, transformers.default_data_collator, train_dataset=DATA, engine=in_memory()).end()
     with pytest.raises(penstock.ConfigError, match="model_init cannot be honoured"):
         Handed(None, args, engine=in_memory(), model_init=llama)
     refused = arguments(tmp_path)
@@ -214,6 +225,21 @@ def test_arguments_that_a_constructor_hands_on_are_looked_at_by_the_librarys_nam
 def test_an_optimizer_or_a_schedule_that_a_constructor_brings_itself_is_refused(tmp_path: Path, which: int) -> None:
     with pytest.raises(penstock.ConfigError, match="optimizers cannot be honoured"):
         Brings(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory(), which=which)
+
+
+class AsksEarly(transformers.Trainer):
+    """A trainer that has the loop's optimizer and schedule made as soon as it is made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.create_optimizer_and_scheduler(num_training_steps=1)
+
+
+class Early(penstock.hf.EngineMixin, AsksEarly): ...
+
+
+def test_a_constructor_may_have_the_engines_optimizer_and_its_schedule_made(tmp_path: Path) -> None:
+    Early(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory()).end()
 
 
 def test_a_checkpoint_without_the_engines_state_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import transformers
 import penstock
 from penstock.hf import Trainer, checkpoint, last_checkpoint
 from penstock.store.facts import facts_of
+from tests.cli.test_claim import as_nobody
 from tests.folder_power import LOSSES, FlushLog, Loss
 from tests.hf.test_trainer import DATA, HELD_OUT, streamed
 from tests.library_runs import StopAfter, arguments, in_memory, llama, on_disk, shown
@@ -262,3 +263,36 @@ def test_a_power_cut_leaves_a_checkpoint_that_training_goes_on_from(loss: Loss, 
     later.train(resume_from_checkpoint=True)
     later.end()
     assert later.state.global_step == 3
+
+
+def test_a_checkpoint_is_flushed_below_a_folder_that_may_not_be_looked_into(for_all: Path) -> None:
+    """As ``/home`` or ``/scratch`` where users may only pass."""
+    folder = for_all / "mine" / "checkpoint-1"
+    folder.mkdir(parents=True)
+    if not os.geteuid():
+        os.chown(folder.parent, 65534, 65534)
+        os.chown(folder, 65534, 65534)
+    for_all.chmod(0o111)
+    with as_nobody():
+        checkpoint.flush(folder)
+    for_all.chmod(0o755)
+
+
+class ElsewhereTrainer(transformers.Trainer):
+    """A trainer that gives its checkpoints names of its own."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(str(self.args.output_dir), f"after-{self.state.global_step}")
+        self.save_model(str(folder), _internal_call=True)
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+
+
+class Elsewhere(penstock.hf.EngineMixin, ElsewhereTrainer): ...
+
+
+def test_a_class_behind_the_engine_may_give_checkpoints_other_names(tmp_path: Path) -> None:
+    args = arguments(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
+    trainer = Elsewhere(model=llama(), args=args, train_dataset=DATA, engine=in_memory())
+    trainer.train()
+    trainer.end()
+    assert [path.name for path in tmp_path.iterdir()] == ["after-1"]

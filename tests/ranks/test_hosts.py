@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread, Timer, current_thread
 from types import SimpleNamespace
 
 import pytest
@@ -121,6 +121,36 @@ def test_ranks_that_are_all_stopped_for_a_while_go_on(monkeypatch: pytest.Monkey
     for end in ends:
         end.join(PATIENCE)
     assert [rank.failure for rank in ranks] == [None, None]
+
+
+@pytest.mark.parametrize("asks", ["set", "check"])  # of the beat, and of the look at the others
+def test_a_rank_that_is_stopped_as_it_asks_the_store_goes_on(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store answers at once when all go on, and the other rank has had no time to beat."""
+    stopped, asked, answer = 0.0, Event(), Event()
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped))
+
+    class Stopped(dist.HashStore):
+        def __getattribute__(self, name: str) -> object:
+            if name == asks and stops.is_set() and current_thread().name == "penstock-watch":
+                asked.set()
+                assert answer.wait(PATIENCE)
+            return super().__getattribute__(name)
+
+    stops, store, places = Event(), Stopped(), [Place.here()] * 2
+    store.set("beat/1", "1")
+    rank = Watch(store, 0, places, Calls(store, 0, [0, 1]))
+    until(lambda: rank._seen[1][0] == b"1")
+    stops.set()
+    assert asked.wait(PATIENCE)
+    stopped = 100.0
+    Timer(0.1, answer.set).start()
+    assert rank.failure is None
+    stops.clear()
+    before = int(store.get("beat/0"))
+    until(lambda: int(store.get("beat/0")) > before + 1)
+    assert rank.failure is None
+    store.set("ended/1", "")
+    rank.close()
 
 
 def test_ranks_that_end_wait_for_each_other_and_for_no_beat(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard
-from torch.utils.data import BatchSampler, SequentialSampler
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_first_batches
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import TrainingArguments
 
-from penstock.compat.accelerate import Neighbours
+from penstock.compat.accelerate import Neighbours, deal_neighbours
 from penstock.compat.trl import Books, FiguresOf, of_dpo, of_reward, of_sft
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import SFTTrainer
@@ -100,6 +100,24 @@ def test_a_users_own_batches_are_told_the_epoch_through_those_of_neighbours() ->
     for batches in told, never:
         batches.set_epoch(1)
     assert [list(batches) for batches in (told, never)] == [[[4], [6], [5], [7]], [[0], [2], [1], [3]]]
+
+
+def test_a_users_own_batches_are_told_the_epoch_that_is_resumed() -> None:
+    """The library skips what it had of it, by batches around those that are dealt out."""
+
+    class Told(BatchSampler):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    own = Told(SequentialSampler(range(8)), 1, False)
+    loader = prepare_data_loader(DataLoader(range(8), batch_sampler=own), num_processes=2, put_on_device=False)
+    assert deal_neighbours(loader, 2)
+    rest = skip_first_batches(loader, 1)
+    rest.set_epoch(3)
+    rest.batch_sampler.batch_sampler.set_epoch(3)  # as the Trainer does, where it has that
+    assert own.epoch == 3
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

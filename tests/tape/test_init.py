@@ -117,6 +117,8 @@ def test_recurrent_layers_leave_the_meta_device() -> None:
     groups = group_parameters(model, find_blocks(model))
     fill(model, groups, 0)
     assert model[0](torch.ones(2, 1, 4))[0].isfinite().all()
+    others = {name: torch.zeros_like(weight) for name, weight in model[0].named_parameters()}
+    assert not torch.func.functional_call(model[0], others, torch.ones(2, 1, 4))[0].any(), "as it is on the CPU"
 
 
 def test_a_parameter_that_nothing_fills_is_named() -> None:

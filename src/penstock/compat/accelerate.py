@@ -145,7 +145,8 @@ def deal_neighbours(loader: Any, micro_batches: int) -> bool:
     shard = getattr(loader, "batch_sampler", None)
     if not isinstance(shard, BatchSamplerShard) or shard.num_processes == 1 or shard.split_batches:
         return False
-    shard.batch_sampler = Neighbours(shard.batch_sampler, shard.num_processes, micro_batches)
+    dealt = shard.batch_sampler = Neighbours(shard.batch_sampler, shard.num_processes, micro_batches)
+    vars(shard)["set_epoch"] = dealt.set_epoch  # the library comes no further where it skips a resumed epoch's first
     return True
 
 

@@ -5,6 +5,7 @@ Each function says what the name stands for, and (*Without*) what Penstock could
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,11 +121,16 @@ def reset_method(module: nn.Module) -> Callable[[], object] | None:
 
 
 def drop_weak_references(module: nn.Module) -> None:
-    """Let a recurrent layer have no weak references to its weights, by which it looks whether others were put in their
-    place (as ``torch.func.functional_call`` does).
+    """Let a recurrent layer have functions that return its weights in the place of the weak references by which it
+    looks whether others were put where they are (as ``torch.func.functional_call`` does).
 
     Without: its weights could not leave the meta device, as torch swaps no tensor that has such a reference.
     """
     if isinstance(module, nn.RNNBase):
-        references: Any = module._flat_weight_refs
-        module._flat_weight_refs = [None] * len(references)
+        weights: Any = module._flat_weights
+        references: Any = [None if weight is None else partial(_itself, weight) for weight in weights]
+        module._flat_weight_refs = references
+
+
+def _itself(weight: torch.Tensor) -> torch.Tensor:
+    return weight

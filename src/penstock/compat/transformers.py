@@ -302,7 +302,7 @@ class TrainerSteps(_Mixed):
 
         def save_to_json(path: str) -> None:
             type(state).save_to_json(state, path)
-            self.flush_checkpoint(folder)
+            self.flush_checkpoint(Path(path).parent)
 
         vars(state)["save_to_json"] = save_to_json
         try:

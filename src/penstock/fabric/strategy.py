@@ -403,6 +403,8 @@ class _Recorder(nn.Module):
         self.module = module
         self._engine, self._discard = engine, discard
         self._forward_at_setup = vars(module).get("forward")
+        for part in module.modules():  # which a loop may have as they were before fabric.setup
+            vars(part)["zero_grad"] = self.zero_grad if part is module else _drop_in_part
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if vars(self.module).get("forward") is not self._forward_at_setup:
@@ -426,6 +428,13 @@ class _Recorder(nn.Module):
 
 
 drop_by(_Recorder)
+
+
+def _drop_in_part(set_to_none: bool = True) -> NoReturn:
+    raise ModelError(
+        "zero_grad() of a part of the model cannot be honoured: gradients are computed within optimizer.step(). Call "
+        "that of the model, or of the optimizer"
+    )
 
 
 def _modes_of(module: nn.Module) -> tuple[bool, ...]:

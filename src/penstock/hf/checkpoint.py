@@ -144,7 +144,8 @@ def flush(folder: Path) -> None:
             with suppress(FileNotFoundError):  # another process's, which has given it its name meanwhile
                 files.sync_file(path)
     for place in (folder, folder.parent, folder.parent.parent):  # which may be new as well
-        files.sync_folder(place)
+        if os.access(place, os.W_OK, effective_ids=True):  # or it has no name of ours, and may not be opened
+            files.sync_folder(place)
 
 
 def require(folder: Path) -> Path:

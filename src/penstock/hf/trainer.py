@@ -98,7 +98,9 @@ class EngineMixin(EvaluationSteps):
         self._dtypes: Mapping[str, torch.dtype] = {}  # of parameters as they were given, if they had values
         try:
             super().__init__(*args, **kwargs)
-            self._check_foreign({"optimizers": (self.optimizer, self.lr_scheduler), "model_init": self.model_init})
+            brought = (self.optimizer, getattr(self.lr_scheduler, "optimizer", self.lr_scheduler))
+            foreign = tuple(part for part in brought if not isinstance(part, DrivenOptimizer))
+            self._check_foreign({"optimizers": foreign, "model_init": self.model_init})
             self._check()
         except BaseException:
             self._close_engine()  # nobody has the trainer that could end it
@@ -114,7 +116,8 @@ class EngineMixin(EvaluationSteps):
                 found |= value
             elif kind is inspect.Parameter.VAR_POSITIONAL:
                 library = next(base for base in type(self).__mro__ if _is_of_library(base))
-                found |= zip(inspect.signature(library).parameters, value, strict=False)
+                left = [name for name in inspect.signature(library).parameters if name not in found]
+                found |= zip(left, value, strict=False)
             else:
                 found[name] = value
         return found

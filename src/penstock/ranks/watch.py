@@ -110,8 +110,8 @@ class Watch:
         self._others = [other for other in range(len(places)) if other != rank]
         self._count = 0
         self._seen = dict.fromkeys(self._others, (b"", time.monotonic()))
-        self._answered = time.monotonic()
-        """time of the last answer of the store"""
+        self._answered = self._looks = time.monotonic()
+        """time of the last answer of the store, and of the last look at the others"""
         self._asked: float | None = None
         """time since when it is asked; None: it is not"""
         self._cut_off = False
@@ -133,12 +133,17 @@ class Watch:
     @property
     def failure(self) -> RankError | None:
         asked = self._asked
-        deaf = asked is not None and time.monotonic() - asked > _DEAF
-        if deaf and self._failure is None and not self._over.is_set():
+        late = asked is not None and time.monotonic() - asked > _DEAF and self._failure is None
+        if late and not self._over.is_set() and self._still_waits(asked) and self._failure is None:
             said = f"{self._where_the_store_is()} has not answered for {_DEAF:.0f} s"
             self._cut_off = True
             self._set(RankError(said), tell=False)
         return self._failure
+
+    def _still_waits(self, asked: float | None) -> bool:
+        """True if the store does not answer what it was asked then, as it does at once where all were stopped."""
+        with self._looked:
+            return not self._looked.wait_for(lambda: self._asked != asked, _LAST)
 
     @contextmanager
     def waits(self) -> Iterator[None]:
@@ -217,13 +222,11 @@ class Watch:
 
     def _work(self) -> None:
         while True:
-            since = time.monotonic()
             self._next.wait(_AT_THE_END if self._ends else EVERY)
             if self._over.is_set():
                 return
             self._next.clear()
             self._asked = time.monotonic()
-            self._stood_still(self._asked - since - EVERY)
             try:
                 self._beat()
                 self._calls.exchange()
@@ -237,9 +240,9 @@ class Watch:
             with self._looked:
                 self._looked.notify_all()
 
-    def _stood_still(self, seconds: float) -> None:
-        """This process has not run for so long, as where all are stopped for a while: nobody counts as silent for
-        that."""
+    def _begin_to_look(self, now: float) -> None:
+        """Where this look is late, as where all were stopped for a while, nobody counts as silent for that."""
+        seconds, self._looks = now - self._looks - 4 * EVERY, now
         if seconds > 0:
             self._seen = {other: (beat, since + seconds) for other, (beat, since) in self._seen.items()}
 
@@ -252,6 +255,7 @@ class Watch:
                 "in one of this engine: make the calls of engines (steps, saves, close) in the same order on all ranks"
             )
         now = time.monotonic()
+        self._begin_to_look(now)
         ended = [other for other in self._others if self._store.check([f"ended/{other}"])]
         self._all_ended = len(ended) == len(self._others)
         for other in self._others:
