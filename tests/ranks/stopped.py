@@ -1,4 +1,5 @@
-"""A Trainer as torchrun starts it, of whose ranks one fails between two steps: raises an error, or is stopped."""
+"""A Trainer as torchrun starts it, of whose ranks one fails between two steps: raises an error, or is stopped. ``end``:
+it raises an error, and all end their trainers whatever happens."""
 
 import os
 import signal
@@ -35,7 +36,11 @@ def main(folder: Path, how: str) -> None:
         callbacks=[FailsOnOne(how)],
         engine=in_memory(),
     )
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        if how == "end":
+            trainer.end()
 
 
 if __name__ == "__main__":

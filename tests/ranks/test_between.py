@@ -34,7 +34,11 @@ GONE = {"is killed": signal.SIGKILL, "is stopped": signal.SIGSTOP}
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("raise", "rank 1 has failed: OSError: no more data"), ("stop", "rank 1 has not answered for 3 s")],
+    [
+        ("raise", "rank 1 has failed: OSError: no more data"),
+        ("end", "rank 1 has failed: OSError: no more data"),
+        ("stop", "rank 1 has not answered for 3 s"),
+    ],
 )
 def test_a_trainer_names_the_rank_that_is_gone_between_two_steps(how: str, said: str, tmp_path: Path) -> None:
     launched = Launched(2, ["-m", "tests.ranks.stopped", tmp_path, how], tmp_path)

@@ -25,7 +25,7 @@ from penstock.hf.training_arguments import check_arguments
 from penstock.hf.trl_trainer import check_own
 from tests.library_runs import CLOSE, check_same, on_disk, shown
 from tests.ranks.launched import Launched
-from tests.ranks.trained import HELD_OUT, on_engine, trainer, tuned
+from tests.ranks.trained import HELD_OUT, loss_of_unlike_batches, on_engine, trainer, tuned
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -56,6 +56,7 @@ def test_a_run_of_two_ranks_has_the_bits_of_one_that_did_not_stop(
         tmp_path / "one" / "out" / "model.safetensors"
     ).read_bytes()
     np.testing.assert_array_equal(np.array(found["predicted"], np.float32), one.predict(HELD_OUT).predictions)
+    assert found["unlike"] == pytest.approx(loss_of_unlike_batches(one), rel=CLOSE["rtol"])
     one.end()
     logged = json.loads((two / "trl" / "logged.json").read_text())
     check_same([tuple(line) for line in logged["own"]], [tuple(line) for line in logged["plain"]])

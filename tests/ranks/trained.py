@@ -13,6 +13,7 @@ import torch
 import trl
 from datasets import Dataset
 from lightning_fabric import Fabric
+from transformers import default_data_collator
 
 from penstock.fabric import PenstockStrategy
 from penstock.hf import SFTTrainer, Trainer
@@ -27,6 +28,23 @@ HOSTS, EACH = (int(os.environ.get(f"{whose}_WORLD_SIZE", 1)) for whose in ("GROU
 def accuracy(prediction: Any) -> dict[str, float]:
     best, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]
     return {"accuracy": float((best == labels)[labels != -100].mean())}
+
+
+def masked_where_padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch as some collators make it: one without padding has no mask."""
+    batch = default_data_collator(rows)
+    if batch["attention_mask"].all():
+        del batch["attention_mask"]
+    return batch
+
+
+def loss_of_unlike_batches(trainer: Trainer) -> float:
+    """The loss of batches of two rows with as many labels in each, of which the third has no mask: when ranks take
+    two at once, there are entries on one of them alone."""
+    rows = [{"input_ids": [*range(1, 13)], "attention_mask": [1] * 12, "labels": [*range(1, 12), -100]}] * 12
+    rows = [row if i in (4, 5) else row | {"attention_mask": [1] * 11 + [0]} for i, row in enumerate(rows)]
+    trainer.compute_metrics, trainer.data_collator = None, masked_where_padded
+    return float(trainer.evaluate(rows)["eval_loss"])
 
 
 def drive(path: Path) -> Path:
@@ -140,8 +158,9 @@ def main(folder: Path) -> None:
     resumed.train(resume_from_checkpoint=True)
     resumed.save_model(str(folder / "out"))
     predicted = resumed.predict(HELD_OUT)
+    found = {"shown": shown(resumed), "predicted": predicted.predictions.tolist()}
+    found["unlike"] = loss_of_unlike_batches(resumed)
     if resumed.is_world_process_zero():
-        found = {"shown": shown(resumed), "predicted": predicted.predictions.tolist()}
         (folder / "found.json").write_text(json.dumps(found))
     resumed.end()
     logged = fine_tune(folder / "trl")

@@ -12,6 +12,7 @@ what came of those that it was dealt.
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -229,13 +230,17 @@ class EngineMixin(EvaluationSteps):
         )
 
     def end(self) -> None:
-        """Close the engine, then what the library closes. The model's parameters are placeholders from here on."""
+        """Close the engine, then what the library closes. The model's parameters are placeholders from here on.
+
+        While an error is under way (``finally``, ``except``) other ranks are told it, and what is not committed by then
+        is not: as where an error leaves the ``with`` of an engine.
+        """
         self._close_engine()
         super().end()  # type: ignore[no-untyped-call]
 
     def _close_engine(self) -> None:
         if self._engine is not None:
-            self._engine.close()
+            self._engine.__exit__(*sys.exc_info())  # an error of this rank's: others may wait for it elsewhere
 
     # ---- training
 
