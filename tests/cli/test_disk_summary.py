@@ -48,6 +48,7 @@ def test_the_space_and_the_cost_of_a_kill_are_said(
     assert cost in "\n".join(lines[:first]) + "\n"
     (step,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert 0.97 * size < step["disk_bytes"] <= size, "all but checksums and the ends of pages"
+    assert set(step["peak_bytes"]) == set(step["planned_peak_bytes"]) == {"device", "host"}
     assert f"  drives {format_size(step['disk_bytes'])} taken, " in "\n".join(lines)
 
 
