@@ -1,5 +1,6 @@
 """What a run says of its disk space and of what a kill would cost, before it starts or as soon as it is planned."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,15 @@ def test_the_space_and_the_cost_of_a_kill_are_said(
     first = next(number for number, line in enumerate(lines) if line.startswith("step 1"))
     said = [line for line in lines if "of disk taken" in line]
     with Store.open([tmp_path / "run" / "store"]) as store:
-        size = format_size(sum((path / "penstock.store").stat().st_size for path in store.paths))
+        size = sum((path / "penstock.store").stat().st_size for path in store.paths)
     slots = "the state in one slot" if "--budget.slots" in flags else "twice the state, in two slots"
-    assert said[0].startswith(f"{size} of disk taken in {tmp_path / 'run' / 'store'}: {slots}")
+    assert said[0].startswith(f"{format_size(size)} of disk taken in {tmp_path / 'run' / 'store'}: {slots}")
     assert lines.index(said[0]) < first
     assert cost in "\n".join(lines[:first]) + "\n"
+    (step,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert 0.97 * size < step["disk_bytes"] <= size, "all but checksums and the ends of pages"
+    assert set(step["peak_bytes"]) == set(step["planned_peak_bytes"]) == {"device", "host"}
+    assert f"  drives {format_size(step['disk_bytes'])} taken, " in "\n".join(lines)
 
 
 def test_a_run_that_wears_its_drive_faster_than_allowed_says_so_once_and_goes_on(

@@ -656,6 +656,21 @@ def test_update_modes_that_cannot_be_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--strands", 3), "strands=3 with 1 rank: must be 1 times a power of two"),
+        (("--strands", 3, "--ranks", 2), "strands=3 with 2 ranks: must be 2 times a power of two"),
+        (("--strands", 3, "--pipeline", 2), "strands=3 with 1 rank: must be 1 times a power of two"),
+        (("--deal", "[1, 1]"), "deal=[1, 1] says how many blocks each rank of a pipeline has, and there is none"),
+    ],
+)
+def test_sums_and_deals_that_a_run_would_refuse_are_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], said: str
+) -> None:
+    assert said in refused(capsys, config, *words)
+
+
+@pytest.mark.parametrize(
     ("given", "said"), [({"speculate": "yes"}, "speculate='yes'"), ({"delay": True}, "delay=True")]
 )
 def test_update_modes_of_another_type_are_refused(given: dict[str, Any], said: str) -> None:

@@ -180,7 +180,7 @@ def test_earlier_turns_and_the_systems_words_of_an_instruction_are_kept(
     _same(_documents(bpe, path), expected)
     _same(_documents(bpe, _written(tmp_path / "a.csv", [{**row, "input": ""}])), expected)
     with pytest.raises(
-        ConfigError, match="line 1: 'history' has earlier turns, and the tokenizer has no chat template"
+        ConfigError, match="line 1: 'history' has earlier turns, which only a chat has: leave out kind: completion"
     ):
         _documents(bpe, path, kind="completion")
     pair = {"prompt": "be brief\n\n### Instruction:\nq\n\n### Response:\n", "completion": "a"}

@@ -1,6 +1,8 @@
 """Every argument of a Trainer is carried out, by the library or by the engine, or refused: none is ignored."""
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,3 +298,11 @@ def test_a_name_that_is_none_of_the_engines_says_what_stands_for_it() -> None:
         with pytest.raises(TypeError, match=rf"EngineArguments\(\) got an unexpected keyword argument .*{hint}"):
             ours(budget=budget, **given)
     assert ours(budget=budget, pipeline=2).pipeline == 2
+
+
+def test_help_explains_each_argument_of_the_engine() -> None:
+    said = penstock.hf.EngineArguments.__init__.__doc__ or ""
+    explained = re.findall(r"^    (\w+): ", said.partition("Keyword arguments:")[2], re.MULTILINE)
+    assert sorted(explained) == sorted(inspect.signature(penstock.hf.EngineArguments).parameters)
+    assert explained[0] == "budget", "what is needed comes first"
+    assert "is continued from its last step" not in said, "of a Trainer the checkpoint decides"

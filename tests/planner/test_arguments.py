@@ -276,6 +276,8 @@ def test_nothing_is_measured_where_it_could_not_be_kept(
         ({"sequence_length": None}, "sequence_length=None: must be a whole number"),
         ({"batch": 4}, "give it without micro_batches"),
         ({"micro_batches": None}, "belong together"),
+        ({"strands": 3}, "strands=3 with 1 rank: must be 1 times a power of two"),
+        ({"deal": [1, 1]}, r"deal=\[1, 1\] says how many blocks each rank of a pipeline has, and there is none"),
         ({"disk_free": "much"}, "disk_free: 'much' is not a size"),
         ({"disk_free": -1}, "disk_free: -1 is not a size"),
         ({"tbw": "much"}, "tbw='much': must be a number"),

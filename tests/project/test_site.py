@@ -69,7 +69,7 @@ def _files(entries: list[dict[str, object]]) -> Iterator[str]:
 
 def test_the_reference_has_all_that_is_public() -> None:
     shown = set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE))
-    for module in ("penstock", "penstock.hf", "penstock.fabric"):
+    for module in ("penstock", "penstock.data", "penstock.hf", "penstock.fabric"):
         assert {f"{module}.{name}" for name in importlib.import_module(module).__all__} <= shown
 
 

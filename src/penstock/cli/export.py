@@ -37,7 +37,7 @@ class Arguments(Words):
     | option | meaning |
     |---|---|
     | ``dtype`` | of its weights; without it as the model came, of a new one as it was trained |
-    | ``shard_size`` | most bytes of a file |
+    | ``shard_size`` | most bytes of a file, but for one of a single larger tensor |
     | ``overwrite`` | replace the model's folder that OUT is |
     | ``merge`` | of a run with lora: the whole model, with the adapters merged into its weights; without it OUT is the
     adapter alone, as peft writes it, in fp32 |

@@ -100,7 +100,8 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None, begins: Callab
             behind = {**data.position, STEP_KEY: data.metrics(), **account.beside()}
             stats = engine.step(data.micro_batches, position=behind)
             plan = engine.plan
-            told = (stats.bytes_written, plan.state_bytes, plan.disk_bytes)
+            taken = config.budget.slots * plan.snapshot_bytes if config.budget.disk_paths else 0
+            told = (stats.bytes_written, plan.state_bytes, taken)
             written, state, on_disk = map(sum, zip(*stretch.ranks.gather_objects("bytes", told), strict=True))
             stats = replace(stats, bytes_written=written)
             _check_labels(stats)

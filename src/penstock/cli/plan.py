@@ -11,13 +11,14 @@ from typing import ClassVar, get_args
 from penstock.cli.launch import MOST_RANKS
 from penstock.cli.plan_hosts import check_hosts, compare
 from penstock.cli.settings import load
-from penstock.cli.split import check_of_pipeline
+from penstock.cli.split import check_of_pipeline, check_sums
 from penstock.cli.task import as_free_here, shape_of, shipped_shape, task_of
 from penstock.cli.words import Words, declared, help_of, read_words, split_words, takes_no_value
 from penstock.config import Durability, TrainConfig, fields_of, format_size, parse_size
 from penstock.config.batch import dealt, other_batch
 from penstock.config.quantities import parse_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
+from penstock.config.step import check_deal
 from penstock.documents.typed import hints_of
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.drives import with_room
@@ -210,6 +211,7 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
         said = f"pipeline: {config.pipeline}" + (f" and cp: {config.cp}" if config.cp > 1 else "")
         raise ConfigError(f"--ranks {ranks}, and the file says {said}: give a multiple of {whole}, or leave one out")
     check_of_pipeline(config, ranks)
+    check_sums(config, ranks)
     beside = config.sharing(ranks)
     for name, given in (("longest", arguments.longest), ("tbw", arguments.tbw is not None)):
         if given:
@@ -263,6 +265,8 @@ def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
         machine = rated(machine, tbw)
     ranks = arguments.ranks
     config.check_ranks(ranks)
+    check_sums(config, ranks)
+    check_deal(config.deal, dealt=False)
     task, groups = task_of(config, machine, ranks=ranks), config.sharing(ranks)
     batch = arguments.batch
     if batch is None and config.micro_batch_size is not None:

@@ -48,14 +48,20 @@ def check_shared(config: TrainConfig, ranks: int) -> None:
     """
     groups = config.sharing(ranks)
     check_of_pipeline(config, ranks)
-    summing = groups * config.cp
-    if config.strands is not None:
-        check_strands(config.strands, summing)
-    if summing == 1:
+    check_sums(config, ranks)
+    if groups * config.cp == 1:
         return
     what, size = ("sequences", 1) if config.micro_batch_size is None else ("micro-batches", config.micro_batch_size)
     who = "pipelines" if config.pipeline > 1 else "ranks"
     dealt(config.sequences_per_step // size, what, groups, other_batch(groups, size), who)
+
+
+def check_sums(config: TrainConfig, ranks: int) -> None:
+    """Raises:
+    ConfigError: so many ranks cannot share the ``strands`` that gradients are to be summed in.
+    """
+    if config.strands is not None:
+        check_strands(config.strands, config.sharing(ranks) * config.cp)
 
 
 def check_of_pipeline(config: TrainConfig, ranks: int) -> None:

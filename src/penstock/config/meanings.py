@@ -82,7 +82,8 @@ def model_and(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], OfModel[T
 
 
 def named_arguments(kind: type[T]) -> type[T]:
-    """A dataclass that says of a keyword argument that is none of its fields what stands for it, as ``takes`` does."""
+    """A dataclass whose ``help`` explains its keyword arguments, and that says of one that is none of its fields what
+    stands for it, as ``takes`` does."""
     plain: Callable[..., None] = kind.__init__
     known, sections = inspect.signature(kind).parameters, _sections(kind)
 
@@ -91,8 +92,19 @@ def named_arguments(kind: type[T]) -> type[T]:
         _check_names(kind.__qualname__, given, known, sections)
         plain(self, *args, **given)
 
+    init.__doc__ = _as_arguments(kind)
     setattr(kind, "__init__", init)  # noqa: B010 - a type checker takes it for a method of every class
     return kind
+
+
+def _as_arguments(kind: type) -> str:
+    """The fields of a dataclass and their meanings, as ``help`` shows keyword arguments."""
+    said = meanings(kind)
+    rows = (
+        textwrap.fill(f"{f.name}: {said[f.name]}", _WIDTH, initial_indent="    ", subsequent_indent="        ")
+        for f in by_need(kind)
+    )
+    return "\n".join(["Keyword arguments:", *rows])
 
 
 def _sections(kind: type) -> Container[str]:
@@ -138,12 +150,7 @@ def takes(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Conc
                 raise TypeError(f"{function.__qualname__}() {error}") from None
             return function(bound.pop(first.name), construct(**bound))
 
-        said = meanings(kind)
-        rows = [
-            textwrap.fill(f"{name}: {said[name]}", _WIDTH, initial_indent="    ", subsequent_indent="        ")
-            for name in order
-        ]
-        call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Keyword arguments:", *rows])
+        call.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_as_arguments(kind)}"
         call.__signature__ = signature  # type: ignore[attr-defined]  # what ``inspect`` and editors look at
         call.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}
         if plain.return_annotation is not plain.empty:

@@ -5,7 +5,7 @@ settings takes these classes, or a class of its own that adds to them.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
@@ -223,6 +223,18 @@ def check_in_turn(schedule: object) -> None:
         raise ConfigError(
             f"schedule={schedule!r} is an order of the ranks of a pipeline, and there is none: set pipeline (for "
             "wrap: mesh=penstock.torchrun_mesh(pp=N)), or give 'vertical' or 'horizontal'"
+        )
+
+
+def check_deal(deal: Sequence[int] | None, *, dealt: bool) -> None:
+    """``dealt``: whether blocks are: the ranks are a pipeline.
+
+    Raises:
+        ConfigError: blocks are dealt, and there is no pipeline.
+    """
+    if deal is not None and not dealt:
+        raise ConfigError(
+            f"deal={list(deal)} says how many blocks each rank of a pipeline has, and there is none: leave it out"
         )
 
 

@@ -36,13 +36,14 @@ def prompt_and_completion(example: Example) -> tuple[str, str]:
     """The prompt in Alpaca's words, and what completes it. A system prompt takes the place of their first paragraph.
 
     Raises:
-        ConfigError: as ``chat``, or there are turns before, which need a chat template.
+        ConfigError: as ``chat``, or there are turns before, which only a chat has.
     """
     instruction, given, output = _parts(example)
     if _history(example):
         raise ConfigError(
-            f"{example.place}: {example.called('history')} has earlier turns, and the tokenizer has no chat template "
-            "for them: give one as a file (data.chat_template)"
+            f"{example.place}: {example.called('history')} has earlier turns, which only a chat has: leave out kind: "
+            "completion where that is said, and where the tokenizer has no chat template, give one as a file "
+            "(data.chat_template)"
         )
     system = [message["content"] for message in system_of(example)]
     begins = system or [_WITH_INPUT if given else _WITHOUT]

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.config import Budget, Precision
 from penstock.config.meanings import model_and
-from penstock.config.step import check_in_turn, check_pipeline, check_recompute
+from penstock.config.step import check_deal, check_in_turn, check_pipeline, check_recompute
 from penstock.documents.typed import hints_of, shown
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments, check_model
@@ -82,11 +82,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
                 _check_statistics(model, device, precision)
                 if asked.precision is None and ranks.rank == 0:
                     say_what_is_left(model, precision)
-                if asked.deal is not None and not ranks.are_pipeline:
-                    raise ConfigError(
-                        f"deal={list(asked.deal)} says how many blocks each rank of a pipeline has, and there is none: "
-                        "leave it out"
-                    )
+                check_deal(asked.deal, dealt=ranks.are_pipeline)
                 if not ranks.are_pipeline:
                     check_in_turn(asked.schedule)
                 if ranks.size > 1:

@@ -16,6 +16,8 @@ class EngineArguments(LoopArguments, MomentsConfig, LayoutConfig):
 
     | field | meaning |
     |---|---|
+    | ``budget`` | memory per tier, and the directories of the disk tier. A store that lies there is not gone on with by
+    itself: the checkpoint decides, and ``overwrite`` |
     | ``overwrite`` | whether another run's store in the budget's directories is deleted; without it, finding one is an
     error |
     | ``loss_tile`` | tokens whose logits are there at a time, in training and where evaluation wants the loss alone;

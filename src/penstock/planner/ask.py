@@ -10,6 +10,7 @@ from penstock.config import Budget, StepConfig, Tier, fields_of, format_size, pa
 from penstock.config.meanings import model_and
 from penstock.config.optimizer import NS_STEPS, Orthogonal, moment_count
 from penstock.config.quantities import parse_count
+from penstock.config.step import check_deal, check_strands
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories, why_none
@@ -125,6 +126,9 @@ def plan(model: str | Path | Mapping[str, Any] | ModelShape, asked: PlanArgument
         ModelError: the model cannot be run block by block.
     """
     check_model(model)
+    check_deal(asked.deal, dealt=False)
+    if asked.strands is not None:
+        check_strands(asked.strands, 1)
     machine = _machine(asked.machine, asked.budget)
     budget = own_budget(machine, device=None, host=None) if asked.budget is None else asked.budget
     check_drives(asked.disk_free, asked.tbw, budget)

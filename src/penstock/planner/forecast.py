@@ -16,7 +16,7 @@ from penstock.planner.phases import AHEAD, HOME
 from penstock.planner.search import Choice
 from penstock.planner.task import Task
 from penstock.schedule.ir.lanes import STREAM_LANES, Lane
-from penstock.schedule.place import FP32, Depths
+from penstock.schedule.place import Depths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +214,7 @@ class Forecast:
     @property
     def snapshot_bytes(self) -> int:
         """Bytes of one saved snapshot: all weights and state."""
-        groups = self.choice.request.program.groups
-        return self.choice.plan.state_bytes - sum(group.trainable for group in groups) * FP32
+        return self.choice.plan.snapshot_bytes
 
     @property
     def export_bytes(self) -> int | None:

@@ -21,6 +21,11 @@ class Plan:
     """weights, fp32 gradients and optimizer state of the whole model"""
     disk_bytes: int
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Weights and optimizer state of the whole model, wherever they are at home: what one slot holds."""
+        return self.state_bytes - sum(group.trainable for group in self.program.groups) * FP32
+
     @cached_property
     def graphs_kept(self) -> int:
         """The number of calls of blocks in a step whose graph is kept for their backward."""

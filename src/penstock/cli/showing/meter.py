@@ -58,8 +58,8 @@ class Meter:
     """Collects steps. Rates are over the last ten, peaks and sums over the stretch since the run was begun or resumed,
     but for what counts in the whole run: ``written``, ``clipped``, ``skipped``, ``repeated``.
 
-    ``state_bytes`` and ``disk_bytes`` are those of the plans of all ranks: all of the state, and what of it is kept on
-    disk. ``predicted`` is a step's time and ``bottleneck`` what was predicted to bound it, if it was planned for a
+    ``state_bytes`` and ``disk_bytes`` are of all ranks: all of the state, and what it takes on disk in all slots.
+    ``predicted`` is a step's time and ``bottleneck`` what was predicted to bound it, if it was planned for a
     machine. All are known once the first step has been planned, ``planned_peak`` of memory with them.
     """
 

@@ -25,7 +25,7 @@ def metrics_of(stats: StepStats, validation: float | None) -> dict[str, Any]:
         "bytes_written": stats.bytes_written,
         "bytes_moved": dict(stats.bytes_moved),
         "lane_seconds": dict(stats.lane_seconds),
-        "peak_bytes": dict(stats.peak_bytes),
+        "peak_bytes": {tier: most for tier, most in stats.peak_bytes.items() if tier != "disk"},  # of memory
         "clipped": stats.clipped,
         "skipped": stats.skipped,
         "repeats": stats.repeats,
