@@ -22,7 +22,7 @@ from penstock.engine.due import Due
 from penstock.engine.durability import Durability
 from penstock.engine.fate import Event, State
 from penstock.engine.inside import Inside
-from penstock.engine.interrupt import whole_steps
+from penstock.engine.interrupt import holding, whole_steps
 from penstock.engine.planning import Planning
 from penstock.engine.resources import open_resources
 from penstock.engine.snapshots import Snapshots
@@ -266,7 +266,7 @@ class Engine:
 
         Raises: as ``step``.
         """
-        with self._ranks.together():
+        with whole_steps(borne=0), holding(True), self._ranks.together():
             self._check_usable()
             return self._evaluate(micro_batches, loss_weights)
 
@@ -277,7 +277,8 @@ class Engine:
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
-            runner = self._planning.runner_for(micro_batches, train=False)
+            with holding(False):
+                runner = self._planning.runner_for(micro_batches, train=False)
             weights = given or self._planning.labels.weights(micro_batches, self._ranks.sharing)
             context = StepContext(step=self.step_count, update=Update(count=1, hypers=()))
             inputs = batch.all_to_device(micro_batches, self.device, self._resources.dtype)

@@ -1,7 +1,8 @@
 """Ctrl-C and steps: a step is finished before an interrupt takes effect.
 
 A second Ctrl-C breaks it off, once, and only where what is broken off can be taken back (``holding``): neither
-what is known of the state nor its taking back is ever disturbed, however often it comes.
+what is known of the state nor its taking back is ever disturbed, however often it comes. Evaluations, which change
+nothing, are broken off by the first in the same way.
 """
 
 import signal
@@ -14,10 +15,11 @@ from types import FrameType
 
 @dataclass(kw_only=True)
 class _Asked:
-    """Presses of Ctrl-C during a step. ``times``: their number. The second one breaks the step off, by a
+    """Presses of Ctrl-C during a step. ``times``: their number. The one after ``borne`` breaks the step off, by a
     KeyboardInterrupt (``broke``), at once, or after work that may not be broken off (``held``).
     """
 
+    borne: int = 1
     times: int = 0
     held: bool = False
     broke: bool = False
@@ -27,7 +29,7 @@ class _Asked:
         self.take_effect()
 
     def take_effect(self) -> None:
-        if self.times > 1 and not self.held and not self.broke:
+        if self.times > self.borne and not self.held and not self.broke:
             self.broke = True
             raise KeyboardInterrupt
 
@@ -37,16 +39,16 @@ _asked = _Asked()
 
 
 @contextmanager
-def whole_steps() -> Iterator[None]:
-    """Ctrl-C during a step takes effect after it, however it ends (its error is the interrupt's context then); a second
-    one at once. Leaves a program's own handler alone.
+def whole_steps(borne: int = 1) -> Iterator[None]:
+    """Ctrl-C during a step takes effect after it, however it ends (its error is the interrupt's context then); the one
+    after so many at once. Leaves a program's own handler alone.
     """
     global _asked
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    asked = _asked = _Asked()
+    asked = _asked = _Asked(borne=borne)
     signal.signal(signal.SIGINT, asked.receive)
     try:
         yield
