@@ -375,6 +375,26 @@ def test_a_step_that_ctrl_c_breaks_off_between_two_ops_can_be_taken(
         assert_same_state(run_steps(engine, STEPS[engine.step_count :]).state, wanted().state)
 
 
+def test_a_gradient_that_ctrl_c_comes_before_is_not_added_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, presses = Running._gradient_of_call, list[int]()
+
+    def pressed(running: Running, parameter: torch.Tensor) -> None:
+        while presses:
+            presses.pop()
+            ctrl_c()
+        real(running, parameter)
+
+    monkeypatch.setattr(Running, "_gradient_of_call", pressed)
+    with wrap(CASE, budget(tmp_path / "run"), delay=0.0, **COMMON) as engine:
+        engine.step(STEPS[0])
+        presses += [1, 2]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(STEPS[1])
+        assert_same_state(run_steps(engine, STEPS[engine.step_count :]).state, wanted().state)
+
+
 @pytest.mark.parametrize(
     ("of", "name"),
     [(Running, "begin"), (Actions, "let_go"), (Compute, "forward")],
