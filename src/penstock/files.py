@@ -226,10 +226,11 @@ def _remove_abandoned(folder: Path) -> None:
     """Remove what processes have left of a folder that were killed as they made it: it is old, and has no lock."""
     name = re.compile(rf"{re.escape(folder.name)}\.[0-9a-f]{{12}}{re.escape(PARTIAL)}")
     for left in filter(lambda path: name.fullmatch(path.name), matching(folder.parent, f"*{PARTIAL}")):
-        with suppress(OSError), _flocked(left):  # it is another's, or in use
+        with suppress(OSError):  # it is another's, or in use
             written = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
-            if time.time() - written > _ABANDONED:
-                remove(left)
+            if time.time() - written > _ABANDONED:  # before its lock is tried, which a new one's maker is about to take
+                with _flocked(left):
+                    remove(left)
 
 
 @contextmanager

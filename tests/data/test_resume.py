@@ -299,7 +299,8 @@ def test_a_template_that_writes_the_day_writes_that_on_which_the_run_began(
 
     words = tokenizer()
     words.chat_template = (
-        "{{ strftime_now('%d of %m') }}\n{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{{ strftime_now('%d of %m \N{CALENDAR}') }}\n"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     )
     path = write_jsonl(folder / "c.jsonl", chats(30))
     it_is(28)

@@ -26,6 +26,7 @@ from penstock.engine.fate import Action, Event, State
 from penstock.engine.interrupt import holding, whole_steps
 from penstock.errors import ConfigError, StoreError
 from penstock.runtime.actions import Actions
+from penstock.runtime.actions.compute import Compute
 from penstock.runtime.pools import Pools
 from penstock.store.records import CommitLog
 from penstock.tape.groups import ParamGroup
@@ -372,6 +373,52 @@ def test_a_step_that_ctrl_c_breaks_off_between_two_ops_can_be_taken(
         with pytest.raises(KeyboardInterrupt):
             engine.step(STEPS[1])
         assert_same_state(run_steps(engine, STEPS[engine.step_count :]).state, wanted().state)
+
+
+def test_a_gradient_that_ctrl_c_comes_before_is_not_added_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, presses = Running._gradient_of_call, list[int]()
+
+    def pressed(running: Running, parameter: torch.Tensor) -> None:
+        while presses:
+            presses.pop()
+            ctrl_c()
+        real(running, parameter)
+
+    monkeypatch.setattr(Running, "_gradient_of_call", pressed)
+    with wrap(CASE, budget(tmp_path / "run"), delay=0.0, **COMMON) as engine:
+        engine.step(STEPS[0])
+        presses += [1, 2]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(STEPS[1])
+        assert_same_state(run_steps(engine, STEPS[engine.step_count :]).state, wanted().state)
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [(Running, "begin"), (Actions, "let_go"), (Compute, "forward")],
+    ids=["begun", "let go", "within"],
+)
+def test_an_evaluation_that_ctrl_c_breaks_off_changes_nothing(
+    of: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(of, name)
+
+    def pressed(*args: Any, **settings: Any) -> Any:
+        monkeypatch.setattr(of, name, real)
+        ctrl_c()
+        return real(*args, **settings)
+
+    with wrap(CASE, budget(tmp_path / "run", weights="device"), delay=0.0, **COMMON) as engine:
+        run_steps(engine, STEPS[:1])
+        loss = engine.evaluate(STEPS[1])
+        monkeypatch.setattr(of, name, pressed)
+        with pytest.raises(KeyboardInterrupt):
+            engine.evaluate(STEPS[1])
+        assert all(module.training for module in engine.model.modules())
+        assert engine.evaluate(STEPS[1]) == loss
+        assert_same_state(run_steps(engine, STEPS[1:]).state, wanted().state)
 
 
 def test_a_runner_that_cannot_be_made_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,6 +273,14 @@ def test_no_rows_at_all_have_the_loss_that_torch_gives(reduction: str) -> None:
     assert head.weight.grad is not None
 
 
+def test_a_label_of_uint8_that_minus_a_hundred_would_be_counts() -> None:
+    head, hidden, labels = nn.Linear(8, 256), torch.randn(4, 8), torch.tensor([155, 156, 157, 156], dtype=torch.uint8)
+    model = SimpleNamespace(get_output_embeddings=lambda: head)
+    with in_tiles(cast(nn.Module, model), 2):
+        tiled = functional.cross_entropy(head(hidden), labels)
+    torch.testing.assert_close(tiled, functional.cross_entropy(head(hidden), labels))
+
+
 def test_models_without_a_plain_head_are_refused() -> None:
     vit = built(ZOO["vit"])
     with pytest.raises(ModelError, match="ViTForImageClassification has no head over a vocabulary"):

@@ -1,11 +1,13 @@
 """What lies in a run's folder under a name that a command writes is never written through; what is kept is private."""
 
 import ast
+import fcntl
 import multiprocessing
 import os
 import shutil
 import signal
 import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -213,6 +215,26 @@ def test_what_was_left_of_a_folder_by_a_kill_goes_as_it_is_made_again(tmp_path: 
             assert made.exists()
             raise KeyError
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"other.{'0' * 12}.partial", "same"]
+
+
+def test_who_looks_for_what_was_left_of_a_folder_has_no_lock_that_its_maker_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Path] = []
+
+    def lock() -> float:
+        fd = os.open(young, os.O_RDONLY)
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken.append(young)
+        os.close(fd)
+        return real()
+
+    real, young = time.time, tmp_path / f"same.{'0' * 12}.partial"
+    young.mkdir()
+    monkeypatch.setattr(time, "time", lock)
+    with files.made_once(tmp_path / "same"):
+        assert taken
 
 
 def _age(folder: Path) -> None:

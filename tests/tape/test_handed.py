@@ -188,6 +188,25 @@ def test_objects_without_gradients_are_handed_on() -> None:
     assert_exact(stack(TakesAnything, run_anything))
 
 
+class Shifted(Layer):
+    def forward(self, x: torch.Tensor, of_object: Plain, shift: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + of_object.hidden + shift
+
+
+def run_shifted(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x, Plain(SHIFTS[0]), SHIFTS[1])
+    return x
+
+
+with torch.inference_mode():
+    SHIFTS = (torch.full((WIDTH,), 0.25), torch.ones(WIDTH))
+
+
+def test_tensors_that_were_made_in_inference_mode_are_handed_on() -> None:
+    assert_exact(stack(Shifted, run_shifted))
+
+
 class Frozen(nn.Module):
     """Has nothing that trains, so that what it returns has no gradient to lose."""
 

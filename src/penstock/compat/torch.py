@@ -91,11 +91,11 @@ def generator_key(generator: torch.Generator) -> int:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """The number of times that a tensor was changed in place. Not for tensors made in inference mode.
+    """The number of times that a tensor was changed in place; 0 of one made in inference mode, which nobody may change.
 
     Without: an input that changes between a block and its recomputation would give other numbers, and no error.
     """
-    return int(tensor._version)
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def is_view(tensor: torch.Tensor) -> bool:

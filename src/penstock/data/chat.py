@@ -264,7 +264,7 @@ def asks_for_day(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def _written_on(day: date, template: str) -> str:
     """A template that writes this day where it asks for one."""
-    return _NOW.sub(lambda asked: json.dumps(day.strftime(asked[1][1:-1])), template)
+    return _NOW.sub(lambda asked: json.dumps(day.strftime(asked[1][1:-1]), ensure_ascii=False), template)
 
 
 def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:

@@ -186,6 +186,7 @@ def _ids(ids: Any, number: int) -> NDArray[Any]:
     """
     try:
         found = np.asarray(ids)
+        found = np.asarray(found.tolist()) if found.dtype == object else found  # a row of such a table, of numbers
     except (TypeError, ValueError):  # lists of several lengths, and what is no array at all
         found = np.empty(())
     if found.ndim != 1 or (len(found) and (found.dtype.kind not in "iu" or int(found.min()) < 0)):

@@ -293,13 +293,13 @@ def _cross_entropy(
         _refuse(logits, f"asks for a cross-entropy with class weights or reduction={reduction!r}")
     if logits.dim() != 2 or labels.shape != logits.shape[:1] or labels.is_floating_point():
         _refuse(logits, f"asks for a cross-entropy of {list(logits.shape)} with labels of shape {list(labels.shape)}")
-    source = logits.source
+    source, labels = logits.source, labels.long()  # of uint8, too, where -100 would be 156
     entropy = Entropy(tile=source.tile, after=source.after, ignore_index=ignore_index, smoothing=float(label_smoothing))
     where = source.hidden.device.type
     casts = torch.amp.is_autocast_available(where)
     wide = casts and torch.is_autocast_enabled(where)  # torch then computes it, and gives it, in fp32
     with torch.autocast(where, enabled=False) if casts else nullcontext():
-        total = linear_cross_entropy(source.hidden, source.weight, source.bias, labels.long(), entropy)
+        total = linear_cross_entropy(source.hidden, source.weight, source.bias, labels, entropy)
     if reduction == "mean":
         total = total / (labels != ignore_index).sum()
     return total if wide else total.to(logits.dtype)
