@@ -227,10 +227,17 @@ def _remove_abandoned(folder: Path) -> None:
     name = re.compile(rf"{re.escape(folder.name)}\.[0-9a-f]{{12}}{re.escape(PARTIAL)}")
     for left in filter(lambda path: name.fullmatch(path.name), matching(folder.parent, f"*{PARTIAL}")):
         with suppress(OSError):  # it is another's, or in use
-            written = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
-            if time.time() - written > _ABANDONED:  # before its lock is tried, which a new one's maker is about to take
+            if time.time() - _last_write(left) > _ABANDONED:  # before its lock is tried, which a new one's maker is about to take
                 with _flocked(left):
                     remove(left)
+
+
+def _last_write(folder: Path) -> float:
+    """The time at which a folder, or anything in it, was written to last."""
+    found = [folder.lstat().st_mtime]
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        found += [Path(place, name).lstat().st_mtime for name in (*folders, *names)]
+    return max(found)
 
 
 @contextmanager
