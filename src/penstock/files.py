@@ -179,7 +179,9 @@ def _remove_abandoned(folder: Path) -> None:
     name = re.compile(rf"{re.escape(folder.name)}\.[0-9a-f]{{12}}{re.escape(PARTIAL)}")
     for left in filter(lambda path: name.fullmatch(path.name), matching(folder.parent, f"*{PARTIAL}")):
         with suppress(OSError), _flocked(left):  # it is another's, or in use
-            written = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
+            walked = os.walk(left, onerror=refuse)
+            there = (Path(at, name) for at, folders, names in walked for name in (".", *folders, *names))
+            written = max(path.lstat().st_mtime for path in there)
             if time.time() - written > _ABANDONED:
                 remove(left)
 
