@@ -227,17 +227,11 @@ def _remove_abandoned(folder: Path) -> None:
     name = re.compile(rf"{re.escape(folder.name)}\.[0-9a-f]{{12}}{re.escape(PARTIAL)}")
     for left in filter(lambda path: name.fullmatch(path.name), matching(folder.parent, f"*{PARTIAL}")):
         with suppress(OSError):  # it is another's, or in use
-            if time.time() - _last_write(left) > _ABANDONED:  # before its lock is tried, which a new one's maker is about to take
-                with _flocked(left):
+            walked = os.walk(left, onerror=refuse)
+            there = (Path(at, name) for at, folders, names in walked for name in (".", *folders, *names))
+            if time.time() - max(path.lstat().st_mtime for path in there) > _ABANDONED:
+                with _flocked(left):  # not of a new one, whose maker is about to take it
                     remove(left)
-
-
-def _last_write(folder: Path) -> float:
-    """The time at which a folder, or anything in it, was written to last."""
-    found = [folder.lstat().st_mtime]
-    for place, folders, names in os.walk(folder, onerror=refuse):
-        found += [Path(place, name).lstat().st_mtime for name in (*folders, *names)]
-    return max(found)
 
 
 @contextmanager
