@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import StoreError
 from penstock.store import ALIGN, SnapshotReader, SnapshotWriter, aligned_bytes
+from penstock.store.digests import Digests
 from penstock.store.layout import BLOCK
 
 ENTRIES = [("weights", 3 * BLOCK + 5 * ALIGN), ("tiny", 10), ("moments", BLOCK)]
@@ -117,6 +119,24 @@ def test_a_truncated_snapshot_is_refused(tmp_path: Path) -> None:
     os.truncate(tmp_path / "s" / "penstock.snapshot", BLOCK)
     with pytest.raises(StoreError, match="damaged"):
         SnapshotReader(tmp_path / "s")
+
+
+def test_a_snapshot_that_cannot_be_opened_leaves_no_file_and_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "s")
+
+    def fail(*_: object) -> None:
+        raise MemoryError("injected")
+
+    def look() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), sum(t.name == "penstock-stalls" for t in threading.enumerate())
+
+    before = look()
+    monkeypatch.setattr(Digests, "load", fail)
+    with pytest.raises(MemoryError, match="injected"):
+        SnapshotReader(tmp_path / "s")
+    assert look() == before
 
 
 def test_what_is_no_snapshot_is_refused(tmp_path: Path) -> None:

@@ -240,11 +240,11 @@ class SnapshotReader:
                     f"{path} is damaged: the checksums in {DATA} at offset {area.offset} have changed: check the "
                     "drive, and use another snapshot"
                 )
+            self._digests = Digests(self.layout)
+            self._digests.load(pages)
         except BaseException:
             self._files.close()
             raise
-        self._digests = Digests(self.layout)
-        self._digests.load(pages)
 
     def read(self, name: str, offset: int, buffer: Buffer) -> None:
         """Fill ``buffer`` from byte ``offset`` of extent ``name``.

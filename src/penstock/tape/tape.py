@@ -103,7 +103,7 @@ class Tape:
         """The buffers, as (module, name), that forwards or backwards change, as far as probes have seen."""
         self.loss_fn = loss_fn
         self.undo = Undo()
-        """What takes back the temporary changes that calls have made of the model."""
+        """Takes back the temporary changes that calls have made of the model."""
         self._ulysses = ulysses
         forwards = [b.module.forward for b in blocks] if compile is None else compiled_forwards(blocks, compile)
         self.caches = CachesOff(model)
