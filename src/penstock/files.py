@@ -179,7 +179,8 @@ def _remove_abandoned(folder: Path) -> None:
     name = re.compile(rf"{re.escape(folder.name)}\.[0-9a-f]{{12}}{re.escape(PARTIAL)}")
     for left in filter(lambda path: name.fullmatch(path.name), matching(folder.parent, f"*{PARTIAL}")):
         with suppress(OSError), _flocked(left):  # it is another's, or in use
-            written = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
+            inside = (Path(at, name) for at, *both in os.walk(left, onerror=refuse) for name in (*both[0], *both[1]))
+            written = max(path.lstat().st_mtime for path in (left, *inside))
             if time.time() - written > _ABANDONED:
                 remove(left)
 
