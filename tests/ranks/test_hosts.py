@@ -139,7 +139,7 @@ def test_a_rank_that_is_stopped_as_it_asks_the_store_goes_on(asks: str, monkeypa
     stops, store, places = Event(), Stopped(), [Place.here()] * 2
     store.set("beat/1", "1")
     rank = Watch(store, 0, places, Calls(store, 0, [0, 1]))
-    until(lambda: rank._seen[1][0] == b"1")
+    until(lambda: int(store.get("beat/0")) > 2)  # it has looked at the other's
     stops.set()
     assert asked.wait(PATIENCE)
     stopped = 100.0

@@ -241,7 +241,7 @@ class Watch:
                 self._looked.notify_all()
 
     def _begin_to_look(self, now: float) -> None:
-        """Where this look is late, as where all were stopped for a while, nobody counts as silent for that."""
+        """Move all beats on if this look is late: nobody counts as silent while all were stopped."""
         seconds, self._looks = now - self._looks - 4 * EVERY, now
         if seconds > 0:
             self._seen = {other: (beat, since + seconds) for other, (beat, since) in self._seen.items()}
