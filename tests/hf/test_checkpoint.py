@@ -245,6 +245,34 @@ def test_a_checkpoint_that_another_run_has_begun_to_write_over_is_not_taken_for_
     assert last_checkpoint(tmp_path / "engine") == str(tmp_path / "engine" / "checkpoint-1")
 
 
+def test_a_checkpoint_that_is_written_again_at_its_step_stays_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the only one, and all of it is the same."""
+    real = Trainer.save_whole
+
+    def killed_the_second_time(trainer: Any, folder: Path) -> None:
+        if folder.exists() and (folder / "penstock.snapshot").exists():
+            raise KeyboardInterrupt
+        real(trainer, folder)
+
+    class AsksAgain(transformers.TrainerCallback):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = True
+
+    monkeypatch.setattr(Trainer, "save_whole", killed_the_second_time)
+    with pytest.raises(KeyboardInterrupt):
+        streamed(
+            tmp_path,
+            given={"engine": in_memory(), "callbacks": [AsksAgain()]},
+            save_strategy="steps",
+            save_steps=1,
+            save_total_limit=1,
+            num_train_epochs=1,
+        )
+    assert last_checkpoint(tmp_path / "engine") is not None
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_power_cut_leaves_a_checkpoint_that_training_goes_on_from(loss: Loss, tmp_path: Path) -> None:
     """Also where the library has removed the ones before as soon as the new one was written."""

@@ -96,6 +96,7 @@ class EngineMixin(EvaluationSteps):
         self._stats: StepStats | None = None
         self._evaluation = Evaluation()
         self._resumes: Path | None = None
+        self._written: Path | None = None  # the checkpoint that was begun last
         self._dtypes: Mapping[str, torch.dtype] = {}  # of parameters as they were given, if they had values
         try:
             super().__init__(*args, **kwargs)
@@ -274,7 +275,8 @@ class EngineMixin(EvaluationSteps):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.args.activation_checkpointing = asked
-            self._resumes = None  # also where it has failed: what comes next is no run of that checkpoint's
+            # Also where it has failed: what comes next is no run of that checkpoint's.
+            self._resumes = self._written = None
 
     def get_train_dataloader(self) -> Any:
         """The library's own, of several processes so that a step's micro-batches are in the order of one process."""
@@ -404,8 +406,9 @@ class EngineMixin(EvaluationSteps):
     # ---- checkpoints
 
     def begin_checkpoint(self, folder: Path) -> None:
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and folder != self._written:  # else it is of this step, and the same is written again
             checkpoint.unmark(folder)
+        self._written = folder
 
     def flush_checkpoint(self, folder: Path) -> None:
         checkpoint.flush(folder)
