@@ -107,6 +107,24 @@ def test_what_a_graph_holds_stays(family: str, tier: str) -> None:
                 assert most_held(schedule, pool.name) <= pool.count <= most_held(schedule, pool.name) + 5
 
 
+@pytest.mark.parametrize("family", ["vertical", "horizontal", "vertical-pipeline"])
+def test_outputs_that_stay_anyway_take_no_buffers_of_saved_activations(family: str) -> None:
+    """A stage whose output others read, too (a skip), has no saved activation: its bytes are among those kept."""
+    of, skips = program(), (1, 2)
+    stages = (replace(s, activation=0, gradient=0) if s.index in skips else s for s in of.stages)
+    asked = FamilyRequest(
+        family=family, program=replace(of, stages=tuple(stages)), ranks=2 if family == "vertical-pipeline" else 1,
+        micro_batches=MICRO_BATCHES, chunks=2, activations="device",
+    )  # fmt: skip
+    world = build(asked)
+    check_world(world)
+    run_orders(world)
+    for schedule in world.ranks:
+        pools = [pool for pool in schedule.pools if pool.name in ("activations", "received")]
+        assert pools
+        assert [pool.count for pool in pools] == [most_held(schedule, pool.name) for pool in pools]
+
+
 @pytest.mark.parametrize(("family", "graphs", "tier"), list(product(OF_PIPELINES, (1, 3, 7, 99), ("device", "host"))))
 def test_every_rank_of_a_pipeline_is_proved_and_all_end(family: str, graphs: int, tier: str) -> None:
     of, ranks, count = program(8), 3, 5

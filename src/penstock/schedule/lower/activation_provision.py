@@ -94,11 +94,12 @@ class ActivationProvision:
         if self._in_turn is not None:
             return self._in_turn.put_out + self.s.depths.inputs
         with_graph = {k - 1: n for k, n in self.graphs.items() if program.stages[k - 1].activation}
+        filled = [stage.index for stage in program.stages[:-1] if stage.activation]  # others' outputs stay, as ``kept``
         if program.dealt is None:
             if stay:
-                return at_once * (len(program.stages) - 1)
+                return at_once * len(filled)
             return at_once + self.s.depths.inputs + sum(with_graph.values())
-        own = [k for k in range(len(program.stages) - 1) if program.has(k) and not program.dealt.crosses(k)]
+        own = [k for k in filled if program.has(k) and not program.dealt.crosses(k)]
         kept = at_once * len(own) if stay else at_once * bool(own) + sum(with_graph.get(k, 0) for k in own)
         return kept + self.s.depths.inputs
 
@@ -112,7 +113,8 @@ class ActivationProvision:
         if self._in_turn is not None:
             return self._in_turn.received
         last = len(program.stages) - 2
-        inputs = [k for k in range(1, last + 1) if dealt.has(k) and dealt.crosses(k - 1)]
+        stages = program.stages
+        inputs = [k for k in range(1, last + 1) if dealt.has(k) and dealt.crosses(k - 1) and stages[k - 1].activation]
         if stay:
             kept = at_once * len(inputs)
         elif self.s.train:
