@@ -12,7 +12,7 @@ from bench.lp_vs_brute_force import WITHIN, brute_force
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.config import Budget, Family, Tier, format_size
+from penstock.config import Budget, Family, GradDtype, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine, Network, Sustained
 from penstock.hardware.profiles import machine_named
@@ -20,8 +20,9 @@ from penstock.hardware.sharing import room_of_each
 from penstock.planner.advice import advice, refusal, round_up, smallest
 from penstock.planner.ask import plan, report
 from penstock.planner.batches import choose, curve, cuts, saturating, splits
-from penstock.planner.fit import fit, fitted
+from penstock.planner.fit import CHUNKS, base_placement, fit, fitted, settings_of
 from penstock.planner.forecast import forecast
+from penstock.planner.plan import Plan
 from penstock.planner.request import DEVICE_TEMPORARIES, Request
 from penstock.planner.roofline import moved_per_parameter, roofline
 from penstock.planner.search import best, estimate, fits, search
@@ -32,7 +33,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.mesh import Mesh
-from penstock.schedule.place import BOUNCE, Format, Settings
+from penstock.schedule.place import BOUNCE, Depths, Format, Settings
 from penstock.schedule.program import ALIGN, Whole
 from penstock.shape.decoders import from_config
 from penstock.shape.model import EFFICIENCY
@@ -76,6 +77,35 @@ def test_a_choice_for_ranks_fits_each_is_proved_for_all_and_takes_as_long_on_all
     assert choice.seconds == pytest.approx(simulate(everyone.world(choice.plan.schedule), asked.costs).time)
     fixed = simulate(asked.request.world(fit(asked.request).schedule), asked.costs).time
     assert choice.seconds <= fixed * 1.002
+
+
+@pytest.mark.parametrize(("ranks", "form"), [(1, ADAM16), (4, ADAM32)])
+@pytest.mark.parametrize("by_search", [False, True])
+def test_the_smallest_device_that_a_refusal_names_works_and_less_is_refused(
+    ranks: int, form: Format, by_search: bool
+) -> None:
+    """Smaller chunks, another side to round gradients on and another stage of ZeRO take less of it."""
+    linked = replace(MACHINE, network=Network(bandwidth=1e8, latency=1e-4))
+    asked = question(transformer(2, block=80), form=form, wait=True, machine=linked)
+    grad_dtype: GradDtype = "bf16" if form is ADAM16 else "fp32"
+    request = replace(asked.request, ranks=ranks, grad_dtype=grad_dtype)
+
+    def planned(device: int) -> Plan:
+        given = replace(request, budget=replace(request.budget, device=device))
+        return search(replace(asked, request=given)).plan if by_search else fit(given)
+
+    with pytest.raises(BudgetError) as refusal:
+        planned(0)
+    found = re.search(r"the smallest that works is .*?\((\d+) bytes\)", str(refusal.value))
+    assert found is not None, refusal.value
+    least = int(found[1])
+    assert planned(least).device_bytes <= least
+    with pytest.raises(BudgetError, match=rf"the smallest that works is .*?\({least} bytes\)"):
+        planned(least - 1)
+    on_host = replace(request, cast="host")
+    lowest = replace(base_placement(on_host), activations="host")
+    shallow = settings_of(on_host, lowest, CHUNKS[-1], Depths(weights=1, gradients=1))
+    assert least <= on_host.peak_bytes(shallow, "device")
 
 
 @pytest.mark.parametrize("bandwidth", [2e6, 2e10])

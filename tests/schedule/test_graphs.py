@@ -74,7 +74,7 @@ def test_vertically_the_last_calls_keep_theirs(graphs: int, kept: list[tuple[int
     schedule = case("vertical", graphs).build()
     check(schedule)
     assert with_graph(schedule) == kept
-    assert most_held(schedule, "graphs") == len(kept)
+    assert most_held(schedule, "graphs.0") == len(kept)
 
 
 @pytest.mark.parametrize(("graphs", "stages"), [(1, [4]), (3, [2, 3, 4]), (99, [1, 2, 3, 4])])
@@ -84,7 +84,22 @@ def test_horizontally_each_micro_batch_keeps_those_of_its_last_calls_in_the_same
     schedule = case("horizontal", graphs).build()
     check(schedule)
     assert with_graph(schedule) == [(k, m) for m in range(MICRO_BATCHES) for k in stages]
-    assert most_held(schedule, "graphs") == len(stages)
+    assert most_held(schedule, "graphs.0") == len(stages)
+
+
+@pytest.mark.parametrize(("family", "under_way"), [("vertical", MICRO_BATCHES), ("horizontal", 1)])
+def test_graphs_of_blocks_that_are_far_from_alike_take_their_own_sizes(family: str, under_way: int) -> None:
+    """One large block among small ones: each call counts for what its own graph holds, not for the largest."""
+    sizes, alike = {1: GRAPH, 2: GRAPH // 25, 3: GRAPH // 50, 4: GRAPH // 50}, program()
+    stages = (replace(s, graph=sizes.get(s.index)) for s in alike.stages)
+    other = replace(alike, stages=tuple(stages))
+    for graphs, kept in ((99, sizes), (2 * under_way, (3, 4))):
+        schedule = replace(case(family, graphs), program=other).build()
+        check(schedule)
+        prove(schedule, Needs.of(other, case(family, graphs).settings))
+        pools = [pool for pool in schedule.pools if pool.name.startswith("graphs.")]
+        assert sum(pool.size * pool.count for pool in pools) == under_way * sum(sizes[k] for k in kept)
+        assert [pool.count for pool in pools] == [most_held(schedule, pool.name) for pool in pools]
 
 
 @pytest.mark.parametrize(("family", "tier"), list(product(("vertical", "horizontal"), ("device", "host", "disk"))))
@@ -107,6 +122,24 @@ def test_what_a_graph_holds_stays(family: str, tier: str) -> None:
                 assert most_held(schedule, pool.name) <= pool.count <= most_held(schedule, pool.name) + 5
 
 
+@pytest.mark.parametrize("family", ["vertical", "horizontal", "vertical-pipeline"])
+def test_outputs_that_stay_anyway_take_no_buffers_of_saved_activations(family: str) -> None:
+    """A stage whose output others read, too (a skip), has no saved activation: its bytes are among those kept."""
+    of, skips = program(), (1, 2)
+    stages = (replace(s, activation=0, gradient=0) if s.index in skips else s for s in of.stages)
+    asked = FamilyRequest(
+        family=family, program=replace(of, stages=tuple(stages)), ranks=2 if family == "vertical-pipeline" else 1,
+        micro_batches=MICRO_BATCHES, chunks=2, activations="device",
+    )  # fmt: skip
+    world = build(asked)
+    check_world(world)
+    run_orders(world)
+    for schedule in world.ranks:
+        pools = [pool for pool in schedule.pools if pool.name in ("activations", "received")]
+        assert pools
+        assert [pool.count for pool in pools] == [most_held(schedule, pool.name) for pool in pools]
+
+
 @pytest.mark.parametrize(("family", "graphs", "tier"), list(product(OF_PIPELINES, (1, 3, 7, 99), ("device", "host"))))
 def test_every_rank_of_a_pipeline_is_proved_and_all_end(family: str, graphs: int, tier: str) -> None:
     of, ranks, count = program(8), 3, 5
@@ -122,7 +155,7 @@ def test_every_rank_of_a_pipeline_is_proved_and_all_end(family: str, graphs: int
     for rank, schedule in enumerate(world.ranks):
         prove(schedule, Needs.of(program_of_rank(of, of_stages, rank, ranks), settings(asked, streaming)))
         pools = {pool.name: pool.count for pool in schedule.pools}
-        assert most_held(schedule, "graphs") <= pools.get("graphs", 0) <= graphs
+        assert most_held(schedule, "graphs.0") <= pools.get("graphs.0", 0) <= graphs
         found.update(stage for stage, _ in with_graph(schedule))
     if family == "vertical-pipeline":
         assert sum(found.values()) == min(3 * graphs, 8 * count)
@@ -142,7 +175,7 @@ def test_an_evaluation_keeps_none() -> None:
     one = case("vertical", 9)
     schedule = replace(one, settings=replace(one.settings, train=False)).build()
     assert not with_graph(schedule)
-    assert not [pool for pool in schedule.pools if pool.name == "graphs"]
+    assert not [pool for pool in schedule.pools if pool.name.startswith("graphs")]
 
 
 def changed(schedule: Schedule, ident: str, change: Callable[[Op], Op]) -> Schedule:
@@ -162,7 +195,7 @@ def test_a_proof_knows_what_can_be_kept_what_that_takes_and_who_needs_it() -> No
     with pytest.raises(ScheduleError, match=r"op F1m0 has K1m0, and the graph of its stage cannot be kept"):
         prove(schedule, of(None))
     with pytest.raises(
-        ScheduleError, match=r"op F1m0 needs \d+ bytes on the device, counted for K1m0, and pool graphs is"
+        ScheduleError, match=r"op F1m0 needs \d+ bytes on the device, counted for K1m0, and pool graphs.0 is"
     ):
         prove(schedule, of(GRAPH + 1))
     unread = changed(schedule, "B3m1", lambda op: replace(op, reads=tuple(b for b in op.reads if b != "K3m1")))
@@ -178,7 +211,7 @@ def test_a_proof_refuses_an_input_that_leaves_and_comes_back_beside_its_graph() 
     both = tuple(
         replace(
             op,
-            takes=(*op.takes, *((b, p) for b, p in of_kept[op.id].takes if p == "graphs")),
+            takes=(*op.takes, *((b, p) for b, p in of_kept[op.id].takes if p == "graphs.0")),
             reads=(*op.reads, *(b for b in of_kept[op.id].reads if b.kind == "K")),
             writes=(*op.writes, *(b for b in of_kept[op.id].writes if b.kind == "K")),
             gives=(*op.gives, *(b for b in of_kept[op.id].gives if b.kind == "K")),

@@ -29,9 +29,28 @@ DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 _HOST_DEPTHS = (Depths(), Depths(stage_in=3, stage_out=3, state=3), Depths(stage_in=2, stage_out=2, state=2))
 
 
+class DeviceSizeError(BudgetError):
+    """The device has too little room for a step, whatever the other tiers have."""
+
+    @property
+    def least(self) -> int:
+        """Bytes of it that are enough."""
+        return int(self.args[1])
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def fit(request: Request, keep: Placement | None = None) -> Plan:
-    """The best plan that fits, by the order of preference above; arguments and errors as ``fitted``."""
-    return request.plan(request.roomiest(_in_larger_chunks(request, fitted(request, keep))))
+    """The best plan that fits, by the order of preference above; arguments and errors as ``fitted``. Gradients are
+    rounded on the host where the side is left open and the device has no room for that."""
+    try:
+        settings = fitted(request, keep)
+    except DeviceSizeError:
+        if request.cast is not None or not request.casts_on_device:
+            raise
+        return fit(replace(request, cast="host"), keep)
+    return request.plan(request.roomiest(_in_larger_chunks(request, settings)))
 
 
 def fitted(request: Request, keep: Placement | None = None, *, best: bool = True) -> Settings:
@@ -142,23 +161,27 @@ def _in_larger_chunks(request: Request, settings: Settings) -> Settings:
 
 
 def _fit_device(request: Request, base: Placement) -> Settings:
-    """Choose what decides device memory: whether saved activations leave, and the depth of weights and gradients."""
+    """Choose what decides device memory: whether saved activations leave, the depth of weights and gradients, and where
+    nothing fits otherwise how large chunks may be, of which some are there, too."""
     away: tuple[Tier, ...] = ("device", "host") if request.budget.activations is None else (base.activations,)
     needs = []
-    for tier, (weights, gradients) in product(away if request.train else ("device",), DEVICE_DEPTHS):
+    tiers = away if request.train else ("device",)
+    chunks = CHUNKS if request.is_of_several or request.casts_on_device else CHUNKS[:1]  # else none are on the device
+    for chunk, tier, (weights, gradients) in product(chunks, tiers, DEVICE_DEPTHS):
         depths = Depths(weights=weights, gradients=gradients)
-        settings = settings_of(request, replace(base, activations=tier), CHUNKS[0], depths)
+        settings = settings_of(request, replace(base, activations=tier), chunk, depths)
         needs.append(request.peak_bytes(settings, "device"))
         if needs[-1] <= request.budget.device_bytes:
             return settings
     working = max(stage.peak(split=request.splits) for stage in request.program.stages)
-    raise BudgetError(
+    raise DeviceSizeError(
         f"budget.device={_said(request.budget.device)} is too small for this model: the smallest that works is "
         f"{format_size(min(needs))} ({min(needs)} bytes), of which {format_size(working)} are temporaries of the "
         "largest stage. Raise budget.device, or use smaller or fewer micro-batches"
         + (f", or another stage of ZeRO than {settings.stage}, as all weights stay there" * (settings.stage in (1, 2)))
         + (f", or another schedule than {request.order}, which holds there what waits of backwards" * request.splits)
-        + (", or leave recompute out, to keep as many graphs of blocks as fit" * (request.recompute is False))
+        + (", or leave recompute out, to keep as many graphs of blocks as fit" * (request.recompute is False)),
+        min(needs),
     )
 
 
@@ -183,7 +206,7 @@ def _host_options(request: Request, settings: Settings) -> Iterator[Settings]:
             yield settings_of(
                 request,
                 replace(place, gradients=spill, activations=away),
-                chunk,
+                min(chunk, settings.chunk),
                 replace(depths, weights=device.weights, gradients=device.gradients),
                 keep=keep,
             )

@@ -212,11 +212,13 @@ class PlacementLP:
         return max(self.request.most_graphs - self.s.depths.graphs, 0) if self.s.train else 0
 
     def graph_sizes(self, activations: Tier) -> Sizes:
-        """Bytes that follow a buffer for graphs: the graph, and the input of its call, which stays on the device. The
-        room that this one leaves where saved activations live does not count: as many graphs need not fit."""
+        """Bytes that follow a buffer for graphs: the graph, on average, and the input of its call, which stays on the
+        device. The room that this one leaves where saved activations live does not count: as many graphs need not
+        fit."""
         stages = self.request.program.stages
         inputs = max(stage.activation for stage in stages[:-1]) if activations != "device" else 0
-        graph = max((stage.graph for stage in stages if stage.graph is not None), default=0)
+        able = [stage.graph for stage in stages if stage.graph is not None]
+        graph = sum(able) / max(len(able), 1)
         return np.array([graph + inputs if tier == "device" else 0.0 for tier in TIERS])
 
     def base_sizes(self, activations: Tier, gradients: Waits) -> Sizes:

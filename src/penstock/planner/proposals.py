@@ -9,7 +9,7 @@ from itertools import product
 from penstock.config import format_size
 from penstock.errors import BudgetError
 from penstock.hardware.drives import together
-from penstock.planner.fit import DEVICE_DEPTHS, base_placement, fitted, settings_of, with_keep
+from penstock.planner.fit import DEVICE_DEPTHS, DeviceSizeError, base_placement, fitted, settings_of, with_keep
 from penstock.planner.phase_costs import PhaseCosts, Prices
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.probes import Probes
@@ -209,10 +209,15 @@ class Proposals:
         Raises:
             BudgetError: it takes nothing, and something is ``needed``: nothing else has been found.
         """
-        found, refusal = [], None
+        found: list[Proposal] = []
+        refusal: BudgetError | None = None
         for request in requests:
             try:
                 settings = fitted(request, best=False)
+            except DeviceSizeError as error:  # another request may be the one that takes least there, or have room
+                if refusal is None or (isinstance(refusal, DeviceSizeError) and error.least < refusal.least):
+                    refusal = error
+                continue
             except BudgetError as error:
                 refusal = error
                 continue

@@ -29,6 +29,7 @@ class ActivationProvision:
     """Saved activations that leave the device, graphs that are kept there, and the pools of both.
 
     ``graphs``: stage -> the number of its micro-batches under way, the last ones, whose graphs are kept (``graphs``).
+    ``graphs_pool``: stage -> the pool of its graphs, which has only graphs of that size.
     """
 
     def __init__(self, route: Route, settings: Settings, stay: Stay) -> None:
@@ -36,6 +37,9 @@ class ActivationProvision:
         self.s = settings
         self.stay = stay
         self.graphs = kept_graphs(route, settings.depths.graphs) if settings.train else {}
+        graph = {k: route.program.stages[k].graph or 0 for k in self.graphs}
+        self._graph_sizes = sorted(set(graph.values()), reverse=True)
+        self.graphs_pool = {k: f"{GRAPHS}.{self._graph_sizes.index(size)}" for k, size in graph.items()}
 
     def leaving(self, stage: int, micro_batches: Sequence[int]) -> Sequence[int]:
         """The micro-batches, of those under way, whose saved activation of a stage is moved off the device."""
@@ -74,9 +78,9 @@ class ActivationProvision:
             yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
             if received := self._received(stay=stay):
                 yield Pool(name=RECEIVED, tier="device", size=size, count=received, backed=False)
-        if self.graphs:
-            largest = max(stages[k].graph or 0 for k in self.graphs)
-            yield Pool(name=GRAPHS, tier="device", size=largest, count=sum(self.graphs.values()), backed=False)
+        for i, nbytes in enumerate(self._graph_sizes):
+            count = sum(n for k, n in self.graphs.items() if stages[k].graph == nbytes)
+            yield Pool(name=f"{GRAPHS}.{i}", tier="device", size=nbytes, count=count, backed=False)
         if self._in_turn is not None and self._in_turn.split:
             held = max(stage.split or 0 for stage in bodies if self.route.program.has(stage.index))
             yield Pool(name=SPLIT, tier="device", size=held, count=self._in_turn.split, backed=False)
@@ -94,11 +98,12 @@ class ActivationProvision:
         if self._in_turn is not None:
             return self._in_turn.put_out + self.s.depths.inputs
         with_graph = {k - 1: n for k, n in self.graphs.items() if program.stages[k - 1].activation}
+        filled = [stage.index for stage in program.stages[:-1] if stage.activation]  # others' outputs stay, as ``kept``
         if program.dealt is None:
             if stay:
-                return at_once * (len(program.stages) - 1)
+                return at_once * len(filled)
             return at_once + self.s.depths.inputs + sum(with_graph.values())
-        own = [k for k in range(len(program.stages) - 1) if program.has(k) and not program.dealt.crosses(k)]
+        own = [k for k in filled if program.has(k) and not program.dealt.crosses(k)]
         kept = at_once * len(own) if stay else at_once * bool(own) + sum(with_graph.get(k, 0) for k in own)
         return kept + self.s.depths.inputs
 
@@ -112,7 +117,8 @@ class ActivationProvision:
         if self._in_turn is not None:
             return self._in_turn.received
         last = len(program.stages) - 2
-        inputs = [k for k in range(1, last + 1) if dealt.has(k) and dealt.crosses(k - 1)]
+        stages = program.stages
+        inputs = [k for k in range(1, last + 1) if dealt.has(k) and dealt.crosses(k - 1) and stages[k - 1].activation]
         if stay:
             kept = at_once * len(inputs)
         elif self.s.train:

@@ -22,7 +22,6 @@ from penstock.schedule.ir.references import Buffer, OpId, stage_buffer, stage_op
 from penstock.schedule.lower.activation_provision import RECEIVED, RESTORED, SPLIT
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
-from penstock.schedule.lower.graphs import GRAPHS
 from penstock.schedule.lower.route import Message, Visit
 from penstock.schedule.place import page_up
 
@@ -73,7 +72,7 @@ class Activations:
             if self._saves:
                 op.make(stage_buffer("K", k, m), "saved")
             elif self._keeps_graph(visit, m):
-                op.make(stage_buffer("K", k, m), GRAPHS)
+                op.make(stage_buffer("K", k, m), self.b.provision.activations.graphs_pool[k])
             if received and self._parted:
                 op.make(stage_buffer("C", k, m), "activation_shards")
         elif self.train:

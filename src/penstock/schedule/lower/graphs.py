@@ -16,7 +16,7 @@ from functools import lru_cache
 from penstock.schedule.lower.route import Route, Visit
 
 GRAPHS = "graphs"
-"""The pool of what graphs of calls hold until their backward."""
+"""The pools of what graphs of calls hold until their backward, one for each size: blocks may be far from alike."""
 
 
 @lru_cache(maxsize=4096)
