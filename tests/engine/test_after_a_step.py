@@ -30,6 +30,7 @@ from penstock.runtime.actions.compute import Compute
 from penstock.runtime.pools import Pools
 from penstock.store.records import CommitLog
 from penstock.tape.groups import ParamGroup
+from penstock.tape.parameters import GradientHooks
 from penstock.tape.running import Running
 from tests.campaign import CASE, step_data
 from tests.training import Result, assert_same_state, budget, run_steps, wrap
@@ -370,6 +371,29 @@ def test_a_step_that_ctrl_c_breaks_off_between_two_ops_can_be_taken(
     with wrap(CASE, where, delay=0.0, overlap=False, **COMMON) as engine:
         engine.step(STEPS[0])
         monkeypatch.setattr(of, name, pressed)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(STEPS[1])
+        assert_same_state(run_steps(engine, STEPS[engine.step_count :]).state, wanted().state)
+
+
+def test_a_gradient_that_ctrl_c_comes_before_is_not_added_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    presses = list[int]()
+
+    def hooks(groups: Any, of_tensor: Any, after_accumulation: Any) -> GradientHooks:
+        def pressed(parameter: torch.Tensor) -> None:
+            while presses:
+                presses.pop()
+                ctrl_c()
+            after_accumulation(parameter)
+
+        return GradientHooks(groups, of_tensor, pressed)
+
+    monkeypatch.setattr("penstock.tape.running.GradientHooks", hooks)
+    with wrap(CASE, budget(tmp_path / "run"), delay=0.0, **COMMON) as engine:
+        engine.step(STEPS[0])
+        presses += [1, 2]
         with pytest.raises(KeyboardInterrupt):
             engine.step(STEPS[1])
         assert_same_state(run_steps(engine, STEPS[engine.step_count :]).state, wanted().state)

@@ -44,6 +44,11 @@ class GradientHooks:
         self._after_accumulation = after_accumulation
         self._hooked: dict[int, _Hooked] = {}
 
+    def drop_gradients(self) -> None:
+        """Drop what was added to ``.grad`` and not taken from there: the next gradient would be added to it."""
+        for s in self._slices:
+            s.parameter.grad = None
+
     def install(self) -> None:
         """Register the hooks, or register them again behind one that came since. Called before each step.
 

@@ -54,7 +54,9 @@ class Running:
         self._step, self._train, self._first, self._open = step, train, first, True
 
     def end(self) -> None:
-        """Nothing runs any more: gradients are somebody else's."""
+        """Nothing runs any more: gradients are somebody else's, and a backward that was broken off leaves none."""
+        if self._open and self._train:
+            self.hooks.drop_gradients()
         self._open = self.learns = False
         self._waiting.clear()
 
