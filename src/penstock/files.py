@@ -179,7 +179,8 @@ def _remove_abandoned(folder: Path) -> None:
     name = re.compile(rf"{re.escape(folder.name)}\.[0-9a-f]{{12}}{re.escape(PARTIAL)}")
     for left in filter(lambda path: name.fullmatch(path.name), matching(folder.parent, f"*{PARTIAL}")):
         with suppress(OSError):  # it is another's, or in use
-            written = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
+            inside = os.walk(left, onerror=refuse)
+            written = max(Path(place, name).lstat().st_mtime for place, _, names in inside for name in ("", *names))
             if time.time() - written > _ABANDONED:  # before its lock is tried, which a new one's maker is about to take
                 with _flocked(left):
                     remove(left)
