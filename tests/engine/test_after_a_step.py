@@ -30,6 +30,7 @@ from penstock.runtime.actions.compute import Compute
 from penstock.runtime.pools import Pools
 from penstock.store.records import CommitLog
 from penstock.tape.groups import ParamGroup
+from penstock.tape.parameters import GradientHooks
 from penstock.tape.running import Running
 from tests.campaign import CASE, step_data
 from tests.training import Result, assert_same_state, budget, run_steps, wrap
@@ -378,15 +379,18 @@ def test_a_step_that_ctrl_c_breaks_off_between_two_ops_can_be_taken(
 def test_a_gradient_that_ctrl_c_comes_before_is_not_added_to_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, presses = Running._gradient_of_call, list[int]()
+    presses = list[int]()
 
-    def pressed(running: Running, parameter: torch.Tensor) -> None:
-        while presses:
-            presses.pop()
-            ctrl_c()
-        real(running, parameter)
+    def hooks(groups: Any, of_tensor: Any, after_accumulation: Any) -> GradientHooks:
+        def pressed(parameter: torch.Tensor) -> None:
+            while presses:
+                presses.pop()
+                ctrl_c()
+            after_accumulation(parameter)
 
-    monkeypatch.setattr(Running, "_gradient_of_call", pressed)
+        return GradientHooks(groups, of_tensor, pressed)
+
+    monkeypatch.setattr("penstock.tape.running.GradientHooks", hooks)
     with wrap(CASE, budget(tmp_path / "run"), delay=0.0, **COMMON) as engine:
         engine.step(STEPS[0])
         presses += [1, 2]
