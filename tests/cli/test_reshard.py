@@ -107,7 +107,7 @@ def test_a_run_is_cut_for_other_ranks_and_back(begun: Path, tmp_path: Path) -> N
         (["--ranks", "0"], "--ranks 0: must be from 1"),
         (["--ranks", "2", "--cp", "4"], "cp=4: 2 ranks cannot share sequences 4 by 4: give --cp 1, or another divisor"),
         (["--undo", "--ranks", "2"], "--undo leaves the run as it was: leave the other options out"),
-        ([], "penstock reshard needs --ranks. Try: penstock reshard --help"),
+        ([], "penstock reshard: it needs --ranks. Try: penstock reshard --help"),
     ],
     ids=str,
 )

@@ -178,6 +178,7 @@ def test_durability_by_the_step_puts_all_state_on_disk(tmp_path: Path) -> None:
         ({"durability": "step", "slots": 1}, "needs budget.slots=2"),
         ({"durability": "step", "state": "host"}, "use 'interval'"),
         ({"durability": "interval", "disk": None}, "needs budget.disk"),
+        ({"slots": 1, "disk": None}, "budget.slots=1 has no effect without budget.disk"),
     ],
 )
 def test_what_cannot_be_promised_is_refused(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:

@@ -69,7 +69,7 @@ class Arguments(Words):
         if self.undo and (self.ranks or self.pipeline or self.cp or self.strands):
             raise ConfigError("--undo leaves the run as it was: leave the other options out")
         if self.ranks is None and not self.undo:
-            raise ConfigError(f"{self.command} needs --ranks. Try: {self.command} --help")
+            raise ConfigError(f"it needs --ranks. Try: {self.command} --help")
         if self.pipeline and self.ranks == 1:
             raise ConfigError("--pipeline with --ranks 1: one process is no pipeline. Leave one out")
         for key, value in (("ranks", self.ranks), ("cp", self.cp), ("strands", self.strands)):

@@ -80,6 +80,8 @@ class Budget:
         for place, path in enumerate(self.disk_paths):
             if os.path.abspath(path) in map(os.path.abspath, self.disk_paths[:place]):
                 raise ConfigError(f"budget.disk has {path} twice: give each directory once")
+        if self.slots == 1 and not self.disk_paths:
+            raise ConfigError("budget.slots=1 has no effect without budget.disk, where slots are: leave it at 2")
         self._check_durability()
         if self.disk is not None and not self.disk_paths:
             raise ConfigError("budget.disk is an empty list: give a directory or None")
