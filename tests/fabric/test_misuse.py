@@ -258,3 +258,14 @@ MISUSES = {
 def test_what_cannot_be_honoured_is_refused(misuse: Any) -> None:
     with pytest.raises((penstock.ConfigError, penstock.ModelError), match=MISUSES[misuse]):
         misuse()
+
+
+def test_a_step_that_was_refused_can_be_taken_when_what_was_said_is_done() -> None:
+    fabric, model, optimizer = set_up()
+    fabric.backward(model(**batch()).loss)
+    model.eval()
+    with pytest.raises(penstock.ModelError, match="put the model back"):
+        optimizer.step()
+    model.train()
+    optimizer.step()
+    assert fabric.strategy.engine.step_count == 1

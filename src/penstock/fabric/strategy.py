@@ -272,8 +272,6 @@ class PenstockStrategy(OneDevice):
             NonFiniteError: a gradient was infinite or NaN, and nothing was updated.
         """
         roots, norm = list(self._collected), self._norm
-        self._collected.clear()
-        self._norm = None
         if not roots:
             raise ModelError(
                 "optimizer.step() has nothing to do: no loss was given to fabric.backward() since the last"
@@ -283,10 +281,11 @@ class PenstockStrategy(OneDevice):
                 f"the strategy was made with clip_grad_norm={self._clip!r}: call fabric.clip_gradients(model, "
                 f"optimizer, max_norm={self._clip!r}) before each optimizer.step(), or leave it out there"
             )
-        self._stepped = True
         for root in roots:
             check_unchanged(root)
             self._check_modes(root)
+        self._discard()  # what is refused above can be mended, and the step taken
+        self._stepped = True
         micro_batches = [recorded.inputs | {_ROOT: recorded} for recorded in map(_Recorded, roots)]
         # the mean of all processes, as Fabric's own strategies have it
         stats = self.engine.step(micro_batches, loss_weights=[1.0 / self.world_size] * len(roots))
