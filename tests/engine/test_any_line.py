@@ -165,6 +165,7 @@ def goes_on(engine: penstock.Engine) -> bool:
 
 
 def check_case(kind: str, how: str, call: str, line: int, folder: Path) -> None:
+    before = threading.enumerate()  # other tests' own, whose engines nobody has closed, too
     engine, made = begun(call, how, folder)
     with suppress(KINDS[kind][1]), AtLine(line, partial(break_off, kind)) as injected:
         made()
@@ -173,7 +174,8 @@ def check_case(kind: str, how: str, call: str, line: int, folder: Path) -> None:
         went_on = call != "close" and goes_on(engine)
         engine.close()
         gc.collect()
-        assert not [t.name for t in threading.enumerate() if t.name.startswith("penstock") and "-io" not in t.name]
+        left = {thread.name for thread in threading.enumerate() if thread not in before}
+        assert not [name for name in left if name.startswith("penstock") and "-io" not in name]
         with opened(how, folder) as again:
             assert again.step_count == len(STEPS) if went_on else again.step_count >= CALLS[call][0] - 2
             assert goes_on(again)

@@ -603,7 +603,7 @@ class Frozen(nn.Module):
 
 def with_longer_batches(mesh: DeviceMesh, disk: Path) -> list[str]:
     """The tiers of weights after a step, and after one whose activations need their room."""
-    where = penstock.Budget(device="5.6MiB", host="7MiB", disk=disk)
+    where = penstock.Budget(device="5.6MiB", host="5.5MiB", disk=disk)
     settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(b["x"]), "delay": 0, "deal": [3, 1]}
     found = []
     with penstock.wrap(Frozen(), budget=where, mesh=mesh, device="cpu", **settings) as engine:
