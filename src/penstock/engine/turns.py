@@ -75,8 +75,8 @@ def alone(owner: object, what: str = "this engine") -> Iterator[None]:
             turns.calls[id(owner)] = me
         try:
             while not turns.turn.acquire(timeout=_LOOK):
-                with holding(False):
-                    """Ctrl-C is not kept waiting for another engine's call."""
+                with holding(False):  # Ctrl-C is not kept waiting for another engine's call
+                    pass
             try:
                 yield
             finally:
