@@ -317,8 +317,9 @@ def test_what_is_said_of_a_disk_that_is_not_there_is_refused(given: dict[str, An
 def test_flags_without_effect_are_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = stored_as(config.parent / "m.json", MACHINE)
     here = (config, "--machine", file)
+    off = ("--budget.disk", "null", "--budget.slots", 2)
     for flag in (("--tbw", 600), ("--disk-free", "1GiB")):
-        assert "no effect without a disk tier" in said(capsys, 2, *here, "--budget.disk", "null", *flag)
+        assert "no effect without a disk tier" in said(capsys, 2, *here, *off, *flag)
     for flag in (("--micro_batches", 3), ("--micro-batch-size", 3)):
         assert f"give it without {flag[0].replace('_', '-')}" in said(capsys, 2, *here, "--batch", 8, *flag)
     assert "--machine is given twice" in said(capsys, 2, *here, "--machine", "a100-40g")
