@@ -168,7 +168,11 @@ def check_case(kind: str, how: str, call: str, line: int, folder: Path) -> None:
     before = threading.enumerate()  # other tests' own, whose engines nobody has closed, too
     engine, made = begun(call, how, folder)
     with suppress(KINDS[kind][1]), AtLine(line, partial(break_off, kind)) as injected:
-        made()
+        try:
+            made()
+        except StoreError as error:
+            if "injected" not in str(error):  # else it says what became of the call
+                raise
     try:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         went_on = call != "close" and goes_on(engine)
@@ -185,7 +189,8 @@ def check_case(kind: str, how: str, call: str, line: int, folder: Path) -> None:
 
 
 def test_a_call_that_is_broken_off_at_any_line_costs_nothing_else(tmp_path: Path, campaign: Campaign) -> None:
-    cases = [(kind, how, call) for kind in KINDS for how in HOW for call in CALLS]
+    # An error at any line of close() is no case: those that stop threads can raise none, and have no second try.
+    cases = [(kind, how, call) for kind in KINDS for how in HOW for call in CALLS if call != "close" or KINDS[kind][0]]
     draw = random.Random(2)
     for number in range(campaign.cases(2, 600)):
         kind, how, call = draw.choice(cases)
