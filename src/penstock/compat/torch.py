@@ -237,6 +237,16 @@ def without_functions() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
+def functions_as_now() -> Callable[[], None]:
+    """A function that has modes and subclasses see functions of torch as they do now, in the thread that is running.
+
+    Without: an interrupt that comes between the last line within ``without_functions`` and its end, which Python then
+    leaves out, would have the next call's losses not seen.
+    """
+    native: Any = torch._C
+    return partial(native._set_torch_function_state, native._get_torch_function_state())
+
+
 def without_transforms() -> AbstractContextManager[Any]:
     """Inside, no transform of ``torch.func`` wraps what is made.
 

@@ -7,6 +7,8 @@ around it, or before the next call does anything.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from penstock.compat.torch import functions_as_now
+
 
 class Undo:
     """The functions that take back what is changed now, in the order of the changes."""
@@ -21,11 +23,12 @@ class Undo:
         Raises:
             BaseException: what it raises; it is then called once more by whoever changed something before, or ``all``.
         """
-        before = len(self._left)
+        before, see_functions = len(self._left), functions_as_now()
         try:
             self._left.append(take_back)
             yield
         finally:
+            see_functions()
             self._back_to(before)
 
     def all(self) -> None:
