@@ -20,9 +20,9 @@ demo: $(READY)
 	@echo 'To go on:  . $(BIN)/activate                    (puts penstock on the PATH of this shell)'
 	@echo '           penstock report runs/demo --svg      (one HTML page of the run, and a picture of a step)'
 
-# One process for each of the two cores that it is meant for: tests hardly wait, and each process more imports, collects and
-# makes what tests share once more. Each takes tests from the other's list when its own is done.
-WORKERS ?= 2
+# One process for each core: tests hardly wait, and each process more imports, collects and makes what tests share once more.
+# Each takes tests from another's list when its own is done.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 20
 
