@@ -63,7 +63,10 @@ def _watched(work: Any, wait: Callable[[], T]) -> T:
     try:
         future = work.get_future()
     except RuntimeError:  # a message from one rank to another has none
-        return wait()
+        with ExitStack() as elsewhere:
+            for watch in watches:
+                elsewhere.enter_context(watch.calls.elsewhere())
+            return wait()
     try:
         _until_done(future, watches)
         return wait()
@@ -77,7 +80,7 @@ def _until_done(future: Any, watches: list[Watch]) -> None:
     pause = _SHORTEST
     with ExitStack() as waiting:
         for watch in watches:
-            waiting.enter_context(watch.waits())
+            waiting.enter_context(watch.waits_elsewhere())
         while not future.done():  # no callback, which torch might make as the process ends, and then abort it
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
