@@ -10,9 +10,11 @@ import pytest
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.errors import RankError
 from penstock.ranks import watch
 from penstock.ranks.calls import Calls, Seen
 from tests.models import PLAIN
+from tests.patience import until
 from tests.ranks.worlds import World
 from tests.training import budget, wrap
 
@@ -55,21 +57,27 @@ def test_only_who_waits_for_nobody_that_could_come_waits_in_vain(
     assert (calls.missing(), calls.stuck(-1.0)) == ([], [])
 
 
-def alone(mesh: DeviceMesh, path: Path) -> list[str]:
-    """What the first rank was told while it waits for the other one; then both wait in vain."""
+def alone(mesh: DeviceMesh, path: Path) -> None:
+    """The first rank is told of the other one while it waits for it; then both wait in vain. The other one has given
+    up a collective by then."""
     watch.SILENT, watch.LONG = 2.0, 0.5
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
+    ended = path.parent / "ended"
     with wrap(PLAIN, budget(None), mesh=mesh) as engine:
-        if mesh.get_rank() == 0:
-            try:
-                engine.save(path)
-            finally:
+        try:
+            engine.save(path) if mesh.get_rank() == 0 else dist.barrier()
+        except RankError:
+            if mesh.get_rank() == 0:
                 (path.parent / "said").write_text("\n".join(said))
-        dist.barrier()
-    return said
+            else:
+                with pytest.raises(RankError, match="have to be started again: rank 0 waits in save"):
+                    wrap(PLAIN, budget(None), mesh=mesh)
+                ended.touch()
+            until(ended.exists)  # a process that ends ends the other's barrier
+            raise
 
 
 def test_a_call_of_one_rank_alone_is_said_on_all_who_wait_for_each_other(tmp_path: Path) -> None:

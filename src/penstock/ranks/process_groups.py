@@ -21,7 +21,7 @@ from penstock.compat.torch import store_of
 from penstock.errors import ConfigError, RankError
 from penstock.ranks import levels
 from penstock.ranks.axes import Axes, axes_of
-from penstock.ranks.between import close_watch, open_watch
+from penstock.ranks.between import check_none_given_up, close_watch, open_watch
 from penstock.ranks.calls import Calls
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.left import Left
@@ -79,6 +79,7 @@ class Together(Telling):
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         """All ranks of the mesh come here."""
         global _made
+        check_none_given_up()
         axes = axes_of(mesh)
         members = axes.members
         self.rank, self.size, self.copies = members.index(dist.get_rank()), len(members), axes.copies
