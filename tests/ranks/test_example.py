@@ -58,3 +58,21 @@ def test_who_was_not_started_by_torchrun_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="RANK is not set: start this with torchrun --nproc-per-node N"):
         penstock.torchrun_mesh()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RANK", "first", "RANK='first' in the environment is not a number from 0 to 1: leave it to torchrun"),
+        ("RANK", "2", "RANK='2' in the environment is not a number from 0 to 1"),  # it would be waited for
+        ("WORLD_SIZE", "0", "WORLD_SIZE='0' in the environment is not a number from 1: leave it to torchrun"),
+        ("LOCAL_WORLD_SIZE", "", "LOCAL_WORLD_SIZE='' in the environment is not a number from 1 to 2"),
+        ("MASTER_PORT", "99999", "MASTER_PORT='99999' in the environment is not a number from 1 to 65535"),
+    ],
+)
+def test_what_torchrun_does_not_set_is_told(name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for key, text in (given | {name: value}).items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        penstock.torchrun_mesh("cpu")

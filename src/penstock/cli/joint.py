@@ -127,5 +127,5 @@ def joint(ranks: Ranks, config: TrainConfig, start: Start) -> Iterator[Joint]:
     with ExitStack() as stack:
         with reach.leads():
             claim = stack.enter_context(claimed(config, start, ranks.size, reach))
-        stack.enter_context(ranks.together())
+        stack.enter_context(ranks.together("the run"))
         yield Joint(ranks, config, claim, reach)

@@ -88,7 +88,7 @@ def launched(device: str | None, layout: "LayoutConfig") -> Iterator["Ranks"]:
     said.setFormatter(logging.Formatter(f"rank {ranks.rank}: %(message)s"))
     log.addHandler(said)
     try:
-        with ranks.together():
+        with ranks.together("the run"):
             yield ranks
     finally:
         log.removeHandler(said)

@@ -215,7 +215,7 @@ def main(words: Sequence[str]) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     ranks = join(torchrun_mesh("cpu"), torch.device("cpu"))
     try:
-        with ranks.together():
+        with ranks.together("the measurement"):
             found = look(ranks, seconds, rounds)
             ranks.gather_objects("end", None)
     finally:

@@ -128,7 +128,7 @@ class Engine:
         the state has one slot, with itself. If that commit fails again, the next step was not taken, and says so. With
         several ranks a write in the background that fails ends all of them, after a step that counts, too.
         """
-        with whole_steps(), self._ranks.together():
+        with whole_steps(), self._ranks.together("step"):
             self._check_usable()
             return self._step(micro_batches, loss_weights, batch.as_json(position))
 
@@ -141,7 +141,7 @@ class Engine:
         Raises:
             ModelError, BudgetError, StoreError: as ``step``. After a BudgetError others may be tried.
         """
-        with whole_steps(), self._ranks.together():
+        with whole_steps(), self._ranks.together("prepare"):
             self._check_usable()
             batch.check(micro_batches)
             return self._planning.runner_for(self._cut(micro_batches), train=True).plan
@@ -267,7 +267,7 @@ class Engine:
 
         Raises: as ``step``.
         """
-        with self._ranks.together():
+        with self._ranks.together("evaluate"):
             self._check_usable()
             flags = TrainingFlags(self.model.modules())
             with self._resources.tape.undo.after(partial(flags.switch, frozenset())):
@@ -382,7 +382,7 @@ class Engine:
         Raises:
             ConfigError: another rank makes another call, or reads something else.
         """
-        with self._ranks.together():
+        with self._ranks.together("values"):
             self._check_usable()
             self._ranks.agree_on_each({"call": "values"})
             self._rest()
@@ -396,7 +396,7 @@ class Engine:
         Raises: what ``work`` does. Of a StoreError or a ConfigError all ranks do, and can go on; after another error
         the others have a RankError.
         """
-        with self._ranks.together():
+        with self._ranks.together("on_first"):
             self._check_usable()
             self._rest()
             arrays = LedArrays(self._resources.whole_arrays, self._ranks)
@@ -420,7 +420,7 @@ class Engine:
             StoreError: the path exists (and ``overwrite`` is not set), or the disk is full or fails; of several ranks
                 on all of them, and they can go on.
         """
-        with self._ranks.together():
+        with self._ranks.together("save"):
             self._check_usable()
             self._snapshots.agree("save", path, overwrite=overwrite)
             self._rest()
@@ -437,7 +437,7 @@ class Engine:
                 with one rank; several have to be started again.
             ConfigError: it was saved by a run with another seed.
         """
-        with self._ranks.together():
+        with self._ranks.together("load"):
             self._durability.check_open()
             self._resources.tape.undo.all()
             self._snapshots.agree("load", path)
@@ -465,7 +465,7 @@ class Engine:
     def _end(self) -> None:
         """All ranks end after the same step, and have nothing pending; or what is committed stands."""
         if self._ranks.failure is None and self._durability.state is not State.CLOSED:
-            with self._ranks.together():
+            with self._ranks.together("close"):
                 self._resources.tape.undo.all()
                 self._ranks.agree("end of the run, after step", self.step_count)
                 self._durability.rest(self._planning.runner, closes=True)

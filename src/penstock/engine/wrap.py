@@ -77,7 +77,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
         check_unguarded(model)
         ranks = join(asked.mesh, device) if joined is None else joined
         try:
-            with holding(False), ranks.together():
+            with holding(False), ranks.together("wrap"):
                 check_room(device, budget, model)
                 _check_statistics(model, device, precision)
                 if asked.precision is None and ranks.rank == 0:

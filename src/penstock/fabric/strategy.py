@@ -328,7 +328,7 @@ class PenstockStrategy(OneDevice):
             raise ConfigError(f"fabric.save: {folder} is a file, and this checkpoint is a folder: give another name")
         folder.mkdir(parents=True, exist_ok=True)
         kept, position = self.plain(rest), self.engine.position
-        with self._ranks.together():
+        with self._ranks.together("fabric.save"):
             name = self._ranks.once("the rest of a checkpoint", partial(self._write_rest, kept, folder))
         self.engine.position = {**(position or {}), _NAMED: name}
         try:

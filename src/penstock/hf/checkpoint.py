@@ -58,7 +58,7 @@ class OtherRunError(ConfigError):
 
 def name_run(engine: Engine, ranks: Ranks) -> None:
     """Give a run that begins a name that no other has."""
-    with ranks.together():
+    with ranks.together("train"):
         engine.position = {_RUN: ranks.once("name of the run", lambda: uuid.uuid4().hex)}
 
 

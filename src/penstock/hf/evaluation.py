@@ -84,7 +84,8 @@ class EvaluationSteps(TrainerSteps):
         if prediction_loss_only and now.ahead is not None and now.ahead.waiting and now.ahead.waiting[0] is inputs:
             together = list(takewhile(lambda batch: batch.keys() == inputs.keys(), now.ahead.waiting))
         if not (now.known and now.known[0][0] is inputs):
-            with self._ranks.together():  # as many on each: who had more would wait for items that no other counts
+            # As many on each: who had more would wait for items that no other counts.
+            with self._ranks.together("evaluate"):
                 count = min(self._ranks.gather_objects("batches that are evaluated at once", len(together)))
             together = together[:count]
             results = self.evaluated(together, step, "" if prediction_loss_only else "outputs")

@@ -153,7 +153,7 @@ class PreferenceMixin(ReferenceSteps, TRLMixin):
                 f"{error}"
             ) from error
         columns = self._columns(dataset, name, batch_size)
-        with self._ranks.together():
+        with self._ranks.together("what the reference says"):
             self._ranks.jointly("what the reference says", lambda: _keep(path, {} if self._ranks.rank else columns))
 
     def _columns(self, dataset: Any, name: str, batch_size: int) -> dict[str, torch.Tensor]:

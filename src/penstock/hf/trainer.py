@@ -186,7 +186,7 @@ class EngineMixin(EvaluationSteps):
         asked = self._asked(model)
         ranks = join(joint.mesh_of(self._engine_arguments, int(self.args.world_size), device.type), device)
         try:
-            with ranks.together():
+            with ranks.together("wrap"):
                 if self._resumes is not None:
                     look = partial(checkpoint.look_into, self._resumes, model, asked, ranks.sharing.size)
                     ranks.jointly("checkpoint to go on from", look)
@@ -341,7 +341,7 @@ class EngineMixin(EvaluationSteps):
         assert self.engine is not None  # whose ranks take them
         together = joint.take_together(self._ranks)
         if together:
-            with self._ranks.together():
+            with self._ranks.together("step"):
                 own = list(zip(map(joint.to_tell, batches), weights, range(len(losses)), strict=True))
                 batches, weights, places = zip(*joint.theirs(self._ranks, own), strict=True)
             losses = [losses[place] for place in places]
@@ -353,7 +353,7 @@ class EngineMixin(EvaluationSteps):
         notes: list[Notes] = [notes_of(micro_batch) for micro_batch in micro_batches]
         if not together:
             return notes
-        with self._ranks.together():
+        with self._ranks.together("step"):
             found = [of_spans(of_one) for of_one in joint.given_back(self._ranks, notes, at_once=not way)]
         for note in found:
             note.result = trees.replace(note.result, lambda tensor: tensor.to(self.args.device))
@@ -451,7 +451,7 @@ class EngineMixin(EvaluationSteps):
         self.wait_for_all()
 
     def wait_for_all(self) -> None:
-        with self._ranks.together():
+        with self._ranks.together("save"):
             self._ranks.gather_objects("files of a checkpoint", None)
 
 

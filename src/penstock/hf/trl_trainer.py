@@ -89,7 +89,7 @@ class TRLMixin(Bookkeeping, EngineMixin):
         found = [None if one.books is None else one.books.gathered for one in notes]
         figures = type(self).figures_of
         assert figures is not None, "its loss gathers, which is refused"
-        with self._ranks.together():
+        with self._ranks.together("log"):
             of_ranks = self._ranks.gather_objects("figures for logs", found)
             at_a_time = self.at_a_time(of_ranks) if mode == "train" else list(zip(*of_ranks, strict=True))
             for one, rows in zip(notes, at_a_time, strict=True):

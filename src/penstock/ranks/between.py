@@ -12,6 +12,8 @@ from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
 
+from torch import distributed as dist
+
 from penstock.compat.torch import around_waits
 from penstock.errors import RankError
 from penstock.ranks.watch import Watch
@@ -22,6 +24,16 @@ _SHORTEST, _LONGEST = 1e-4, 2e-3
 """seconds between two looks whether what is waited for is done: the first ones, and those of a long wait"""
 _watches: list[Watch] = []
 """those of this process's engines"""
+_given_up: dict[Any, str] = {}
+"""torch's group of all processes -> why a collective of them, or of some, was given up"""
+
+
+def check_none_given_up() -> None:
+    """Raises:
+    RankError: a collective was given up, for which others may still wait, who would take the next one for it.
+    """
+    if said := _given_up.get(dist.group.WORLD):
+        raise RankError(f"these processes can do nothing together any more, and have to be started again: {said}")
 
 
 def open_watch(watch: Watch) -> None:
@@ -63,7 +75,10 @@ def _watched(work: Any, wait: Callable[[], T]) -> T:
     try:
         future = work.get_future()
     except RuntimeError:  # a message from one rank to another has none
-        return wait()
+        with ExitStack() as elsewhere:
+            for watch in watches:
+                elsewhere.enter_context(watch.calls.elsewhere())
+            return wait()
     try:
         _until_done(future, watches)
         return wait()
@@ -77,10 +92,11 @@ def _until_done(future: Any, watches: list[Watch]) -> None:
     pause = _SHORTEST
     with ExitStack() as waiting:
         for watch in watches:
-            waiting.enter_context(watch.waits())
+            waiting.enter_context(watch.waits_elsewhere())
         while not future.done():  # no callback, which torch might make as the process ends, and then abort it
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
             for watch in watches:
                 if watch.failure is not None:
+                    _given_up[dist.group.WORLD] = str(watch.failure)
                     raise RankError(str(watch.failure))

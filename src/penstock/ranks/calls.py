@@ -1,41 +1,80 @@
-"""Calls of several engines on the same ranks: finds ranks that make them in different orders. Each then waits for the
-other in another call, for ever, and all of them beat.
+"""Calls of engines that all ranks make: finds ranks that wait for each other in different ones, for ever, while all of
+them beat; and who has not come to a call yet.
 
-Calls of a process take turns. So a rank that is in a call which another one has not come to, while that one is in a
-call of another engine which this one has not come to, waits in vain. Each says how many calls it has begun, once there
-are two engines.
+Each rank says with its beat how many calls of an engine it has begun, whether it is in one, and whether it waits
+elsewhere: in a collective of other code, outside of all calls. Two things are certain, if they last:
+
+- Calls of a process take turns. So a rank that is in a call which another one has not come to, while that one is in a
+  call of another engine which this one has not come to, waits in vain.
+- Where each rank of the world is either in a call, or waits elsewhere without having come to that call, nobody is left
+  who could come to anything.
 """
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from penstock.compat.torch import Store
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a rank says of its calls of one engine."""
+
+    begun: int = 0
+    inside: bool = False
+    elsewhere: int = 0
+    """the number of the wait elsewhere that it is in; 0: it is in none"""
+
+    def __str__(self) -> str:
+        return f"{self.begun} {int(self.inside)} {self.elsewhere}"
+
+    @classmethod
+    def of(cls, text: str) -> "Seen":
+        begun, inside, elsewhere = map(int, text.split())
+        return cls(begun=begun, inside=bool(inside), elsewhere=elsewhere)
 
 
 class Calls:
     """The calls of one engine that all its ranks make, as far as they have begun on each."""
 
-    def __init__(self, store: "Store", rank: int, members: Sequence[int]) -> None:
-        """``store``: one that only these ranks use. ``members``: their numbers in torch's group, by rank."""
-        self._store, self._rank, self._members = store, rank, members
-        self._begun, self._depth, self._since = 0, 0, time.monotonic()
-        self._told = ""
-        self._seen: dict[int, tuple[int, bool, float]] = {}
-        """rank -> calls that it has begun, True if it is in one, and since when that is known"""
+    def __init__(self, rank: int, members: Sequence[int], *, world: int) -> None:
+        """``members``: their numbers in torch's group, by rank, of ``world`` processes."""
+        self._rank, self._members, self._are_world = rank, members, len(members) == world
+        self._begun, self._depth, self._waits, self._elsewhere = 0, 0, 0, 0
+        self._since = time.monotonic()
+        self._thread = threading.get_ident()
+        self.name = _NONE
+        """what this rank calls"""
+        self._seen: dict[int, tuple[Seen, float]] = {}
+        """rank -> what it has said last, and since when"""
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self, name: str) -> Iterator[None]:
         """Within: a call that all ranks make, or a part of one."""
         if not self._depth:
-            self._begun, self._since = self._begun + 1, time.monotonic()
+            self._begun, self._since, self.name = self._begun + 1, time.monotonic(), name
+            self._thread = threading.get_ident()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
+            if not self._depth:
+                self.name = _NONE
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Within: this thread waits for other processes in a collective of other code."""
+        if self._depth or threading.get_ident() != self._thread:  # who makes the calls can make them meanwhile
+            yield
+            return
+        self._waits += 1
+        self._elsewhere = self._waits
+        try:
+            yield
+        finally:
+            self._elsewhere = 0
 
     def open(self) -> None:
         """From now on there is this engine, too."""
@@ -45,41 +84,62 @@ class Calls:
         if self in _open:
             _open.remove(self)
 
-    def exchange(self) -> None:
-        """Tell the others of this rank's calls, and look at theirs; nothing where there is no other engine."""
-        if len(_open) < 2:
-            return
-        now, said = time.monotonic(), f"{self._begun} {int(self._depth > 0)}"
-        if said != self._told:
-            self._store.set(f"calls/{self._rank}", said)
-            self._told = said
-        for other in range(len(self._members)):
-            key = f"calls/{other}"
-            if other == self._rank or not self._store.check([key]):
-                continue
-            begun, inside = map(int, self._store.get(key).decode().split())
-            if self._seen.get(other, (0, False, 0.0))[:2] != (begun, bool(inside)):
-                self._seen[other] = begun, bool(inside), now
+    @property
+    def own(self) -> Seen:
+        """What this rank says."""
+        return Seen(begun=self._begun, inside=self._depth > 0, elsewhere=self._elsewhere)
+
+    def hear(self, other: int, seen: Seen) -> None:
+        """Note what another rank says."""
+        if other not in self._seen or self._seen[other][0] != seen:
+            self._seen[other] = seen, time.monotonic()
+
+    def move_on(self, seconds: float) -> None:
+        """Leave out of all times that this process was stopped for so long."""
+        self._since += seconds
+        self._seen = {other: (seen, since + seconds) for other, (seen, since) in self._seen.items()}
 
     def crossed(self, longer_than: float) -> int | None:
-        """The rank that this one waits for in vain, for so many seconds already; None: there is none."""
-        now = time.monotonic()
-        if not self._depth or now - self._since < longer_than:
+        """The rank that this one waits for in vain, as it waits in a call of another engine, for so many seconds
+        already; None: there is none."""
+        until = time.monotonic() - longer_than
+        if not self._depth or self._since > until:
             return None
         others = [calls for calls in list(_open) if calls is not self]
-        for rank, (begun, _, _) in list(self._seen.items()):
-            number = self._members[rank]
-            if begun < self._begun and any(calls._waits_for_us(number, now - longer_than) for calls in others):
+        for rank in self.missing():
+            if any(calls._waits_for_us(self._members[rank], until) for calls in others):
                 return rank
         return None
+
+    def stuck(self, longer_than: float) -> list[int]:
+        """The ranks that this one, and who else is in its call, wait for in vain, as all of those wait elsewhere, for
+        so many seconds already."""
+        until = time.monotonic() - longer_than
+        if not (self._depth and self._are_world and self._since < until and len(self._seen) == len(self._members) - 1):
+            return []
+        missing = self.missing()
+        for rank, (seen, since) in self._seen.items():
+            if since > until or not (seen.elsewhere if rank in missing else seen.inside):
+                return []
+        return missing
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come to the call that this one is in."""
+        return [rank for rank, (seen, _) in sorted(self._seen.items()) if self._depth and seen.begun < self._begun]
+
+    @property
+    def lasts(self) -> float:
+        """Seconds since this rank's last call has begun."""
+        return time.monotonic() - self._since
 
     def _waits_for_us(self, number: int, until: float) -> bool:
         """True if a rank, by its number in torch's group, is in a call that this process has not come to."""
         if number not in self._members:
             return False
-        begun, inside, since = self._seen.get(self._members.index(number), (0, False, 0.0))
-        return inside and begun > self._begun and since < until
+        seen, since = self._seen.get(self._members.index(number), (Seen(), 0.0))
+        return seen.inside and seen.begun > self._begun and since < until
 
 
+_NONE = "no call"
 _open: list[Calls] = []
 """those of this process's engines"""

@@ -232,8 +232,8 @@ class Ranks:
         """Tell those who wait for this rank that it cannot go on, and why."""
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Make an error within the context fail on all ranks.
+    def together(self, call: str) -> Iterator[None]:
+        """Make an error within the context fail on all ranks. ``call``: what all of them call, for people.
 
         Raises:
             RankError: another rank has failed.

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
+from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -20,11 +21,12 @@ from penstock.compat.torch import store_of
 from penstock.errors import ConfigError, RankError
 from penstock.ranks import levels
 from penstock.ranks.axes import Axes, axes_of
-from penstock.ranks.between import close_watch, open_watch
+from penstock.ranks.between import check_none_given_up, close_watch, open_watch
 from penstock.ranks.calls import Calls
 from penstock.ranks.group import ALONE, Ranks
+from penstock.ranks.left import Left
 from penstock.ranks.waiting import LOOK, Beside, beside
-from penstock.ranks.watch import Place, Watch, host_count
+from penstock.ranks.watch import LONG, Place, Watch, host_count, log
 from penstock.schedule.mesh import is_branch
 
 T = TypeVar("T")
@@ -39,25 +41,32 @@ _FEW = 3.0
 _PATIENCE = timedelta(days=7)
 """Patience of a rank with others that prepare data, or load a model; one that is gone is noticed at once."""
 
+_WAITS_IN_WRAP = "rank %d has waited in wrap for %.0f s, and goes on waiting: all ranks of its mesh make this call"
+
 
 class Telling(Ranks):
     """One of several ranks that tell each other things."""
 
+    @property
+    def in_call(self) -> str:
+        """What this rank calls, as it may say to people."""
+        raise NotImplementedError
+
     def gather_objects(self, what: str, value: T) -> list[T]:
-        text = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(pickle.dumps((what, self.in_call, value))), dtype=torch.uint8)
         sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         self._gather_control(sizes, torch.tensor([text.numel()], device="cpu"))
         longest = int(sizes.max())
         texts = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
         self._gather_control(texts.view(-1), torch.nn.functional.pad(text, (0, longest - text.numel())))
         found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(texts, sizes.tolist(), strict=True)]
-        for other, (theirs, _) in enumerate(found):
+        for other, (theirs, call, _) in enumerate(found):
             if theirs != what:
                 raise RankError(
-                    f"rank {self.number_of(other)} tells its {theirs} where rank {self.number_of(self.rank)} tells its "
-                    f"{what}: give all ranks the same calls, in the same order"
+                    f"rank {self.number_of(other)} tells its {theirs} in {call} where rank {self.number_of(self.rank)} "
+                    f"tells its {what} in {self.in_call}: give all ranks the same calls, in the same order"
                 )
-        return [said for _, said in found]
+        return [said for *_, said in found]
 
     def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """``gather`` of what they tell, in host memory."""
@@ -70,6 +79,7 @@ class Together(Telling):
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         """All ranks of the mesh come here."""
         global _made
+        check_none_given_up()
         axes = axes_of(mesh)
         members = axes.members
         self.rank, self.size, self.copies = members.index(dist.get_rank()), len(members), axes.copies
@@ -82,9 +92,12 @@ class Together(Telling):
         self._on_device: list[dist.ProcessGroup] = []
         """process groups of what is queued on the device"""
         self._giving_up = threading.Lock()
-        self._left = _Left.of(mesh, device)
+        self._left = Left.of(mesh, device)
         try:
-            found = _told(mesh, (Place.here(), _made, self._left.numbers))
+            with _said_if_long(self.rank):
+                found = _told(mesh, (Place.here(), _made, self._left.numbers))
+        except RankError:  # of an engine that is there already
+            raise
         except RuntimeError as error:  # whoever waits for it is told at once that a rank is dead
             raise RankError(f"another rank was gone before all had joined: {error}") from error
         self._number = _made = max(made for _, made, _ in found) + 1
@@ -94,7 +107,7 @@ class Together(Telling):
         places = [place for place, _, _ in found]
         self.hosts = host_count(places)
         store = store_of(f"penstock/{'-'.join(map(str, members))}/{_made}")
-        self._calls = Calls(store, self.rank, members)
+        self._calls = Calls(self.rank, members, world=dist.get_world_size())
         self._watch = Watch(store, self.rank, places, self._calls)
         self._members, self._device = members, device
         try:
@@ -149,9 +162,13 @@ class Together(Telling):
     def of_sequence(self) -> Ranks:
         return self._of_sequence or ALONE
 
+    @property
+    def in_call(self) -> str:
+        return self._calls.name
+
     @contextmanager
-    def together(self) -> Iterator[None]:
-        with self._calls.call(), super().together():
+    def together(self, call: str) -> Iterator[None]:
+        with self._calls.call(call), super().together(call):
             yield
 
     def beside(self) -> Ranks:
@@ -355,6 +372,10 @@ class Some(Telling):
     def number_of(self, rank: int) -> int:
         return self._numbers[rank]
 
+    @property
+    def in_call(self) -> str:
+        return self._all.in_call
+
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         self._all.send(tensor, self._numbers[peer])
 
@@ -431,6 +452,18 @@ def _wait_for(works: Sequence[Any]) -> None:
         work.wait()
 
 
+@contextmanager
+def _said_if_long(rank: int) -> Iterator[None]:
+    """Until all ranks are in ``wrap``, nobody knows who is missing."""
+    said = threading.Timer(LONG, partial(log.warning, _WAITS_IN_WRAP, rank, LONG))
+    said.daemon = True
+    said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
+
+
 def _told(mesh: DeviceMesh, value: T) -> list[T]:
     """The values of all ranks of a mesh, by rank."""
     found: list[Any] = [value]
@@ -440,37 +473,6 @@ def _told(mesh: DeviceMesh, value: T) -> list[T]:
         dist.all_gather_object(gathered, found, group=group)
         found = [one for along in gathered for one in along]
     return found
-
-
-class _Left:
-    """Process groups that closed engines have left, of one kind of ranks, for the next one of that kind: torch gives
-    the name of a group that is destroyed to another one, which would find the old one's addresses."""
-
-    _of_kinds: ClassVar[dict[str, "_Left"]] = {}
-
-    def __init__(self) -> None:
-        self._world: Any = None
-        self._groups: dict[int, list[dist.ProcessGroup]] = {}
-
-    @staticmethod
-    def of(mesh: DeviceMesh, device: torch.device) -> "_Left":
-        found = _Left._of_kinds.setdefault(f"{axes_of(mesh)} on {device}", _Left())
-        if found._world is not dist.group.WORLD:  # torch's groups were made anew
-            found._world, found._groups = dist.group.WORLD, {}
-        return found
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of the ``Together`` whose groups are there."""
-        return tuple(self._groups)
-
-    def taken(self, numbers: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
-        """The groups of one that all ranks have. ``numbers``: of each rank."""
-        common = set(numbers[0]).intersection(*numbers)
-        return self._groups.pop(max(common)) if common else []
-
-    def put(self, number: int, groups: list[dist.ProcessGroup]) -> None:
-        self._groups[number] = groups
 
 
 _made = 0

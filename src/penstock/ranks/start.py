@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,8 +58,12 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
     missing = [name for name in _GIVEN if name not in os.environ]
     if missing:
         raise ConfigError(f"{missing[0]} is not set: start this with torchrun --nproc-per-node N")
-    rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    here, hosts = int(os.environ.get("LOCAL_WORLD_SIZE", size)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    size = _number("WORLD_SIZE", range(1, sys.maxsize))
+    rank, local = _number("RANK", range(size)), _number("LOCAL_RANK", range(size))
+    here, hosts = (
+        _number(name, range(1, size + 1), n) for name, n in (("LOCAL_WORLD_SIZE", size), ("GROUP_WORLD_SIZE", 1))
+    )
+    _number("MASTER_PORT", range(1, 1 << 16))
     if here * hosts != size:
         raise ConfigError(
             f"{size} processes on {hosts} hosts, of which {here} are on this one: start as many on each "
@@ -94,6 +99,15 @@ def torchrun_mesh(device: str | None = None, *, copies: int = 1, pp: int | None 
     names += (SHARD,) if names in ((), (REPLICATE,)) else ()
     with _joining(size):
         return init_device_mesh(kind, tuple(axes[name] for name in names), mesh_dim_names=names)
+
+
+def _number(name: str, among: range, default: int = 0) -> int:
+    """A number of the environment, which ``torchrun`` sets."""
+    said = os.environ.get(name, str(default))
+    if not said.isdecimal() or int(said) not in among:
+        what = f"a number from {among.start}" + (f" to {among.stop - 1}" if among.stop < sys.maxsize else "")
+        raise ConfigError(f"{name}={said!r} in the environment is not {what}: leave it to torchrun to set it")
+    return int(said)
 
 
 @contextmanager

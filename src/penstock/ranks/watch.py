@@ -6,6 +6,7 @@ that is cut off is missed by nobody's connections for a quarter of an hour: on t
 and on itself all of that store, which it waits for no longer than it would for a beat.
 """
 
+import logging
 import math
 import os
 import socket
@@ -20,10 +21,12 @@ from typing import TYPE_CHECKING
 from torch import distributed as dist
 
 from penstock.errors import ConfigError, RankError
-from penstock.ranks.calls import Calls
+from penstock.ranks.calls import Calls, Seen
 
 if TYPE_CHECKING:
     from penstock.compat.torch import Store
+
+log = logging.getLogger("penstock")
 
 EVERY = 0.25
 """seconds from one beat, and one look at the others, to the next"""
@@ -31,6 +34,8 @@ _AT_THE_END = 0.02
 """seconds from one look to the next while this rank waits for the others to end"""
 SILENT = 8.0
 """seconds without a beat after which a rank counts as hung"""
+LONG = 30.0
+"""seconds after which it is said who has not come to a call; again after twice as many, and so on"""
 _DEAF = 8.0
 """seconds without an answer of the store after which this rank counts as cut off"""
 _LAST = 1.0
@@ -103,7 +108,7 @@ class Watch:
         by rank; ``calls``: those that they make together."""
         self._store = store
         self._rank = rank
-        self._calls = calls
+        self.calls = calls
         self._places = places
         self._several_hosts = len({place.host for place in places}) > 1
         self._store_is_at = os.environ.get("MASTER_ADDR", "localhost")
@@ -121,6 +126,8 @@ class Watch:
         self._ended: dict[int, float] = {}
         self._waits: dict[int, float] = {}
         """thread -> when it began to wait for what all ranks do together"""
+        self._said: tuple[int, float] = 0, 0.0
+        """the call of which it was said last that ranks are missing, and how long it had lasted"""
         self._over = threading.Event()
         self._ends = False
         self._next = threading.Event()
@@ -153,6 +160,12 @@ class Watch:
             yield
         finally:
             del self._waits[threading.get_ident()]
+
+    @contextmanager
+    def waits_elsewhere(self) -> Iterator[None]:
+        """Within, this rank waits for others in a collective of other code."""
+        with self.calls.elsewhere(), self.waits():
+            yield
 
     @property
     def is_waiting(self) -> bool:
@@ -218,7 +231,7 @@ class Watch:
 
     def _beat(self) -> None:
         self._count += 1
-        self._store.set(f"beat/{self._rank}", str(self._count))
+        self._store.set(f"beat/{self._rank}", f"{self._count} {self.calls.own}")
 
     def _work(self) -> None:
         while True:
@@ -229,13 +242,13 @@ class Watch:
             self._asked = time.monotonic()
             try:
                 self._beat()
-                self._calls.exchange()
                 found = self._look()
             except (RuntimeError, dist.DistError) as error:
                 found = None if self._over.is_set() else RankError(f"{self._where_the_store_is()} is gone: {error}")
             if found is not None:
                 self._set(found, tell=False)
                 return
+            self._say_who_is_missing()
             self._asked, self._answered = None, time.monotonic()
             with self._looked:
                 self._looked.notify_all()
@@ -245,15 +258,11 @@ class Watch:
         seconds, self._looks = now - self._looks - 4 * EVERY, now
         if seconds > 0:
             self._seen = {other: (beat, since + seconds) for other, (beat, since) in self._seen.items()}
+            self.calls.move_on(seconds)
 
     def _look(self) -> RankError | None:
         if self._store.check(["failed"]):
             return RankError(self._store.get("failed").decode())
-        if (other := self._calls.crossed(SILENT)) is not None:
-            return RankError(
-                f"{self._named(other)} waits for this rank in a call of another engine, and this one waits for it "
-                "in one of this engine: make the calls of engines (steps, saves, close) in the same order on all ranks"
-            )
         now = time.monotonic()
         self._begin_to_look(now)
         ended = [other for other in self._others if self._store.check([f"ended/{other}"])]
@@ -272,9 +281,40 @@ class Watch:
             beat = self._store.get(f"beat/{other}") if begun else b""
             if beat != self._seen[other][0]:
                 self._seen[other] = beat, now
+                self.calls.hear(other, Seen.of(beat.decode().partition(" ")[2]))
             elif now - since > SILENT:
                 return RankError(f"{self._named(other)} has not answered for {SILENT:.0f} s")
+        return self._look_at_calls()
+
+    def _look_at_calls(self) -> RankError | None:
+        if (other := self.calls.crossed(SILENT)) is not None:
+            return RankError(
+                f"{self._named(other)} waits for this rank in a call of another engine, and this one waits for it "
+                "in one of this engine: make the calls of engines (steps, saves, close) in the same order on all ranks"
+            )
+        if stuck := self.calls.stuck(SILENT):
+            found = RankError(
+                f"{self._named(self._rank)} waits in {self.calls.name} for {self._all_named(stuck)}, and there it is "
+                "waited for outside of the engine, as in a barrier or in wrap: have all ranks make every call of the "
+                "engine, none within `if rank == 0`"
+            )
+            self._store.compare_set("failed", "", str(found))  # the others are in no call, and cannot find it
+            return found
         return None
+
+    def _say_who_is_missing(self) -> None:
+        """A rank may well compute for long before it comes to a call; or it never does."""
+        call, lasts, missing = self.calls.own.begun, self.calls.lasts, self.calls.missing()
+        told = self._said[1] if self._said[0] == call else 0.0
+        if missing and self._waits and lasts > max(LONG, 2 * told):
+            self._said = call, lasts
+            log.warning(
+                "%s has waited in %s for %.0f s, and goes on waiting, for %s: all ranks make every call of an engine",
+                self._named(self._rank),
+                self.calls.name,
+                lasts,
+                self._all_named(missing),
+            )
 
     def _where_the_store_is(self) -> str:
         if not self._several_hosts:
@@ -283,6 +323,9 @@ class Watch:
 
     def _named(self, rank: int) -> str:
         return f"rank {rank}" + (f" on host {self._places[rank].name}" if self._several_hosts else "")
+
+    def _all_named(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self._named(rank) for rank in ranks)
 
     def _is_gone(self, other: int) -> bool:
         """True if another rank's process was on this host, and is no more."""

@@ -114,7 +114,7 @@ class Commits:
             raise
 
     def _open(self, layout: Layout, model: dict[str, Any]) -> tuple[Store, Progress | None]:
-        with self.ranks.together():
+        with self.ranks.together("wrap"):
             paths, stores = self._budget.disk_paths, self._settled()
             facts = facts_of(paths) if store_exists(paths) else None
             if facts is not None and facts.unfit is not None:
@@ -432,7 +432,7 @@ class Commits:
             self.slots.committed()  # no commit promises anything: a step may overwrite what the one before it had read
 
     def _commit(self, progress: Progress, *, whole: bool) -> None:
-        with self.ranks.together():
+        with self.ranks.together("commit"):
             self._record(progress, self.ranks, whole=whole)
 
     def _record(self, progress: Progress, ranks: Ranks, *, whole: bool) -> None:
@@ -466,7 +466,7 @@ class Commits:
     def settle(self, progress: Progress) -> None:
         """Bring what is in memory to disk, and commit it; of several ranks of which one has failed, nothing."""
         if self.store is not None and self.ranks.failure is None:
-            with self.ranks.together():
+            with self.ranks.together("close"):
                 self.arrays.to_disk()
                 self.write_buffers()
                 self._commit(progress, whole=True)

@@ -37,7 +37,7 @@ class SharedArrays:
         """
         part = self._parts[names[0]]
         group, per = self._groups[part.group], part.per
-        with self._ranks.together():
+        with self._ranks.together("a read of values"):
             self._ranks.agree("values to read", (tuple(names), offset, flat.numel()))
             for piece in self._share.pieces(group, offset, flat.numel() * per):
                 into = flat[piece.first // per : (piece.first + piece.numel) // per]

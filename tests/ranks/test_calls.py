@@ -1,0 +1,89 @@
+"""A call of an engine that one rank makes alone, as within ``if rank == 0``, is an error where nobody is left who could
+come to it; where somebody may, it is said who is waited for.
+"""
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import RankError
+from penstock.ranks import watch
+from penstock.ranks.calls import Calls, Seen
+from tests.models import PLAIN
+from tests.patience import until
+from tests.ranks.worlds import World
+from tests.training import budget, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+COMPUTES, WAITS, CALLS = Seen(begun=1), Seen(begun=1, elsewhere=3), Seen(begun=2, inside=True)
+
+
+@pytest.mark.parametrize(
+    ("others", "world", "missing", "stuck"),
+    [
+        ([WAITS, WAITS], 3, [1, 2], [1, 2]),
+        ([CALLS, WAITS], 3, [2], [2]),
+        ([COMPUTES, WAITS], 3, [1, 2], []),  # the first may come, to both
+        ([Seen(begun=2), WAITS], 3, [2], []),  # it has come, and computes what the other one waits for
+        ([CALLS, CALLS], 3, [], []),
+        ([WAITS, WAITS], 4, [1, 2], []),  # they may wait for one that is not of the engine
+        ([WAITS], 3, [1], []),  # of one nothing was heard yet
+    ],
+)
+def test_only_who_waits_for_nobody_that_could_come_waits_in_vain(
+    others: list[Seen], world: int, missing: list[int], stuck: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    calls = Calls(0, range(min(world, 3)), world=world)
+    with calls.call("step"), calls.elsewhere():
+        assert calls.own == Seen(begun=1, inside=True)
+    with calls.call("save"):
+        for rank, seen in enumerate(others, start=1):
+            calls.hear(rank, Seen.of(str(seen)))
+        now = 9.0
+        assert (calls.name, calls.missing(), calls.stuck(8.0), calls.stuck(10.0)) == ("save", missing, stuck, [])
+        for other in (Seen(begun=1, elsewhere=4), WAITS):  # another wait than before: it goes on
+            calls.hear(len(others), other)
+            assert calls.stuck(8.0) == []
+        calls.move_on(3.0)
+        now = 19.0
+        assert calls.stuck(8.0) == []
+    assert (calls.missing(), calls.stuck(-1.0)) == ([], [])
+
+
+def alone(mesh: DeviceMesh, path: Path) -> None:
+    """The first rank is told of the other one while it waits for it; then both wait in vain. The other one has given
+    up a collective by then."""
+    watch.SILENT, watch.LONG = 2.0, 0.5
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+    ended = path.parent / "ended"
+    with wrap(PLAIN, budget(None), mesh=mesh) as engine:
+        try:
+            engine.save(path) if mesh.get_rank() == 0 else dist.barrier()
+        except RankError:
+            if mesh.get_rank() == 0:
+                (path.parent / "said").write_text("\n".join(said))
+            else:
+                with pytest.raises(RankError, match="have to be started again: rank 0 waits in save"):
+                    wrap(PLAIN, budget(None), mesh=mesh)
+                ended.touch()
+            until(ended.exists)  # a process that ends ends the other's barrier
+            raise
+
+
+def test_a_call_of_one_rank_alone_is_said_on_all_who_wait_for_each_other(tmp_path: Path) -> None:
+    for f in World(2, alone, tmp_path / "snapshot").outcomes():
+        assert f.kind == "RankError"
+        assert "rank 0 waits in save for rank 1, and there it is waited for outside of the engine" in f.said
+    said = (tmp_path / "said").read_text()
+    assert "rank 0 has waited in save for" in said
+    assert "and goes on waiting, for rank 1: all ranks make every call" in said
