@@ -1,4 +1,5 @@
-"""Between steps a model's parameters are placeholders, wherever their weights are, and what is put there is refused."""
+"""Between steps a model's parameters are placeholders, wherever their weights are, and what is put there is refused; so
+is a model that is another one then."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,15 @@ def clamp_one_number(model: Any) -> None:
     model.scale.data.fill_(0.5)
 
 
+def give_gradient(model: Any) -> None:
+    model.head.weight.grad = torch.ones(WIDTH, WIDTH)
+
+
+def replace_forward_of_class(model: Any) -> None:
+    for layer in model.layers:
+        layer.__class__ = type("Other", (Block,), {"forward": lambda self, x: 2 * Block.forward(self, x)})
+
+
 OTHER = "was given other data between steps"
 WRITTEN = "was written to in place between steps"
 
@@ -58,7 +68,16 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "one number": (clamp_one_number, f"'scale', or another that moves with it, {WRITTEN}"),
     "double": (lambda model: model.double(), f"'scale' {OTHER}"),
     "half a block": (lambda model: model.layers[1].half(), f"'layers.1.linear.weight' {OTHER}"),
+    "gradient": (give_gradient, "'head.weight' was given a gradient between steps"),
+    "gradient of a sum": (
+        lambda model: torch.stack([p.sum() for p in model.parameters()]).sum().backward(),
+        "'scale' was given a gradient between steps",
+    ),
     "empty": (lambda model: model.to_empty(device="cpu"), f"'head.weight' {OTHER}"),
+}
+OF_MODULES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "forward of a class": (replace_forward_of_class, "the forward of block 'layers.0' was replaced after wrap"),
+    "compiled": (lambda model: model.compile(backend="eager"), "the model has been compiled by its compile"),
 }
 
 
@@ -79,15 +98,18 @@ def wrapped(places: dict[str, Any], tmp_path: Path) -> penstock.Engine:
 MICRO_BATCHES = [{"x": torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)}]
 
 
-@pytest.mark.parametrize("places", [{}, {"disk": True}], ids=["in memory", "on disk"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_values_that_are_given_to_parameters_are_refused(name: str, places: dict[str, Any], tmp_path: Path) -> None:
-    change, message = CHANGES[name]
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [(name, {"disk": True}) for name in CHANGES | OF_MODULES] + [(name, {}) for name in CHANGES],
+    ids=lambda value: value if isinstance(value, str) else "on disk" if value else "in memory",
+)
+def test_what_is_given_to_a_model_is_refused(name: str, places: dict[str, Any], tmp_path: Path) -> None:
+    change, message = (CHANGES | OF_MODULES)[name]
     with wrapped(places, tmp_path) as engine:
         engine.step(MICRO_BATCHES)
         before = {name: value.clone() for name, value in engine.master_parameters()}
         change(engine.model)
-        for call in (engine.step, engine.evaluate, engine.prepare):
+        for call in (engine.step, engine.evaluate, *((engine.prepare,) if name in CHANGES else ())):
             with pytest.raises(ModelError, match=message):
                 call(MICRO_BATCHES)
         assert engine.step_count == 1

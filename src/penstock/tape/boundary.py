@@ -28,6 +28,7 @@ class Boundary:
     def __init__(self, site: Site, doing: Doing) -> None:
         self._site = site
         self._doing = doing
+        self.of_class = type(site.module).forward
         self.__wrapped__ = site.forward  # what inspect.signature looks at
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +66,8 @@ def remove(site: Site, replaced: dict[str, Any]) -> None:
 
 
 def check_installed(site: Site) -> None:
-    if not isinstance(vars(site.module).get("forward"), Boundary):
+    boundary = vars(site.module).get("forward")
+    if not isinstance(boundary, Boundary) or boundary.of_class is not type(site.module).forward:
         raise ModelError(
             f"the forward of block {site.name!r} was replaced after wrap(): replace it before, and wrap the model again"
         )
