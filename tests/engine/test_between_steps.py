@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.errors import ModelError
+from penstock.errors import ConfigError, ModelError
 from tests.training import budget
 
 WIDTH = 8
@@ -81,17 +81,17 @@ OF_MODULES: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-def wrapped(places: dict[str, Any], tmp_path: Path) -> penstock.Engine:
+def wrapped(places: dict[str, Any], tmp_path: Path, **settings: Any) -> penstock.Engine:
     torch.manual_seed(0)
     where = budget(tmp_path / "store") if places else budget(None)
     return penstock.wrap(
         Model(),
         budget=where,
         optimizer=penstock.AdamW(lr=1e-2),
-        loss_fn=lambda model, micro_batch: model(**micro_batch),
         precision="fp32",
         device="cpu",
         plan=None,
+        **{"loss_fn": lambda model, micro_batch: model(**micro_batch)} | settings,
     )
 
 
@@ -122,3 +122,30 @@ def test_what_is_read_between_steps_is_a_placeholder_wherever_weights_are(tmp_pa
         engine.step(MICRO_BATCHES)
         engine.evaluate(MICRO_BATCHES)
         assert all(bool(parameter.isnan().all()) for parameter in engine.model.parameters())
+
+
+@pytest.mark.parametrize("places", [{}, {"disk": True}], ids=["in memory", "on disk"])
+def test_values_are_those_of_the_last_step_whenever_they_are_read(places: dict[str, Any], tmp_path: Path) -> None:
+    """A step that leaves chunks to the next one included."""
+    within: list[Any] = []
+
+    def loss_fn(model: Any, micro_batch: Any) -> torch.Tensor:
+        if within:
+            with pytest.raises(ConfigError, match="within a call"):
+                within.pop().parameter("scale")
+        return model(**micro_batch)
+
+    with wrapped({}, tmp_path) as plain, wrapped(places, tmp_path, delay=0.5, loss_fn=loss_fn) as engine:
+        engine.step(MICRO_BATCHES)
+        values, reading = engine.values(), engine.master_parameters()
+        next(reading)
+        within.append(values)
+        for _ in range(2):
+            plain.step(MICRO_BATCHES)
+        engine.step(MICRO_BATCHES)
+        assert not within
+        wanted = dict(plain.master_parameters())
+        assert all(torch.equal(values.parameter(name), wanted[name]) for name in values.parameters)
+        assert all(torch.equal(value, wanted[name]) for name, value in reading)
+    with pytest.raises(ConfigError, match="this engine is closed"):
+        values.parameter("scale")
