@@ -1,4 +1,5 @@
-"""Between steps a model's parameters are placeholders, wherever their weights are, and what is put there is refused."""
+"""Between steps a model's parameters are placeholders, wherever their weights are, and what is put there is refused; so
+is a model that is another one then."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.errors import ModelError
+from penstock.errors import ConfigError, ModelError
 from tests.training import budget
 
 WIDTH = 8
@@ -49,6 +50,15 @@ def clamp_one_number(model: Any) -> None:
     model.scale.data.fill_(0.5)
 
 
+def give_gradient(model: Any) -> None:
+    model.head.weight.grad = torch.ones(WIDTH, WIDTH)
+
+
+def replace_forward_of_class(model: Any) -> None:
+    for layer in model.layers:
+        layer.__class__ = type("Other", (Block,), {"forward": lambda self, x: 2 * Block.forward(self, x)})
+
+
 OTHER = "was given other data between steps"
 WRITTEN = "was written to in place between steps"
 
@@ -58,36 +68,48 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "one number": (clamp_one_number, f"'scale', or another that moves with it, {WRITTEN}"),
     "double": (lambda model: model.double(), f"'scale' {OTHER}"),
     "half a block": (lambda model: model.layers[1].half(), f"'layers.1.linear.weight' {OTHER}"),
+    "gradient": (give_gradient, "'head.weight' was given a gradient between steps"),
+    "gradient of a sum": (
+        lambda model: torch.stack([p.sum() for p in model.parameters()]).sum().backward(),
+        "'scale' was given a gradient between steps",
+    ),
     "empty": (lambda model: model.to_empty(device="cpu"), f"'head.weight' {OTHER}"),
+}
+OF_MODULES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "forward of a class": (replace_forward_of_class, "the forward of block 'layers.0' was replaced after wrap"),
+    "compiled": (lambda model: model.compile(backend="eager"), "the model has been compiled by its compile"),
 }
 
 
-def wrapped(places: dict[str, Any], tmp_path: Path) -> penstock.Engine:
+def wrapped(places: dict[str, Any], tmp_path: Path, **settings: Any) -> penstock.Engine:
     torch.manual_seed(0)
     where = budget(tmp_path / "store") if places else budget(None)
     return penstock.wrap(
         Model(),
         budget=where,
         optimizer=penstock.AdamW(lr=1e-2),
-        loss_fn=lambda model, micro_batch: model(**micro_batch),
         precision="fp32",
         device="cpu",
         plan=None,
+        **{"loss_fn": lambda model, micro_batch: model(**micro_batch)} | settings,
     )
 
 
 MICRO_BATCHES = [{"x": torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)}]
 
 
-@pytest.mark.parametrize("places", [{}, {"disk": True}], ids=["in memory", "on disk"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_values_that_are_given_to_parameters_are_refused(name: str, places: dict[str, Any], tmp_path: Path) -> None:
-    change, message = CHANGES[name]
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [(name, {"disk": True}) for name in CHANGES | OF_MODULES] + [(name, {}) for name in CHANGES],
+    ids=lambda value: value if isinstance(value, str) else "on disk" if value else "in memory",
+)
+def test_what_is_given_to_a_model_is_refused(name: str, places: dict[str, Any], tmp_path: Path) -> None:
+    change, message = (CHANGES | OF_MODULES)[name]
     with wrapped(places, tmp_path) as engine:
         engine.step(MICRO_BATCHES)
         before = {name: value.clone() for name, value in engine.master_parameters()}
         change(engine.model)
-        for call in (engine.step, engine.evaluate, engine.prepare):
+        for call in (engine.step, engine.evaluate, *((engine.prepare,) if name in CHANGES else ())):
             with pytest.raises(ModelError, match=message):
                 call(MICRO_BATCHES)
         assert engine.step_count == 1
@@ -100,3 +122,30 @@ def test_what_is_read_between_steps_is_a_placeholder_wherever_weights_are(tmp_pa
         engine.step(MICRO_BATCHES)
         engine.evaluate(MICRO_BATCHES)
         assert all(bool(parameter.isnan().all()) for parameter in engine.model.parameters())
+
+
+@pytest.mark.parametrize("places", [{}, {"disk": True}], ids=["in memory", "on disk"])
+def test_values_are_those_of_the_last_step_whenever_they_are_read(places: dict[str, Any], tmp_path: Path) -> None:
+    """A step that leaves chunks to the next one included."""
+    within: list[Any] = []
+
+    def loss_fn(model: Any, micro_batch: Any) -> torch.Tensor:
+        if within:
+            with pytest.raises(ConfigError, match="within a call"):
+                within.pop().parameter("scale")
+        return model(**micro_batch)
+
+    with wrapped({}, tmp_path) as plain, wrapped(places, tmp_path, delay=0.5, loss_fn=loss_fn) as engine:
+        engine.step(MICRO_BATCHES)
+        values, reading = engine.values(), engine.master_parameters()
+        next(reading)
+        within.append(values)
+        for _ in range(2):
+            plain.step(MICRO_BATCHES)
+        engine.step(MICRO_BATCHES)
+        assert not within
+        wanted = dict(plain.master_parameters())
+        assert all(torch.equal(values.parameter(name), wanted[name]) for name in values.parameters)
+        assert all(torch.equal(value, wanted[name]) for name, value in reading)
+    with pytest.raises(ConfigError, match="this engine is closed"):
+        values.parameter("scale")

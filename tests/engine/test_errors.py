@@ -72,10 +72,20 @@ def test_settings_that_mean_nothing(settings: dict[str, Any], message: str, tmp_
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_batch_norm_that_torch_cannot_compute_on_a_processor_is_named(precision: Precision) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(ConfigError, match=rf"precision='{precision}': 1 is a batch norm, .*: give precision='fp32'"):
+@pytest.mark.parametrize(
+    ("precision", "dtype", "way_out"),
+    [
+        ("bf16", torch.float32, "give precision='fp32'"),
+        ("fp16", torch.float32, "give precision='fp32'"),
+        ("fp32", torch.bfloat16, r"call model.float\(\) and give precision='fp32'"),
+        ("fp32", torch.float64, r"call model.float\(\) and give precision='fp32'"),
+    ],
+)
+def test_a_batch_norm_that_torch_cannot_compute_on_a_processor_is_named(
+    precision: Precision, dtype: torch.dtype, way_out: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(dtype)
+    with pytest.raises(ConfigError, match=rf"precision='{precision}': 1 is a batch norm, .*: {way_out}"):
         penstock.wrap(
             model,
             optimizer=penstock.AdamW(lr=1e-3),

@@ -49,6 +49,21 @@ def misuse_outputs_of_the_step_before() -> None:
     fabric.backward(model(**batch()).loss + (output.logits**2).mean())
 
 
+def misuse_a_call_from_before_the_step() -> None:
+    fabric, model, optimizer = set_up()
+    early = model(**batch()).loss
+    fabric.backward(model(**batch()).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    fabric.backward(early)
+
+
+def misuse_loading_before_the_step() -> None:
+    fabric, model, optimizer = set_up()
+    fabric.backward(model(**batch()).loss)
+    fabric.load("never-read", {"model": model, "optimizer": optimizer})
+
+
 def misuse_saving_onto_a_file() -> None:
     fabric, model, optimizer = set_up()
     fabric.save(__file__, {"model": model, "optimizer": optimizer})
@@ -227,6 +242,8 @@ MISUSES = {
     misuse_gradients_of_a_part: "zero_grad\\(\\) of a part of the model cannot be honoured",
     misuse_a_loss_twice: "a step was taken with already.*call the model again",
     misuse_outputs_of_the_step_before: "a step was taken with already.*call the model again",
+    misuse_a_call_from_before_the_step: r"before the last optimizer.step\(\).*call the model again",
+    misuse_loading_before_the_step: r"take the step before, or drop them by optimizer.zero_grad",
     misuse_saving_onto_a_file: "is a file, and this checkpoint is a folder",
     misuse_another_mode_at_the_step: "put the model back into the mode that it was in",
     misuse_no_zero_grad: r"call optimizer.zero_grad\(\) after each step",

@@ -95,6 +95,17 @@ class Attempt:
     def skipped(self) -> bool:
         return self.context.verdict is Verdict.NOT_FINITE
 
+    def missed(self) -> dict[str, int]:
+        """The number of updates that each parameter has been passed over in, once this step's is counted. In a pipeline
+        each rank knows it of its own parameters."""
+        held, ranks = self.resources.held, self.resources.ranks
+        missed = self.context.update.missed_after(held)
+        if not ranks.are_pipeline:
+            return missed
+        own = {s.name for group in held for s in group.slices}
+        said = ranks.gather_objects("parameters without a gradient", {n: missed[n] for n in own & missed.keys()})
+        return {name: count for by_rank in said for name, count in by_rank.items()}
+
     def _run(self) -> Event:
         self.losses = self._run_once(self.context)
         if self.durability.state is State.FINISHING:  # what the step before had left to do was all in memory

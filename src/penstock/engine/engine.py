@@ -35,7 +35,7 @@ from penstock.planner.plan import Plan
 from penstock.ranks.group import ALONE, Ranks
 from penstock.runtime.context import StepContext, Update
 from penstock.sim.result import Simulation
-from penstock.state.shared import LedArrays
+from penstock.state.shared import CalledArrays, LedArrays
 from penstock.state.stats import StepStats
 from penstock.state.values import Values
 from penstock.store.owner import Owner
@@ -243,19 +243,8 @@ class Engine:
     def _count(self, attempt: Attempt, position: Mapping[str, Any] | None) -> None:
         """The run is one step further."""
         assert attempt.stats is not None
-        context = attempt.context
-        self._planning.observe(over=not attempt.skipped and context.clip_factor() < 1.0)
-        self._progress.count(attempt.stats, self._missed_after(context.update), position)
-
-    def _missed_after(self, update: Update) -> dict[str, int]:
-        """``missed`` once an update is counted. In a pipeline each rank knows it of its own parameters."""
-        held = self._resources.held
-        missed = update.missed_after(held)
-        if not self._ranks.are_pipeline:
-            return missed
-        own = {s.name for group in held for s in group.slices}
-        said = self._ranks.gather_objects("parameters without a gradient", {n: missed[n] for n in own & missed.keys()})
-        return {name: count for by_rank in said for name, count in by_rank.items()}
+        self._planning.observe(over=not attempt.skipped and attempt.context.clip_factor() < 1.0)
+        self._progress.count(attempt.stats, attempt.missed(), position)
 
     @in_turn
     def evaluate(
@@ -376,8 +365,9 @@ class Engine:
 
     @in_turn
     def values(self) -> Values:
-        """Every parameter and persistent buffer, to be read piece by piece while no step runs. Several ranks read the
-        same pieces in the same order, as each lends the others what it has.
+        """Every parameter and persistent buffer, to be read piece by piece between steps, as they are then: each read
+        is a call of its own. Several ranks read the same pieces in the same order, as each lends the others what it
+        has.
 
         Raises:
             ConfigError: another rank makes another call, or reads something else.
@@ -385,8 +375,15 @@ class Engine:
         with self._ranks.together("values"):
             self._check_usable()
             self._ranks.agree_on_each({"call": "values"})
+            return self._resources.values(CalledArrays(self._resources.whole_arrays, self._read))
+
+    @in_turn
+    def _read(self, read: Callable[[], None]) -> None:
+        """Have something read with nothing pending."""
+        with self._ranks.together():
+            self._check_usable()
             self._rest()
-            return self._resources.values()
+            read()
 
     @in_turn
     def on_first(self, what: str, work: Callable[[Values], None]) -> None:

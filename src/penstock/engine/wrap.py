@@ -27,7 +27,7 @@ from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import check_device, on_directories
 from penstock.hardware.sharing import why_unknown
 from penstock.optim.facade import rate_name
-from penstock.optim.precision import say_what_is_left
+from penstock.optim.precision import DTYPES, say_what_is_left
 from penstock.ranks.group import Ranks
 from penstock.ranks.process_groups import join
 from penstock.ranks.start import started_together
@@ -129,14 +129,18 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
 
 def _check_statistics(model: nn.Module, device: torch.device, precision: Precision) -> None:
     """Refuse what torch cannot compute: its batch norms on a processor want running statistics in the dtype of their
-    weights, and here they stay in fp32."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    if device.type == "cpu" and precision != "fp32":
-        norms = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
-        if (name := next((name for name, norm in norms if norm.affine and norm.track_running_stats), None)) is not None:
+    weights, or without weights in fp32, and here they stay as they are."""
+    kinds, computes = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), DTYPES[precision]
+    for name, norm in model.named_modules() if device.type == "cpu" else ():
+        if not isinstance(norm, kinds) or norm.running_mean is None:
+            continue
+        kept = norm.running_mean.dtype
+        if kept is not computes and (norm.affine or kept is not torch.float32):
             raise ConfigError(
                 f"precision={precision!r}: {name or 'the model'} is a batch norm, which torch computes on a processor "
-                f"only with weights in fp32, as its running statistics are: give precision='fp32'"
+                f"only with weights in the dtype of its running statistics, {str(kept).removeprefix('torch.')}: "
+                + ("" if kept is torch.float32 else "call model.float() and ")
+                + "give precision='fp32'"
             )
 
 

@@ -228,6 +228,11 @@ class PenstockStrategy(OneDevice):
                 "fabric.backward() was given a loss of outputs that a step was taken with already, and these are gone: "
                 "call the model again"
             )
+        if any(node.step != self.engine.step_count for node in nodes(tensor) if node.modes):
+            raise ModelError(
+                "fabric.backward() was given a loss of outputs that the model was called for before the last "
+                "optimizer.step() or fabric.load(), and its weights are others now: call the model again"
+            )
         self._collected.append(tensor)
 
     def _discard(self) -> None:
@@ -357,6 +362,11 @@ class PenstockStrategy(OneDevice):
                 "fabric.load() needs state={'model': model, 'optimizer': optimizer, ...}: the engine takes both over. "
                 "A file of plain weights is loaded into the model before fabric.setup()"
             )
+        if self._collected:
+            raise ModelError(
+                "fabric.load() between fabric.backward() and optimizer.step(), which would compute these losses with "
+                "the weights that are loaded: take the step before, or drop them by optimizer.zero_grad()"
+            )
         folder, rest = Path(path), self._rest_of(state)
         with opened_snapshot(folder / _SNAPSHOT) as parts:
             file = folder / _name_of_rest(parts[0].meta)
@@ -414,7 +424,7 @@ class _Recorder(nn.Module):
                 "to train, call model.train() and leave gradients on; to evaluate, call model.eval() under "
                 f"torch.no_grad(): now training={self.training} and gradients are {'on' if self.training else 'off'}"
             )
-        call.modes = _modes_of(self.module)
+        call.modes, call.step = _modes_of(self.module), self._engine.step_count
         return call if self.training else self._evaluate(call)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

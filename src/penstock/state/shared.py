@@ -1,6 +1,7 @@
 """The arrays of a run whose ranks share every group, read as if they were one: by all of them, or by one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -44,6 +45,27 @@ class SharedArrays:
                 if piece.rank == self._share.rank:
                     self._arrays.fetch(names, piece.start, into)
                 self._ranks.lend(into.view(torch.uint8), piece.rank)  # of any dtype
+
+
+class CalledArrays:
+    """Arrays of an engine, each read of which is a ``call`` of it: what is pending is done before, and not within a
+    step, in a forked child or after the end."""
+
+    def __init__(self, arrays: Arrays, call: Callable[[Callable[[], None]], None]) -> None:
+        self._arrays = arrays
+        self._call = call
+
+    @property
+    def form(self) -> Format:
+        return self._arrays.form
+
+    def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
+        """As ``StateArrays.fetch``.
+
+        Raises:
+            ConfigError: as any call of the engine.
+        """
+        self._call(partial(self._arrays.fetch, names, offset, flat))
 
 
 class LedArrays:

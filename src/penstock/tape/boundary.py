@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import getattr_static
 from typing import Any, Literal
 
 from penstock.compat.modules import buffers_of
@@ -28,6 +29,7 @@ class Boundary:
     def __init__(self, site: Site, doing: Doing) -> None:
         self._site = site
         self._doing = doing
+        self.of_class = getattr_static(type(site.module), "forward")
         self.__wrapped__ = site.forward  # what inspect.signature looks at
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +67,8 @@ def remove(site: Site, replaced: dict[str, Any]) -> None:
 
 
 def check_installed(site: Site) -> None:
-    if not isinstance(vars(site.module).get("forward"), Boundary):
+    boundary = vars(site.module).get("forward")
+    if not isinstance(boundary, Boundary) or boundary.of_class is not getattr_static(type(site.module), "forward"):
         raise ModelError(
             f"the forward of block {site.name!r} was replaced after wrap(): replace it before, and wrap the model again"
         )

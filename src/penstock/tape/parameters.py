@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.compat.modules import is_compiled
 from penstock.compat.torch import gradient_hooks, version
 from penstock.errors import ModelError
 from penstock.tape.groups import ParamGroup, ParamSlice
-from penstock.tape.refusals import refuse_accumulation_hooks
+from penstock.tape.refusals import COMPILED, refuse_accumulation_hooks
 
 _AGAIN = "close the engine and wrap the model again"
 
@@ -101,7 +102,7 @@ def refuse_written(groups: Sequence[ParamGroup], before: Sequence[int]) -> None:
 
 def refuse_given_values(groups: Sequence[ParamGroup], dtype: torch.dtype) -> None:
     """Raise ModelError if a parameter has other data between steps than the placeholder that the engine left there
-    (``ParamGroup.detach``): ``.data`` counts no versions."""
+    (``ParamGroup.detach``): ``.data`` counts no versions. Or if it has a gradient, to which a step's would be added."""
     for s in (s for group in groups for s in group.slices):
         data = s.parameter.data
         if data.dtype is not dtype or any(data.stride()):
@@ -109,6 +110,11 @@ def refuse_given_values(groups: Sequence[ParamGroup], dtype: torch.dtype) -> Non
                 f"parameter {s.name!r} was given other data between steps (.data, or the model's to(), double(), "
                 "half()), where the engine has its value: nothing would come of it. precision of penstock.wrap says "
                 f"what computes, and the optimizer what changes; to go on with other values {_AGAIN}"
+            )
+        if s.parameter.grad is not None:
+            raise ModelError(
+                f"parameter {s.name!r} was given a gradient between steps (.grad, or a backward() outside of the "
+                "engine), which has no part in one: add what it is of to the loss, and set .grad to None"
             )
     # A group's placeholders are one number, NaN, that ``fill_`` and the like can write to through any of them.
     first = [next((s for s in group.slices if s.numel), None) for group in groups]
@@ -127,7 +133,9 @@ def _written(which: str) -> str:
 
 
 def refuse_changed(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
-    """Raise ModelError if the model has other parameters than those that were wrapped."""
+    """Raise ModelError if the model has other parameters than those that were wrapped, or was compiled since."""
+    if (name := next((name for name, module in model.named_modules() if is_compiled(module)), None)) is not None:
+        raise ModelError(f"{repr(name) if name else 'the model'} {COMPILED}")
     known = {id(s.parameter) for group in groups for s in group.slices}
     for name, parameter in model.named_parameters():
         if id(parameter) not in known:

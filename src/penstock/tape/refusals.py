@@ -32,6 +32,8 @@ _WRAPPERS = {
     "OptimizedModule": "torch.compile has made one program of the whole model; use compile=True of penstock.wrap",
 }
 
+COMPILED = "has been compiled by its compile(): leave that out and use compile=True of penstock.wrap"
+
 
 def refuse(model: nn.Module) -> None:
     """Raises:
@@ -54,9 +56,7 @@ def refuse(model: nn.Module) -> None:
                 "offloaded): load it without device_map; the budget says where weights live"
             )
         if is_compiled(module):
-            raise ModelError(
-                f"{where} has been compiled by its compile(): leave that out and use compile=True of penstock.wrap"
-            )
+            raise ModelError(f"{where} {COMPILED}")
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ModelError(
                 f"{where} has state besides parameters and buffers (get_extra_state of {type(module).__name__}), for "
