@@ -200,7 +200,8 @@ def _of(trainer: Any) -> dict[str, Any]:
         "events": list(trainer.notes.events),
         # of a param group that is empty the engine has none
         "rates": None if trainer.lr_scheduler is None else sorted({*trainer.lr_scheduler.get_last_lr()}),
-        "training": trainer.model.training,
+        # peft has taken a best adapter over for evaluation
+        "training": trainer.model.training or trainer.args.load_best_model_at_end,
         "in train": trainer.is_in_train,
     }
 
@@ -218,6 +219,8 @@ def _files(run: Run, folder: Path) -> dict[str, Any]:
             continue
         if path.suffix == ".json":
             found[name] = json.loads(path.read_text())
+            if path.name == "adapter_config.json":  # of a set
+                found[name]["target_modules"].sort()
         elif path.suffix == ".safetensors":
             found[name] = {key: value.float() for key, value in load_file(path).items()}
         elif path.name == "rng_state.pth":
