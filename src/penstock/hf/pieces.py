@@ -19,11 +19,12 @@ _PIECE, _BATCH = "penstock_piece", "penstock_batch"
 class Notes:
     """Notes of one forward of a micro-batch, for the trainer: ``books``: figures for logs, if the trainer has any;
     ``result``: what was to be evaluated, (loss, logits, labels) of a step of evaluation; ``items``: the number of items
-    that an evaluation's loss is divided by."""
+    that an evaluation's loss is divided by; ``dealt``: the number of micro-batches that were dealt out with it."""
 
     books: Any = None
     result: Any = None
     items: Any = None
+    dealt: int | None = None
 
 
 class Piece(Beside):

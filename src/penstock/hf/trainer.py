@@ -36,7 +36,7 @@ from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.evaluation import Evaluation, EvaluationSteps
 from penstock.hf.lora import BaseWeights
 from penstock.hf.models.adapters import check_adapters, has_adapters
-from penstock.hf.pieces import Loss, Notes, as_micro_batch, loss_of_piece, notes_of, of_spans
+from penstock.hf.pieces import Loss, Notes, as_micro_batch, current_notes, loss_of_piece, notes_of, of_spans
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
 from penstock.hf.training_arguments import check_arguments, check_launch, check_spans
 from penstock.loss.tiled import in_tiles
@@ -307,8 +307,12 @@ class EngineMixin(EvaluationSteps):
         By then the step has happened: callbacks that are called before ``optimizer.step`` come after it.
         """
         model.train()
+        dealt = self.current_gradient_accumulation_steps
 
         def loss(of: nn.Module, prepared: Any) -> torch.Tensor:
+            notes = current_notes()
+            assert notes is not None
+            notes.dealt = dealt
             with self.compute_loss_context_manager(), self.tiles(of):
                 found = self.compute_loss(of, prepared, num_items_in_batch=num_items_in_batch)
             return cast(torch.Tensor, found)  # or whatever a user's own returns, which the engine says
@@ -358,6 +362,17 @@ class EngineMixin(EvaluationSteps):
         for note in found:
             note.result = trees.replace(note.result, lambda tensor: tensor.to(self.args.device))
         return found
+
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """The library's number of micro-batches that it deals out together. Within a forward that of its micro-batch,
+        which may have been left by an epoch before."""
+        notes = current_notes()
+        return self._dealt if notes is None or notes.dealt is None else notes.dealt
+
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, count: int) -> None:
+        self._dealt = count
 
     def tiles(self, model: nn.Module) -> AbstractContextManager[None]:
         tile = self._engine_arguments.loss_tile
