@@ -11,6 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 from penstock.data import write_tokens
 from tests.data_documents import MARKED_TEMPLATE, PLAIN_TEMPLATE, chats, sentences, tokenizer, write_jsonl, write_table
 from tests.runs import write_text
@@ -108,12 +110,11 @@ class Shelf:
             words.chat_template = template
             words.save_pretrained(folder / f"tokenizer-{name}")
         for kind in ("llama", "qwen2_moe", "gpt2"):
-            import torch
-
             torch.manual_seed(0)
             config = AutoConfig.for_model(kind, vocab_size=len(words), **MODELS[kind])
             words.save_pretrained(folder / kind)
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind, max_shard_size="40KB")
+            build: Any = AutoModelForCausalLM  # transformers leaves it without types
+            build.from_config(config).save_pretrained(folder / kind, max_shard_size="40KB")
 
     def model(self, drawn: Random) -> tuple[str, Tree]:
         """(its type, the section ``model``)."""

@@ -152,7 +152,7 @@ def _check_what_is_said(bench: Bench, run: Path, steps: int) -> None:
 
 def _end_within_a_step(bench: Bench, asked: Asked, config: Path, drawn: Random) -> None:
     if asked.killed:
-        words = ["-c", _KILLED, config, str(asked.stops), str(drawn.random() * 0.06)]
+        words: list[str | Path] = ["-c", _KILLED, config, str(asked.stops), str(drawn.random() * 0.06)]
         assert "Traceback" not in warm.run(words, timeout=PATIENCE).stderr
         return
     plain, left = Engine.step, [asked.stops - 1]
