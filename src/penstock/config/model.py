@@ -88,11 +88,14 @@ _WIDTHS = ("size", "dim")
 
 
 def check_parts(given: Mapping[str, Any], where: str) -> None:
-    """Look at how many layers and experts a Hugging Face configuration asks for; within it there may be others.
+    """Look at the layers, experts and heads that a Hugging Face configuration asks for; within it there may be others.
 
     Raises:
-        ConfigError: more than any model has.
+        ConfigError: more than any model has, or heads that cannot share keys and values.
     """
+    heads, shared = given.get("num_attention_heads"), given.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise ConfigError(f"{where}: num_attention_heads={heads} is no multiple of num_key_value_heads={shared}")
     for key, value in given.items():
         if isinstance(value, Mapping):
             check_parts(value, where)

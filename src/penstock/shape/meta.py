@@ -199,9 +199,6 @@ def _build(config: Mapping[str, Any]) -> "nn.Module":
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"model.config.model_type={kind!r} is not a type that the installed transformers knows")
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
-        raise ConfigError(f"model.config: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
     build = cast(Any, AutoModelForCausalLM).from_config  # transformers leaves it without types
     try:
         model: nn.Module = build(AutoConfig.for_model(str(kind), **settings | {"use_cache": False}))
