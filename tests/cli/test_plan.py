@@ -560,8 +560,9 @@ def test_every_switch_of_a_model_is_taken_without_a_value_wherever_it_stands() -
 
 @pytest.mark.usefixtures("brief")
 def test_what_is_written_a_day_is_told_beside_what_may_be(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(config), "--budget.endurance", "{tbw: 2000TB, days: 200}"]) == 0
+    assert main(["plan", str(config), "--budget.endurance", "{tbw: 2000TB, days: 200}", "--tbw", "56064"]) == 0
     out = capsys.readouterr().out
+    assert "at 56,064 TBW a drive" in out
     said = re.search(r"endurance   ([\d.]+ \wiB) written a day, 9.09 TiB allowed", out)
     assert said is not None
     assert "drives      plans write at the rate of the first seconds: doctor --sustained" in out

@@ -170,6 +170,18 @@ def test_it_opens_in_silence_with_prediction_above_measurement(opened: Page) -> 
     assert opened.page.locator("table caption").count() == 2, "lanes, and settings"
 
 
+def test_the_axis_of_a_loss_that_diverges_is_on_the_page(tab: Any, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"loss": 8.0', '"loss": 8.0e11'))
+    assert main(["report", str(tmp_path)]) == 0
+    page = Page(tab, tmp_path / "report.html")
+    marks = page.js("() => [...document.querySelectorAll('#loss text')].map((m) => [m.textContent, m.getBBox().x])")
+    assert min(x for _, x in marks) >= 0
+    assert "5 e11" in dict(marks)
+    page.close()
+
+
 def test_memory_that_does_not_change_is_drawn_over_the_whole_step(opened: Page) -> None:
     """The curve of host memory is one point: what is below it is filled to both ends, and what is above it is not."""
     points, above, *below = opened.js(

@@ -35,6 +35,7 @@ from penstock.report.colors import GROUPS
 from penstock.report.columns import Columns
 from penstock.report.curves import thinned
 from penstock.report.html import in_script
+from penstock.report.picture import draw
 from penstock.report.prediction import Prediction, parse_prediction
 from penstock.report.run_page import run_page
 from penstock.report.sentence import bottleneck, format_long_time, format_time, measured_bottleneck, verdict
@@ -447,6 +448,7 @@ def test_sentences_name_the_bottleneck_and_the_distance_from_the_bound() -> None
         "and the step takes 1.25 times that."
     )
     assert bottleneck(8.0, work, work).startswith("Waiting is the bottleneck: even compute is busy for only 25%")
+    assert bottleneck(8000.0, work, work).endswith("the step takes 4,000 times that.")
     assert bottleneck(0.0, {}, {}) == "The step has no work in it."
     apart = measured_bottleneck(2.5, work, 2.0)
     assert "80% busy. That is measured. Its lower bound is predicted" in apart
@@ -534,6 +536,10 @@ def test_report_writes_all_that_is_asked_for(tmp_path: Path, capsys: pytest.Capt
     once = svg.read_bytes()
     main(["report", str(tmp_path / "run"), "--svg", str(svg)])
     assert svg.read_bytes() == once, "the same run gives the same picture, so that it can be kept under version control"
+    large = replace(gather(tmp_path / "run", None).step, memory={"device": ((0.0, 22 << 30),)})
+    draw(svg, None, large, {"device": 24 << 30})
+    assert "budget 24 GiB" in svg.read_text()
+    assert set(re.findall(r">([^<]* [KMG]iB) *<", svg.read_text())) == {"budget 24 GiB", "24 GiB"}
 
 
 @pytest.mark.parametrize("words", [["--svg", "RUN"], ["RUN", "--svg"], ["--svg", "RUN", "--step", "1"]])

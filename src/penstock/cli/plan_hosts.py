@@ -174,7 +174,8 @@ def describe(found: Comparison, *, assumed: bool) -> Iterator[str]:
     nic = hosts.kinds[0].machine.nic
     if hosts.count > 1 and nic is not None:
         said = ", assumed: --latency says it" if assumed else ""
-        yield f"{nic.bandwidth / 1e9:.4g} GB/s between hosts, {nic.latency * 1e6:.4g} us a message{said}"
+        rate = three_digits(nic.bandwidth / 1e9)
+        yield f"{rate} GB/s between hosts, {three_digits(nic.latency * 1e6)} us a message{said}"
     yield ""
     if found.outcomes:
         yield from _table(found)

@@ -226,7 +226,7 @@ def _disk(report: PlanReport) -> Iterator[str]:
         yield f"{text}; --tbw N, the rating of a drive in terabytes, tells how long it lasts"
     else:
         yield (
-            f"{text}: at {wear.tbw:,.4g} TBW a drive, {_days(wear.days)} of training without a break, "
+            f"{text}: at {three_digits(wear.tbw)} TBW a drive, {_days(wear.days)} of training without a break, "
             f"{wear.steps:,.0f} steps"
         )
     if (allowed := f.choice.question.allowance) is not None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from penstock.cli.showing.console import console as console_for
 from penstock.cli.simulate_case import Case
 from penstock.config import TIERS, format_size
+from penstock.config.sizes import three_digits
 from penstock.report.sentence import format_time
 from penstock.schedule.ir.lanes import LANES
 from penstock.sim.figures import RankFigures, longest_stalls, rank_figures
@@ -114,7 +115,7 @@ def _bound(case: Case, simulation: Simulation) -> str:
         works = [(t, -r, lane) for r in range(len(case.world.ranks)) for lane, t in simulation.work(r).items()]
         _, rank, lane = max(works)
         what = f"all ops of lane {lane}" + (f" on rank {-rank}" if several else "")
-    return f"{_time(case, bound)}, {what}; the step takes {simulation.time / bound:.3g} times that"
+    return f"{_time(case, bound)}, {what}; the step takes {three_digits(simulation.time / bound)} times that"
 
 
 def _rank_table(case: Case, ranks: Sequence[RankFigures]) -> Table:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import files
-from penstock.config import TIERS, Tier
+from penstock.config import TIERS, Tier, format_size
 from penstock.errors import ConfigError, ScheduleError
 from penstock.report.causes import measured_bars
 from penstock.report.colors import GROUP_OF, GROUPS, OTHER, Group
@@ -148,7 +148,6 @@ def _merged(row: Sequence[Bar], grain: float) -> tuple[list[tuple[float, float]]
 def _draw_memory(
     ax: "Axes", sides: Sequence[tuple[str, Sequence[Bar], Curves]], tier: Tier, budget: int | None, end: float
 ) -> None:
-    mib = 1024.0**2
     ax.set_facecolor(_TRACK)
     top = 0.0
     for name, bars, memory in sides:
@@ -157,7 +156,7 @@ def _draw_memory(
             continue
         curve = _coarse(curve, end / _GRAIN)
         times = [time for time, _ in curve] + [max(bar.end for bar in bars)]
-        amounts = [amount / mib for _, amount in curve]
+        amounts: list[float] = [amount for _, amount in curve]
         amounts.append(amounts[-1])
         top = max(top, *amounts)
         if name == "predicted":
@@ -165,15 +164,13 @@ def _draw_memory(
         else:
             ax.fill_between(times, amounts, step="post", color="#14679f", alpha=0.18, linewidth=0)
             ax.step(times, amounts, where="post", color="#14679f", linewidth=0.9)
-    if budget and budget / mib < 3 * top:
-        ax.axhline(budget / mib, color=_BUDGET, linestyle=":", linewidth=1.2)
-        ax.text(
-            end, budget / mib, f"budget {budget / mib:.4g} MiB ", color=_BUDGET, ha="right", va="bottom", fontsize=8
-        )
-        top = max(top, budget / mib * 1.1)
+    if budget and budget < 3 * top:
+        ax.axhline(budget, color=_BUDGET, linestyle=":", linewidth=1.2)
+        ax.text(end, budget, f"budget {format_size(budget)} ", color=_BUDGET, ha="right", va="bottom", fontsize=8)
+        top = max(top, budget * 1.1)
     ax.set_ylim(0, top * 1.15)
     ax.set_yticks([0, top / 1.1])
-    ax.yaxis.set_major_formatter(lambda y, _: f"{y:.3g} MiB" if y else "0")
+    ax.yaxis.set_major_formatter(lambda y, _: format_size(y) if y else "0")
     ax.set_title(f"{tier} memory", loc="left", fontsize=9, color=_INK, pad=3)
 
 

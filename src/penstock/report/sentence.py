@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
+from penstock.config.sizes import three_digits
 from penstock.schedule.ir.lanes import Lane
 
 LANE_WORDS: dict[Lane, str] = {
@@ -70,7 +71,7 @@ def bottleneck(time: float, work: Mapping[Lane, float], busy: Mapping[Lane, floa
         return "The step has no work in it."
     return (
         f"{_busiest(lane, busy.get(lane, 0.0) / time)} No order of the same work is faster than "
-        f"{format_time(bound, unit)}, and the step takes {time / bound:.3g} times that."
+        f"{format_time(bound, unit)}, and the step takes {three_digits(time / bound)} times that."
     )
 
 
@@ -95,10 +96,14 @@ def measured_bottleneck(time: float, busy: Mapping[Lane, float], lower_bound: fl
     if time < lower_bound:
         return f"{first} This step is faster than its predicted lower bound of {bound}: the machine beats its profile."
     slower, words = busy[lane] / lower_bound, LANE_WORDS[lane]
-    why = f"{words} took {slower:.3g} times that for its own work" if slower >= _SLOWER else "the rest is waiting"
+    why = (
+        f"{words} took {three_digits(slower)} times that for its own work"
+        if slower >= _SLOWER
+        else "the rest is waiting"
+    )
     return (
         f"{first} That is measured. Its lower bound is predicted: by the machine's profile the busiest lane's work "
-        f"takes {bound}. This step took {time / lower_bound:.3g} times that; {why}."
+        f"takes {bound}. This step took {three_digits(time / lower_bound)} times that; {why}."
     )
 
 

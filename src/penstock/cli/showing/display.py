@@ -10,7 +10,7 @@ from typing import TextIO
 from penstock.cli.launch import process_count, this_process
 from penstock.cli.showing.meter import LaneUse, Meter
 from penstock.config import format_size
-from penstock.config.sizes import format_flops
+from penstock.config.sizes import format_flops, three_digits
 from penstock.report.sentence import format_time
 from penstock.schedule.ir.lanes import Lane
 
@@ -219,7 +219,9 @@ def step_notes(meter: Meter) -> list[str]:
         notes.append("done again: the norm was over its limit")
     if meter.last.skipped:
         scaled = meter.last.loss_scale != 1  # in fp16 alone
-        notes.append("skipped: a gradient not finite" + f", loss scale now {meter.last.loss_scale:g}" * scaled)
+        notes.append(
+            "skipped: a gradient not finite" + f", loss scale now {three_digits(meter.last.loss_scale)}" * scaled
+        )
     return notes
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.cli.showing.yardstick import Yardstick
 from penstock.config import Tier, format_size
+from penstock.config.sizes import three_digits
 from penstock.planner.plan import Plan
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.state.stats import StepStats
@@ -202,8 +203,9 @@ class Meter:
             return None
         self.said_to_wear = True
         return (
-            f"the run writes {format_size(written)} a day, {written / allowed:.3g} times the {format_size(allowed)} "
-            "that budget.endurance allows its drives: it goes on. penstock plan says what would write less"
+            f"the run writes {format_size(written)} a day, {three_digits(written / allowed)} times the "
+            f"{format_size(allowed)} that budget.endurance allows its drives: it goes on. penstock plan says what "
+            "would write less"
         )
 
     @property

@@ -1,5 +1,6 @@
 """Steps that take much longer than predicted: which lane was slow, in numbers that a drive's data sheet has."""
 
+from penstock.config.sizes import three_digits
 from penstock.report.sentence import format_time
 from penstock.schedule.ir.lanes import Lane
 from penstock.sim.result import Simulation
@@ -37,7 +38,7 @@ def _words(stats: StepStats, prediction: Simulation) -> str:
     moved = prediction.world.ranks[0].bytes_per_lane()
     lane: Lane = max(planned, key=lambda lane: stats.lane_seconds.get(lane, 0.0) - planned[lane])
     head = (
-        f"step {stats.step} took {format_time(stats.seconds)}, {stats.seconds / prediction.time:.3g}x the "
+        f"step {stats.step} took {format_time(stats.seconds)}, {three_digits(stats.seconds / prediction.time)}x the "
         f"{format_time(prediction.time)} predicted"
     )
     busy = stats.lane_seconds.get(lane, 0.0)

@@ -92,11 +92,11 @@ const UNITS = {
   share: { unit: () => ({ factor: 100, name: "%" }), format: (share) => `${significant(share * 100, 3)} %` },
 };
 
-// Learning rates are small: their axis has a power of ten.
+// Learning rates are small, and losses of a run that diverges large: their axis has a power of ten.
 function plainUnit(high) {
-  if (high === 0 || Math.abs(high) >= 1e-2) return { factor: 1, name: "" };
+  if (high === 0 || (Math.abs(high) >= 1e-2 && Math.abs(high) < 1e6)) return { factor: 1, name: "" };
   const power = Math.floor(Math.log10(Math.abs(high)) + 1e-9);
-  return { factor: 10 ** -power, name: `e${MINUS}${-power}` };
+  return { factor: 10 ** -power, name: `e${power < 0 ? MINUS : ""}${Math.abs(power)}` };
 }
 
 function drawCurves(tip) {
