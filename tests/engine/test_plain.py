@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel, XGLMConfig, XGLMForCausalLM
 
 import penstock
 from penstock.optim.spec import OptimizerSpec
+from penstock.tape.dry import build_on_meta, dry_run
 from tests.engine.test_prediction import machine
-from tests.models import MODELS, Case, MicroBatch
+from tests.models import MODELS, Case, MicroBatch, causal_lm
+from tests.sweep.configs import tiny
 from tests.training import budget, items, master_of, plain_loop, relative, run_steps, steps_of, torch_adamw, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -216,6 +219,18 @@ def test_number_and_shapes_of_micro_batches_may_change(tmp_path: Path) -> None:
         plain = plain_loop(case, plain_model, engine, steps, torch_adamw, 1.0)
         assert found.losses == pytest.approx(plain.losses, rel=1e-6)
         assert relative(master_of(engine), plain.parameters) <= 1e-6
+
+
+@pytest.mark.parametrize(("config", "cls"), [(XGLMConfig, XGLMForCausalLM), (OpenAIGPTConfig, OpenAIGPTLMHeadModel)])
+def test_in_16_bits_tables_are_in_the_dtype_that_transformers_makes_them_in(config: Any, cls: Any) -> None:
+    """Sinusoids and masks in fp32 would meet weights in bf16, which torch refuses. The loss is transformers' own."""
+    case = Case(build=lambda: cls(tiny(config)), micro_batch=causal_lm, blocks=3)
+    (micro_batch,) = case.micro_batches(1)
+    plain = cls._from_config(tiny(config), dtype=torch.bfloat16)
+    plain.load_state_dict(case.model().state_dict())
+    with wrap(case, budget(None), precision="bf16", plan=None) as engine:
+        assert engine.step([micro_batch]).loss == float(plain.train()(**micro_batch).loss.detach())
+    dry_run(build_on_meta(case.build), micro_batch, dtype=torch.bfloat16, kind="cpu")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "skips"])  # dropout; and batch norm, whose statistics must stay

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 import penstock
 from penstock.errors import ConfigError, ModelError
@@ -15,6 +16,7 @@ from tests import models
 from tests.engine.test_zoo import ADAMW, ZOO, built, steps_of
 from tests.hf.test_tiles import CLOSE
 from tests.models import MODELS
+from tests.sweep.configs import tiny
 from tests.training import assert_same, budget, relative, train
 from tests.training import steps_of as case_steps
 
@@ -180,6 +182,14 @@ def test_heads_that_depend_on_each_other_are_refused_when_they_first_run(monkeyp
         for _ in range(2):
             with pytest.raises(ModelError, match=r"'model\.layers\.0\.self_attn' has heads that depend on each other"):
                 model(**steps_of(ZOO["llama"])[0][0])
+
+
+def test_keys_that_other_layers_read_are_refused() -> None:
+    """Of Gemma 3n's last layers: with as many heads of keys as of queries a piece's would have been taken for all."""
+    sizes = {"num_key_value_heads": 4, "num_kv_shared_layers": 1, "intermediate_size": [64] * 3, "pad_token_id": 7}
+    model = split_attention(Gemma3nForCausalLM(tiny(Gemma3nTextConfig, sizes)), 1)
+    with pytest.raises(ModelError, match=r"'model\.layers\.\d\.self_attn' leaves tensors for other layers"):
+        model(input_ids=torch.arange(8, 16).view(1, 8), use_cache=False)
 
 
 def test_scores_that_are_large_are_not_taken_for_heads_that_depend_on_each_other() -> None:

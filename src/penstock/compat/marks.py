@@ -5,8 +5,13 @@ Nothing is imported: a library that is not loaded has left nothing.
 
 import sys
 from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
 
+import torch
 from torch import nn
+
+from penstock.compat.modules import buffers_of, persistent_buffers
 
 
 def initialiser_of(module: nn.Module) -> Callable[[nn.Module], None] | None:
@@ -19,6 +24,41 @@ def initialiser_of(module: nn.Module) -> Callable[[nn.Module], None] | None:
         return None
     found: Callable[[nn.Module], None] = module._init_weights
     return found
+
+
+def buffers_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert to ``dtype`` the buffers that transformers' models make in the dtype of their weights: sinusoids of
+    positions, causal masks. Rotary frequencies are fp32 in all; buffers that are state stay as they are.
+
+    Without: a model that was built in fp32 would meet weights in 16 bits with tables in fp32, which torch refuses.
+    """
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    within: set[nn.Module] = set()
+    for module in model.modules() if library is not None else ():
+        if not isinstance(module, library.PreTrainedModel) or module in within:
+            continue
+        within.update(module.modules())
+        found = {
+            f"{path}.{key}": (buffers_of(part), key, buffer)
+            for path, part in module.named_modules()
+            for key, buffer in buffers_of(part).items()
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
+            if key not in persistent_buffers(part) and not key.endswith("inv_freq")
+        }
+        twin = _twin(module, dtype) if found else {}
+        for name, (buffers, key, buffer) in found.items():
+            if name in twin and twin[name].dtype == dtype:
+                buffers[key] = buffer.to(dtype)
+
+
+def _twin(module: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The buffers of a model as transformers makes it in a dtype, on the meta device."""
+    try:
+        with torch.device("meta"):
+            made: nn.Module = type(module)._from_config(deepcopy(module.config), dtype=dtype)
+    except Exception:  # noqa: BLE001  a class of the user's, whose constructor may want more than a configuration
+        return {}
+    return {name if "." in name else f".{name}": buffer for name, buffer in made.named_buffers(remove_duplicate=False)}
 
 
 def class_of_caches() -> type | None:

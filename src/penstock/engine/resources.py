@@ -213,7 +213,7 @@ def open_resources(
         )
         if from_meta:
             start.make_buffers(model, device, settings.seed, settings.weights, resumed=commits.resumed is not None)
-        start.buffers_to(model, device)
+        start.buffers_to(model, device, DTYPES[precision])
         if commits.resumed is None:
             weights = settings.weights
             values = start.fill(

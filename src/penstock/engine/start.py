@@ -9,6 +9,7 @@ import torch
 import xxhash
 from torch import nn
 
+from penstock.compat.marks import buffers_in
 from penstock.compat.modules import buffers_of, persistent_buffers
 from penstock.config.optimizer import Orthogonal
 from penstock.errors import ModelError
@@ -196,9 +197,10 @@ def make_buffers(
                 weights.fill(name, buffer)
 
 
-def buffers_to(model: nn.Module, device: torch.device) -> None:
+def buffers_to(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move a model's buffers to the device; they are small and stay there. One whose elements lie in the same memory,
-    where they could not be put back, gets memory for each."""
+    where they could not be put back, gets memory for each. ``dtype``: of the weights."""
+    buffers_in(model, dtype)
     for module in model.modules():
         for name, buffer in buffers_of(module).items():
             if buffer is not None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.compat.modules import has_backward_hooks
 from penstock.compat.peft import is_adapted, is_plain
 from penstock.errors import ConfigError, ModelError, is_out_of_memory
+from penstock.tape import trees
 from penstock.tape.blocks import find_blocks
 from penstock.tape.likeness import alike, sample
 
@@ -117,9 +118,10 @@ class _Split:
 
     @torch.no_grad()
     def _try(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise an error if heads depend on others that are computed with them, or on how many these are. Without
-        dropout, which would draw other masks."""
+        """Raise an error if heads depend on others that are computed with them, or on how many these are, or if more
+        than the result leaves the part. Without dropout, which would draw other masks."""
         training = [part for part in self._part.modules() if part.training]
+        given = trees.places((args, kwargs))
         try:
             self._part.eval()
             pieces = self._pieces(self._heads, args, kwargs)
@@ -133,6 +135,9 @@ class _Split:
         finally:
             for part in training:
                 part.training = True
+        handed = trees.places((args, kwargs))
+        if given.keys() != handed.keys() or any(handed[place] is not tensor for place, tensor in given.items()):
+            self._refuse("leaves tensors for other layers in what it is handed, as keys and values, of a piece")
         # A softmax makes as many times more of its scores' rounding as these are large; another head is more than that.
         if not alike(sample(together[..., : apart.shape[-1]]), apart, within=torch.finfo(apart.dtype).eps ** 0.5):
             self._refuse("has heads that depend on each other")
