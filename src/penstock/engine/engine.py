@@ -380,7 +380,7 @@ class Engine:
     @in_turn
     def _read(self, read: Callable[[], None]) -> None:
         """Have something read with nothing pending."""
-        with self._ranks.together():
+        with self._ranks.together("values"):
             self._check_usable()
             self._rest()
             read()
