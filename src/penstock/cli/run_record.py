@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from penstock.config.step import STRANDS
-from penstock.errors import StoreError
+from penstock.errors import ConfigError, StoreError
 from penstock.store.owner import RUN_FILE, RUN_KIND, Owner
 from penstock.store.records import read_as, write_document
 
@@ -117,6 +117,25 @@ class RunRecord:
             pending=found.pending,
             resharding=found.resharding,
         )
+
+    @staticmethod
+    def begun_in(folder: Path) -> "RunRecord":
+        """The record of a run whose state is its own: that of the run before, if there was one, is gone.
+
+        Raises:
+            ConfigError: the folder is of no run, or of one that has not begun.
+            StoreError: a reshard was interrupted; or the record cannot be read.
+        """
+        record = RunRecord.read(folder)
+        if record is None:
+            raise ConfigError(f"{folder} is not the folder of a run: it has no {RUN_FILE}, which penstock train writes")
+        record.require_settled(folder)
+        if record.pending is not None:
+            raise ConfigError(
+                f"{folder}: a start was stopped before the run had begun, and the next one goes on with that: penstock "
+                f"resume {shlex.quote(str(folder))}"
+            )
+        return record
 
     def begun(self) -> "RunRecord":
         return replace(self, pending=None)
