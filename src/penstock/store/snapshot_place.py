@@ -28,11 +28,12 @@ def state_in(folder: Path, *, snapshots: bool) -> Path | None:
     with ``snapshots`` a snapshot.
 
     Raises:
-        OSError: a folder in it cannot be looked into.
+        StoreError: a folder in it cannot be looked into.
     """
     names = {RUN_FILE, DATA, NEXT} | ({MANIFEST, RANKS} if snapshots else set())
-    walked = os.walk(folder, onerror=files.refuse)
-    return next((Path(at) / name for at, below, there in walked for name in (*below, *there) if name in names), None)
+    with packed.reported(f"looking for what is kept in {folder}"):
+        walked = os.walk(folder, onerror=files.refuse)
+        return next((Path(at) / name for at, below, here in walked for name in (*below, *here) if name in names), None)
 
 
 class SnapshotPlace:
@@ -66,9 +67,7 @@ class SnapshotPlace:
             raise StoreError(
                 f"{self.path} is not a snapshot, so it is not overwritten: give another path, or remove it"
             )
-        with packed.reported("looking at what is to be overwritten"):
-            state = state_in(self.path, snapshots=False)
-        if state is not None:
+        if (state := state_in(self.path, snapshots=False)) is not None:
             raise StoreError(f"{self.path} is not overwritten, as {state} would go with it: give another path")
 
     def _check_room(self, nbytes: int) -> None:
