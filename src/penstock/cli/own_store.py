@@ -20,7 +20,7 @@ def original_of(folder: Path, owners: Sequence[Owner], stores: Stores) -> Path |
         original = Path(place)
         with suppress(OSError, ConfigError):
             found = RunRecord.read(original)
-            if found is None or found.owner.id != owners[0].id or original.samefile(folder):
+            if found is None or owners[0].id not in found.ids or original.samefile(folder):
                 continue
             theirs = settings_of(original).budget.stores(found.ranks, found.hosts)
             if _real(theirs, started_in(original)) == _real(stores, Path()):
