@@ -333,6 +333,29 @@ def test_a_copy_of_a_run_goes_on_with_a_copy_of_its_state_alone(tmp_path: Path, 
     assert step_found(config) == 3, "of the one that was copied"
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_start_that_was_stopped_was_to_replace_is_what_its_own_folder_has(tmp_path: Path, inside: bool) -> None:
+    """And not what is where the folder was by now: the run as it was, put back from a copy."""
+    store = tmp_path / "run" / "store" if inside else tmp_path / "drive"
+    config = run_of(on(settings_for(tmp_path / "run"), store), step=3)
+    shutil.copytree(tmp_path / "run", tmp_path / "before")
+    with pytest.MonkeyPatch.context() as patched, suppress(NameError), claimed(config, "overwrite") as claim:
+        patched.delattr("penstock.cli.reach.remove_stores")
+        claim.begin(config)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    copy = settings_of(tmp_path / "copy")
+    if not inside:
+        with pytest.raises(StoreError, match=f"is a copy of the run in {tmp_path}/run"):
+            step_found(copy)
+    else:
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "before").rename(tmp_path / "run")
+        with claimed(copy, "resume") as claim:
+            claim.begin(copy)
+        assert not store_exists(copy.budget.disk_paths)
+    assert facts_of([store]) is not None
+
+
 def test_a_copy_of_all_that_a_run_has_goes_on_where_its_settings_name_relative_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

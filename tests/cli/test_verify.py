@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.cli.run_folder import settings_of
 from penstock.cli.run_record import Pending, RunRecord
+from penstock.cli.settings import dump
+from penstock.config import Budget
 from penstock.data.identity import Identity
 from penstock.state.slots import Slots
 from penstock.store.layout import Layout
@@ -197,10 +200,14 @@ def test_a_start_that_was_stopped_before_its_run_had_begun_is_said(
 ) -> None:
     """What it was to replace is there still."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
-    pending = Pending(replaces=(), settings=(run / "config.yaml").read_text())
-    RunRecord(owner=Owner.new(run), pending=pending).write(run)
-    assert main(["verify", str(run)]) == 2
-    assert f"{run}: a start was stopped before the run had begun" in capsys.readouterr().err
+    (run / "snapshot-1").mkdir()  # of a run without a disk, or one that has one by now
+    config = settings_of(run)
+    for disk in (config.budget.disk, None):
+        settings = dump(replace(config, budget=Budget(device="1GiB", host="1GiB", disk=disk)))
+        RunRecord(owner=Owner.new(run), pending=Pending(replaces=(), settings=settings)).write(run)
+        for words in (["verify", str(run)], ["export", str(run), str(tmp_path / "out")]):
+            assert main(words) == 2
+            assert f"{run}: a start was stopped before the run had begun" in capsys.readouterr().err
 
 
 def test_a_store_that_was_left_within_a_step_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

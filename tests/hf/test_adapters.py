@@ -87,8 +87,12 @@ def test_adapter_and_merged_model_are_those_of_peft(name: str, options: dict[str
 
 def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
     small = trained(with_adapters("llama", tmp_path / "llama"), steps=0)
-    with small as engine, pytest.raises(ConfigError, match="shard_size='1MB' has no effect: an adapter is one file"):
-        export(engine, tmp_path / "out", shard_size="1MB")
+    with small as engine:
+        with pytest.raises(ConfigError, match="shard_size='1MB' has no effect: an adapter is one file"):
+            export(engine, tmp_path / "out", shard_size="1MB")
+        for merge in (False, True):
+            with pytest.raises(ConfigError, match="llama has the weights that the adapters are for, so it is not repl"):
+                export(engine, tmp_path / "llama", merge=merge, overwrite=True)
     dora = trained(with_adapters("mixtral", tmp_path / "base", use_dora=True))
     with dora as engine, pytest.raises(ModelError, match=r"not merged here.*merge_and_unload"):
         export(engine, tmp_path / "out", merge=True)

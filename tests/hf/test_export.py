@@ -20,6 +20,7 @@ from penstock.hf import export, load
 from penstock.hf.models.exporting import Source, copy_companions, write_folder
 from penstock.hf.models.folder import INDEX, SINGLE
 from penstock.hf.models.kept import keep, kept_model
+from penstock.hf.models.shard_files import ShardFiles
 from penstock.hf.models.shards import DTYPES
 from penstock.state.values import committed
 from tests import folders, warm
@@ -276,6 +277,34 @@ def test_a_folder_that_is_there_is_replaced_only_when_asked_and_only_if_it_is_a_
     (out / "config.json").write_text("{}")
     export(engine, out, overwrite=True)
     assert left(out) == ["config.json", "generation_config.json", SINGLE]
+    assert left(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("name", ["run.json", "penstock.store", "penstock.store.next", "snapshot.json", "ranks.json"])
+def test_a_folder_with_the_state_of_a_run_in_it_is_not_replaced(
+    engine: penstock.Engine, name: str, tmp_path: Path
+) -> None:
+    """As a model's folder, in which runs of it are; or a Trainer's, in which its checkpoints are."""
+    kept = tmp_path / "out" / "runs" / "mine" / name
+    kept.parent.mkdir(parents=True)
+    (tmp_path / "out" / "config.json").write_text("{}")
+    kept.write_text("{}")
+    with pytest.raises(ConfigError, match=f"not replaced, as {kept} would go with it"):
+        export(engine, tmp_path / "out", overwrite=True)
+    assert kept.exists()
+
+
+def test_what_is_there_by_the_end_of_an_export_stays(
+    engine: penstock.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(shards: ShardFiles) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.txt").write_text("years of work")
+
+    monkeypatch.setattr(ShardFiles, "finish", finish)
+    with pytest.raises(ConfigError, match="exists"):
+        export(engine, tmp_path / "out")
+    assert left(tmp_path / "out") == ["thesis.txt"]
     assert left(tmp_path) == ["out"]
 
 

@@ -1,6 +1,5 @@
 """The stores of a run, and whether they are its own."""
 
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ from penstock.cli.run_record import RunRecord
 from penstock.config import Budget
 from penstock.errors import ConfigError, StoreError
 from penstock.store.facts import StoreFacts, facts_of_all
-from penstock.store.owner import RUN_FILE, Owner, check_owner
+from penstock.store.owner import Owner, check_owner
 
 
 def original_of(folder: Path, owners: Sequence[Owner], stores: Stores) -> Path | None:
@@ -21,7 +20,7 @@ def original_of(folder: Path, owners: Sequence[Owner], stores: Stores) -> Path |
         original = Path(place)
         with suppress(OSError, ConfigError):
             found = RunRecord.read(original)
-            if found is None or found.owner.id != owners[0].id or original.samefile(folder):
+            if found is None or owners[0].id not in found.ids or original.samefile(folder):
                 continue
             theirs = settings_of(original).budget.stores(found.ranks, found.hosts)
             if _real(theirs, started_in(original)) == _real(stores, Path()):
@@ -54,19 +53,11 @@ def require_own_stores(run: Path, budget: Budget) -> tuple[tuple[tuple[Path, ...
     """The directories of each rank's store of the run in a folder, and what they say. ``budget``: as its settings have
     it.
 
-    Raises:
-        ConfigError: it is the folder of no run, or of one that has not begun, or there is no store.
-        StoreError: they are another run's, or may not be looked at; or a reshard was interrupted.
+    Raises: as ``RunRecord.begun_in``, and
+        ConfigError: there is no store.
+        StoreError: they are another run's, or may not be looked at.
     """
-    record = RunRecord.read(run)
-    if record is None:
-        raise ConfigError(f"{run} is not the folder of a run: it has no {RUN_FILE}, which penstock train writes")
-    record.require_settled(run)
-    if record.pending is not None:
-        raise ConfigError(
-            f"{run}: a start was stopped before the run had begun, and the next one goes on with that: penstock resume "
-            f"{shlex.quote(str(run))}"
-        )
+    record = RunRecord.begun_in(run)
     stores = budget.stores(record.ranks, record.hosts)
     facts = facts_of_all(stores)
     if record.hosts > 1 and (facts is None or facts.missing):

@@ -5,18 +5,20 @@ starts the run after a kill does the rest before anything else.
 """
 
 import shlex
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from penstock.config.step import STRANDS
-from penstock.errors import StoreError
+from penstock.errors import ConfigError, StoreError
 from penstock.store.owner import RUN_FILE, RUN_KIND, Owner
 from penstock.store.records import read_as, write_document
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced:
-    """The state of an earlier run, to be removed. ``id``: of the run. ``disk``: directories, of all ranks."""
+    """The state of an earlier run, to be removed. ``id``: of the run. ``disk``: directories, of all ranks; those in the
+    run's own folder are written from there, as the folder may be moved, or copied, before they are removed."""
 
     id: str
     disk: tuple[str, ...]
@@ -28,6 +30,18 @@ class Pending:
 
     replaces: tuple[Replaced, ...]
     settings: str
+
+    def written(self, folder: Path) -> "Pending":
+        """As it is written into a run's ``folder``."""
+        return self._placed(lambda path: path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+    def found(self, folder: Path) -> "Pending":
+        """As it was ``written``, where the folder is now."""
+        return self._placed(lambda path: folder / path)
+
+    def _placed(self, place: Callable[[Path], Path]) -> "Pending":
+        moved = (replace(one, disk=tuple(str(place(Path(path))) for path in one.disk)) for one in self.replaces)
+        return replace(self, replaces=tuple(moved))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +88,7 @@ class RunRecord:
         """
         body = {**self.owner.to_json(), "ranks": self.ranks, "hosts": self.hosts}
         body |= {"has_state": self.has_state}
-        body |= {"pending": self.pending and asdict(self.pending)}
+        body |= {"pending": self.pending and asdict(self.pending.written(folder.absolute()))}
         body |= {"resharding": self.resharding and asdict(self.resharding)}
         write_document(folder / RUN_FILE, RUN_KIND, body)
 
@@ -114,9 +128,28 @@ class RunRecord:
             ranks=found.ranks,
             hosts=found.hosts,
             has_state=found.has_state,
-            pending=found.pending,
+            pending=found.pending and found.pending.found(folder.absolute()),
             resharding=found.resharding,
         )
+
+    @staticmethod
+    def begun_in(folder: Path) -> "RunRecord":
+        """The record of a run whose state is its own: that of the run before, if there was one, is gone.
+
+        Raises:
+            ConfigError: the folder is of no run, or of one that has not begun.
+            StoreError: a reshard was interrupted; or the record cannot be read.
+        """
+        record = RunRecord.read(folder)
+        if record is None:
+            raise ConfigError(f"{folder} is not the folder of a run: it has no {RUN_FILE}, which penstock train writes")
+        record.require_settled(folder)
+        if record.pending is not None:
+            raise ConfigError(
+                f"{folder}: a start was stopped before the run had begun, and the next one goes on with that: penstock "
+                f"resume {shlex.quote(str(folder))}"
+            )
+        return record
 
     def begun(self) -> "RunRecord":
         return replace(self, pending=None)

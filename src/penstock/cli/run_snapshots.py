@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.run_record import RunRecord
 from penstock.config import INTERVAL, Budget, parse_duration
 from penstock.config.step import STRANDS
 from penstock.documents.typed import shown
@@ -74,12 +75,12 @@ def newest(folder: Path) -> Path | None:
 
 
 def require_newest(folder: Path) -> Path:
-    """The newest snapshot that can be opened, for a command that needs one.
+    """The newest snapshot of the run in a folder that can be opened, for a command that needs one.
 
-    Raises:
+    Raises: as ``RunRecord.begun_in`` and ``newest``, and
         ConfigError: there is none.
-        StoreError: as ``newest``.
     """
+    RunRecord.begun_in(folder)
     path = newest(folder)
     if path is None:
         raise ConfigError(

@@ -1,10 +1,15 @@
 """The place of a snapshot: a folder that is written beside it, and put there when it is whole."""
 
+import os
 from pathlib import Path
 
+from penstock import files
 from penstock.config import format_size
 from penstock.errors import StoreError
 from penstock.store import directory, packed
+from penstock.store.making import NEXT
+from penstock.store.manifest import DATA
+from penstock.store.owner import RUN_FILE
 from penstock.store.whole import WholeFolder
 
 MANIFEST = "snapshot.json"
@@ -16,6 +21,19 @@ own folder."""
 def is_snapshot(path: Path) -> bool:
     """True if a folder is one that ``engine.save`` has written, of one process or of several ranks."""
     return (path / MANIFEST).is_file() or (path / RANKS).is_file()
+
+
+def state_in(folder: Path, *, snapshots: bool) -> Path | None:
+    """The first file, at any depth, that says that there is a run or a store in a folder that is to be replaced, or
+    with ``snapshots`` a snapshot.
+
+    Raises:
+        StoreError: a folder in it cannot be looked into.
+    """
+    names = {RUN_FILE, DATA, NEXT} | ({MANIFEST, RANKS} if snapshots else set())
+    with packed.reported(f"looking for what is kept in {folder}"):
+        walked = os.walk(folder, onerror=files.refuse)
+        return next((Path(at) / name for at, below, here in walked for name in (*below, *here) if name in names), None)
 
 
 class SnapshotPlace:
@@ -32,8 +50,7 @@ class SnapshotPlace:
         """
         self.path = Path(path).resolve()  # a link to an older one goes on leading there
         self._overwrite = overwrite
-        self._check_target()
-        self._folder = WholeFolder(self.path, private=True)
+        self._folder = WholeFolder(self.path, private=True, check=self._check_target)
         self.partial = self._folder.partial
         try:
             self._check_room(nbytes)
@@ -50,6 +67,8 @@ class SnapshotPlace:
             raise StoreError(
                 f"{self.path} is not a snapshot, so it is not overwritten: give another path, or remove it"
             )
+        if (state := state_in(self.path, snapshots=False)) is not None:
+            raise StoreError(f"{self.path} is not overwritten, as {state} would go with it: give another path")
 
     def _check_room(self, nbytes: int) -> None:
         free = packed.free_bytes(self.partial)
@@ -65,7 +84,6 @@ class SnapshotPlace:
         Raises:
             StoreError: something else has taken the place, or the drive failed. What was there before still is.
         """
-        self._check_target()
         self._folder.finish()
 
     def abort(self) -> None:

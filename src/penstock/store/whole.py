@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -34,11 +35,15 @@ class WholeFolder:
     dead one's leftovers from ours. What earlier ones left behind whose process was killed is removed first.
     """
 
-    def __init__(self, path: Path, *, private: bool = False) -> None:
-        """Raises:
-        StoreError: the folder that it is to be in does not exist, or may not be written to.
+    def __init__(self, path: Path, *, private: bool = False, check: Callable[[], None] = lambda: None) -> None:
+        """``check``: raises where ``path`` may not be taken. It is asked again in ``finish``: writing takes long, and
+        something may be there by then.
+
+        Raises:
+            StoreError: the folder that it is to be in does not exist, or may not be written to.
         """
-        self.path = path.resolve()
+        self.path, self._check = path.resolve(), check
+        check()
         if not self.path.parent.is_dir():
             raise StoreError(f"{self.path}: {self.path.parent} does not exist: create it first")
         remove_abandoned(self.path.parent, glob.escape(self.path.name))
@@ -60,9 +65,10 @@ class WholeFolder:
     def finish(self) -> None:
         """Put the folder in its place; what was there before goes at the same instant.
 
-        Raises:
+        Raises: as ``check``, and
             StoreError: it cannot be put there so that it outlasts a power cut. What was there before still is.
         """
+        self._check()
         replaces = directory.is_there(self.path)
         directory.sync_directory(self.partial)
         try:

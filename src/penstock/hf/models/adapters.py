@@ -24,6 +24,12 @@ def has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def base_of(model: Any) -> Path | None:
+    """The folder that the weights below a model's adapters came from, by peft's account; None: it names none."""
+    named = {config.base_model_name_or_path for config in model.peft_config.values()} - {None}
+    return Path(named.pop()) if named else None
+
+
 def check_adapters(model: Any) -> None:
     """Refuse adapters that could not be saved once they are trained; a model without any is right.
 
@@ -109,7 +115,7 @@ class Merged(Values):
         ModelError: an adapter of a kind that is not merged here, or of one of several weights that are one; several
             that are active, or one that is merged already.
         """
-        self._values = values
+        self._values, self.base = values, base_of(model)
         active = list(model.active_adapters)
         if len(active) != 1:
             raise _not_merged(f"{' and '.join(active) or 'no adapter'}, of which one has to be active,")

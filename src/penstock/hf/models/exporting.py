@@ -28,13 +28,14 @@ from penstock.data.tokenizer import save
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, ModelError
 from penstock.hf.models import mapping, shell
-from penstock.hf.models.adapters import Merged, has_adapters, save_adapter
+from penstock.hf.models.adapters import Merged, base_of, has_adapters, save_adapter
 from penstock.hf.models.folder import CONFIG, GENERATION, INDEX
 from penstock.hf.models.kept import NOTES, Kept, copy_tokenizer, write_config
 from penstock.hf.models.mapping import Step
 from penstock.hf.models.shard_files import ShardFiles, lay_out, not_written
 from penstock.state.values import Values
 from penstock.store.directory import is_there
+from penstock.store.snapshot_place import state_in
 from penstock.store.whole import WholeFolder
 from penstock.tape.kv_cache import as_given
 
@@ -197,9 +198,9 @@ def write_adapter(
 
     Raises: as ``export``.
     """
-    _check_target(out, overwrite=overwrite)
+    check = partial(_check_target, out, overwrite=overwrite, base=base_of(model))
     dtypes = dict.fromkeys(values.parameters, shell.FLOATS[dtype]) if dtype else own or {}
-    with WholeFolder(out) as folder:
+    with WholeFolder(out, check=check) as folder:
         try:
             save_adapter(folder.partial, model, values, dtypes)
             companions(folder.partial)
@@ -237,7 +238,9 @@ def write_folder(
 
     Raises: as ``export``.
     """
-    _check_target(out, overwrite=overwrite)
+    base = source.values.base if isinstance(source.values, Merged) else None
+    check = partial(_check_target, out, overwrite=overwrite, base=base)
+    check()  # before what takes its time
     given = shell.FLOATS[dtype] if isinstance(dtype, str) else dtype
     kind = given or shell.dtype_of(source.config) or torch.float32
     twin, steps = _steps(source, kind, own or {})
@@ -249,7 +252,7 @@ def write_folder(
         max_shard_size=parse_size(shard_size),
     )
     layouts = {file: lay_out({name: tensors[name] for name in own}) for file, own in split.filename_to_tensors.items()}
-    with WholeFolder(out) as folder:
+    with WholeFolder(out, check=check) as folder:
         with ShardFiles(folder.partial, layouts) as shards:
             _fill(shards, twin, steps, source.values, progress)
             shards.finish()
@@ -271,7 +274,8 @@ def write_folder(
     return Written(dtype=kind, files=len(layouts), nbytes=sum(layout.nbytes for layout in layouts.values()))
 
 
-def _check_target(out: Path, *, overwrite: bool) -> None:
+def _check_target(out: Path, *, overwrite: bool, base: Path | None) -> None:
+    """``base``: the folder of the weights that adapters are for."""
     _check_not_kept(out)
     if not is_there(out):
         return
@@ -281,6 +285,12 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
         any(out.iterdir()) and not any((out / name).is_file() for name in (CONFIG, "adapter_config.json"))
     ):
         raise ConfigError(f"{out} is no model's folder (it has no {CONFIG}), so it is not replaced: give another one")
+    if base is not None and base.resolve() == out.resolve():
+        raise ConfigError(
+            f"{out} has the weights that the adapters are for, so it is not replaced: give another folder"
+        )
+    if (state := state_in(out, snapshots=True)) is not None:
+        raise ConfigError(f"{out} is not replaced, as {state} would go with it: give another folder")
 
 
 def _check_not_kept(out: Path) -> None:
