@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
@@ -131,9 +131,9 @@ def ends_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
 
 def _words(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], str]]:
     """Short texts with their ids, which are no special ones. A vocabulary may lack any letter."""
-    special = {*tokenizer.all_special_ids}
-    for word in ("a", *map(tokenizer.decode, range(_TRIED))):
-        ids = list(cast(Any, tokenizer)(word, add_special_tokens=False)["input_ids"])
+    call, special = cast(Any, tokenizer), {*tokenizer.all_special_ids}
+    for word in chain(["a"], map(call.decode, range(_TRIED))):
+        ids = list(call(word, add_special_tokens=False)["input_ids"])
         if ids and special.isdisjoint(ids):
             yield ids, word
 
