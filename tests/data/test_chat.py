@@ -87,6 +87,17 @@ def test_what_a_template_marks_counts_whole_and_nothing_else_does(kind: str, end
     assert _answers(words, found).split() == words.decode(words(answers)["input_ids"]).split()
 
 
+def test_a_token_around_an_answer_that_is_empty_is_not_its_own(tmp_path: Path) -> None:
+    words = _of_words(["river begin"])
+    words.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %} be{% generation %}{{ m.content }}"
+        "{% endgeneration %}gin{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "river"}, {"role": "assistant", "content": ""}]
+    (found,) = _documents(words, write_jsonl(tmp_path / "c.jsonl", [{"messages": messages}]))
+    assert (words.decode(found.ids.tolist()), _answers(words, found)) == ("river begin", "")
+
+
 GREETED = (
     "{% if messages[0].role != 'system' %}<system>You help.</system>\n{% endif %}" + PLAIN_TEMPLATE.split("{% if")[0]
 )

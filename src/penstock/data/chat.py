@@ -272,5 +272,5 @@ def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
     places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     found = np.zeros(len(places), dtype=np.uint8)
     for first, end in spans:
-        found |= ((places[:, 0] < end) & (places[:, 1] > first) & (places[:, 1] > places[:, 0])).astype(np.uint8)
+        found |= (np.maximum(places[:, 0], first) < np.minimum(places[:, 1], end)).astype(np.uint8)
     return found
