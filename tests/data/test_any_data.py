@@ -140,7 +140,9 @@ def any_case(seed: int, folder: Path) -> str:
     """Returns what became of the case."""
     rng = random.Random(seed)
     words, count, streaming = any_tokenizer(rng), rng.randrange(1, 30), rng.random() < 0.5
-    length, packing = rng.choice((2, 5, 16, 33, 64)), rng.choice((True, False, "continuous"))
+    length = rng.choice((2, 5, 16, 33, 64))
+    packing: Any = rng.choice((True, False, "continuous"))
+    rows: list[dict[str, Any]]
     rule = None if packing == "continuous" else rng.choice((None, "split", "cut", "drop"))
     begin, end = rng.choice(("[", "<s>", "\n")), rng.choice(("", "</s>", "\n", "/]"))
     if chats := rng.random() < 0.5:
@@ -171,7 +173,12 @@ def any_case(seed: int, folder: Path) -> str:
 
     def steps(position: Any = None) -> Any:
         data = open_data(config, folder, seed=seed, own=words)
-        made = {"pad": data.pad, "sequences_per_step": 2, "fingerprint": data.identity.fingerprint, "length": length}
+        made: dict[str, Any] = {
+            "pad": data.pad,
+            "sequences_per_step": 2,
+            "fingerprint": data.identity.fingerprint,
+            "length": length,
+        }
         return Batches(stream=data.train, packing=packing, micro_batch_size=1, **made).steps(position)
 
     try:
