@@ -315,12 +315,8 @@ def _tokenizer(
     if config.training is None:
         assert own is not None
         return (own,)
-    made_of = {
-        "train": asdict(config.training),
-        **_texts(opened, facts),
-        "kinds": [one.form.kind if one.form else None for one in opened],  # as a template decides, too
-        "version": _VERSION,
-    }
+    kinds = [one.form.kind if one.form else None for one in opened]  # as a template decides, too
+    made_of = {"train": asdict(config.training), **_texts(opened, facts), "kinds": kinds, "version": _VERSION}
     place = folder / f"tokenizer-{fingerprint(made_of)}"
     if not place.is_dir():
         say(f"Training a tokenizer of {config.training.vocabulary:,} tokens")

@@ -16,7 +16,7 @@ from penstock.data.sources.walk import BOM
 from penstock.errors import ConfigError
 
 PART = 1 << 13
-"""Bytes of text handled at a time, or up to as many more; also how finely a text is divided between training and
+"""Bytes of text handled at a time, or up to a quarter more; also how finely a text is divided between training and
 validation."""
 
 _CUTS = (r"\S\n(?=\S)", r"[^\W\d_](?= [^\W\d_])", r"\n(?=\S)", r"\S(?=\s)")
@@ -60,9 +60,10 @@ class TextFiles:
 
 
 def _part(file: BinaryIO) -> str:
-    """The next ``PART`` bytes, and what follows up to the best place to cut; as many again, if there is none."""
-    data = file.read(2 * PART)
-    text, _ = codecs.utf_8_decode(data, "strict", len(data) < 2 * PART)
+    """The next ``PART`` bytes, and what follows up to the best place to cut; a quarter more, if there is none."""
+    most = PART + PART // 4
+    data = file.read(most)
+    text, _ = codecs.utf_8_decode(data, "strict", len(data) < most)
     least = len(codecs.utf_8_decode(data[:PART])[0])
     cuts = (re.compile(cut).search(text, least) for cut in _CUTS if len(data) > PART)
     part = text[: next((cut.end() for cut in cuts if cut), None)]
