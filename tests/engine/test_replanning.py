@@ -118,7 +118,7 @@ def test_a_run_that_is_killed_right_after_a_change_goes_on_from_its_last_commit(
 
 
 @pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize(("name", "call"), zip(KEPT, ("preadv", "pwritev"), strict=True))
+@pytest.mark.parametrize(("name", "call"), list(zip(KEPT, ("preadv", "pwritev"), strict=True)))
 def test_a_plan_that_cannot_be_had_is_not_changed_to(
     name: str, call: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
