@@ -8,6 +8,7 @@ which stands at a gate meanwhile. So a rank that does not come leaves the others
 notice it only if they look; ``abort`` opens the gates.
 """
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ def register() -> None:
     """Make it the backend of the simulated device, once in a process."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, Collectives, devices=[NAME])
+    # torch's recorder, from 2.15 on, takes a group that says its devices for one with a backend for each
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
 
 
 def _device() -> torch.device:

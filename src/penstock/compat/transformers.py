@@ -202,7 +202,8 @@ def of_documents(mask_function: Callable[..., Any], positions: torch.Tensor) -> 
     found = masking_utils.find_packed_sequence_indices(positions)
     if found is None:
         return None
-    return masking_utils.packed_sequence_compatibility_function(mask_function, positions, found)
+    own = masking_utils.remap_positions_for_packed_sequence(mask_function, positions)
+    return cast("Callable[..., Any]", masking_utils.and_masks(masking_utils.packed_sequence_mask_function(found), own))
 
 
 _numbers = itertools.count(1)
