@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import processors
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from penstock.config import DataConfig, SourceConfig
 from penstock.data.sources.find import open_source
@@ -55,6 +55,47 @@ def test_of_a_chat_the_assistants_turns_count_with_the_mark_that_ends_them(
         assert _answers(bpe, document) == "".join(f"{turn}</assistant>\n" for turn in turns)
         whole = "".join(f"<{m['role']}>{m['content']}</{m['role']}>\n" for m in row["messages"])
         assert bpe.decode(document.ids.tolist(), skip_special_tokens=False) == whole
+
+
+def _of_words(texts: list[str]) -> PreTrainedTokenizerBase:
+    made = Tokenizer(models.WordLevel(unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=["?"], show_progress=False))
+    found = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?")
+    assert isinstance(found, PreTrainedTokenizerBase)
+    return found
+
+
+@pytest.mark.parametrize("end", ["", "\n", "</assistant>\n"], ids=repr)
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_what_a_template_marks_counts_whole_and_nothing_else_does(kind: str, end: str, tmp_path: Path) -> None:
+    """Also where its last character is of several tokens, or it begins or ends with what is in no token."""
+    words = (
+        tokenizer()
+        if kind == "bytes"
+        else _of_words(["<user assistant> / the water river of head x valve \N{WATER WAVE}"])
+    )
+    words.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% else %}<assistant>"
+        f"{{% generation %}}{{{{ m.content }}}}{end}{{% endgeneration %}}{{% endif %}}{{% endfor %}}"
+    )
+    said = ["river", " the water \N{WATER WAVE}", "of head", "\nx", "valve", " \N{WATER WAVE}"]
+    roles = ("user", "assistant") * 3
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    (found,) = _documents(words, write_jsonl(tmp_path / "c.jsonl", [{"messages": messages}]))
+    answers = "".join(f"{text}{end}" for text in said[1::2])
+    assert _answers(words, found).split() == words.decode(words(answers)["input_ids"]).split()
+
+
+def test_a_token_around_an_answer_that_is_empty_is_not_its_own(tmp_path: Path) -> None:
+    words = _of_words(["river begin"])
+    words.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %} be{% generation %}{{ m.content }}"
+        "{% endgeneration %}gin{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "river"}, {"role": "assistant", "content": ""}]
+    (found,) = _documents(words, write_jsonl(tmp_path / "c.jsonl", [{"messages": messages}]))
+    assert (words.decode(found.ids.tolist()), _answers(words, found)) == ("river begin", "")
 
 
 GREETED = (

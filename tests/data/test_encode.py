@@ -3,15 +3,17 @@
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from penstock.config import SourceConfig
+from penstock.config import SourceConfig, TokenizerTrainingConfig
+from penstock.data.encode import ends_of
 from penstock.data.opening import open_data
 from penstock.data.rows import Packing
 from penstock.data.sources.find import open_source
 from penstock.data.sources.text import PART
 from penstock.data.summary import summary_of
+from penstock.data.tokenizer import train
 from tests.data_documents import MARKED_TEMPLATE, chats, encoded, sentences, settings, tokenizer, write_jsonl
 
 
@@ -28,18 +30,47 @@ def _with_spaces_before() -> PreTrainedTokenizerBase:
     return found
 
 
-@pytest.mark.parametrize("make", [tokenizer, _with_spaces_before], ids=["bytes", "spaces"])
-def test_a_text_has_the_tokens_of_the_whole_whatever_its_parts_are(tmp_path: Path, make: type) -> None:
+CODE = "def f(x):\n    if x:\n        return x + 1 \n\n\n"
+
+
+def _with_runs_of_spaces() -> PreTrainedTokenizerBase:
+    """A tokenizer with tokens of several spaces and ends of lines."""
+    return train(TokenizerTrainingConfig(vocabulary=340), [*sentences(100), *[f"{CODE}\r\n\u3000\u3000a"] * 100])
+
+
+@pytest.mark.parametrize("make", [_with_runs_of_spaces, _with_spaces_before], ids=["bytes", "spaces"])
+@pytest.mark.parametrize("between", ["\n", ".\n\n", ".\r\n", "\n\u3000\u3000", " "], ids=repr)
+def test_a_text_has_the_tokens_of_the_whole_whatever_its_parts_are(tmp_path: Path, make: type, between: str) -> None:
     words: PreTrainedTokenizerBase = make()
-    text = "\n".join(sentences(600)) + "\n"
-    assert len(text) > 3 * PART
-    (tmp_path / "a.txt").write_text(text)
+    text = between.join(sentences(600)) + "\n" + CODE * 300
+    assert len(text) > 6 * PART
+    (tmp_path / "a.txt").write_bytes(text.encode())
     reader = open_source(SourceConfig(path=str(tmp_path / "a.txt")), streaming=False)
     assert not isinstance(reader, tuple)
     parts = encoded(reader, words, settings(tmp_path / "a.txt"))
     assert len(parts) > 3
     ids = [number for part in parts for number in part.ids.tolist()]
     assert ids == [*words(text, add_special_tokens=False)["input_ids"], words.eos_token_id]
+
+
+def test_no_space_comes_between_a_prompt_and_its_completion(tmp_path: Path) -> None:
+    words = _with_spaces_before()
+    rows = [{"prompt": prompt, "completion": "valve"} for prompt in ("the river\n", "x = ", "")]
+    reader = open_source(SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", rows))), streaming=False)
+    assert not isinstance(reader, tuple)
+    found = encoded(reader, words, settings("a"))
+    assert [words.decode(document.ids.tolist()) for document in found] == [f"{row['prompt']}valve</s>" for row in rows]
+
+
+@pytest.mark.parametrize("left_out", ["", "a"])
+def test_what_a_tokenizer_puts_around_a_text_is_found_whatever_letters_it_lacks(left_out: str) -> None:
+    made = Tokenizer(models.BPE())
+    texts = [text.replace(left_out, "") for text in sentences(300)] if left_out else sentences(300)
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    words = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    assert ends_of(words) == ([0], [1])
 
 
 @pytest.mark.parametrize("packing", ["continuous", True])

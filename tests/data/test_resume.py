@@ -28,6 +28,7 @@ from penstock.data.opening import Data, for_model, open_data
 from penstock.data.stream import Prepared
 from penstock.data.summary import summary_of
 from penstock.data.token_files import TokenWriter
+from penstock.data.tokenizer import digest as digest_of
 from penstock.data.tokenizer import save
 from penstock.errors import ConfigError
 from tests import warm
@@ -233,6 +234,18 @@ def test_what_is_tokenised_can_be_shared_between_runs(folder: Path, bpe: PreTrai
     _open(folder / "a.jsonl", folder / "two", bpe, prepared=str(shared), sequence_length=16, seed=9)
     assert {path: path.stat().st_mtime_ns for path in shared.rglob("*") if path.is_file()} == before
     assert not (folder / "two" / "data").exists()
+
+
+def test_a_tokenizer_that_is_trained_is_of_the_fields_that_the_settings_name(tmp_path: Path) -> None:
+    """Also where runs share what is prepared, and another one was trained on the same files."""
+    rows = [{"one": text, "other": text.upper()} for text in sentences(100)]
+    path, found = str(write_jsonl(tmp_path / "a.jsonl", rows)), {}
+    for name in ("one", "other"):
+        how = {"tokenizer": TokenizerConfig(train=_SMALL), "prepared": str(tmp_path / "shared")}
+        (tmp_path / name).mkdir()
+        config = settings((SourceConfig(path=path, fields={"text": name}),), **how)
+        found[name] = open_data(config, tmp_path / name, seed=0, own=None).tokenizer
+    assert digest_of(found["one"]) != digest_of(found["other"])
 
 
 def test_preparation_that_fails_leaves_nothing(folder: Path, bpe: PreTrainedTokenizerBase) -> None:

@@ -1,5 +1,6 @@
 """A tokenizer is loaded whole, or not at all, and its hash is of all that decides about ids."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import CTRLTokenizer, PreTrainedTokenizerFast
 
 from penstock.data.tokenizer import digest, load, save, with_template
 from penstock.errors import ConfigError
@@ -71,6 +72,24 @@ def test_tokenizers_that_give_other_ids_of_special_tokens_in_a_text_have_other_h
     text = f"{TEXT} {plain.eos_token}"
     assert plain(text)["input_ids"] != split(text)["input_ids"]
     assert digest(plain) != digest(split)
+
+
+def test_tokenizers_of_python_alone_with_other_merges_or_options_have_other_hashes(tmp_path: Path) -> None:
+    letters = ["<unk>", *"abc", *(f"{letter}@@" for letter in "abc"), "ab", "ab@@", "bc", "bc@@"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: n for n, token in enumerate(letters)}))
+
+    def made(*merges: str, **options: Any) -> Any:
+        (tmp_path / "merges.txt").write_text("\n".join(("#version: 0.2", *merges, "")))
+        return CTRLTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"), **options)
+
+    first, second = made("a b", "b c</w>"), made("b c</w>", "a b")
+    assert not first.is_fast
+    assert first.get_vocab() == second.get_vocab()
+    assert first("abc")["input_ids"] != second("abc")["input_ids"]
+    others = (second, made("a b", "b c</w>", some_option=True))
+    assert len({digest(first), *map(digest, others)}) == 3
+    save(first, tmp_path / "saved")
+    assert digest(load(str(tmp_path / "saved"))) == digest(first)
 
 
 def test_a_template_that_has_no_end_is_not_read(tmp_path: Path) -> None:

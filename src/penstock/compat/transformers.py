@@ -6,7 +6,7 @@ two are made of, so that values can be streamed by the same rules.
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils.chat_template_utils import render_jinja_template
 from transformers.utils.loading_report import LoadStateDictInfo
 
 __all__ = [
@@ -205,6 +206,26 @@ def of_documents(mask_function: Callable[..., Any], positions: torch.Tensor) -> 
 
 
 _numbers = itertools.count(1)
+
+
+# ---- chats
+
+
+def marked_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: Any, chat_template: str | None = None
+) -> tuple[str, list[tuple[int, int]]]:
+    """A chat's text by a template with ``{% generation %}``, and what that marks: of each stretch its first character,
+    and the one behind its last. ``chat_template`` None: the tokenizer's own.
+
+    Without: the template's marks would be had as a mask of tokens alone, which leaves out all but the first token of a
+    last character, and takes a stretch whose last character is in no token to go on to the end of the chat.
+    """
+    said = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    template = tokenizer.get_chat_template(chat_template, tools=tools)
+    how = {"chat_template": template, "return_assistant_tokens_mask": True}
+    rendered: Any = render_jinja_template([said], tools, **how, **tokenizer.special_tokens_map)
+    (text,), (where,) = rendered
+    return text, where
 
 
 # ---- the Trainer

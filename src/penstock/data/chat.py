@@ -10,8 +10,9 @@ answer would differ.
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
+from penstock.compat.transformers import marked_chat
 from penstock.data.conversations import Message, tools_of
 from penstock.data.limits import check_length, check_template, limited
 from penstock.data.sources.reader import Example
@@ -71,12 +73,15 @@ class ChatEncoder:
         with limited(lambda: self._place, alone=self._alone):
             for example in examples:
                 self._check_tools(example)
-            if self._answers and self._marked:
-                return [self._encode_marked(example) for example in examples]
             for example in examples:
                 messages, tools = _messages(example), tools_of(example)
-                texts.append(self._render(example, messages, tools))
-                spans.append(self._spans(example, texts[-1], messages, tools) if self._answers else [])
+                if self._answers and self._marked:
+                    text, where = self._apply(example, partial(marked_chat, self._tokenizer), messages, tools)
+                else:
+                    text = self._render(example, messages, tools)
+                    where = self._spans(example, text, messages, tools) if self._answers else []
+                texts.append(text)
+                spans.append(where)
         # The template writes all special tokens itself.
         found = self._tokenizer(
             texts,
@@ -90,14 +95,6 @@ class ChatEncoder:
             return [Document(ids=ids) for ids in all_ids]
         answers = [_within(offsets, where) for offsets, where in zip(found["offset_mapping"], spans, strict=True)]
         return [Document(ids=ids, answers=counts) for ids, counts in zip(all_ids, answers, strict=True)]
-
-    def _encode_marked(self, example: Example) -> Document:
-        messages, tools = _messages(example), tools_of(example)
-        found = self._apply(
-            example, messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        answers = np.asarray(found["assistant_masks"], dtype=np.uint8)
-        return Document(ids=np.asarray(found["input_ids"], dtype=np.uint32), answers=answers)
 
     def _check_tools(self, example: Example) -> None:
         """Refuse a template that leaves out tools, calls of them or their results: who is trained to call tools must
@@ -193,20 +190,23 @@ class ChatEncoder:
         return shared if place < 0 else shared[: place + len(opening)]
 
     def _render(self, example: Example, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> str:
-        return cast(str, self._apply(example, messages, tools, tokenize=False, add_generation_prompt=prompt))
+        how = {"tokenize": False, "add_generation_prompt": prompt}
+        return cast(str, self._apply(example, self._tokenizer.apply_chat_template, messages, tools, **how))
 
-    def _apply(self, example: Example, messages: Sequence[Message], tools: Any, **how: Any) -> Any:
+    def _apply(
+        self, example: Example, render: Callable[..., Any], messages: Sequence[Message], tools: Any, **how: Any
+    ) -> Any:
         self._place = example.place
         try:
             if self._day is not None:  # transformers lets no template have a clock but its own
                 how["chat_template"] = _written_on(self._day, self._tokenizer.get_chat_template(tools=tools))
-            found = self._tokenizer.apply_chat_template(list(messages), tools=tools, **how)
+            found = render(list(messages), tools=tools, **how)
         except Exception as error:  # noqa: BLE001  a template is a program and may raise anything
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(
                 f"{example.place}: the chat template fails on this chat: {type(error).__name__}: {reason}"
             ) from None
-        check_length(found if isinstance(found, str) else found["input_ids"], example.place)
+        check_length(found if isinstance(found, str) else found[0], example.place)
         return found
 
 
@@ -272,5 +272,5 @@ def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
     places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     found = np.zeros(len(places), dtype=np.uint8)
     for first, end in spans:
-        found |= ((places[:, 0] < end) & (places[:, 1] > first) & (places[:, 1] > places[:, 0])).astype(np.uint8)
+        found |= (np.maximum(places[:, 0], first) < np.minimum(places[:, 1], end)).astype(np.uint8)
     return found

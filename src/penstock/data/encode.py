@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +17,7 @@ from penstock.data.sources.reader import Cursor, Example
 from penstock.data.token_files import Document
 
 _BATCH = 128  # examples encoded at once: enough for every core
+_TRIED = 1000  # tokens of which one is looked for that is a text of its own
 
 
 class Encoder:
@@ -64,7 +65,7 @@ class Encoder:
         return self._texts(examples) if kind == "text" else self._completions(examples)
 
     def _texts(self, examples: Sequence[Example]) -> list[Document]:
-        found = self._in_parts(examples)
+        found = self._in_place([e.fields["text"] for e in examples], [e.begins for e in examples])
         return [
             Document(
                 ids=_joined(self._begin if e.begins else [], ids, self._end if e.ends and self._more(ids) else []),
@@ -73,17 +74,16 @@ class Encoder:
             for e, ids in zip(examples, found, strict=True)
         ]
 
-    def _in_parts(self, examples: Sequence[Example]) -> list[list[int]]:
-        """The ids of texts. What goes on behind a line's end is encoded as it stands there, where some tokenizers put
-        no space before it."""
-        texts, begun = [e.fields["text"] for e in examples], len(self._line)
-        found = self._ids(texts)
-        if not begun or all(e.begins for e in examples):
+    def _in_place(self, texts: Sequence[str], begins: Sequence[bool]) -> list[list[int]]:
+        """The ids of texts. One that does not begin a document is encoded as it stands behind a line's end, where some
+        tokenizers put no space before it."""
+        found, begun = self._ids(texts), len(self._line)
+        if not begun or all(begins):
             return found
         behind = self._ids([f"\n{text}" for text in texts])
         return [
-            alone if e.begins or ids[:begun] != self._line else ids[begun:]
-            for e, alone, ids in zip(examples, found, behind, strict=True)
+            alone if first or ids[:begun] != self._line else ids[begun:]
+            for first, alone, ids in zip(begins, found, behind, strict=True)
         ]
 
     def _found_behind_a_line(self) -> list[int]:
@@ -93,9 +93,11 @@ class Encoder:
         return [] if [*once, *once] == twice else line
 
     def _completions(self, examples: Sequence[Example]) -> list[Document]:
-        """Prompt and completion are encoded apart: so the model will be given the prompt, too."""
-        prompts = self._ids([example.fields["prompt"] for example in examples])
-        completions = self._ids([example.fields["completion"] for example in examples])
+        """Prompt and completion are encoded apart: so the model will be given the prompt, too. The completion goes on
+        where the prompt ends, so that no tokenizer puts a space of its own between them."""
+        asked = [example.fields["prompt"] for example in examples]
+        prompts = self._ids(asked)
+        completions = self._in_place([e.fields["completion"] for e in examples], [not prompt for prompt in asked])
         found = []
         for prompt, completion in zip(prompts, completions, strict=True):
             answer = [*completion, *(self._end if self._more(completion) else [])]
@@ -105,8 +107,8 @@ class Encoder:
             found.append(Document(ids=ids, answers=counts if self.answers else None))
         return found
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        found = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return cast(list[list[int]], found["input_ids"])
 
     def _more(self, ids: Sequence[int]) -> bool:
@@ -119,12 +121,21 @@ def ends_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     is one.
     """
     call = cast(Any, tokenizer)
-    plain = list(call("a", add_special_tokens=False)["input_ids"])
-    whole = list(call("a", add_special_tokens=True)["input_ids"])
+    plain, word = next(_words(tokenizer), ([], ""))
+    whole = list(call(word, add_special_tokens=True)["input_ids"])
     first = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     behind = whole[first + len(plain) :]
     eos = tokenizer.eos_token_id
     return whole[:first], behind or ([eos] if isinstance(eos, int) else [])
+
+
+def _words(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], str]]:
+    """Short texts with their ids, which are no special ones. A vocabulary may lack any letter."""
+    call, special = cast(Any, tokenizer), {*tokenizer.all_special_ids}
+    for word in chain(["a"], map(call.decode, range(_TRIED))):
+        ids = list(call(word, add_special_tokens=False)["input_ids"])
+        if ids and special.isdisjoint(ids):
+            yield ids, word
 
 
 def _joined(*parts: Sequence[int]) -> NDArray[np.uint32]:

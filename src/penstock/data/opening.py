@@ -45,8 +45,8 @@ log = logging.getLogger("penstock")
 LOOKED_AT = 1_000
 """Rows of a source that is streamed in which the fields that the settings name are looked for."""
 _SHUFFLE = 10_000
-_VERSION = 4  # of what is written from equal settings
-_PREPARED = 5  # of the form that it is written in
+_VERSION = 5  # of what is written from equal settings
+_PREPARED = 6  # of the form that it is written in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,9 +315,8 @@ def _tokenizer(
     if config.training is None:
         assert own is not None
         return (own,)
-    made_of = {"train": asdict(config.training), "files": [f.digest for f in facts], "version": _VERSION}
-    if on_hub := [_meaning(one) for one in opened if not one.files]:
-        made_of["sources"] = on_hub
+    kinds = [one.form.kind if one.form else None for one in opened]  # as a template decides, too
+    made_of = {"train": asdict(config.training), **_texts(opened, facts), "kinds": kinds, "version": _VERSION}
     place = folder / f"tokenizer-{fingerprint(made_of)}"
     if not place.is_dir():
         say(f"Training a tokenizer of {config.training.vocabulary:,} tokens")
@@ -396,6 +395,15 @@ def _meaning(one: Opened) -> dict[str, Any]:
     return {**source, "files": len(one.files), **named, **({} if one.commit is None else {"commit": one.commit})}
 
 
+def _texts(opened: Sequence[Opened], facts: Sequence[FileFacts]) -> dict[str, Any]:
+    """All that decides which texts the sources have."""
+    return {
+        "files": [f.digest for f in facts[: sum(len(one.files) for one in opened)]],
+        "endings": [ending(path) for one in opened for path in one.files],
+        "sources": [{**_meaning(one), "weight": None} for one in opened],
+    }
+
+
 def _prepared(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -408,9 +416,7 @@ def _prepared(
 ) -> tuple[Prepared, Prepared | None, int, Path]:
     """Data to train on, data held out of them, the largest id, and the folder that was prepared."""
     made_of = {
-        "files": [f.digest for f in facts],
-        "endings": [ending(path) for one in opened for path in one.files],
-        "sources": [{**_meaning(one), "weight": None} for one in opened],
+        **_texts(opened, facts),
         "tokenizer": tokenizers.digest(tokenizer),
         "loss_on": config.loss_on,
         "share": share,

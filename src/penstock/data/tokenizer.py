@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import xxhash
@@ -154,10 +155,25 @@ def digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of all that decides which ids a document gets."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        whole = repr(sorted(tokenizer.get_vocab().items()))
+        whole = _saved(tokenizer)
     else:  # but for how a batch would be filled up, which is not asked for
         whole = json.dumps({**json.loads(backend.to_str()), "padding": None, "truncation": None}, sort_keys=True)
     parts = [whole, str(tokenizer.chat_template), str(sorted(tokenizer.special_tokens_map.items(), key=str))]
     if tokenizer.split_special_tokens:  # of text that has their words, which the backend does not say
         parts.append("split_special_tokens")
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode())
+
+
+_OF_LOADING = ("is_local", "local_files_only", "model_max_length")
+"""Keys of ``tokenizer_config.json`` that say how a tokenizer was loaded, or what it is not asked for here."""
+
+
+def _saved(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that a tokenizer writes of itself, which those that are Python's alone say in no other way: files with its
+    vocabulary, merges or model, and its options."""
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        save(tokenizer, folder)
+        options = {k: v for k, v in _document(folder / "tokenizer_config.json").items() if k not in _OF_LOADING}
+        rest = sorted(file for file in folder.iterdir() if file.name != "tokenizer_config.json")
+        return repr([sorted(options.items()), *((file.name, file.read_bytes()) for file in rest)])

@@ -1,6 +1,8 @@
 """Text files: each is one document. Their order depends on nothing but their names."""
 
+import codecs
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,11 +15,14 @@ from penstock.data.sources.reader import Cursor, Example
 from penstock.data.sources.walk import BOM
 from penstock.errors import ConfigError
 
-LONGEST = 1 << 20
-"""Bytes of a line that are in memory at once."""
-
 PART = 1 << 13
-"""Bytes of text handled at a time; also how finely a text is divided between training and validation."""
+"""Bytes of text handled at a time, or up to a quarter more; also how finely a text is divided between training and
+validation."""
+
+_CUTS = (r"\S\n(?=\S)", r"[^\W\d_](?= [^\W\d_])", r"\n(?=\S)", r"\S(?=\s)")
+"""Where a text is cut, as expressions for what is before, the best first: behind a line, and between two words. Spaces
+in a row, ends of lines among them, may be of one token, as ends of lines and punctuation may; tokenizers look ahead,
+too, at whether a space is the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +47,11 @@ class TextFiles:
                     ahead = _part(file)
                     while ahead and (self.limit is None or seen < self.limit):
                         text, ahead = ahead, _part(file)
-                        offset, seen = offset + len(text), seen + len(text)
+                        nbytes = len(text.encode())
+                        offset, seen = offset + nbytes, seen + nbytes
                         last = not ahead or (self.limit is not None and seen >= self.limit)
-                        fields = {"text": text.decode("utf-8")}
-                        yield Example(fields=fields, place=str(path), begins=begins, ends=last), [index, offset, seen]
+                        example = Example(fields={"text": text}, place=str(path), begins=begins, ends=last)
+                        yield example, [index, offset, seen]
                         begins = False
             except (OSError, UnicodeDecodeError) as error:
                 reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text ({error.reason})"
@@ -53,18 +59,16 @@ class TextFiles:
             offset = 0
 
 
-def _part(file: BinaryIO) -> bytes:
-    """Whole lines of ``PART`` bytes or a little more; of a line of more than ``LONGEST``, a part between characters."""
-    lines: list[bytes] = []
-    nbytes = 0
-    while nbytes <= PART and (line := file.readline(LONGEST)):
-        if len(line) == LONGEST and not line.endswith(b"\n"):
-            rest = next((n for n in range(1, 4) if line[-n] & 0xC0 == 0xC0), 0)  # where a character has begun
-            file.seek(-rest, os.SEEK_CUR)
-            line = line[: len(line) - rest]
-        lines.append(line)
-        nbytes += len(line)
-    return b"".join(lines)
+def _part(file: BinaryIO) -> str:
+    """The next ``PART`` bytes, and what follows up to the best place to cut; a quarter more, if there is none."""
+    most = PART + PART // 4
+    data = file.read(most)
+    text, _ = codecs.utf_8_decode(data, "strict", len(data) < most)
+    least = len(codecs.utf_8_decode(data[:PART])[0])
+    cuts = (re.compile(cut).search(text, least) for cut in _CUTS if len(data) > PART)
+    part = text[: next((cut.end() for cut in cuts if cut), None)]
+    file.seek(len(part.encode()) - len(data), os.SEEK_CUR)
+    return part
 
 
 def in_order(files: Mapping[str, Path]) -> tuple[Path, ...]:
