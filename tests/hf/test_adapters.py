@@ -93,9 +93,7 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
             export(engine, tmp_path / "out", shard_size="1MB")
         (tmp_path / "config.json").write_text("{}")
         for merge, place in itertools.product((False, True), (tmp_path / "llama", tmp_path)):
-            with pytest.raises(
-                ConfigError, match=f"{place} has the weights that the adapters are for, so it is not"
-            ):
+            with pytest.raises(ConfigError, match=f"{place} has the weights that the adapters are for, so it is not"):
                 export(engine, place, merge=merge, overwrite=True)
     dora = trained(with_adapters("mixtral", tmp_path / "base", use_dora=True))
     with dora as engine, pytest.raises(ModelError, match=r"not merged here.*merge_and_unload"):
