@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from penstock.config import SourceConfig, TokenizerTrainingConfig
@@ -39,10 +39,13 @@ def _with_runs_of_spaces() -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.parametrize("make", [_with_runs_of_spaces, _with_spaces_before], ids=["bytes", "spaces"])
-@pytest.mark.parametrize("between", ["\n", ".\n\n", ".\r\n", "\n\u3000\u3000", " "], ids=repr)
+@pytest.mark.parametrize(
+    "between", ["\n", ".\n\n", ".\r\n", "\n\u3000\u3000", " ", "one by one: \n\n", "one by one:,"], ids=repr
+)
 def test_a_text_has_the_tokens_of_the_whole_whatever_its_parts_are(tmp_path: Path, make: type, between: str) -> None:
     words: PreTrainedTokenizerBase = make()
-    text = between.join(sentences(600)) + "\n" + CODE * 300
+    of_words, one_by_one = between.removeprefix("one by one:"), between.startswith("one by one:")
+    text = of_words.join(" ".join(sentences(600)).split() if one_by_one else sentences(600)) + "\n" + CODE * 300
     assert len(text) > 6 * PART
     (tmp_path / "a.txt").write_bytes(text.encode())
     reader = open_source(SourceConfig(path=str(tmp_path / "a.txt")), streaming=False)
@@ -60,6 +63,16 @@ def test_no_space_comes_between_a_prompt_and_its_completion(tmp_path: Path) -> N
     assert not isinstance(reader, tuple)
     found = encoded(reader, words, settings("a"))
     assert [words.decode(document.ids.tolist()) for document in found] == [f"{row['prompt']}valve</s>" for row in rows]
+
+
+def test_a_line_that_is_a_space_to_a_tokenizer_is_kept_before_a_completion(tmp_path: Path) -> None:
+    words = _with_spaces_before()
+    to_one = [normalizers.Replace("\n", " "), normalizers.Replace(Regex(" {2,}"), " ")]  # as XGLM's
+    words.backend_tokenizer.normalizer = normalizers.Sequence(to_one)
+    rows = [{"prompt": "the", "completion": "\nb = valve"}]
+    reader = open_source(SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", rows))), streaming=False)
+    assert not isinstance(reader, tuple)
+    assert words.decode(encoded(reader, words, settings("a"))[0].ids.tolist()) == "the b = valve</s>"
 
 
 @pytest.mark.parametrize("left_out", ["", "a"])

@@ -69,3 +69,8 @@ def test_a_file_whose_name_is_not_utf8_is_known_again(tmp_path: Path) -> None:
     assert found[0].name.endswith("caf\\xe9.txt")
     marked = [FileFacts(name=f.name, nbytes=f.nbytes, changed_ns=f.changed_ns, digest="as before") for f in kept.files]
     assert facts_of([path], marked, whole=True) == tuple(marked), "it is not read again"
+
+
+def test_another_version_is_said_before_what_differs_with_it() -> None:
+    then, now = (Identity(files=(), settings={"a hash": one, "version": one}) for one in (4, 5))
+    assert "this version of Penstock prepares data otherwise" in str(now.difference(then))

@@ -1,5 +1,6 @@
 """A model with adapters comes out as its adapter, as peft writes it, or merged, as peft merges it."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,10 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
     with small as engine:
         with pytest.raises(ConfigError, match="shard_size='1MB' has no effect: an adapter is one file"):
             export(engine, tmp_path / "out", shard_size="1MB")
-        for merge in (False, True):
-            with pytest.raises(ConfigError, match="llama has the weights that the adapters are for, so it is not repl"):
-                export(engine, tmp_path / "llama", merge=merge, overwrite=True)
+        (tmp_path / "config.json").write_text("{}")
+        for merge, place in itertools.product((False, True), (tmp_path / "llama", tmp_path)):
+            with pytest.raises(ConfigError, match=f"{place} has the weights that the adapters are for, so it is not"):
+                export(engine, place, merge=merge, overwrite=True)
     dora = trained(with_adapters("mixtral", tmp_path / "base", use_dora=True))
     with dora as engine, pytest.raises(ModelError, match=r"not merged here.*merge_and_unload"):
         export(engine, tmp_path / "out", merge=True)

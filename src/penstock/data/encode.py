@@ -87,10 +87,10 @@ class Encoder:
         ]
 
     def _found_behind_a_line(self) -> list[int]:
-        """The ids of a line's end, if the tokenizer puts something before a text that is not put behind such an end;
-        else none."""
-        line, once, twice = self._ids(["\n", "a\n", "a\na\n"])
-        return [] if [*once, *once] == twice else line
+        """The ids of a line's end, if the tokenizer puts something before a text that is not put behind such an end,
+        and does not take several ends for one; else none."""
+        line, lines, once, twice = self._ids(["\n", "\n\n", "a\n", "a\na\n"])
+        return [] if [*once, *once] == twice or line == lines else line
 
     def _completions(self, examples: Sequence[Example]) -> list[Document]:
         """Prompt and completion are encoded apart: so the model will be given the prompt, too. The completion goes on

@@ -84,6 +84,9 @@ class Identity:
                     f"{then.nbytes:,} bytes then, {now.nbytes:,} now" if now.nbytes != then.nbytes else "other bytes"
                 )
                 return f"{now.name} has changed since ({sizes})"
+        was, is_now = before.settings.get("version"), self.settings.get("version")
+        if was != is_now:  # first, as hashes may be taken of other things, too
+            return f"this version of Penstock prepares data otherwise than that of then ({was!r}, now {is_now!r})"
         for key in sorted({*self.settings, *before.settings}):
             was, is_now = before.settings.get(key), self.settings.get(key)
             known = key in self.settings and key in before.settings

@@ -285,7 +285,7 @@ def _check_target(out: Path, *, overwrite: bool, base: Path | None) -> None:
         any(out.iterdir()) and not any((out / name).is_file() for name in (CONFIG, "adapter_config.json"))
     ):
         raise ConfigError(f"{out} is no model's folder (it has no {CONFIG}), so it is not replaced: give another one")
-    if base is not None and base.resolve() == out.resolve():
+    if base is not None and is_there(base) and base.resolve().is_relative_to(out.resolve()):
         raise ConfigError(
             f"{out} has the weights that the adapters are for, so it is not replaced: give another folder"
         )
