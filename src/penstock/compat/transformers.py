@@ -203,7 +203,7 @@ def of_documents(mask_function: Callable[..., Any], positions: torch.Tensor) -> 
     if found is None:
         return None
     own = masking_utils.remap_positions_for_packed_sequence(mask_function, positions)
-    return cast("Callable[..., Any]", masking_utils.and_masks(masking_utils.packed_sequence_mask_function(found), own))
+    return masking_utils.and_masks(masking_utils.packed_sequence_mask_function(found), own)
 
 
 _numbers = itertools.count(1)
