@@ -94,7 +94,8 @@ def reads_alone(mesh: DeviceMesh) -> set[str]:
     """What the first rank is said to be in while it reads its copy of all values, and the other one does not."""
     with wrap(PLAIN, budget(None), mesh=mesh, stage=0) as engine:
         resources, values = engine.inside.resources, engine.values()
-        fetch, called = resources.arrays.fetch, set()
+        fetch = resources.arrays.fetch
+        called: set[str] = set()
 
         def noted(*args: Any) -> None:
             called.add(resources.ranks.in_call)
