@@ -5,6 +5,7 @@ come to it; where somebody may, it is said who is waited for.
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import distributed as dist
@@ -15,7 +16,7 @@ from penstock.ranks import watch
 from penstock.ranks.calls import Calls, Seen
 from tests.models import PLAIN
 from tests.patience import until
-from tests.ranks.worlds import World
+from tests.ranks.worlds import World, together
 from tests.training import budget, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,3 +88,24 @@ def test_a_call_of_one_rank_alone_is_said_on_all_who_wait_for_each_other(tmp_pat
     said = (tmp_path / "said").read_text()
     assert "rank 0 has waited in save for" in said
     assert "and goes on waiting, for rank 1: all ranks make every call" in said
+
+
+def reads_alone(mesh: DeviceMesh) -> set[str]:
+    """What the first rank is said to be in while it reads its copy of all values, and the other one does not."""
+    with wrap(PLAIN, budget(None), mesh=mesh, stage=0) as engine:
+        resources, values = engine.inside.resources, engine.values()
+        fetch = resources.arrays.fetch
+        called: set[str] = set()
+
+        def noted(*args: Any) -> None:
+            called.add(resources.ranks.in_call)
+            fetch(*args)
+
+        resources.arrays.fetch = noted  # type: ignore[method-assign]
+        for name in values.parameters if mesh.get_rank() == 0 else ():
+            values.parameter(name)
+    return called
+
+
+def test_a_rank_that_has_all_values_reads_them_alone_in_no_call_that_others_miss() -> None:
+    assert together(2, reads_alone) == [{"no call"}, set()]

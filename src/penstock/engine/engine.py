@@ -379,8 +379,9 @@ class Engine:
 
     @in_turn
     def _read(self, read: Callable[[], None]) -> None:
-        """Have something read with nothing pending."""
-        with self._ranks.together("values"):
+        """Have something read with nothing pending. Who has all of it waits for nobody, and may read alone."""
+        self._ranks.check()
+        with (ALONE if self._resources.share.is_whole else self._ranks).together("values"):
             self._check_usable()
             self._rest()
             read()
