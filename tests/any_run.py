@@ -84,9 +84,9 @@ def seen(run: Run, folder: Path, *, by_engine: bool) -> dict[str, Any]:
             with contextlib.suppress(AttributeError):
                 trainer.end() if by_engine else None
             trainer = _trainer(run, folder, by_engine=by_engine)
-            found["returned"] = trainer.train(resume_from_checkpoint=True)._asdict()
+            found["returned"] = _returned(trainer.train(resume_from_checkpoint=True))
         else:
-            found["returned"] = trainer.train()._asdict()
+            found["returned"] = _returned(trainer.train())
         found["trained"] = _of(trainer)
         for number, what in enumerate(run.after):
             found[f"{number} {what}"] = AFTER[what](trainer, run, folder)
@@ -127,7 +127,7 @@ AFTER: dict[str, Callable[[Any, Run, Path], Any]] = {
     "save model": lambda trainer, run, folder: trainer.save_model(str(folder / "out" / "saved")),
     "save model in place": lambda trainer, run, folder: trainer.save_model(),
     "save state": lambda trainer, run, folder: trainer.save_state(),
-    "train": lambda trainer, run, folder: trainer.train()._asdict(),
+    "train": lambda trainer, run, folder: _returned(trainer.train()),
     "parameters": lambda trainer, run, folder: trainer.get_num_trainable_parameters(),
     "save metrics": lambda trainer, run, folder: trainer.save_metrics("all", {"a": 1.0}),
 }
@@ -188,6 +188,11 @@ def _trainer(run: Run, folder: Path, *, by_engine: bool) -> Any:
 def _engine(disk: Path | None) -> EngineArguments:
     kept = {} if disk is None else {"disk": disk, "weights": "disk", "state": "disk"}
     return EngineArguments(budget=penstock.Budget(device="512MiB", host="64MiB", **kept), plan=None)
+
+
+def _returned(output: Any) -> dict[str, Any]:
+    """What training returns, by name."""
+    return dict(zip(("global_step", "training_loss", "metrics"), output, strict=True))
 
 
 def _of(trainer: Any) -> dict[str, Any]:

@@ -516,7 +516,7 @@ def test_a_skipped_step_is_said_and_does_not_break_the_loss_curve() -> None:
     display = PlainDisplay(out)
     display.begin(meter)
     display.update()
-    assert "loss scale now 32768" in out.getvalue()
+    assert "loss scale now 32,768" in out.getvalue()
     assert sparkline(meter.losses, 8) == ""
     assert sparkline([3.0, float("inf"), 1.0], 8) == "█▁"
 

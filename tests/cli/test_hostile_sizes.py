@@ -88,7 +88,7 @@ def test_a_text_of_one_line_is_read_in_parts(tmp_path: Path) -> None:
     """Between characters, wherever a part ends; and every part can be gone on from."""
     path = tmp_path / "long.txt"
     for shift in range(4):
-        whole = "x" * shift + "水" * (text.LONGEST // 2) + "\nend"
+        whole = "x" * shift + "水" * text.PART + "\nend"
         path.write_text(whole)
         found = list(TextFiles(files=(path,)).read(None))
         assert len(found) >= 2

@@ -25,7 +25,7 @@ from penstock.tape.likeness import alike, sample
 _IN = ("q_proj", "k_proj", "v_proj")
 _OUT = ("o_proj", "out_proj", "dense")
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
-"""What a cache of keys and values is handed as: by transformers since 5.24, before, and by models of others."""
+"""The names of a cache of keys and values: transformers' since 5.24, its old one, and those of models of others."""
 _GROUPS = "num_key_value_groups"
 """The number of query heads that share a key/value head, of a part; transformers' attention functions read it."""
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a rank says of its calls of one engine."""
+    """The state of the calls of one engine on a rank, as the rank says it."""
 
     begun: int = 0
     inside: bool = False
@@ -45,7 +45,7 @@ class Calls:
         self._since = time.monotonic()
         self._thread = threading.get_ident()
         self.name = _NONE
-        """what this rank calls"""
+        """the call that this rank is in, for people"""
         self._seen: dict[int, tuple[Seen, float]] = {}
         """rank -> what it has said last, and since when"""
 
@@ -86,7 +86,7 @@ class Calls:
 
     @property
     def own(self) -> Seen:
-        """What this rank says."""
+        """The state that this rank tells the others."""
         return Seen(begun=self._begun, inside=self._depth > 0, elsewhere=self._elsewhere)
 
     def hear(self, other: int, seen: Seen) -> None:

@@ -49,7 +49,7 @@ class Telling(Ranks):
 
     @property
     def in_call(self) -> str:
-        """What this rank calls, as it may say to people."""
+        """The name of the call that this rank is in, for people."""
         raise NotImplementedError
 
     def gather_objects(self, what: str, value: T) -> list[T]:

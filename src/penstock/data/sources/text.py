@@ -20,9 +20,9 @@ PART = 1 << 13
 validation."""
 
 _CUTS = (r"\S\n(?=\w)", r"[^\W\d_](?= [^\W\d_])", r"[^\W_](?=\s)", r"\n(?=\S)", r"\S(?=\s)", r"[^\W_](?=[,.，。、])")
-"""Where a text is cut, as expressions for what is before, the best first: behind a line, and between two words. Spaces
-in a row, ends of lines among them, may be of one token, as ends of lines and punctuation may; tokenizers look ahead,
-too, at whether a space is the last one. The last is for what has no spaces, as Chinese."""
+"""The places where a text is cut, as expressions for what is before, the best first: behind a line, and between two
+words. Spaces in a row, ends of lines among them, may be of one token, as ends of lines and punctuation may; tokenizers
+look ahead, too, at whether a space is the last one. The last is for what has no spaces, as Chinese."""
 
 
 @dataclass(frozen=True, kw_only=True)
