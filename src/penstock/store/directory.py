@@ -282,10 +282,10 @@ class DirectoryLock:
         try:
             self._fd = self._take() if writes else self._share(directory)
             self._itself = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        except StoreError:
-            raise
-        except OSError as e:
+        except BaseException as e:
             self.forget()
+            if isinstance(e, StoreError) or not isinstance(e, OSError):
+                raise
             said = f"{e.strerror}: {_ADVICE.get(e.errno or 0, 'use a local file system')}"
             if e.errno in _FORBIDDEN:
                 said = in_the_way(self._path, e)
