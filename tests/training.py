@@ -4,7 +4,8 @@
 array of the state with its padding, and the model's buffers. ``plain_loop`` is the same training by plain PyTorch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,14 @@ def master_of(engine: penstock.Engine) -> torch.Tensor:
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """|found - wanted| / |wanted| in the L2 norm."""
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within, torch's default dtype is another one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -26,7 +26,7 @@ from penstock.state.values import Values
 from penstock.tape.rng import RandomState
 from tests.conftest import Campaign
 from tests.models import VOCABULARY
-from tests.training import abandon, assert_same_state, budget, state_of
+from tests.training import abandon, assert_same_state, budget, default_dtype, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,16 +105,6 @@ def micro_batches(rng: Random) -> list[dict[str, torch.Tensor]]:
         if image:
             found[-1]["image"] = torch.randn(2, 3, WIDTH, generator=generator)
     return found
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager

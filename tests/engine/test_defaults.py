@@ -12,7 +12,7 @@ from penstock.optim import library
 from penstock.optim.precision import precision_of_weights
 from tests import folders
 from tests.models import MODELS
-from tests.training import budget, steps_of, wrap
+from tests.training import budget, default_dtype, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,14 +22,11 @@ STEPS = steps_of(CASE, 1)
 
 def trained(precision: Any, moments: Any, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of a step, and the parameters after it, with torch's default dtype set to ``dtype``."""
-    model, before = CASE.model(), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    model = CASE.model()
+    with default_dtype(dtype):
         optimizer = penstock.AdamW(moments=moments)
         with wrap(CASE, budget(None), model=model, precision=precision, optimizer=optimizer, plan=None) as engine:
             return engine.step(STEPS[0]).loss, dict(engine.master_parameters())
-    finally:
-        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("native", [True, False])
