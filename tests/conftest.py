@@ -114,6 +114,13 @@ def no_stored_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         yield
 
 
+@pytest.fixture(autouse=True)
+def later_tests_measure_nothing(no_stored_profiles: None) -> Iterator[None]:
+    """A test that takes the switch out of the environment puts it back."""
+    yield
+    assert os.environ.get("PENSTOCK_MEASURE") == "never"
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What tests, and the processes that they start, put into the system's temporary folder."""

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Self
@@ -33,6 +34,12 @@ def server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm_imports"])
     return context
+
+
+def process(target: Callable[..., object], *args: Any) -> BaseProcess:
+    """A process from the server that calls ``target(*args)`` when it is started, with the environment that this one has
+    now: the server's is that of its own start."""
+    return server().Process(target=_called, args=(dict(os.environ), target, args))
 
 
 class Process:
@@ -139,15 +146,24 @@ def _text(end: Connection) -> IO[str]:
 # ---- in the process
 
 
+def _called(environment: dict[str, str], target: Callable[..., object], args: tuple[Any, ...]) -> None:
+    _take_on(environment)
+    target(*args)
+
+
+def _take_on(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # it is looked up once, and the server may have
+
+
 def _become(words: list[str], environment: dict[str, str], where: str, streams: list[Connection]) -> None:
     """Never returns: this process is the program from here on."""
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream.fileno(), number)
         stream.close()
-    os.environ.clear()
-    os.environ.update(environment)
+    _take_on(environment)
     os.chdir(where)
-    tempfile.tempdir = None  # it is looked up once, and the server may have
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", write_through=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), "utf-8", "backslashreplace", write_through=True)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # pytest's own, in the server

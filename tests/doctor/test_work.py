@@ -128,6 +128,14 @@ def test_what_crosses_has_the_dtypes_of_its_name(monkeypatch: pytest.MonkeyPatch
     }
 
 
+@pytest.mark.accelerator
+def test_what_is_measured_with_is_there_before_other_streams_use_it() -> None:
+    torch.accelerator.empty_cache()  # memory that was freed is overwritten then, and what is fresh when it is had
+    with ExitStack() as closing:
+        for load in work.crossings(torch.device(DEVICE, 0), closing):
+            load.workers[0]()
+
+
 def test_the_bytes_of_a_gradient_to_measure_with_are_one_in_either_dtype() -> None:
     """Else a step in bf16 would meet denormals, which are slow."""
     steps = work.Steps(CPU, threads=1)
