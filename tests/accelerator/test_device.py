@@ -105,6 +105,27 @@ def test_memory_that_is_freed_while_another_stream_uses_it_is_found(recorded: bo
     assert other.cpu()[0] == 9
 
 
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("idle", [False, True])
+def test_memory_that_another_stream_uses_before_its_own_has_come_to_it_is_found(
+    idle: bool, waits: bool, sim: Simulated
+) -> None:
+    """Whether nobody has had it yet, or somebody a while ago, makes no difference: else it would be found sometimes."""
+    torch.accelerator.empty_cache()
+    if idle:
+        torch.empty(1000, device=SIM)
+    torch.accelerator.synchronize()
+    target, side = torch.empty(1000, device=SIM), torch.Stream(SIM)
+    if waits:
+        side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        target.copy_(torch.zeros(1000).pin_memory(), non_blocking=True)
+    found = sim.findings()
+    sim.clear()
+    assert bool(found) is not waits
+    assert all("not ordered after the write by the first use of memory on stream 0" in each for each in found)
+
+
 def test_freed_memory_is_overwritten_and_handed_out_again(sim: Simulated) -> None:
     first = torch.ones(1000, device=SIM)
     address = first.data_ptr()

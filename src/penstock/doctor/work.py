@@ -67,7 +67,6 @@ def _both_sides(device: torch.device, closing: ExitStack) -> tuple[list[torch.Te
         device_slab = DeviceSlab(nbytes, device)
         host_slab.bytes.fill_(1)
         device_slab.bytes.fill_(1)
-    wait_for(device)  # else the first copies, on other streams, run beside this
     closing.callback(host_slab.close)
     return _pieces(host_slab.bytes), _pieces(device_slab.bytes)
 
@@ -79,6 +78,7 @@ def _moving(name: str, device: torch.device, move: Callable[[int], None], amount
         return Load(name=name, workers=[lambda: move(next(place))], amount=amount)
     its = accelerator.of(device)
     stream = its.stream(device)
+    stream.wait_stream(its.current_stream(device))  # on which what is moved, and what it goes through, was made
 
     def queued() -> None:
         with its.queued_on(stream):
