@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import re
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -124,6 +126,23 @@ def test_memory_that_another_stream_uses_before_its_own_has_come_to_it_is_found(
     sim.clear()
     assert bool(found) is not waits
     assert all("not ordered after the write by the first use of memory on stream 0" in each for each in found)
+
+
+def test_a_finding_says_of_how_many_bytes_it_is_and_where(sim: Simulated) -> None:
+    side, there = torch.Stream(SIM), torch.ones(1000, device=SIM)
+
+    def used_elsewhere() -> None:
+        with side:
+            there.mul_(2)
+
+    thread = threading.Thread(target=used_elsewhere, name="another one")
+    thread.start()
+    thread.join()
+    found = sim.findings()
+    sim.clear()
+    assert found
+    said = r"\(of 4000 bytes\), at test_device\.py:\d+ used_elsewhere in another one$"
+    assert all(re.search(said, each) for each in found), found
 
 
 def test_freed_memory_is_overwritten_and_handed_out_again(sim: Simulated) -> None:

@@ -110,6 +110,7 @@ struct Allocator final : c10::DeviceAllocator {
     guard.lock();
     if (block.pending.empty()) free_blocks[{block.stream, block.size}].push_back(std::move(block));
     else pending.push_back(std::move(block));
+    t_found.clear();  // Python cannot be asked where: it may be freeing this for an error that it is about to raise
   }
   // Freed memory is another's, and what nobody has had has no values: from here on, in the order of its stream, it
   // holds NaN. What whoever frees it knows is handed to whoever is given it, and to nobody else.
