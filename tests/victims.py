@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ import pytest
 import torch
 
 from penstock.store import Store
-from tests import warm
 from tests.campaign import SETTINGS, digests, open_run, step_data
 from tests.faults import Call, Go, intercepted
 from tests.patience import PATIENCE
 from tests.training import state_of
+from tests.warm import server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +64,11 @@ class Victims:
     def __init__(self, setting: str, last: int) -> None:
         self.setting = setting
         self.last = last
+        self._context = server()
 
     def start(self) -> None:
         """Have the server import what processes need, which takes seconds."""
-        process = warm.process(_nothing)
+        process = self._context.Process(target=_nothing)
         process.start()
         process.join(PATIENCE)
 
@@ -90,8 +90,8 @@ class Victims:
 
         ``meanwhile`` is called with its process id as soon as it is ready.
         """
-        ours, theirs = Pipe()
-        process = warm.process(target, *words, theirs)
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=target, args=(*words, theirs))
         process.start()
         theirs.close()
         try:

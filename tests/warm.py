@@ -16,30 +16,42 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Self
 
 
-def server() -> ForkServerContext:
+class Forked(ForkServerProcess):
+    """A process of the server's that has the environment of whoever makes it, as one that is started has. By itself it
+    would have the server's, which may begin before the fixtures of all tests: with the user's own folders, then."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        _take_over(self._environment)
+        super().run()
+
+
+class Server(ForkServerContext):
+    """As ``multiprocessing`` has it, with ``Forked`` processes."""
+
+    Process = Forked
+
+
+def server() -> Server:
     """Starts processes from a server that has imported what they need, which takes it seconds, once.
 
     It must have no other threads, which a fork would lose: ``OMP_NUM_THREADS`` is 1 in all tests.
     """
     assert os.environ["OMP_NUM_THREADS"] == "1"
-    context = multiprocessing.get_context("forkserver")
+    context = Server()
     context.set_forkserver_preload(["tests.warm_imports"])
     return context
-
-
-def process(target: Callable[..., object], *args: Any) -> BaseProcess:
-    """A process from the server that calls ``target(*args)`` when it is started, with the environment that this one has
-    now: the server's is that of its own start."""
-    return server().Process(target=_called, args=(dict(os.environ), target, args))
 
 
 class Process:
@@ -146,23 +158,12 @@ def _text(end: Connection) -> IO[str]:
 # ---- in the process
 
 
-def _called(environment: dict[str, str], target: Callable[..., object], args: tuple[Any, ...]) -> None:
-    _take_on(environment)
-    target(*args)
-
-
-def _take_on(environment: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    tempfile.tempdir = None  # it is looked up once, and the server may have
-
-
 def _become(words: list[str], environment: dict[str, str], where: str, streams: list[Connection]) -> None:
     """Never returns: this process is the program from here on."""
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream.fileno(), number)
         stream.close()
-    _take_on(environment)
+    _take_over(environment)
     os.chdir(where)
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", write_through=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), "utf-8", "backslashreplace", write_through=True)
@@ -180,6 +181,12 @@ def _become(words: list[str], environment: dict[str, str], where: str, streams: 
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _take_over(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # it is looked up once, and the server may have
 
 
 def _outcome(words: list[str]) -> int:

@@ -16,7 +16,8 @@ What it does as a GPU does, and worse:
 - It copies asynchronously from and to page-locked memory alone, and knows which is.
 - Its random numbers are its own.
 - Clocks of every stream and host thread find each pair of accesses which nothing orders, whatever the timing was, and
-  name both. A test that is marked ``accelerator`` fails if there is one.
+  name both, with the place in the code of the later one. Memory that is handed out is written on its own stream then,
+  be it fresh or long idle. A test that is marked ``accelerator`` fails if there is such a pair.
 
 A process has it from its start or not at all: autograd makes its threads once.
 """

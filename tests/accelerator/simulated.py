@@ -1,8 +1,13 @@
 """The simulated accelerator as a device of PyTorch's and of the engine's: ``start`` makes it one, once in a process."""
 
 import ctypes
+import inspect
+import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -15,6 +20,23 @@ MEMORY = 2 << 30
 """Bytes of the device's memory."""
 BESIDE_PLANS = 1 << 20
 """Bytes that training takes of it besides what a plan counts."""
+_FRAMES = 6
+"""Innermost calls that a finding names."""
+_WATCHING = str(Path(__file__).with_name("watching.py"))
+_UNNAMED = (__file__, _WATCHING, threading.__file__, f"{Path(torch.__file__).parent}/")
+"""files whose calls it leaves out"""
+_ASK = ctypes.CFUNCTYPE(None)
+
+
+def _where() -> str:
+    """The place in the code of the calling thread, as findings say it: autograd's threads have none."""
+    calls = (
+        f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
+        for frame, line in traceback.walk_stack(inspect.currentframe())
+        if not frame.f_code.co_filename.startswith(_UNNAMED)
+    )
+    found = " < ".join(islice(calls, _FRAMES))
+    return f", at {found} in {threading.current_thread().name}" if found else ""
 
 
 class Simulated:
@@ -35,6 +57,8 @@ class Simulated:
             ("sim_close_gate", (), size),
             ("sim_open_gate", (size,), None),
             ("sim_meet_autograd", (), None),
+            ("sim_ask_where", (_ASK,), None),
+            ("sim_say_where", (text,), None),
             ("sim_label", (text,), None),
             ("sim_findings", (), text),
             ("sim_counts", (), text),
@@ -42,6 +66,8 @@ class Simulated:
         ):
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
+        self._asked = _ASK(lambda: library.sim_say_where(_where().encode()))  # kept: the library has its address
+        library.sim_ask_where(self._asked)
         self.refuses_pages = False
         """True if page-locking fails, as it does past a limit."""
 
@@ -133,7 +159,8 @@ class Simulated:
         self._library.sim_label(text.encode())
 
     def findings(self) -> list[str]:
-        """Pairs of accesses that nothing orders, and asynchronous copies that were none."""
+        """Pairs of accesses that nothing orders, and asynchronous copies that were none; with the place in the code
+        of the later one."""
         return self._library.sim_findings().decode().splitlines()  # type: ignore[no-any-return]
 
     def counts(self) -> dict[str, int]:

@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import re
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -103,6 +105,44 @@ def test_memory_that_is_freed_while_another_stream_uses_it_is_found(recorded: bo
     assert bool(found) is not recorded
     assert bool(target[0] == 3) or not recorded
     assert other.cpu()[0] == 9
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("idle", [False, True])
+def test_memory_that_another_stream_uses_before_its_own_has_come_to_it_is_found(
+    idle: bool, waits: bool, sim: Simulated
+) -> None:
+    """Whether nobody has had it yet, or somebody a while ago, makes no difference: else it would be found sometimes."""
+    torch.accelerator.empty_cache()
+    if idle:
+        torch.empty(1000, device=SIM)
+    torch.accelerator.synchronize()
+    target, side = torch.empty(1000, device=SIM), torch.Stream(SIM)
+    if waits:
+        side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        target.copy_(torch.zeros(1000).pin_memory(), non_blocking=True)
+    found = sim.findings()
+    sim.clear()
+    assert bool(found) is not waits
+    assert all("not ordered after the write by the first use of memory on stream 0" in each for each in found)
+
+
+def test_a_finding_says_of_how_many_bytes_it_is_and_where(sim: Simulated) -> None:
+    side, there = torch.Stream(SIM), torch.ones(1000, device=SIM)
+
+    def used_elsewhere() -> None:
+        with side:
+            there.mul_(2)
+
+    thread = threading.Thread(target=used_elsewhere, name="another one")
+    thread.start()
+    thread.join()
+    found = sim.findings()
+    sim.clear()
+    assert found
+    said = r"\(of 4000 bytes\), at test_device\.py:\d+ used_elsewhere in another one$"
+    assert all(re.search(said, each) for each in found), found
 
 
 def test_freed_memory_is_overwritten_and_handed_out_again(sim: Simulated) -> None:

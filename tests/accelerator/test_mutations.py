@@ -5,7 +5,7 @@ Each mutation takes one line from the engine. It is found whatever the timing wa
 
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,15 @@ import torch
 
 import penstock
 from penstock import accelerator
+from penstock.doctor import work
 from penstock.engine.visiting import VisitingWeights
+from penstock.hardware import system
 from penstock.runtime.actions import Actions
 from penstock.runtime.actions.saved_activations import SavedActivations
 from penstock.runtime.executor import Executor
 from penstock.runtime.streams import DeviceStreams
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.program import ALIGN
 from penstock.state import background
 from penstock.state.memory import HostSlab
 from tests.accelerator import DEVICE, simulated, watching
@@ -119,6 +122,18 @@ def failed_and_again(path: Path) -> None:
         run_steps(engine, STEPS)
 
 
+def measured(path: Path) -> None:
+    """Copies between host and device as they are measured, with memory that is small."""
+    device = torch.device(DEVICE, 0)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as closing:
+        patch.setattr(work, "CHUNK", ALIGN)
+        patch.setattr(system, "cache_size", lambda: 0)
+        links = [work.copies(name, device, closing) for name in ("h2d", "d2h")]
+        for load in (*links, *work.crossings(device, closing)):
+            for worker in load.workers:
+                worker()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Missed(Mutation):
     """A line whose lack is found while something is done (``doing``)."""
@@ -199,6 +214,9 @@ MUTATIONS = {
     "what a caller queues comes after the step": Missed(
         owner=DeviceStreams, name="around_caller", line="own.wait_stream(compute)"
     ),
+    "a copy that is measured comes after its memory is made": Missed(
+        owner=work, name="_moving", line="stream.wait_stream(its.current_stream(device))", doing=measured
+    ),
 }
 
 
@@ -216,7 +234,7 @@ def found_while(doing: Doing, path: Path) -> list[str]:
 
 @pytest.mark.parametrize("microseconds", [None, 300.0], ids=["when waited for", "at random moments"])
 @pytest.mark.parametrize(
-    "doing", [from_disk, written_behind, changed_and_written, written_by_who_changes, failed_and_again]
+    "doing", [from_disk, written_behind, changed_and_written, written_by_who_changes, failed_and_again, measured]
 )
 def test_the_engine_leaves_nothing_to_chance(doing: Doing, microseconds: float | None, tmp_path: Path) -> None:
     with simulated.patient(microseconds):

@@ -4,7 +4,6 @@ import io
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -14,9 +13,9 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, ModelError, RankError
-from tests import warm
 from tests.accelerator import DEVICE
 from tests.patience import PATIENCE, until
+from tests.warm import server
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,9 +47,11 @@ class World:
         self._store = store
         self.processes: list[BaseProcess] = []
         self._ends: list[Connection] = []
+        context = server()
         for rank in range(size):
-            mine, theirs = Pipe(duplex=False)
-            process = warm.process(_rank, rank, size, axis, on_device, store.port, theirs, what, args, given)
+            mine, theirs = context.Pipe(duplex=False)
+            words = (rank, size, axis, on_device, store.port, theirs, what, args, given)
+            process = context.Process(target=_rank, args=words)
             process.start()
             theirs.close()
             self.processes.append(process)

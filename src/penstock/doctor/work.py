@@ -67,7 +67,6 @@ def _both_sides(device: torch.device, closing: ExitStack) -> tuple[list[torch.Te
         device_slab = DeviceSlab(nbytes, device)
         host_slab.bytes.fill_(1)
         device_slab.bytes.fill_(1)
-    wait_for(device)  # else the first copies, on other streams, run beside this
     closing.callback(host_slab.close)
     return _pieces(host_slab.bytes), _pieces(device_slab.bytes)
 
@@ -79,6 +78,7 @@ def _moving(name: str, device: torch.device, move: Callable[[int], None], amount
         return Load(name=name, workers=[lambda: move(next(place))], amount=amount)
     its = accelerator.of(device)
     stream = its.stream(device)
+    stream.wait_stream(its.current_stream(device))  # on which what is moved, and what it goes through, was made
 
     def queued() -> None:
         with its.queued_on(stream):
@@ -104,12 +104,12 @@ def crossings(device: torch.device, closing: ExitStack) -> tuple[Load, ...]:
 
     Named as the fields of ``penstock.hardware.machine.Crossing``. ``closing``: as in ``copies``.
     """
+    host, there = _both_sides(device, closing)
+    host_wide, there_wide = ([piece.view(torch.float32) for piece in side] for side in (host, there))
+    host_narrow, there_narrow = ([piece.view(torch.bfloat16)[:CHUNK] for piece in side] for side in (host, there))
     narrow = wide = None
     if device.type != "cpu":
         narrow, wide = (torch.empty(CHUNK, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
-    host, there = _both_sides(device, closing)  # which waits for the device, whose other streams use all of these
-    host_wide, there_wide = ([piece.view(torch.float32) for piece in side] for side in (host, there))
-    host_narrow, there_narrow = ([piece.view(torch.bfloat16)[:CHUNK] for piece in side] for side in (host, there))
     moves: dict[str, Callable[[int], None]] = {
         "grad_bf16": lambda i: copy_cast(host_narrow[i], there_wide[i], narrow),
         "grad_fp32": lambda i: copy(host_wide[i], there_wide[i]),

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -114,8 +115,13 @@ inline std::string label() {  // of the calling thread; not with g_lock held
 }
 
 // ---- findings, and counts of what is worth counting
+struct Finding {
+  std::string what, where;
+};
 inline auto& g_findings_lock = immortal<std::mutex>();
-inline auto& g_findings = immortal<std::vector<std::string>>();
+inline auto& g_findings = immortal<std::vector<std::shared_ptr<Finding>>>();
+inline thread_local std::vector<std::shared_ptr<Finding>> t_found;  // by the calling thread, and not said where yet
+inline void (*g_ask_where)() = nullptr;                             // which tells us by `say_where`, in this thread
 inline auto& g_counts = immortal<std::map<std::string, int64_t>>();
 constexpr size_t kMostFindings = 200;
 
@@ -126,7 +132,18 @@ inline void count(const std::string& what, int64_t n = 1) {
 inline void find(const std::string& what) {
   std::lock_guard<std::mutex> guard(g_findings_lock);
   g_counts["findings"]++;
-  if (g_findings.size() < kMostFindings && (g_findings.empty() || g_findings.back() != what)) g_findings.push_back(what);
+  if (g_findings.size() == kMostFindings || (!g_findings.empty() && g_findings.back()->what == what)) return;
+  t_found.push_back(g_findings.emplace_back(std::make_shared<Finding>(Finding{what, {}})));
+}
+inline void say_where(const std::string& where) {
+  std::lock_guard<std::mutex> guard(g_findings_lock);
+  for (auto& each : t_found) each->where = where;
+}
+// At the end of a call in which something may have been found, with no lock held: who is asked is Python.
+inline void end_of_call() {
+  if (t_found.empty()) return;
+  if (g_ask_where) g_ask_where();
+  t_found.clear();
 }
 
 // ---- accesses
@@ -148,12 +165,13 @@ inline std::string describe(const Access& access) {
   std::string label = access.label ? " in " + g_names.names[access.label] : "";
   return g_names.names[access.what] + label + " on " + who;
 }
-inline void compare(const Access& earlier, bool earlier_writes, const Access& now, bool writes, const Clock& known) {
+inline void compare(const Access& earlier, bool earlier_writes, const Access& now, bool writes, const Clock& known,
+                    size_t nbytes) {
   if (!earlier.when || (earlier_writes == false && !writes)) return;
   if (!is_stream(earlier.place) && !is_stream(now.place)) return;
   if (static_cast<size_t>(earlier.place) < known.size() && earlier.when <= known[earlier.place]) return;
   find(std::string(writes ? "write" : "read") + " by " + describe(now) + ", not ordered after the " +
-       (earlier_writes ? "write" : "read") + " by " + describe(earlier));
+       (earlier_writes ? "write" : "read") + " by " + describe(earlier) + " (of " + std::to_string(nbytes) + " bytes)");
 }
 inline void cut(size_t where) {  // so that a range begins here, if one reaches over it
   auto entry = g_ranges.upper_bound(where);
@@ -172,9 +190,9 @@ inline void touch(const void* address, size_t nbytes, bool writes, const Access&
   cut(end);
   auto first = g_ranges.lower_bound(begin), last = g_ranges.lower_bound(end);
   for (auto entry = first; entry != last; ++entry) {
-    compare(entry->second.write, true, now, writes, known);
+    compare(entry->second.write, true, now, writes, known, nbytes);
     if (writes)
-      for (const Access& read : entry->second.reads) compare(read, false, now, true, known);
+      for (const Access& read : entry->second.reads) compare(read, false, now, true, known, nbytes);
   }
   if (writes) {
     g_ranges.erase(first, last);
@@ -232,9 +250,12 @@ inline void meet_autograd() {
 }
 inline void host_access(const void* address, size_t nbytes, bool writes, const char* what) {
   HostThread& thread = here();
-  std::lock_guard<std::mutex> guard(g_lock);
-  Access now{thread.place, thread.clock[thread.place], g_names.id(what), thread.label};
-  touch(address, nbytes, writes, now, thread.clock);
+  {
+    std::lock_guard<std::mutex> guard(g_lock);
+    Access now{thread.place, thread.clock[thread.place], g_names.id(what), thread.label};
+    touch(address, nbytes, writes, now, thread.clock);
+  }
+  end_of_call();
 }
 
 }  // namespace sim

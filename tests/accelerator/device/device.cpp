@@ -175,6 +175,8 @@ SIM_API void sim_hear(uint64_t key) { sim::hear(key); }
 SIM_API uint64_t sim_close_gate() { return sim::close_gate(sim::t_stream); }
 SIM_API void sim_open_gate(uint64_t gate) { sim::open_gate(gate); }
 SIM_API void sim_meet_autograd() { sim::meet_autograd(); }
+SIM_API void sim_ask_where(void (*ask)()) { sim::g_ask_where = ask; }
+SIM_API void sim_say_where(const char* where) { sim::say_where(where); }
 SIM_API void sim_label(const char* label) {
   std::lock_guard<std::mutex> guard(sim::g_lock);
   sim::here().label = sim::g_names.id(label);
@@ -182,7 +184,7 @@ SIM_API void sim_label(const char* label) {
 SIM_API const char* sim_findings() {
   std::lock_guard<std::mutex> guard(sim::g_findings_lock);
   std::string text;
-  for (const auto& each : sim::g_findings) text += each + "\n";
+  for (const auto& each : sim::g_findings) text += each->what + each->where + "\n";
   return sim::answer(text).c_str();
 }
 SIM_API const char* sim_counts() {

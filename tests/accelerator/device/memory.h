@@ -53,8 +53,14 @@ struct Allocator final : c10::DeviceAllocator {
 
   static size_t rounded(size_t nbytes) { return std::max<size_t>(512, (nbytes + 511) / 512 * 512); }
 
+  // Whoever uses it on another stream has to come after what its own has by then, be it fresh or long idle.
   void* take(size_t nbytes) {
     size_t size = rounded(nbytes);
+    void* shown = take_block(size);
+    enqueue(t_stream, "the first use of memory", {{shown, size, true}}, nullptr);
+    return shown;
+  }
+  void* take_block(size_t size) {
     std::lock_guard<std::mutex> guard(lock);
     reuse_what_is_over();
     auto& ready = free_blocks[{t_stream, size}];
@@ -63,7 +69,6 @@ struct Allocator final : c10::DeviceAllocator {
     if (!ready.empty()) {
       block = std::move(ready.back());  // what was freed last: so mistakes show
       ready.pop_back();
-      know(block.freed);
     } else {
       if (reserved + size > limit) {
         count("out of memory");
@@ -71,11 +76,11 @@ struct Allocator final : c10::DeviceAllocator {
                          " bytes of ", limit, ", ", allocated, " of them allocated and ", reserved, " reserved");
       }
       block = Block{addresses(size), size, t_stream, {}, {}, {}};
-      poison(block, "the first use of memory");
-      know(block.freed);
+      poison(block);
       reserved += size;
       most_reserved = std::max(most_reserved, reserved);
     }
+    know(block.freed);
     allocated += size;
     most_allocated = std::max(most_allocated, allocated);
     void* shown = g_shown + block.offset;
@@ -105,10 +110,11 @@ struct Allocator final : c10::DeviceAllocator {
     guard.lock();
     if (block.pending.empty()) free_blocks[{block.stream, block.size}].push_back(std::move(block));
     else pending.push_back(std::move(block));
+    t_found.clear();  // Python cannot be asked where: it may be freeing this for an error that it is about to raise
   }
   // Freed memory is another's, and what nobody has had has no values: from here on, in the order of its stream, it
   // holds NaN. What whoever frees it knows is handed to whoever is given it, and to nobody else.
-  static void poison(Block& block, const char* use = "the next use of memory that was freed") {
+  static void poison(Block& block) {
     char* to = g_real + block.offset;
     size_t size = block.size;
     HostThread& thread = here();
@@ -117,7 +123,7 @@ struct Allocator final : c10::DeviceAllocator {
     thread.tell(block.freed);
     Clock known = stream.clock;
     join(known, block.freed);
-    place_task(stream, Task{[to, size] { memset(to, 0xff, size); }}, known, use,
+    place_task(stream, Task{[to, size] { memset(to, 0xff, size); }}, known, "the next use of memory that was freed",
                {{g_shown + block.offset, size, true}}, thread.label);
   }
   void reuse_what_is_over() {

@@ -123,13 +123,16 @@ inline uint64_t place_task(Stream& stream, Task task, const Clock& clock, const 
   if (most >= 0) g_wake.notify_all();
   return when;
 }
-inline uint64_t enqueue(int s, const std::string& what, const std::vector<Touch>& touches, std::function<void()> run) {
+inline void enqueue(int s, const std::string& what, const std::vector<Touch>& touches, std::function<void()> run) {
   HostThread& thread = here();
-  std::lock_guard<std::mutex> guard(g_lock);
-  Stream& stream = g_streams[s];
-  thread.tell(stream.clock);
-  at(stream.clock, s) = stream.queued + 1;
-  return place_task(stream, Task{std::move(run)}, stream.clock, what, touches, thread.label);
+  {
+    std::lock_guard<std::mutex> guard(g_lock);
+    Stream& stream = g_streams[s];
+    thread.tell(stream.clock);
+    at(stream.clock, s) = stream.queued + 1;
+    place_task(stream, Task{std::move(run)}, stream.clock, what, touches, thread.label);
+  }
+  end_of_call();
 }
 inline void wait_until(int s, uint64_t until) {
   std::unique_lock<std::mutex> guard(g_lock);
