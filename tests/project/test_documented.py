@@ -70,7 +70,8 @@ NEW = (
 SMALLER = {
     "penstock train examples/sft-8b-24gb.yaml": (*TINY, "--epochs", "0.5", "--budget.disk", "ssd/sft"),
     "penstock train examples/demo.yaml": NEW,
-    "penstock resume runs/mine": ("--steps", "3"),
+    "penstock train train.yaml": (*TINY, "--epochs", "0.5"),
+    "penstock resume runs/my-8b": ("--steps", "4"),
     "penstock resume runs/b": ("--steps", "3"),
 }
 NOT_RUN = {
@@ -87,7 +88,6 @@ NOT_RUN = {
     "penstock doctor --path": "it measures for a minute; test_doctor.py runs it",
     "penstock plan examples/sft-8b-24gb.yaml": "it searches for half a minute; test_examples.py plans it in short",
     "penstock plan --model llama-8b": "it searches for seconds; test_cli_plan.py plans others",
-    "penstock plan --model gpt-65b": "it searches for ten seconds; test_cli_plan.py plans it",
 }
 
 

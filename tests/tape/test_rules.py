@@ -678,7 +678,10 @@ def test_a_micro_batch_that_skips_a_block_is_refused() -> None:
         return x
 
     message = refused(stack(Layer, run))
-    assert "micro-batch 1 calls block 'layers.2' where the first micro-batch calls block 'layers.1'" in message
+    assert (
+        "micro-batch 1 calls block 'layers.2' where the one that the plan was made from calls block 'layers.1'"
+        in message
+    )
 
 
 def test_a_micro_batch_that_calls_a_block_again_is_refused() -> None:
@@ -691,7 +694,9 @@ def test_a_micro_batch_that_calls_a_block_again_is_refused() -> None:
             x = layer(x)
         return model.layers[0](x) if second else x
 
-    assert "micro-batch 1 calls block 'layers.0' where the first one ended" in refused(stack(Layer, run))
+    assert "micro-batch 1 calls block 'layers.0' where the one that the plan was made from ended" in refused(
+        stack(Layer, run)
+    )
 
 
 class InPlaceLayer(Layer):

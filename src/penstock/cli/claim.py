@@ -249,9 +249,9 @@ class Claim:
         if record.has_state:
             raise StoreError(
                 f"run={str(self.folder)!r}: its state is not in {placed((there or self._stores)[0][0])} any more: is "
-                "the drive mounted? "
+                "the drive mounted? If the state was moved, say where to: --budget.disk DIR. "
                 + (_NUMBERS if record.hosts > 1 else "")
-                + "If the state is gone for good, --overwrite begins again"
+                + "If it is gone for good, penstock train CONFIG --overwrite begins again"
             )
 
     # ---- whose it is

@@ -66,8 +66,9 @@ _Dumper.add_representer(str, _text)
 
 
 def parse_yaml(text: str, name: str, *, flag: bool = False, written: bool = False) -> Located:
-    """The one YAML document in ``text``. Places are ``name:line``, or just ``name`` for a flag's value. ``written``: by
-    Penstock, which spells out what somebody has given, so that it may be larger.
+    """The one YAML document in ``text``. Places are ``name:line``, or just ``name`` for a flag's value, which is text
+    where it begins as a pattern (``*.txt``) or with ``{run}``: a shell has taken the quotes that YAML asks for.
+    ``written``: by Penstock, which spells out what somebody has given, so that it may be larger.
 
     Raises:
         ConfigError: not YAML, a key that is not text, a key given twice; or a document that is larger, deeper or
@@ -77,6 +78,8 @@ def parse_yaml(text: str, name: str, *, flag: bool = False, written: bool = Fals
         raise ConfigError(f"{name}: {len(text):,} characters are no settings: at most {most:,}")
     if _BRACKETS.search(text):  # PyYAML takes minutes to find that out
         raise ConfigError(f"{name}: {_TOO_DEEP}")
+    if flag and text.startswith(_TEXTS) and text.isprintable():
+        return Located(value=text, where=name)
     try:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:
@@ -92,7 +95,8 @@ def parse_yaml(text: str, name: str, *, flag: bool = False, written: bool = Fals
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark is not None and not flag else name
         problem = getattr(error, "problem", None) or _first_line(error)
-        raise ConfigError(f"{where}: this is not YAML: {problem}") from None
+        line = "" if mark is None else text.splitlines()[mark.line : mark.line + 1]
+        raise ConfigError(f"{where}: this is not YAML: {problem}{_to_quote(''.join(line))}") from None
     except RecursionError:
         raise ConfigError(f"{name}: {_TOO_DEEP}") from None
     finally:
@@ -138,6 +142,8 @@ class _Reading:
             if key in places:
                 raise ConfigError(f"{at}: {key!r} is given twice, first at {places[key]}: keep one")
             places[key], items[key] = at, self.value(value_node, depth + 1)
+        if node.flow_style and [(key, item.value) for key, item in items.items()] == [(RUN[1:-1], None)]:
+            raise ConfigError(f'{self._where(node)}: {RUN} without quotes is a mapping: write "{RUN}"')
         if (merged := items.pop(_MERGE, None)) is None:
             return items
         for other in merged.value if isinstance(merged.value, list) else [merged]:
@@ -160,7 +166,17 @@ class _Reading:
         return value
 
 
+def _to_quote(line: str) -> str:
+    """Advice for a line that has a text where YAML sees the beginning of something else."""
+    found = _UNQUOTED.search(line)
+    return "" if found is None else f': write it in quotes, "{found[1]}"'
+
+
 _MERGE = "<<"
+RUN = "{run}"
+"""Words in a path of ``budget.disk`` that stand for the run."""
+_TEXTS = ("*", RUN)
+_UNQUOTED = re.compile(r"(?:^|[:,\[-])\s*((?:\*|\{run\})[^\s,\]\}]*)")
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _MOST_CHARACTERS = 1 << 16
 _MOST_VALUES = 20_000

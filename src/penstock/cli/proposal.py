@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.first_look import BYTES_A_TOKEN, DataFacts, DiskFacts, MachineFacts, ModelFacts
-from penstock.cli.settings import RUN
+from penstock.cli.located import RUN
 from penstock.config import SourceConfig, StepConfig, format_size
 from penstock.config.data import STREAM_FROM
 from penstock.schedule.place import Format

@@ -14,7 +14,7 @@ from dataclasses import Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from penstock.cli.located import Located, dump_yaml, is_plain_text, parse_yaml, read_yaml
+from penstock.cli.located import RUN, Located, dump_yaml, is_plain_text, parse_yaml, read_yaml
 from penstock.config import TrainConfig
 from penstock.config.elsewhere import Counterpart, counterpart
 from penstock.config.meanings import by_need, is_required, meanings
@@ -24,10 +24,6 @@ from penstock.errors import ConfigError
 T = TypeVar("T")
 
 _NAMES = {**NAMES, type(None): "null"}
-
-
-RUN = "{run}"
-"""Words in a path of ``budget.disk`` that stand for the run."""
 
 
 def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:

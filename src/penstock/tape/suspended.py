@@ -153,9 +153,9 @@ class SuspendedForward:
         if self.arrival is None or self.arrival.site is not site:
             came = "ends" if self.arrival is None else f"calls block {self.arrival.site.name!r}"
             raise ModelError(
-                f"micro-batch {self.index} {came} where the first micro-batch calls block {site.name!r} "
-                f"(stage {stage}): "
-                "every micro-batch must take the same way through the blocks (is layer dropout switched on?)"
+                f"micro-batch {self.index} {came} where the one that the plan was made from calls block {site.name!r} "
+                f"(stage {stage}): every micro-batch must take the same way through the blocks (is layer dropout "
+                "switched on?)"
             )
 
     def arrive(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -422,8 +422,9 @@ class Tape:
         if stage == len(self._stages) - 1 and event != "done":
             assert suspended.arrival is not None
             raise ModelError(
-                f"micro-batch {suspended.index} calls block {suspended.arrival.site.name!r} where the first one ended: "
-                "every micro-batch must take the same way through the blocks (is layer dropout switched on?)"
+                f"micro-batch {suspended.index} calls block {suspended.arrival.site.name!r} where the one that the "
+                "plan was made from ended: every micro-batch must take the same way through the blocks (is layer "
+                "dropout switched on?)"
             )
         if stage + 1 < len(self._stages) and event != "cut":
             following = self.facts[stage + 1].site
