@@ -19,7 +19,7 @@ from penstock.cli.durable import with_durability
 from penstock.cli.plan import ModelArguments, read_arguments
 from penstock.cli.settings import load
 from penstock.cli.split import cut_batch
-from penstock.cli.task import as_free_here
+from penstock.cli.task import as_free_here, check_names
 from penstock.cli.words import declared, takes_no_value
 from penstock.hardware.machine import Between, Network, parse_machine
 from penstock.hardware.profiles import save_profile
@@ -127,6 +127,17 @@ def answered(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
+
+
+def test_overrides_are_compared_with_the_names_of_all_parameters(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of all layers, although a plan looks at a few of those that are alike."""
+    misspelt = ("--optimizer.overrides", "{match: nrom, lr: 1}")
+    assert "override match='nrom' is the first match of no trained parameter" in refused(capsys, config, *misspelt)
+    assert "match='nrom'" in refused(capsys, config, *misspelt, "--hosts", "2x1xa100-40g", "--network", "1GB/s")
+    assert "match='nrom'" in refused(capsys, config, *misspelt, "--pipeline", "2")
+    check_names(load(config, [("optimizer.overrides", "{match: layers.5, lr: 1}")]), "cpu")
 
 
 def test_epochs_are_as_many_steps_as_the_run_makes_of_them(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

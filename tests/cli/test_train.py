@@ -148,6 +148,15 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing(config: Path, tmp
     assert not (tmp_path / "run").exists()
 
 
+def test_an_override_that_changes_nothing_is_refused_before_the_data_are_read(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), "--optimizer.overrides", "{match: nrom, weight_decay: 0.0}"]) == 2
+    captured = capsys.readouterr()
+    assert "override match='nrom' is the first match of no trained parameter" in captured.err
+    assert "Reading the data" not in captured.out
+
+
 @pytest.mark.parametrize(
     ("settings", "factors"),
     [

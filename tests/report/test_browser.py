@@ -4,6 +4,7 @@ Needs Chromium. Where it is missing the tests are skipped and say why, but fail 
 would look like a pass there.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -549,4 +550,21 @@ def test_a_page_that_keeps_up_is_where_it_was_and_waits_while_it_is_pointed_at(t
     assert page.view() == pytest.approx((end / 4, end / 2))
     assert page.js("() => document.querySelector('details').open")
     assert page.js("() => scrollY") == 120
+    page.close()
+
+
+def test_curves_of_many_steps_are_a_line_over_the_band_of_its_steps_with_gaps(tab: Any, tmp_path: Path) -> None:
+    write_run(tmp_path, steps=1)
+    metrics = tmp_path / "metrics.jsonl"
+    line = json.loads(metrics.read_text())
+    lines = [line | {"step": n, "loss": None if 1000 <= n < 2000 else 3.0 + n % 2} for n in range(1, 5001)]
+    metrics.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert main(["report", str(tmp_path)]) == 0
+    page = Page(tab, tmp_path / "report.html")
+    assert page.js("() => document.querySelectorAll('#loss .measured:is(polyline, polygon)').length") == 4
+    box = page.page.locator("#loss svg").bounding_box()
+    page.page.locator("#loss svg").hover(position={"x": box["width"] - 12, "y": box["height"] / 2})
+    said = page.page.locator("#tip").inner_text()
+    assert "5 steps about 4998" in said
+    assert "3 (3 to 4)" in said
     page.close()

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.cli import main
 from penstock.cli.environment import write_environment
@@ -33,8 +35,9 @@ from penstock.report.causes import measured_bars
 from penstock.report.chrome import chrome_trace
 from penstock.report.colors import GROUPS
 from penstock.report.columns import Columns
-from penstock.report.curves import thinned
+from penstock.report.curves import curves_of, line_of
 from penstock.report.html import in_script
+from penstock.report.metrics_file import StepMetrics
 from penstock.report.picture import draw
 from penstock.report.prediction import Prediction, parse_prediction
 from penstock.report.run_page import run_page
@@ -415,15 +418,52 @@ def test_a_page_tells_settings_machine_and_versions(tmp_path: Path) -> None:
         assert re.search(f'<th scope="row">{re.escape(name)}</th><td>{value}</td>', page)
 
 
-def test_curves_of_many_steps_keep_their_extremes() -> None:
-    points: list[tuple[int, float | None]] = [(i, float(i % 100)) for i in range(50_000)]
-    points[777] = (777, 1e6)
-    points[778] = (778, None)
-    kept = thinned(points, 2000)
-    assert len(kept) <= 2000
-    assert (777, 1e6) in kept
-    assert kept == sorted(kept)
-    assert thinned(points[:10], 2000) == points[:10]
+def test_a_line_of_many_steps_shows_the_usual_value_and_keeps_the_extremes() -> None:
+    values: list[tuple[int, float | None]] = [(i, 5.0 + i % 3) for i in range(50_000)]
+    values[777] = (777, 1e6)
+    values[778] = (778, None)
+    line = line_of("loss", "measured", values, 2000)
+    assert len(line.points) == len(line.lows) == len(line.highs) == 2000
+    assert {value for _, value in line.points} == {6.0}, "one step in a stretch is no usual one"
+    assert (line.stretch, min(line.lows), max(line.highs)) == (25, 5.0, 1e6)
+    assert line.points == sorted(line.points)
+    few = line_of("loss", "measured", values[:10], 2000)
+    assert (few.stretch, few.points, few.lows) == (1, values[:10], ())
+
+
+@pytest.mark.parametrize("stretch", [1, 3])
+@given(there=st.lists(st.booleans(), max_size=60))
+def test_a_line_has_a_gap_where_values_are_missing_and_nowhere_else(stretch: int, there: list[bool]) -> None:
+    there = there[: len(there) // stretch * stretch]
+    line = line_of("n", "m", [(i, 1.0 if one else None) for i, one in enumerate(there)], len(there) // stretch or 1)
+    parts = [any(there[i : i + stretch]) for i in range(0, len(there), stretch)]
+    known = [i for i, one in enumerate(parts) if one]
+    assert [step // stretch for step, _ in line.points] == known
+    assert list(line.gaps) == [n for n in range(1, len(known)) if known[n] != known[n - 1] + 1]
+
+
+def test_evaluations_are_circles_unless_they_are_too_many() -> None:
+    for count, circles in ((60, True), (61, False), (5000, False)):
+        steps = [
+            StepMetrics(step=i, loss=1.0, validation=1.0 if i % 2 else None, seconds=1.0, tokens=1)
+            for i in range(2 * count)
+        ]
+        held = curves_of([("run", steps)])[0].lines[1]
+        assert (held.name, held.only, held.gaps) == ("held-out loss", circles, [])
+        assert len(held.points) == min(count, 1000)
+
+
+def test_a_page_says_which_steps_were_skipped(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=3)
+    assert "steps skipped" not in run_page(gather(tmp_path, None))
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1] |= {"skipped": True, "grad_norm": None}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = gather(tmp_path, None)
+    assert "<dt>steps skipped</dt><dd>1<small>a gradient was not finite: 2</small>" in run_page(report)
+    many = replace(report, metrics=[replace(report.metrics[1], step=n) for n in range(1, 9)])
+    assert "<dd>8<small>a gradient was not finite: the last were 4, 5, 6, 7, 8</small>" in run_page(many)
 
 
 def test_a_curve_keeps_its_peak_when_it_lasts_no_time() -> None:
@@ -449,6 +489,7 @@ def test_sentences_name_the_bottleneck_and_the_distance_from_the_bound() -> None
     )
     assert bottleneck(8.0, work, work).startswith("Waiting is the bottleneck: even compute is busy for only 25%")
     assert bottleneck(8000.0, work, work).endswith("the step takes 4,000 times that.")
+    assert measured_bottleneck(1.0, {"net": 0.9}, None) == "Collectives are the bottleneck: 90% busy."
     assert bottleneck(0.0, {}, {}) == "The step has no work in it."
     apart = measured_bottleneck(2.5, work, 2.0)
     assert "80% busy. That is measured. Its lower bound is predicted" in apart

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.launch import MOST_RANKS
 from penstock.cli.plan_text import LANES
 from penstock.cli.settings import load
-from penstock.cli.task import task_of
+from penstock.cli.task import check_names, task_of
 from penstock.cli.words import columns
 from penstock.config import format_size, parse_size
 from penstock.config.quantities import parse_delay, parse_rate
@@ -152,6 +152,7 @@ def _of_config(arguments: "FileArguments") -> Asked:
     machine = hosts.kinds[0].machine
     if config.device is not None:
         check_device(machine, config.device)
+    check_names(config, machine.device.kind)
     task = task_of(replace(config, copies=1), machine)
     batch = arguments.batch or config.sequences_per_step
     size = config.micro_batch_size if arguments.batch is None else None

@@ -32,6 +32,7 @@ from penstock.schedule.dealt import message_piece
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.program import ALIGN
+from penstock.sim.result import covered
 from penstock.state.arrays import Late
 from penstock.state.numa import binding_for
 from penstock.store.facts import store_exists
@@ -265,12 +266,13 @@ class Runner:
         return self._executor.marks
 
     def totals(self) -> Totals:
-        """Bytes that the last run has moved, and seconds that its ops took, by lane."""
+        """Bytes that the last run has moved, and seconds in which it had an op under way, by lane."""
         moved: dict[Lane, int] = dict.fromkeys(self.plan.schedule.lanes, 0)
-        busy: dict[Lane, float] = dict.fromkeys(self.plan.schedule.lanes, 0.0)
+        spans: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in moved}
         for mark in self._executor.marks.values():
             moved[mark.lane] += mark.moved
-            busy[mark.lane] += mark.end - mark.start
+            spans[mark.lane].append((mark.start, mark.end))
+        busy = {lane: covered(found) for lane, found in spans.items()}
         return Totals(moved=moved, busy=busy).with_read(*self._before)
 
     def trace(self, step: int, origin: float) -> list[TraceEvent]:

@@ -1,7 +1,8 @@
 """The curves of a run over its steps, and of others over them: what the page's script draws."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any, Literal
 
 from penstock.config import Tier
@@ -9,8 +10,10 @@ from penstock.report.metrics_file import StepMetrics
 
 MOST_RUNS = 4
 """Runs on one page: of more the lines could not be told apart."""
-_POINTS = 2000
-"""Steps that a curve is drawn through at most; of more, the lowest and the highest of each stretch."""
+_POINTS = 1000
+"""Points that a line is drawn through at most, more than a chart has pixels."""
+_CIRCLES = 60
+"""Evaluations that are drawn as circles at most; of more, a line."""
 
 Points = list[tuple[int, float]]
 Unit = Literal["plain", "time", "amount", "share"]
@@ -19,12 +22,17 @@ Unit = Literal["plain", "time", "amount", "share"]
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """A line of a curve's chart. ``style``: its class in the page's style sheet. ``only``: points with no line through
-    them."""
+    them. ``stretch``: the number of steps that a point is the median of; where that is more than one, ``lows`` and
+    ``highs`` are the extremes of each. ``gaps``: the points, by their index, before which values are missing."""
 
     name: str
-    points: Points
     style: str
+    points: Points
     only: bool = False
+    stretch: int = 1
+    lows: Sequence[float] = ()
+    highs: Sequence[float] = ()
+    gaps: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +56,7 @@ Run = tuple[str, Sequence[StepMetrics]]
 
 def curves_of(runs: Sequence[Run]) -> list[Curve]:
     """The curves that have any points. ``runs``: the one of the page first, whose predicted seconds are drawn, too."""
-    foretold = Line(name="predicted", points=thinned([(m.step, m.predicted) for m in runs[0][1]]), style="predicted")
+    foretold = line_of("predicted", "predicted", [(m.step, m.predicted) for m in runs[0][1]])
     found = [
         Curve(key="loss", title="Loss", unit="plain", lines=(*_lines(runs, "loss", lambda m: m.loss), *_held(runs))),
         Curve(
@@ -81,39 +89,45 @@ def _memory(tier: Tier, runs: Sequence[Run]) -> Curve:
 
 def _lines(runs: Sequence[Run], name: str, value: Callable[[StepMetrics], float | None]) -> tuple[Line, ...]:
     return tuple(
-        Line(
-            name=name if len(runs) == 1 else run,
-            points=thinned([(m.step, value(m)) for m in metrics]),
-            style=_style("measured", n),
-        )
+        line_of(name if len(runs) == 1 else run, _style("measured", n), [(m.step, value(m)) for m in metrics])
         for n, (run, metrics) in enumerate(runs)
     )
 
 
 def _held(runs: Sequence[Run]) -> tuple[Line, ...]:
-    return tuple(
-        Line(
-            name="held-out loss" if len(runs) == 1 else f"{run}, held out",
-            points=[(m.step, m.validation) for m in metrics if m.validation is not None],
-            style=_style("held", n),
-            only=True,
-        )
-        for n, (run, metrics) in enumerate(runs)
-    )
+    lines = []
+    for n, (run, metrics) in enumerate(runs):
+        found = [(m.step, m.validation) for m in metrics if m.validation is not None]
+        name = "held-out loss" if len(runs) == 1 else f"{run}, held out"
+        lines.append(replace(line_of(name, _style("held", n), found), only=len(found) <= _CIRCLES))
+    return tuple(lines)
 
 
 def _style(kind: str, run: int) -> str:
     return kind if run == 0 else f"{kind} other{run}"
 
 
-def thinned(points: Sequence[tuple[int, float | None]], limit: int = _POINTS) -> Points:
-    """The points that have a value; of more than ``limit``, the lowest and the highest of each stretch of steps."""
-    known = [(step, value) for step, value in points if value is not None]
-    if len(known) <= limit:
-        return known
-    stretch = -(-2 * len(known) // limit)
-    kept: set[tuple[int, float]] = set()
-    for i in range(0, len(known), stretch):
-        part = known[i : i + stretch]
-        kept |= {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
-    return sorted(kept)
+def line_of(name: str, style: str, values: Sequence[tuple[int, float | None]], limit: int = _POINTS) -> Line:
+    """A line through the steps that have a value; of more than ``limit``, through the median of each stretch of them.
+
+    ``values``: of each step, in order; None is a gap in the line.
+    """
+    stretch = max(-(-len(values) // limit), 1)
+    points: Points = []
+    lows, highs, gaps = [], [], []
+    missing = False
+    for first in range(0, len(values), stretch):
+        part = values[first : first + stretch]
+        known = [value for _, value in part if value is not None]
+        if not known:
+            missing = True
+            continue
+        if missing and points:
+            gaps.append(len(points))
+        missing = False
+        points.append((part[len(part) // 2][0], median(known)))
+        lows.append(min(known))
+        highs.append(max(known))
+    if stretch == 1:
+        return Line(name=name, style=style, points=points, gaps=gaps)
+    return Line(name=name, style=style, points=points, stretch=stretch, lows=lows, highs=highs, gaps=gaps)

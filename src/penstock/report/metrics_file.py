@@ -18,7 +18,8 @@ class StepMetrics:
     """The metrics of a step that the pictures need. None: not finite, or not evaluated after this step.
 
     ``norm``: of all gradients before clipping; ``mfu``, ``share_of_product``: as docs/training.md has them; ``peak``:
-    bytes of memory taken at most; ``repeats``: runs of the step besides the one that counts.
+    bytes of memory taken at most; ``repeats``: runs of the step besides the one that counts; ``skipped``: true if it
+    changed nothing, because a gradient was not finite.
 
     ``plan_change``: why its plan is another one than that of the step before; None: it is the same. ``predicted``: the
     seconds that were expected of it.
@@ -31,6 +32,7 @@ class StepMetrics:
     tokens: int
     written: int = 0
     repeats: int = 0
+    skipped: bool = False
     lr: float | None = None
     norm: float | None = None
     mfu: float | None = None
@@ -120,6 +122,7 @@ def _metrics(record: Any) -> StepMetrics:
         tokens=tokens,
         written=_count(record.get("bytes_written") or 0),
         repeats=_count(record.get("repeats") or 0),
+        skipped=bool(record.get("skipped")),
         lr=_finite(record.get("lr")),
         norm=_finite(record.get("grad_norm")),
         mfu=_finite(record.get("mfu")),

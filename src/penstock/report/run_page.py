@@ -21,6 +21,8 @@ from penstock.schedule.ir.lanes import LANES, Lane
 _DAY = 86400.0
 _CHANGES = 10
 """Changes of plan that a page tells, the last ones."""
+_SKIPPED = 5
+"""Steps that were skipped that a page names, the last ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,16 @@ def _strangers(step: MeasuredStep, prediction: Prediction) -> str:
 
 
 def _figures(report: Report) -> list[Figure]:
-    return [*_times(report), *_rate_of_all(report), *_peaks(report), *_wear(report)]
+    return [*_times(report), *_rate_of_all(report), *_peaks(report), *_wear(report), *_skipped(report)]
+
+
+def _skipped(report: Report) -> list[Figure]:
+    found = [m.step for m in report.metrics if m.skipped]
+    if not found:
+        return []
+    last = ", ".join(f"{step:,}" for step in found[-_SKIPPED:])
+    which = f"{'the last were ' if len(found) > _SKIPPED else ''}{last}"
+    return [Figure(name="steps skipped", value=f"{len(found):,}", remark=f"a gradient was not finite: {which}")]
 
 
 def _wear(report: Report) -> list[Figure]:

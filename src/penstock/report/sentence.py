@@ -20,6 +20,8 @@ LANE_WORDS: dict[Lane, str] = {
 }
 
 
+_PLURAL: tuple[Lane, ...] = ("net", "nic")
+"""Lanes whose words are plural."""
 _SLOWER = 1.02
 """Times the predicted bound from which on a lane's own work has taken longer than predicted."""
 _BUSY = 0.6
@@ -77,10 +79,10 @@ def bottleneck(time: float, work: Mapping[Lane, float], busy: Mapping[Lane, floa
 
 def _busiest(lane: Lane, share: float) -> str:
     """Words on the busiest lane; one that is idle for much of the step is no bottleneck, the waiting is."""
-    words = LANE_WORDS[lane]
+    words, verb = LANE_WORDS[lane], "are" if lane in _PLURAL else "is"
     if share < _BUSY:
-        return f"Waiting is the bottleneck: even {words} is busy for only {share:.0%} of the step."
-    return f"{words[0].upper()}{words[1:]} is the bottleneck: {share:.0%} busy."
+        return f"Waiting is the bottleneck: even {words} {verb} busy for only {share:.0%} of the step."
+    return f"{words[0].upper()}{words[1:]} {verb} the bottleneck: {share:.0%} busy."
 
 
 def measured_bottleneck(time: float, busy: Mapping[Lane, float], lower_bound: float | None) -> str:

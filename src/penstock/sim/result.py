@@ -1,6 +1,6 @@
 """The result of a simulation: every op's start and end, and what follows from them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,7 +73,7 @@ class Simulation:
         spans: dict[Lane, list[tuple[float, float]]] = {}
         for op, start, end in zip(self.world.ranks[rank].ops, self.starts[rank], self.ends[rank], strict=True):
             spans.setdefault(op.lane, []).append((start, end))
-        return {lane: _covered(found) for lane, found in spans.items()}
+        return {lane: covered(found) for lane, found in spans.items()}
 
     def work(self, rank: int) -> dict[Lane, float]:
         """Each lane's ops one after another, alone: the lane cannot be done sooner."""
@@ -125,8 +125,8 @@ class Simulation:
         return {tier: max(amount for _, amount in curve) for tier, curve in self.memory(rank).items()}
 
 
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of the spans."""
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of the spans, each from a start to an end."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

@@ -44,7 +44,7 @@ class StepStats:
     """to disk since the step before: state, saved activations, gradients, commits"""
     bytes_moved: dict[Lane, int] = field(default_factory=dict)
     lane_seconds: dict[Lane, float] = field(default_factory=dict)
-    """time that each lane was busy"""
+    """time in which each lane had an op under way, of all runs of the step"""
     peak_bytes: dict[Tier, int] = field(default_factory=dict)
     """per tier"""
 

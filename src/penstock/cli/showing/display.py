@@ -220,7 +220,7 @@ def step_notes(meter: Meter) -> list[str]:
     if meter.last.skipped:
         scaled = meter.last.loss_scale != 1  # in fp16 alone
         notes.append(
-            "skipped: a gradient not finite" + f", loss scale now {three_digits(meter.last.loss_scale)}" * scaled
+            "skipped: a gradient not finite" + f" at a loss scale of {three_digits(meter.last.loss_scale)}" * scaled
         )
     return notes
 

@@ -9,7 +9,7 @@ function svg(kind, attributes, parent, text) {
   return parent ? parent.appendChild(made) : made;
 }
 
-// `lines`: {name, points: [[step, value]], class, only}.
+// `lines`: {name, class, points: [[step, value]], only, stretch, lows, highs, gaps}, as report/curves.py has them.
 class Curve {
   constructor(host, tip, { lines, format, unit, fromZero, label }) {
     Object.assign(this, { host, tip, format, unit, fromZero, label });
@@ -20,7 +20,7 @@ class Curve {
   ranges() {
     const points = this.lines.flatMap((line) => line.points);
     const steps = points.map(([step]) => step);
-    const values = points.map(([, value]) => value);
+    const values = this.lines.flatMap(({ points, lows, highs }) => [...points.map(([, value]) => value), ...lows, ...highs]);
     const [low, high] = [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
     const room = (high - low || Math.abs(high) || 1) * 0.08;
     const first = steps.reduce((a, b) => Math.min(a, b));
@@ -55,11 +55,23 @@ class Curve {
   }
 
   drawLine(root, line, x, y) {
-    const path = line.points.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`);
-    if (!line.only) svg("polyline", { class: `curve ${line.class}`, points: path.join(" ") }, root);
+    const ends = [...line.gaps, line.points.length];
+    if (!line.only) ends.forEach((end, n) => this.drawPart(root, line, [n ? ends[n - 1] : 0, end], x, y));
     if (!line.only && line.points.length > 60) return;
     const r = line.only ? 4 : 2.5;
     for (const [step, value] of line.points) svg("circle", { class: line.class, cx: x(step), cy: y(value), r }, root);
+  }
+
+  // The points of a line that follow each other without a gap, over the band of what each is the median of.
+  drawPart(root, line, [from, to], x, y) {
+    const path = (values) =>
+      values.slice(from, to).map((value, i) => `${x(line.points[from + i][0]).toFixed(1)},${y(value).toFixed(1)}`);
+    if (line.lows.length) {
+      const around = [...path(line.highs), ...path(line.lows).reverse()];
+      svg("polygon", { class: `band ${line.class}`, points: around.join(" ") }, root);
+    }
+    const middle = path(line.points.map(([, value]) => value));
+    svg("polyline", { class: `curve ${line.class}`, points: middle.join(" ") }, root);
   }
 
   point(event, x) {
@@ -67,19 +79,25 @@ class Curve {
     const away = ([step]) => Math.abs(x(step) - at);
     const [step] = this.lines[0].points.reduce((best, point) => (away(point) < away(best) ? point : best));
     const rows = this.lines.flatMap((line) =>
-      line.points.filter((point) => point[0] === step).map((point) => [line.name, this.format(point[1])]),
+      line.points.flatMap((point, i) => (point[0] === step ? [[line.name, this.valueOf(line, i)]] : [])),
     );
+    const { stretch } = this.lines[0];
     this.cursor.setAttribute("visibility", "visible");
     this.cursor.setAttribute("x1", x(step));
     this.cursor.setAttribute("x2", x(step));
-    this.tip.point(event, `step ${step}`, rows);
+    this.tip.point(event, stretch > 1 ? `${stretch} steps about ${step}` : `step ${step}`, rows);
+  }
+
+  valueOf(line, i) {
+    const value = this.format(line.points[i][1]);
+    return line.stretch > 1 ? `${value} (${this.format(line.lows[i])} to ${this.format(line.highs[i])})` : value;
   }
 
   legend() {
     const list = element("ul", "legend small");
     for (const entry of this.lines) {
       const item = list.appendChild(element("li"));
-      item.append(element("i", `key ${entry.class}`), document.createTextNode(entry.name));
+      item.append(element("i", `key ${entry.class}${entry.only ? " dots" : ""}`), document.createTextNode(entry.name));
     }
     return list;
   }

@@ -25,7 +25,7 @@ function runBands(timeline) {
     if (!curves.length) continue;
     const peak = Math.max(...curves.map((curve) => curve.peak));
     const limit = facts.budget[tier] ?? 0;
-    const most = (limit && limit < 3 * peak ? Math.max(limit, peak) : peak) * 1.2;
+    const most = (limit && limit < 3 * peak ? Math.max(limit, peak) : peak) * 1.25; // room for the limit's name
     const part = { kind: "memory", y: 24, height: 92, curves, most, limit, tier };
     bands.push({ label: `${tier} memory`, labelY: 11, height: 124, gap: 8, parts: [part] });
   }
