@@ -20,7 +20,7 @@ from penstock.planner.request import Request
 from penstock.planner.task import TOKEN_BYTES, Task
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Format
-from penstock.shape.huggingface import HuggingFaceModel, model_shape
+from penstock.shape.huggingface import model_shape
 from penstock.shape.meta import Change
 from penstock.shape.model import ModelShape
 from penstock.shape.shipped import CONFIGS, shipped_name
@@ -108,19 +108,7 @@ def form_of(config: TrainConfig, kind: DeviceKind) -> Format:
     return Format.of(config.precision_on(kind), given.moment_count, given.moments, given.whole)
 
 
-def check_names(config: TrainConfig, kind: DeviceKind) -> None:
-    """Look for settings of parameters that the model does not have.
-
-    Raises:
-        ConfigError: an override of the optimizer matches no name; or the model is refused.
-    """
-    if config.optimizer.overrides:
-        from penstock.optim.facade import check_overrides
-
-        check_overrides(config.optimizer.overrides, shape_of(config, kind).trained)
-
-
-def shape_of(config: TrainConfig, kind: DeviceKind) -> HuggingFaceModel:
+def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
     """The model that ``penstock train`` builds; one that has no formula is built here too, to refuse what it would.
 
     Raises:

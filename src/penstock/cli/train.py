@@ -54,7 +54,7 @@ from penstock.hardware.profiles import check_can_be_saved, find_profile, save_pr
 from penstock.hardware.sharing import knows_ranks
 from penstock.hf.lora import BaseWeights
 from penstock.loss.tiled import plain_head, tiled_loss
-from penstock.optim.facade import check_overrides, rate_name
+from penstock.optim.facade import rate_name
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner.durability import Weighed
 from penstock.ranks.group import Ranks
@@ -451,9 +451,7 @@ def _trained(model: RunModel, config: TrainConfig) -> tuple[nn.Module, WeightSou
     weights = model.weights
     if config.lora is not None and weights is not None:
         weights = BaseWeights(weights)
-    module = changed(model.model, config)
-    check_overrides(config.optimizer.overrides, [name for name, p in module.named_parameters() if p.requires_grad])
-    return module, weights
+    return changed(model.model, config), weights
 
 
 def _engine(

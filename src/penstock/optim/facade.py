@@ -8,7 +8,7 @@ from typing import Any, NoReturn, get_args
 import torch
 
 from penstock.compat.torch import note_step
-from penstock.config.optimizer import AdjustLr, Override, check_muon, check_rates
+from penstock.config.optimizer import AdjustLr, check_muon, check_rates
 from penstock.errors import ConfigError
 from penstock.optim.formula import FIRST_HALVES, Hyper, Kind
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
@@ -111,21 +111,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.param_groups = groups
 
 
-def check_overrides(overrides: Sequence[Override], names: Sequence[str]) -> None:
-    """Look for an override that does nothing. ``names``: of all parameters that are trained.
-
-    Raises:
-        ConfigError: an override matches none that an earlier one has not taken.
-    """
-    used = {_override_index(overrides, name) for name in names}
-    for number, override in enumerate(overrides, start=1):
-        if number not in used:
-            raise ConfigError(
-                f"override match={override.match!r} is the first match of no trained parameter; names are like "
-                f"{', '.join(names[:3])}"
-            )
-
-
 def _elementwise(spec: OptimizerSpec) -> OptimizerSpec:
     """The optimizer of the parameters that are no matrices."""
     return spec.adamw if isinstance(spec, Muon) else spec
@@ -136,8 +121,13 @@ def _param_groups(
 ) -> list[dict[str, Any]]:
     members: list[list[tuple[str, torch.nn.Parameter]]] = [[] for _ in range(len(spec.overrides) + 1)]
     for name, parameter in named:
-        members[_override_index(spec.overrides, name)].append((name, parameter))
-    check_overrides(spec.overrides, [name for name, _ in named])
+        members[_override_index(spec, name)].append((name, parameter))
+    for override, matched in zip(spec.overrides, members[1:], strict=True):
+        if not matched:
+            raise ConfigError(
+                f"override match={override.match!r} is the first match of no trained parameter; names are like "
+                f"{', '.join(name for name, _ in named[:3])}"
+            )
     settings: list[dict[str, Any]] = [{}, *(dict(override.settings) for override in spec.overrides)]
     found: list[dict[str, Any]] = []
     for whole in (True, False):
@@ -166,9 +156,9 @@ def is_norm_or_bias(name: str, parameter: torch.nn.Parameter) -> bool:
     return parameter.ndim < 2 or name.rpartition(".")[2].endswith("bias")
 
 
-def _override_index(overrides: Sequence[Override], name: str) -> int:
+def _override_index(spec: OptimizerSpec, name: str) -> int:
     """0: no override matches; else one more than the first that does."""
-    return next((i for i, o in enumerate(overrides, start=1) if re.search(o.match, name)), 0)
+    return next((i for i, o in enumerate(spec.overrides, start=1) if re.search(o.match, name)), 0)
 
 
 def rate_name(spec: OptimizerSpec, precision: str) -> str:

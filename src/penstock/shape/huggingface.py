@@ -61,11 +61,6 @@ class HuggingFaceModel:
                     return found
         return self._run.profile(micro_batch_size, sequence_length, form)
 
-    @property
-    def trained(self) -> tuple[str, ...]:
-        """Names of the parameters that are trained: see ``MetaModel.trained``."""
-        return self._run.trained
-
     def with_layers(self, layers: int) -> "HuggingFaceModel":
         """This model with another number of layers.
 

@@ -79,17 +79,6 @@ class MetaModel:
             parameters=parameters,
         )
 
-    @property
-    def trained(self) -> tuple[str, ...]:
-        """Names of the parameters that are trained.
-
-        Raises:
-            ConfigError, ModelError: the model cannot be built.
-        """
-        from penstock.tape import dry
-
-        return tuple(name for name, p in dry.build_on_meta(self.build).named_parameters() if p.requires_grad)
-
     @cached_property
     def _built(self) -> tuple["nn.Module", tuple[str, ...] | None, int]:
         """The model, the names of all its blocks where some are left out, and the parameters of all."""
