@@ -21,6 +21,7 @@ from penstock.engine.attempt import Attempt
 from penstock.engine.due import Due
 from penstock.engine.durability import Durability
 from penstock.engine.fate import Event, State
+from penstock.engine.fixed import Fixed
 from penstock.engine.inside import Inside
 from penstock.engine.interrupt import holding, whole_steps
 from penstock.engine.planning import Planning
@@ -45,12 +46,14 @@ _OF_ALL = (KeyboardInterrupt, SystemExit, NonFiniteError)
 """Errors that end all ranks alike, as far as anybody knows: a signal that each gets, numbers that all found bad."""
 
 
-class Engine:
+class Engine(Fixed):
     """Trains a model whose state lives on device, host and disk. Made by ``wrap``; a context manager. One that is
     dropped without ``close`` ends as by a kill: what is not committed is lost.
 
     Calls of all engines of a process take turns; two calls of one at once are refused, and calls in a forked child.
     """
+
+    _fixed = frozenset(("model", "budget", "device", "optimizer"))
 
     def __init__(
         self,
