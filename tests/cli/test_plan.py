@@ -682,6 +682,24 @@ def test_sums_and_deals_that_a_run_would_refuse_are_refused(
     assert said in refused(capsys, config, *words)
 
 
+MUON = ("--optimizer.name", "muon", "--optimizer.adamw.lr", 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--optimizer.overrides", "{match: nrom, lr: 0}"), "override match='nrom' is the first match of no trained"),
+        ((*MUON, "--optimizer.splits", "{match: qkv, parts: 3}"), "split match='qkv' is the first"),
+        ((*MUON, "--optimizer.elementwise", "conv"), "elementwise='conv' finds no parameter"),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--pipeline", 2)], ids=["alone", "pipeline"])
+def test_names_that_the_model_does_not_have_are_refused_as_the_run_would(
+    config: Path, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], said: str, more: tuple[object, ...]
+) -> None:
+    assert said in refused(capsys, config, *words, *more)
+
+
 @pytest.mark.parametrize(
     ("given", "said"), [({"speculate": "yes"}, "speculate='yes'"), ({"delay": True}, "delay=True")]
 )

@@ -260,6 +260,14 @@ def test_a_schedule_file_that_cannot_be_run_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_names_that_the_model_does_not_have_are_refused_before_the_data_are_read(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), "--optimizer.overrides", "{match: nrom, lr: 0}", "--data.sources", "gone"]) == 2
+    assert "match='nrom' is the first match of no trained parameter" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_machine_without_a_profile_is_measured_once(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
 from penstock.errors import ConfigError, ModelError
@@ -149,3 +150,26 @@ def test_values_are_those_of_the_last_step_whenever_they_are_read(places: dict[s
         assert all(torch.equal(value, wanted[name]) for name, value in reading)
     with pytest.raises(ConfigError, match="this engine is closed"):
         values.parameter("scale")
+
+
+@pytest.mark.parametrize("name", ["model", "budget", "device", "optimizer"])
+def test_what_an_engine_was_made_with_cannot_be_another(name: str, tmp_path: Path) -> None:
+    """It would be read there, and nothing would follow it."""
+    with wrapped({}, tmp_path) as engine:
+        before = getattr(engine, name)
+        with pytest.raises(ConfigError, match=rf"engine\.{name} is what the engine was made with"):
+            setattr(engine, name, before)
+        assert getattr(engine, name) is before
+
+
+def test_flop_are_counted_by_torch_from_the_second_step_and_a_first_one_says_so(tmp_path: Path) -> None:
+    """Its counter hangs hooks on what every module is handed; the probe would take them for a block's own."""
+    said = r"a hook on all modules \(as of torch's FlopCounterMode\).*after the first step"
+    with wrapped({}, tmp_path) as engine, FlopCounterMode(display=False), pytest.raises(ModelError, match=said):
+        engine.step(MICRO_BATCHES)
+    with wrapped({}, tmp_path) as engine:
+        loss = engine.step(MICRO_BATCHES).loss
+        with FlopCounterMode(display=False) as counted:
+            again = engine.step(MICRO_BATCHES)
+    assert counted.get_total_flops() > 0
+    assert again.loss != loss

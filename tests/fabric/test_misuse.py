@@ -1,6 +1,7 @@
 """What the engine cannot do for a loop on Fabric is refused where the loop asks for it, with what to do instead."""
 
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -62,6 +63,15 @@ def misuse_loading_before_the_step() -> None:
     fabric, model, optimizer = set_up()
     fabric.backward(model(**batch()).loss)
     fabric.load("never-read", {"model": model, "optimizer": optimizer})
+
+
+def misuse_a_call_from_before_a_checkpoint_of_the_same_step() -> None:
+    fabric, model, optimizer = set_up()
+    with TemporaryDirectory() as folder:
+        fabric.save(folder, {"model": model, "optimizer": optimizer})
+        early = model(**batch()).loss
+        fabric.load(folder, {"model": model, "optimizer": optimizer})
+    fabric.backward(early)
 
 
 def misuse_saving_onto_a_file() -> None:
@@ -243,6 +253,7 @@ MISUSES = {
     misuse_a_loss_twice: "a step was taken with already.*call the model again",
     misuse_outputs_of_the_step_before: "a step was taken with already.*call the model again",
     misuse_a_call_from_before_the_step: r"before the last optimizer.step\(\).*call the model again",
+    misuse_a_call_from_before_a_checkpoint_of_the_same_step: r"or fabric.load\(\).*call the model again",
     misuse_loading_before_the_step: r"take the step before, or drop them by optimizer.zero_grad",
     misuse_saving_onto_a_file: "is a file, and this checkpoint is a folder",
     misuse_another_mode_at_the_step: "put the model back into the mode that it was in",
@@ -286,3 +297,28 @@ def test_a_step_that_was_refused_can_be_taken_when_what_was_said_is_done() -> No
     model.train()
     optimizer.step()
     assert fabric.strategy.engine.step_count == 1
+
+
+def test_losses_of_a_step_that_failed_are_there_for_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gradients are in a plain loop; of a step that counts, whose commit has failed, they are gone."""
+    fabric, model, optimizer = set_up()
+    engine = fabric.strategy.engine
+    step = type(engine).step
+
+    def fails_before(*_: Any, **__: Any) -> NoReturn:
+        raise penstock.BudgetError("no room")
+
+    def fails_behind(*args: Any, **kwargs: Any) -> NoReturn:
+        step(*args, **kwargs)
+        raise penstock.StoreError("its commit failed")
+
+    loss = model(**batch()).loss
+    fabric.backward(loss)
+    for fails, error, taken in ((fails_before, penstock.BudgetError, 0), (fails_behind, penstock.StoreError, 1)):
+        monkeypatch.setattr(type(engine), "step", fails)
+        with pytest.raises(error):
+            optimizer.step()
+        assert engine.step_count == taken
+    assert float(loss) > 0
+    with pytest.raises(penstock.ModelError, match="nothing to do"):
+        optimizer.step()

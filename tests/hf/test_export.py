@@ -23,6 +23,7 @@ from penstock.hf.models.kept import keep, kept_model
 from penstock.hf.models.shard_files import ShardFiles
 from penstock.hf.models.shards import DTYPES
 from penstock.state.values import committed
+from penstock.store.records import encode
 from tests import folders, warm
 from tests.models import causal_lm
 
@@ -280,18 +281,32 @@ def test_a_folder_that_is_there_is_replaced_only_when_asked_and_only_if_it_is_a_
     assert left(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("text", [encode("any", {}).decode(), encode("any", {}).decode()[:-9], ""])
 @pytest.mark.parametrize("name", ["run.json", "penstock.store", "penstock.store.next", "snapshot.json", "ranks.json"])
 def test_a_folder_with_the_state_of_a_run_in_it_is_not_replaced(
-    engine: penstock.Engine, name: str, tmp_path: Path
+    engine: penstock.Engine, name: str, text: str, tmp_path: Path
 ) -> None:
-    """As a model's folder, in which runs of it are; or a Trainer's, in which its checkpoints are."""
+    """As a model's folder, in which runs of it are; or a Trainer's, in which its checkpoints are. Be they damaged."""
     kept = tmp_path / "out" / "runs" / "mine" / name
     kept.parent.mkdir(parents=True)
     (tmp_path / "out" / "config.json").write_text("{}")
-    kept.write_text("{}")
+    kept.write_text(text)
     with pytest.raises(ConfigError, match=f"not replaced, as {kept} would go with it"):
         export(engine, tmp_path / "out", overwrite=True)
     assert kept.exists()
+
+
+@pytest.mark.parametrize("name", ["run.json", "snapshot.json", "ranks.json"])
+def test_a_folder_with_files_of_others_of_such_names_is_replaced(
+    engine: penstock.Engine, name: str, tmp_path: Path
+) -> None:
+    for folder, text in (("out", '{"id": 7}'), ("out/more", "[1]")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(text)
+    (tmp_path / "out" / "below" / name).mkdir(parents=True)
+    (tmp_path / "out" / "config.json").write_text("{}")
+    export(engine, tmp_path / "out", overwrite=True)
+    assert left(tmp_path / "out") == ["config.json", "generation_config.json", SINGLE]
 
 
 def test_what_is_there_by_the_end_of_an_export_stays(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.cli.changed import left_whole
+from penstock.cli.changed import changed, left_whole, without_effect
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import tiled_mlps
 from penstock.schedule.place import Format
@@ -232,6 +232,17 @@ def test_the_blocks_that_stay_whole_are_said(tmp_path: Path) -> None:
     assert "layers.0" not in said
     assert all(f"model.layers.{i}" in said for i in (1, 2))
     assert left_whole(tiled_mlps(built(ZOO["llama"]), 4), config) is None
+
+
+def test_settings_that_leave_a_model_as_it_is_are_said(tmp_path: Path) -> None:
+    """A micro-batch of two sequences of 64 tokens, and a model of 4 heads."""
+    for tile, heads, said in ((127, 2, []), (128, 4, ["128 tokens", "4 query heads"]), (1000, 9, ["128", "4 query"])):
+        config = settings_for(tmp_path, mlp_tile=tile, attention_heads=heads)
+        model = changed(models.llama(num_attention_heads=4, num_key_value_heads=2), config)
+        found = without_effect(model, config, 2)
+        assert len(found) == len(said)
+        assert all(f"has no effect: {'a micro-batch' * (i == 0)}" in words for i, words in enumerate(found))
+        assert all(part in words for part, words in zip(said, found, strict=True))
 
 
 def test_hooks_and_other_forwards_are_refused_and_nothing_is_changed() -> None:

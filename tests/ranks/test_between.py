@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,26 @@ def test_a_scripts_own_collective_ends_where_a_rank_is_gone(name: str, how: str,
 def test_who_is_late_is_waited_for() -> None:
     waited, _ = together(2, alone_in, "sum", "is late")
     assert waited > 2.0
+
+
+def waited_for_a_while(mesh: DeviceMesh) -> tuple[str, float]:
+    """The error of a wait for so long that the first rank makes by itself, and the seconds that it took."""
+    with wrap(CASE, budget(None), mesh=mesh):
+        since, said = time.monotonic(), ""
+        if mesh.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            assert work is not None
+            try:
+                work.wait(timedelta(seconds=0.5))
+            except RuntimeError as error:
+                said = type(error).__name__
+        return said, time.monotonic() - since
+
+
+def test_a_wait_with_an_end_has_it() -> None:
+    (said, seconds), _ = together(2, waited_for_a_while)
+    assert said == "RuntimeError"  # torch's own
+    assert 0.5 <= seconds < PATIENCE
 
 
 def without_engine(mesh: DeviceMesh) -> bool:

@@ -50,6 +50,23 @@ def test_who_is_left_by_a_torchrun_that_was_killed_does_not_wait_for_the_next_on
     assert (tmp_path / "said").read_text() == said
 
 
+def test_a_meeting_place_that_has_no_address_is_named_while_it_is_waited_for(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (given | {"MASTER_ADDR": "nowhere.invalid"}).items():
+        monkeypatch.setenv(name, value)
+
+    def refused(*_: object, **__: object) -> NoReturn:
+        raise dist.DistNetworkError("timed out")
+
+    monkeypatch.setattr(dist, "TCPStore", refused)
+    with pytest.raises(RankError, match="could not join"):
+        penstock.torchrun_mesh("cpu")
+    assert (
+        "MASTER_ADDR='nowhere.invalid', where all processes are to meet, is no host that this one knows" in caplog.text
+    )
+
+
 @pytest.mark.parametrize("when", ["joining", "after"])
 def test_what_torch_has_for_a_process_that_is_gone_is_an_error_of_ranks(
     given: dict[str, str], when: str, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from penstock.errors import StoreError
 from penstock.store import ALIGN, Layout, Region, SnapshotWriter, Store, aligned_bytes, directory, packed
 from penstock.store.directory import DirectoryLock, in_memory
 from penstock.store.facts import store_exists
+from penstock.store.manifest import DATA
 from penstock.store.removal import delete_store
 from tests import faults
 from tests.faults import Nth, error, fill, intercepted
@@ -394,6 +395,15 @@ def test_without_direct_io_it_works_with_a_warning(
     with pytest.raises(StoreError, match="does not do direct I/O"):
         Store.create([tmp_path / "e"], LAYOUT, model={}, direct=True)
     assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_pipe_in_the_place_of_a_stores_file_says_nothing_of_its_file_system(tmp_path: Path) -> None:
+    Store.create([tmp_path], LAYOUT, model={}).close()
+    (tmp_path / DATA).unlink()
+    os.mkfifo(tmp_path / DATA)
+    with pytest.raises(StoreError, match=f"{DATA} cannot be opened: is not a regular file"):
+        Store.open([tmp_path])
 
 
 def test_buffered_io_can_be_asked_for(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from torch import nn
 
 from penstock.config import TrainConfig
-from penstock.hf.heads import split_attention
+from penstock.hf.heads import most_heads, split_attention
 from penstock.hf.lora import with_adapters
 from penstock.hf.tiles import blocks_without_tiles, tiled_mlps
 
@@ -34,6 +34,18 @@ def left_whole(model: nn.Module, config: TrainConfig) -> str | None:
         f"mlp_tile={config.mlp_tile}: blocks without a feed-forward part that can be tiled, as those with experts, "
         f"stay whole: {listed}"
     )
+
+
+def without_effect(model: nn.Module, config: TrainConfig, sequences: int) -> list[str]:
+    """Lines on settings with which all blocks, or some, compute as they would without them. ``sequences``: in a
+    micro-batch."""
+    tokens, heads = sequences * config.data.sequence_length // config.cp, most_heads(model)
+    found = [words] if (words := left_whole(model, config)) is not None else []
+    if config.mlp_tile is not None and config.mlp_tile >= tokens:
+        found.append(f"mlp_tile={config.mlp_tile} has no effect: a micro-batch has at most {tokens} tokens")
+    if config.attention_heads is not None and config.attention_heads >= heads:
+        found.append(f"attention_heads={config.attention_heads} has no effect: there are at most {heads} query heads")
+    return found
 
 
 _LISTED = 4

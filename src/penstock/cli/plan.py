@@ -12,7 +12,7 @@ from penstock.cli.launch import MOST_RANKS
 from penstock.cli.plan_hosts import check_hosts, compare
 from penstock.cli.settings import load
 from penstock.cli.split import check_of_pipeline, check_sums
-from penstock.cli.task import as_free_here, shape_of, shipped_shape, task_of
+from penstock.cli.task import as_free_here, check_names, shape_of, shipped_shape, task_of
 from penstock.cli.words import Words, declared, help_of, read_words, split_words, takes_no_value
 from penstock.config import Durability, TrainConfig, fields_of, format_size, parse_size
 from penstock.config.batch import dealt, other_batch
@@ -218,6 +218,7 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
             raise ConfigError(f"--{name} is not there yet for a pipeline ({config.pipeline} ranks): leave it out")
     check_drives(arguments.disk_free, None, config.budget)
     machine = _machine(arguments, config)
+    check_names(config, machine.device.kind)
     if arguments.batch is None and config.micro_batch_size is not None:
         size, count = config.split
         each = dealt(count, "micro-batches", beside, other_batch(beside, size))
@@ -267,6 +268,7 @@ def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
     config.check_ranks(ranks)
     check_sums(config, ranks)
     check_deal(config.deal, dealt=False)
+    check_names(config, machine.device.kind)
     task, groups = task_of(config, machine, ranks=ranks), config.sharing(ranks)
     batch = arguments.batch
     if batch is None and config.micro_batch_size is not None:

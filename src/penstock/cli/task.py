@@ -20,7 +20,7 @@ from penstock.planner.request import Request
 from penstock.planner.task import TOKEN_BYTES, Task
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Format
-from penstock.shape.huggingface import model_shape
+from penstock.shape.huggingface import HuggingFaceModel, model_shape
 from penstock.shape.meta import Change
 from penstock.shape.model import ModelShape
 from penstock.shape.shipped import CONFIGS, shipped_name
@@ -108,7 +108,19 @@ def form_of(config: TrainConfig, kind: DeviceKind) -> Format:
     return Format.of(config.precision_on(kind), given.moment_count, given.moments, given.whole)
 
 
-def shape_of(config: TrainConfig, kind: DeviceKind) -> ModelShape:
+def check_names(config: TrainConfig, kind: DeviceKind) -> None:
+    """Raises:
+    ConfigError: the optimizer's settings name parameters that the model does not have, or the model is refused.
+    """
+    given = config.optimizer
+    if given.overrides or (given.whole is not None and (given.whole.splits or given.whole.elementwise)):
+        from penstock.cli.recipe import optimizer_spec
+        from penstock.engine.resources import check_rules
+
+        check_rules(shape_of(config, kind).build(), optimizer_spec(given), config.precision_on(kind))
+
+
+def shape_of(config: TrainConfig, kind: DeviceKind) -> HuggingFaceModel:
     """The model that ``penstock train`` builds; one that has no formula is built here too, to refuse what it would.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from torch import nn
 
 from penstock import files
-from penstock.cli.changed import changed, left_whole
+from penstock.cli.changed import changed, without_effect
 from penstock.cli.claim import is_complete
 from penstock.cli.deterministic import deterministic_kernels
 from penstock.cli.disk_summary import cost_of_a_kill, space
@@ -46,6 +46,7 @@ from penstock.engine.arguments import WrapArguments, check_compile
 from penstock.engine.device import kind_of, name_of, resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.profile import profile_of
+from penstock.engine.resources import check_rules
 from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
 from penstock.errors import BudgetError, ConfigError, StoreError, is_out_of_memory
@@ -123,8 +124,7 @@ def _start(
     if config.data.packing is True:
         check_keeps_apart(model.model)
     trained = _trained(model, config)
-    if (words := left_whole(trained[0], config)) is not None:
-        display.say(words)
+    check_rules(trained[0], optimizer, _precision(config))
     if config.loss_tile is not None:
         plain_head(trained[0], config.loss_tile)  # now, and not when all weights are in the store
     among = ranks.size if ranks.hosts == 1 else 1
@@ -133,6 +133,8 @@ def _start(
     machine = profile if known else None
     kind, precision = device_kind(config.device), _precision(config)  # what follows depends on what is free just now
     cut = ranks.once("cut", lambda: cut_batch(config, schedule, machine, kind, ranks.size, ranks.hosts))
+    for words in without_effect(trained[0], config, cut.size):
+        display.say(words)
     config, weighed = ranks.once(
         "durability", partial(with_durability, config, schedule, machine, cut, ranks.size, ranks.hosts)
     )

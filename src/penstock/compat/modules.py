@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _global_forward_hooks, _global_forward_pre_hooks
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -84,6 +84,15 @@ def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     Without: what they keep of one micro-batch for later code would be another one's.
     """
     return (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+
+
+def are_all_hooked() -> bool:
+    """True if hooks see every forward of every module (``register_module_forward_pre_hook``), as torch's own counters
+    of FLOP have them.
+
+    Without: a block would be blamed for what such a hook does in its forward.
+    """
+    return bool(_global_forward_pre_hooks or _global_forward_hooks)
 
 
 def entries_of(module: nn.Module) -> Mapping[str, nn.Module | None]:

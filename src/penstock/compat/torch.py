@@ -5,6 +5,7 @@ Each function says what the name stands for, and (*Without*) what Penstock could
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,16 +49,17 @@ def store_of(name: str) -> "Store":
     return store
 
 
-def around_waits(around: Callable[[Any, Callable[[], Any]], Any]) -> None:
-    """Have each wait for what a process group does made by ``around``, which is given the work and the wait itself.
+def around_waits(around: Callable[[Any, Callable[[timedelta], Any], timedelta], Any]) -> None:
+    """Have each wait for what a process group does made by ``around``, which is given the work, the wait itself, and
+    how long that is to wait at most; 0: as long as the group does.
 
     A function is put in the place of ``Work.wait``. Without: who waits for a rank that is gone in a library's own
     collective would do so until torch's timeout, half an hour.
     """
     wait = distributed.Work.wait
 
-    def made_by(work: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(work, lambda: wait(work, *args, **kwargs))
+    def made_by(work: Any, timeout: timedelta = timedelta(0)) -> Any:
+        return around(work, partial(wait, work), timeout)
 
     distributed.Work.wait = made_by  # type: ignore[method-assign, assignment]
 

@@ -4,6 +4,7 @@
 store. What a step itself does is ``attempt``'s.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from penstock.runtime.context import StepContext, Update
 from penstock.state.background import Background
 from penstock.state.commits import Commits
 from penstock.store.packed import store_error
+
+log = logging.getLogger("penstock")
 
 Actions = Mapping[Action, Callable[[], Event]]
 """By action, the function that carries it out: it returns the event that came of it."""
@@ -211,6 +214,12 @@ class Durability:
         self._flush(runner, Event.END if closes else Event.REST)
         self._wait_written()
 
+    def rest_of_all(self, runner: Runner | None) -> None:
+        """``rest``, where all ranks can: where another one has failed, what is committed stands, and nothing is
+        done."""
+        if self._commits.ranks.failure is None:
+            self.rest(runner)
+
     def _flush(self, runner: Runner | None, why: Event = Event.REST) -> None:
         """Complete the step before, if it has left chunks to the next one. ``why``: the event that asks for it."""
         step = 0 if self.pending is None else self.pending.step
@@ -288,9 +297,7 @@ class Durability:
         """Bring what is in memory to the store; with a broken state the last commit is left to stand. May be called
         again where an error has broken it off: what is open then is closed."""
         try:
-            if self.background is not None:
-                self._commits.arrays.background = None
-                self.background.close()
+            self._stop_writing()
         finally:
             try:
                 if self.state is not State.CLOSED and Action.SETTLE in self.tell(Event.CLOSE):
@@ -298,6 +305,24 @@ class Durability:
                         self._commits.settle(self._progress.record())
             finally:
                 self._commits.close()
+
+    def abandon(self) -> None:
+        """End as a kill does: nothing is brought to the store, whose last commit stands."""
+        if self._commits.store is not None and (self.pending is not None or not self._commits.every_step):
+            log.warning(
+                "an engine was dropped without close(): its store goes on from the last commit, which may be of a step "
+                "before step %d (engine.close(), or with penstock.wrap(...) as engine)",
+                self._progress.step,
+            )
+        try:
+            self._stop_writing()
+        finally:
+            self._commits.close()
+
+    def _stop_writing(self) -> None:
+        if self.background is not None:
+            self._commits.arrays.background = None
+            self.background.close()
 
 
 def _named(error: BaseException) -> str:

@@ -15,12 +15,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from penstock.engine import batch
+from penstock.engine import batch, dropped
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.attempt import Attempt
 from penstock.engine.due import Due
 from penstock.engine.durability import Durability
 from penstock.engine.fate import Event, State
+from penstock.engine.fixed import Fixed
 from penstock.engine.inside import Inside
 from penstock.engine.interrupt import holding, whole_steps
 from penstock.engine.planning import Planning
@@ -45,11 +46,14 @@ _OF_ALL = (KeyboardInterrupt, SystemExit, NonFiniteError)
 """Errors that end all ranks alike, as far as anybody knows: a signal that each gets, numbers that all found bad."""
 
 
-class Engine:
-    """Trains a model whose state lives on device, host and disk. Made by ``wrap``; a context manager.
+class Engine(Fixed):
+    """Trains a model whose state lives on device, host and disk. Made by ``wrap``; a context manager. One that is
+    dropped without ``close`` ends as by a kill: what is not committed is lost.
 
     Calls of all engines of a process take turns; two calls of one at once are refused, and calls in a forked child.
     """
+
+    _fixed = frozenset(("model", "budget", "device", "optimizer"))
 
     def __init__(
         self,
@@ -82,13 +86,14 @@ class Engine:
         self._durability = Durability(commits, self._progress, Due.of(settings.budget))
         self._snapshots = Snapshots(self._resources, self._durability)
         try:
-            self._planning = Planning(self._resources, settings, before_change=self._rest)
+            self._planning = Planning(self._resources, settings, before_change=self._durability.rest_of_all)
             commits.commit(self._progress.record())
         except BaseException:
             self._resources.tape.close()
             commits.close()
             raise
         self._written = commits.written
+        self._forget = dropped.watch(self, self._planning, self._durability, self._resources)
 
     # ---- training
 
@@ -459,6 +464,7 @@ class Engine:
             all_of_it.callback(self._planning.close)
             all_of_it.callback(self._end)
         self._is_closed = True
+        self._forget()
 
     def _end(self) -> None:
         """All ranks end after the same step, and have nothing pending; or what is committed stands."""
@@ -469,11 +475,8 @@ class Engine:
                 self._durability.rest(self._planning.runner, closes=True)
 
     def _rest(self) -> None:
-        """Nothing is pending from here on: delayed chunks are stepped, and what is being written is written. Where
-        another rank has failed, what is committed stands, and nothing is done.
-        """
-        if self._ranks.failure is None:
-            self._durability.rest(self._planning.runner)
+        """Nothing is pending from here on: delayed chunks are stepped, and what is being written is written."""
+        self._durability.rest_of_all(self._planning.runner)
 
     @property
     def inside(self) -> Inside:

@@ -95,9 +95,10 @@ class Planning:
     """Holds the plans made so far (one for training, one for evaluation) and the one runner that has memory."""
 
     def __init__(
-        self, resources: EngineResources, settings: WrapArguments, *, before_change: Callable[[], None]
+        self, resources: EngineResources, settings: WrapArguments, *, before_change: Callable[[Runner], None]
     ) -> None:
-        """``before_change``: called before a runner gives its memory back: what it has left to do is to be done now."""
+        """``before_change``: called before a runner gives its memory back, with it: what it has left to do is to be
+        done now."""
         self._before_change = before_change
         self.runner: Runner | None = None
         self.probing = Probing(resources, make_room=self.close)
@@ -350,7 +351,12 @@ class Planning:
     def close(self) -> None:
         """Give the runner's memory back; the plans stay."""
         if self.runner is not None:
-            self._before_change()
+            self._before_change(self.runner)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """As ``close``; what the runner has left to do is not done."""
+        if self.runner is not None:
             runner, self.runner = self.runner, None  # first: what is half closed is not used again
             runner.close()
 

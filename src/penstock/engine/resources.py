@@ -11,6 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
+from penstock.config import Precision
 from penstock.config.step import SPLIT, SyncBuffers, check_strands
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments
@@ -294,6 +295,19 @@ def optimizer_for(spec: OptimizerSpec, groups: Sequence[ParamGroup]) -> Streamed
     trained = [(s.name, s.parameter) for g in groups for s in g.slices if s.trainable]
     matrices = {id(s.parameter) for g in groups if g.spec.whole for s in g.slices if s.trainable}
     return StreamedOptimizer(spec, trained, matrices)
+
+
+def check_rules(model: nn.Module, spec: OptimizerSpec, precision: Precision) -> None:
+    """As ``wrap`` does, before anything is made for the model.
+
+    Raises:
+        ConfigError: an override of the optimizer, or one of its rules by name, finds no parameter of the model.
+        ModelError: the model is one that ``wrap`` refuses.
+    """
+    form = Format.of(precision, spec.moment_count, spec.moments, spec.whole)
+    groups = group_parameters(model, find_blocks(model), form=form)
+    optimizer_for(spec, groups)
+    _matrices(groups, form)
 
 
 def _matrices(groups: Sequence[ParamGroup], form: Format) -> dict[int, Sequence[tuple[ParamSlice, Sequence[Piece]]]]:

@@ -14,7 +14,7 @@ from penstock.config import Budget, Precision
 from penstock.config.meanings import model_and
 from penstock.config.step import check_deal, check_in_turn, check_pipeline, check_recompute
 from penstock.documents.typed import hints_of, shown
-from penstock.engine import start
+from penstock.engine import dropped, start
 from penstock.engine.arguments import WrapArguments, check_model
 from penstock.engine.device import check_room, kind_of, resolve_device
 from penstock.engine.engine import Engine
@@ -73,6 +73,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
             count,
         )
     owner = None if asked.run is None else _owner(Path(asked.run))
+    dropped.settle()
     with alone(model, "this model"):
         check_unguarded(model)
         ranks = join(asked.mesh, device) if joined is None else joined

@@ -42,8 +42,8 @@ class Deferred:
     __hash__ = object.__hash__
     modes: tuple[bool, ...] = ()
     """Of a call of the model: ``training`` of each of its modules then."""
-    step = 0
-    """Of such a call: the number of steps that the engine had taken."""
+    moment = (0, 0)
+    """Of such a call: the numbers of steps that the engine had taken, and of checkpoints that were loaded."""
     _steps = 0
     """Steps taken so far: values recorded before the last one can be known, later ones cannot."""
 

@@ -100,6 +100,7 @@ class PenstockStrategy(OneDevice):
         self._engine: Engine | None = None
         self._given: torch.optim.Optimizer | None = None
         self._collected: list[Deferred] = []
+        self._loads = 0  # of checkpoints
         self._stepped = False  # and no zero_grad() since
         self._norm: Deferred | None = None
         self._strict = False
@@ -199,7 +200,7 @@ class PenstockStrategy(OneDevice):
         guard(module, "use fabric.save and fabric.load, or strategy.engine")
         self._engine, self._given = engine, given
         return (
-            _Recorder(module, engine, self._discard),
+            _Recorder(module, engine, self._moment, self._discard),
             [DrivenOptimizer(engine.optimizer, self._step, self._discard)],
             scheduler,
         )
@@ -228,12 +229,15 @@ class PenstockStrategy(OneDevice):
                 "fabric.backward() was given a loss of outputs that a step was taken with already, and these are gone: "
                 "call the model again"
             )
-        if any(node.step != self.engine.step_count for node in nodes(tensor) if node.modes):
+        if any(node.moment != self._moment() for node in nodes(tensor) if node.modes):
             raise ModelError(
                 "fabric.backward() was given a loss of outputs that the model was called for before the last "
                 "optimizer.step() or fabric.load(), and its weights are others now: call the model again"
             )
         self._collected.append(tensor)
+
+    def _moment(self) -> tuple[int, int]:
+        return self.engine.step_count, self._loads
 
     def _discard(self) -> None:
         """Carry out ``optimizer.zero_grad``, or the model's."""
@@ -272,6 +276,8 @@ class PenstockStrategy(OneDevice):
     def _step(self) -> None:
         """Carry out ``optimizer.step``.
 
+        Of a step that fails and does not count, what was collected stays: it can be taken again.
+
         Raises:
             ModelError: no loss was given to ``fabric.backward`` since the last step.
             NonFiniteError: a gradient was infinite or NaN, and nothing was updated.
@@ -293,11 +299,17 @@ class PenstockStrategy(OneDevice):
         self._stepped = True
         micro_batches = [recorded.inputs | {_ROOT: recorded} for recorded in map(_Recorded, roots)]
         # the mean of all processes, as Fabric's own strategies have it
-        stats = self.engine.step(micro_batches, loss_weights=[1.0 / self.world_size] * len(roots))
-        assert self._given is not None
-        note_step(self._given)  # its learning rate schedule looks there
-        for root in roots:
-            spend(root)
+        before = self.engine.step_count
+        try:
+            stats = self.engine.step(micro_batches, loss_weights=[1.0 / self.world_size] * len(roots))
+        finally:
+            if self.engine.step_count > before:
+                assert self._given is not None
+                note_step(self._given)  # its learning rate schedule looks there
+                for root in roots:
+                    spend(root)
+            else:
+                self._collected, self._norm, self._stepped = roots, norm, False
         if norm is not None:
             norm.settle(torch.tensor(stats.grad_norm))
         if stats.skipped and norm is not None and self._strict:
@@ -373,6 +385,7 @@ class PenstockStrategy(OneDevice):
         found = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
         if strict and (missing := [key for key in rest if key not in found]):
             raise KeyError(f"{path} has no {missing[0]!r}: leave it out of the state, or load with strict=False")
+        self._loads += 1
         self.engine.load(folder / _SNAPSHOT)
         position = self.engine.position or {}
         self.engine.position = {key: value for key, value in position.items() if key != _NAMED} or None
@@ -406,11 +419,14 @@ class PenstockStrategy(OneDevice):
 class _Recorder(nn.Module):
     """Stands in for the model in the loop: records a call in training, and runs it at once in evaluation."""
 
-    def __init__(self, module: nn.Module, engine: Engine, discard: Callable[[], None]) -> None:
-        """``discard``: what ``zero_grad`` does, in the place of gradients that there are none of."""
+    def __init__(
+        self, module: nn.Module, engine: Engine, moment: Callable[[], tuple[int, int]], discard: Callable[[], None]
+    ) -> None:
+        """``moment``: as of ``Deferred``, now. ``discard``: what ``zero_grad`` does, in the place of gradients that
+        there are none of."""
         super().__init__()
         self.module = module
-        self._engine, self._discard = engine, discard
+        self._engine, self._moment, self._discard = engine, moment, discard
         self._forward_at_setup = vars(module).get("forward")
         for part in module.modules():  # which a loop may have as they were before fabric.setup
             vars(part)["zero_grad"] = self.zero_grad if part is module else _drop_in_part
@@ -424,7 +440,7 @@ class _Recorder(nn.Module):
                 "to train, call model.train() and leave gradients on; to evaluate, call model.eval() under "
                 f"torch.no_grad(): now training={self.training} and gradients are {'on' if self.training else 'off'}"
             )
-        call.modes, call.step = _modes_of(self.module), self._engine.step_count
+        call.modes, call.moment = _modes_of(self.module), self._moment()
         return call if self.training else self._evaluate(call)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

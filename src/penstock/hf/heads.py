@@ -61,6 +61,13 @@ def split_attention(model: nn.Module, heads: int) -> nn.Module:
     return model
 
 
+def most_heads(model: nn.Module) -> int:
+    """The most query heads that a part has of those whose attention is computed some heads at a time; 0: there are
+    none."""
+    splits = (vars(module).get("forward") for module in model.modules())
+    return max((split.count for split in splits if isinstance(split, _Split)), default=0)
+
+
 def _parts(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The attention parts within a block, each with its name in the model."""
     for name, child in module.named_children():
@@ -86,7 +93,7 @@ class _Split:
             self._refuse(f"does not say how large its heads are (head_dim) and how many share a key ({_GROUPS})")
         self._out = next(n for n in _OUT if n in dict(part.named_children()))
         self._keys, self._groups = _outputs(part.get_submodule("k_proj")) // size, groups
-        if heads < self._count and heads % groups and groups % heads:
+        if heads < self.count and heads % groups and groups % heads:
             raise ConfigError(
                 f"attention_heads={heads}: in {name!r} {groups} query heads share a key/value head: give a multiple or "
                 "a divisor of that"
@@ -99,13 +106,13 @@ class _Split:
             self._refuse(f"has {name}, which is of several heads")
 
     @property
-    def _count(self) -> int:
+    def count(self) -> int:
         """All query heads."""
         return self._keys * self._groups
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cached = any(kwargs.get(name) is not None for name in _CACHES)
-        if self._heads >= self._count or (cached and not torch.is_grad_enabled()):  # a cache: something is generated
+        if self._heads >= self.count or (cached and not torch.is_grad_enabled()):  # a cache: something is generated
             return self.whole(*args, **kwargs)
         if cached:
             self._refuse("is given a cache of keys and values, which would hold a piece: config.use_cache = False, or")
@@ -150,7 +157,7 @@ class _Split:
         uses = self._groups // groups  # pieces of queries for each of keys and values
         cuts = self._cuts(heads)
         places = [(name, path) for name, cut in cuts.items() for path in cut]
-        for index in range(-(-self._count // heads)):
+        for index in range(-(-self.count // heads)):
 
             def run(states: torch.Tensor, *pieces: torch.Tensor) -> torch.Tensor:
                 projections: dict[str, dict[str, torch.Tensor]] = {name: {} for name in _IN}
@@ -173,7 +180,7 @@ class _Split:
         """The parameters that make the outputs of each projection, in pieces."""
         found = {}
         for name in _IN:
-            some, count = (heads, self._count) if name == _IN[0] else (max(1, heads // self._groups), self._keys)
+            some, count = (heads, self.count) if name == _IN[0] else (max(1, heads // self._groups), self._keys)
             module = self._part.get_submodule(name)
             rows = _outputs(module)
             if not rows or not count or rows % count:

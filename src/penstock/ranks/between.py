@@ -3,11 +3,13 @@ figures and waits at barriers by torch's own functions. While there are engines,
 and an error that ends a process is told to those who wait for it.
 """
 
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
@@ -63,40 +65,48 @@ def _begin() -> None:
     sys.excepthook = tell
 
 
-def _watched(work: Any, wait: Callable[[], T]) -> T:
-    """``wait`` for a collective, as long as there is somebody to wait for. An engine looks after its own waits.
+def _watched(work: Any, wait: Callable[[timedelta], T], timeout: timedelta) -> T:
+    """``wait`` for a collective, as long as there is somebody to wait for, and for ``timeout`` at most, if that is not
+    0. An engine looks after its own waits.
 
     Raises:
         RankError: a rank has failed, has ended, or does not answer; or the connection to it was lost.
     """
     watches = list(_watches)
     if not watches or any(watch.is_waiting for watch in watches):
-        return wait()
+        return wait(timeout)
     try:
         future = work.get_future()
     except RuntimeError:  # a message from one rank to another has none
         with ExitStack() as elsewhere:
             for watch in watches:
                 elsewhere.enter_context(watch.calls.elsewhere())
-            return wait()
+            return wait(timeout)
+    if not _until_done(future, watches, timeout.total_seconds() or math.inf):
+        return wait(timedelta(milliseconds=1))  # which ends it as torch does
     try:
-        _until_done(future, watches)
-        return wait()
-    except RankError:
-        raise
+        return wait(timeout)
     except RuntimeError as error:
         raise watches[-1].lost(error) from error
 
 
-def _until_done(future: Any, watches: list[Watch]) -> None:
-    pause = _SHORTEST
+def _until_done(future: Any, watches: list[Watch], patience: float) -> bool:
+    """False if it is not done within so many seconds.
+
+    Raises:
+        RankError: it never will be.
+    """
+    pause, until = _SHORTEST, time.monotonic() + patience
     with ExitStack() as waiting:
         for watch in watches:
             waiting.enter_context(watch.waits_elsewhere())
         while not future.done():  # no callback, which torch might make as the process ends, and then abort it
+            if time.monotonic() > until:
+                return False
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
             for watch in watches:
                 if watch.failure is not None:
                     _given_up[dist.group.WORLD] = str(watch.failure)
                     raise RankError(str(watch.failure))
+    return True

@@ -1,7 +1,9 @@
 """The mesh of the processes that ``torchrun`` has started."""
 
+import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ from penstock.errors import ConfigError, RankError
 from penstock.ranks.axes import CONTEXT, PIPELINE, REPLICATE, SHARD
 from penstock.ranks.parent import is_orphan
 from penstock.ranks.waiting import beside
+
+log = logging.getLogger("penstock")
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(minutes=30)
@@ -173,8 +177,19 @@ def _start(kind: str, local: int, rank: int, size: int) -> None:
 def _meet(rank: int) -> Any:
     """The store of this attempt, at which all processes meet."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it has the store, else the first process does
+    address = os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:  # it may get its name yet, as where all hosts are started at once
+        log.warning(
+            "MASTER_ADDR=%r, where all processes are to meet, is no host that this one knows (%s): it is waited for, "
+            "%d minutes at most",
+            address,
+            error.strerror,
+            _PATIENCE.total_seconds() // 60,
+        )
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
+        address,
         int(os.environ["MASTER_PORT"]),
         is_master=not agent and rank == 0,
         wait_for_workers=False,

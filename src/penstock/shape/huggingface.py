@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import check_parts
 from penstock.documents.text import MalformedError, parse_json, read_bounded
@@ -15,6 +15,9 @@ from penstock.shape import decoders, meta
 from penstock.shape.meta import Change
 from penstock.shape.model import ModelProfile
 from penstock.shape.transformer import Transformer
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _LAYERS = ("num_hidden_layers", "n_layer")
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -60,6 +63,16 @@ class HuggingFaceModel:
                 if self.loss_tile is None or _knows_most(formula, found, self.loss_tile, form):
                     return found
         return self._run.profile(micro_batch_size, sequence_length, form)
+
+    def build(self) -> "nn.Module":
+        """The model itself, without memory, and with its change.
+
+        Raises:
+            ConfigError, ModelError: as ``profile``.
+        """
+        from penstock.tape.dry import build_on_meta
+
+        return build_on_meta(self._run.build)
 
     def with_layers(self, layers: int) -> "HuggingFaceModel":
         """This model with another number of layers.

@@ -158,15 +158,24 @@ class PackedFile:
         return ALIGN if self.direct else 1
 
     def _open(self, direct: bool | None) -> tuple[int, bool]:
-        if direct is not False:
-            fd = self._open_direct()
-            if fd is not None:
-                return fd, True
-            message = f"{self.path.parent}: this file system does not do direct I/O (O_DIRECT)"
-            if direct:
-                raise StoreError(f"{message}: use another directory, or allow buffered I/O")
-            warnings.warn(f"{message}: reading and writing through the page cache, which is slower", stacklevel=2)
-        return files.descriptor(self.path, self._flags), False
+        fd = None if direct is False else self._open_direct()
+        if fd is not None:
+            return fd, True
+        fd = files.descriptor(self.path, self._flags)  # which refuses what is no file, and has no direct I/O either
+        try:
+            self._say_buffered(direct)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, False
+
+    def _say_buffered(self, direct: bool | None) -> None:
+        if direct is False:
+            return
+        message = f"{self.path.parent}: this file system does not do direct I/O (O_DIRECT)"
+        if direct:
+            raise StoreError(f"{message}: use another directory, or allow buffered I/O")
+        warnings.warn(f"{message}: reading and writing through the page cache, which is slower", stacklevel=3)
 
     def _open_direct(self) -> int | None:
         """A direct descriptor that has read a block, or None: some file systems refuse only at the first read."""

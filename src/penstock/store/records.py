@@ -86,6 +86,23 @@ def read_document(path: Path, kind: str) -> Any:
     return decode(kind, text, path)
 
 
+def is_foreign(path: Path) -> bool:
+    """True if what is at ``path`` is certain to be no document, whole or damaged: JSON of somebody else's, or no file.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    if not path.is_file():
+        return True
+    try:
+        found = parse_json(read_bounded(path, _LARGEST), deepest=_DEEPEST, finite=False)
+    except OSError as e:
+        raise store_error(f"{path} cannot be read: {in_the_way(path, e)}", e) from e
+    except MalformedError:
+        return False
+    return not isinstance(found, dict) or "penstock" not in found
+
+
 def read_as(path: Path, kind: str, body: type[T]) -> T:
     """The body of the document at ``path``, as a dataclass.
 

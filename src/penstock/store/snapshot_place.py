@@ -10,6 +10,7 @@ from penstock.store import directory, packed
 from penstock.store.making import NEXT
 from penstock.store.manifest import DATA
 from penstock.store.owner import RUN_FILE
+from penstock.store.records import is_foreign
 from penstock.store.whole import WholeFolder
 
 MANIFEST = "snapshot.json"
@@ -25,15 +26,19 @@ def is_snapshot(path: Path) -> bool:
 
 def state_in(folder: Path, *, snapshots: bool) -> Path | None:
     """The first file, at any depth, that says that there is a run or a store in a folder that is to be replaced, or
-    with ``snapshots`` a snapshot.
+    with ``snapshots`` a snapshot. Others have JSON files of such names, too.
 
     Raises:
-        StoreError: a folder in it cannot be looked into.
+        StoreError: a folder in it cannot be looked into, or a file that may say so cannot be read.
     """
-    names = {RUN_FILE, DATA, NEXT} | ({MANIFEST, RANKS} if snapshots else set())
+    documents = {RUN_FILE} | ({MANIFEST, RANKS} if snapshots else set())
     with packed.reported(f"looking for what is kept in {folder}"):
-        walked = os.walk(folder, onerror=files.refuse)
-        return next((Path(at) / name for at, below, here in walked for name in (*below, *here) if name in names), None)
+        for at, below, here in os.walk(folder, onerror=files.refuse):
+            for name in (*below, *here):
+                path = Path(at) / name
+                if name in (DATA, NEXT) or (name in documents and not is_foreign(path)):
+                    return path
+    return None
 
 
 class SnapshotPlace:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from penstock.compat.modules import are_all_hooked
 from penstock.compat.torch import number_of
 from penstock.errors import ModelError
 from penstock.tape import graph, trees
@@ -61,6 +62,12 @@ class Asked(TorchFunctionMode):
             )
         if not (tensor.requires_grad and self.train):
             return
+        if self._block() is not None and are_all_hooked():
+            raise ModelError(
+                f"a hook on all modules (as of torch's FlopCounterMode), or {self._who()} itself, calls {what} on one "
+                "of the block's inputs, while what a step is to compute is found out: have such hooks after the first "
+                "step only, whose FLOP are in engine.last_step.flops"
+            )
         if self._block() is not None:
             raise ModelError(
                 f"{self._who()} calls {what} on one of its inputs, whose gradient has other parts from elsewhere: use "

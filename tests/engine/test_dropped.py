@@ -1,0 +1,104 @@
+"""An engine that nothing refers to any more ends by itself, as by a kill: its threads go, and its store is free."""
+
+import gc
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from tests.engine.test_turns import in_child
+from tests.models import MODELS
+from tests.training import AT_ONCE, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASE = MODELS["skips"]
+STEPS = steps_of(CASE, 2)
+
+
+def engines_threads() -> set[str]:
+    """Names of lanes' and writers' threads."""
+    found = {thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-")}
+    return found - {"penstock-dropped", "penstock-stalls"}
+
+
+def stepped(where: penstock.Budget, **settings: Any) -> penstock.Engine:
+    engine = wrap(CASE, where, **settings)
+    engine.step(STEPS[0])
+    return engine
+
+
+@pytest.mark.parametrize("way", ["alone", "in a cycle", "by an error"])
+def test_the_next_engine_goes_on_from_the_last_commit_of_one_that_was_dropped(way: str, tmp_path: Path) -> None:
+    wanted = train(CASE, budget(tmp_path / "wanted"), STEPS, **AT_ONCE)
+    engine = stepped(budget(tmp_path / "store"), **AT_ONCE)
+    gone = weakref.ref(engine)
+    if way == "in a cycle":
+        vars(engine)["itself"] = engine
+    elif way == "by an error":
+        with pytest.raises(penstock.ConfigError):
+            engine.step(STEPS[1], position={"at": object()})
+    model = engine.model
+    del engine
+    with wrap(CASE, budget(tmp_path / "store"), **AT_ONCE) as after:
+        assert gone() is None
+        assert after.step_count == 1
+        assert not engines_threads()
+        result = run_steps(after, STEPS[1:])
+    assert_same_state(result.state, wanted.state)
+    with pytest.raises(penstock.ModelError, match="the model's weights are the engine's"):
+        model.state_dict()
+
+
+def test_state_in_memory_that_was_not_committed_is_said_to_be_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = stepped(budget(tmp_path / "store", weights="host", state="host", durability="interval"))
+    del engine
+    with wrap(CASE, budget(tmp_path / "store", weights="host", state="host", durability="interval")) as after:
+        assert after.step_count == 0
+    assert "dropped without close(): its store goes on from the last commit" in caplog.text
+
+
+def test_an_engine_that_is_dropped_gives_its_memory_back(tmp_path: Path) -> None:
+    engine = stepped(budget(None))
+    arrays = weakref.ref(engine.inside.resources.arrays)
+    del engine
+    with wrap(CASE, budget(tmp_path / "other")):
+        gc.collect()
+        assert arrays() is None
+        assert not engines_threads()
+
+
+def test_an_engine_that_a_forked_child_drops_is_the_parents(tmp_path: Path) -> None:
+    held = [stepped(budget(tmp_path / "store"))]
+
+    def drop() -> int:
+        held.clear()
+        with wrap(CASE, budget(tmp_path / "other")) as own:
+            return own.step_count
+
+    assert in_child(drop) == "0"
+    with held[0] as engine:
+        assert engine.step(STEPS[1]).loss > 0
+    with pytest.raises(penstock.ConfigError, match="closed"):
+        engine.step(STEPS[1])
+
+
+def test_what_was_got_from_an_engine_keeps_it(tmp_path: Path) -> None:
+    """Values are read from it as long as anybody has them."""
+    values = stepped(budget(tmp_path / "store"), **AT_ONCE).values()
+    gc.collect()
+    name = next(iter(values.parameters))
+    with pytest.raises(penstock.StoreError, match=f"in use by process {os.getpid()}, which is this one"):
+        wrap(CASE, budget(tmp_path / "store"))
+    read = values.parameter(name)
+    del values
+    with wrap(CASE, budget(tmp_path / "store")) as after:
+        assert torch.equal(after.values().parameter(name), read)
+        assert state_of(after)
