@@ -109,8 +109,10 @@ def form_of(config: TrainConfig, kind: DeviceKind) -> Format:
 
 
 def check_names(config: TrainConfig, kind: DeviceKind) -> None:
-    """Raises:
-    ConfigError: the optimizer's settings name parameters that the model does not have, or the model is refused.
+    """Compare the parameters that the optimizer's settings name with those that the model has, all of them.
+
+    Raises:
+        ConfigError: a name is of none; or the model is refused.
     """
     given = config.optimizer
     if given.overrides or (given.whole is not None and (given.whole.splits or given.whole.elementwise)):
