@@ -235,3 +235,50 @@ def test_any_pattern_of_steps_gives_the_bits_of_a_run_in_memory(campaign: Campai
             check_run(run, Path(folder))
 
     check()
+
+
+class Injected(torch.autograd.Function):
+    """A gradient for a parameter at whose shape alone the forward looks."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.shape = parameter.shape
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # as torch's own examples
+        return torch.full(ctx.shape, 0.5)
+
+
+class Unread(torch.nn.Module):
+    """Two blocks, and a parameter beside them that is stepped, and that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.unread = torch.nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean() + Injected.apply(self.unread)  # type: ignore[no-untyped-call, no-any-return]
+
+
+@pytest.mark.parametrize("delay", [0.0, 1.0])
+@pytest.mark.parametrize("weights", ["host", "disk"])
+def test_a_parameter_that_gets_a_gradient_is_stepped_though_nothing_reads_it(
+    weights: Tier, delay: float, tmp_path: Path
+) -> None:
+    with penstock.wrap(
+        Unread(),
+        loss_fn=lambda model, micro_batch: model(**micro_batch),
+        optimizer=penstock.SGD(lr=0.25),
+        budget=budget(tmp_path, weights=weights),
+        delay=delay,
+        device="cpu",
+        plan=None,
+        clip_grad_norm=None,
+    ) as engine:
+        for _ in range(2):
+            engine.step([{"x": torch.ones(2, 8)}], loss_weights=[1.0])
+        assert dict(engine.master_parameters())["unread"].tolist() == [0.75] * 5

@@ -158,6 +158,30 @@ def test_what_schedules_of_torch_write_into_param_groups_counts(scheduled: Any, 
     assert first + second == found
 
 
+def test_a_schedule_that_is_made_after_setup_sees_the_defaults_of_the_optimizer_that_was_given() -> None:
+    """transformers' ``polynomial`` and ``cosine_with_min_lr`` begin with ``defaults["lr"]``: no group need have it."""
+    given = two_groups(model := llama())
+    given.param_groups[1]["lr"] = 1e-3
+    fabric = fabric_on()
+    _, optimizer = fabric.setup(model, given)
+    assert optimizer.defaults["lr"] == given.defaults["lr"] == 1e-2
+    fabric.strategy.engine.close()
+
+
+def test_a_run_goes_on_with_another_of_torchs_ways_to_compute_the_same(tmp_path: Path) -> None:
+    """``fused`` and ``foreach`` change nothing here, and were taken for damage of what was saved."""
+    for ways in ({}, {"fused": True}, {"foreach": False}):
+        fabric, model = fabric_on(), llama()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.5, **ways))
+        state = {"model": model, "optimizer": optimizer}
+        if not ways:
+            optimizer.param_groups[0]["lr"] = 0.25
+            fabric.save(tmp_path / "saved", state)
+        fabric.load(tmp_path / "saved", state)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        fabric.strategy.engine.close()
+
+
 def test_an_optimizer_may_know_the_names_of_its_parameters() -> None:
     losses = []
     for named in (True, False):

@@ -161,6 +161,28 @@ def misuse_groups_that_differ() -> None:
     fabric_on().setup(model, torch.optim.AdamW(groups))
 
 
+def misuse_frozen_parameters_in_the_optimizer() -> None:
+    model = llama()
+    model.lm_head.requires_grad_(False)
+    fabric_on().setup(model, torch.optim.AdamW(model.parameters()))
+
+
+def misuse_a_parameter_twice() -> None:
+    """torch changes it twice in a step, and warns."""
+    model = llama()
+    with pytest.warns(UserWarning, match="duplicate"):
+        given = torch.optim.AdamW([*model.parameters(), *model.lm_head.parameters()])
+    fabric_on().setup(model, given)
+
+
+def misuse_the_optimizer_that_was_given() -> None:
+    fabric, model = fabric_on(), llama()
+    given = torch.optim.AdamW(model.parameters())
+    model, _ = fabric.setup(model, given)
+    fabric.backward(model(**batch()).loss)
+    given.step()
+
+
 def misuse_clip_without_being_told() -> None:
     fabric, model, optimizer = set_up()
     fabric.backward(model(**batch()).loss)
@@ -264,6 +286,9 @@ MISUSES = {
     misuse_optimizer_of_another_kind: r"Adagrad cannot be streamed: use torch.optim.AdamW",
     misuse_parameters_left_out: "the optimizer leaves out 'model.embed_tokens.weight' and",
     misuse_groups_that_differ: "param groups differ in 'betas'",
+    misuse_frozen_parameters_in_the_optimizer: "not among the model's trained ones: give it those alone",
+    misuse_a_parameter_twice: "has 'lm_head.weight' more than once",
+    misuse_the_optimizer_that_was_given: "call that of the one that it has returned",
     misuse_clip_without_being_told: r"give it PenstockStrategy\(clip_grad_norm=1.0\)",
     misuse_limited_and_asked_for_the_norm_alone: r"give it PenstockStrategy\(clip_grad_norm=None\)",
     misuse_told_and_not_clipped: "call fabric.clip_gradients",

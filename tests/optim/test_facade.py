@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,10 @@ def test_moments_are_named_and_counted(spec: OptimizerSpec, names: tuple[str, ..
         lambda: AdamW(lr=-1),
         lambda: AdamW(lr=float("nan")),
         lambda: AdamW(eps=-1e-8),
+        lambda: AdamW(lr=1e39),
+        lambda: Adam(eps=0.0, moments="int8"),
+        lambda: Adam(eps=1e-46, moments="int8"),
+        lambda: replace(Adam(eps=0.0), moments="int8"),
         lambda: AdamW(betas=(0.9, 1.0)),
         lambda: Lion(betas=(-0.1, 0.9)),
         lambda: SGD(momentum=-0.5),
@@ -168,10 +174,11 @@ NAN, MINUS = float("nan"), -0.1
 @pytest.mark.parametrize(
     ("spec", "key", "values"),
     [
-        (AdamW(), "lr", (NAN, MINUS, None, "x", torch.ones(2), 10**400)),
+        (AdamW(), "lr", (NAN, MINUS, None, "x", "0.1", True, torch.ones(2), 10**400, 1e39)),
         (AdamW(), "weight_decay", (float("inf"), MINUS, None)),
         (AdamW(), "eps", (NAN, MINUS, None, 1j)),
         (Adam(), "eps", (NAN, MINUS, None)),
+        (Adam(moments="int8"), "eps", (0, 1e-46)),
         (Lion(), "betas", ((1.0, 0.9), (0.9, MINUS), 0.9, None, (0.9,), (0.9, "x"))),
         (AdamW(), "betas", ((1.0, 0.9), (0.9, MINUS), (0.9, NAN))),
         (SGD(momentum=0.9), "momentum", (NAN, MINUS, None)),
@@ -207,6 +214,70 @@ def test_param_groups_that_are_taken_away_are_refused() -> None:
         optimizer.hypers()
 
 
+def test_parameters_that_change_places_between_param_groups_are_refused() -> None:
+    """As well: a rate that was meant for others would hold, without a word."""
+
+    def built() -> StreamedOptimizer:
+        return StreamedOptimizer(AdamW(lr=0.1, overrides=(Override(match="bias|norm", lr=0.2),)), named())
+
+    changes: list[Callable[[list[dict[str, Any]]], object]] = [
+        lambda groups: groups.reverse(),
+        lambda groups: groups[1]["params"].append(groups[0]["params"].pop()),
+        lambda groups: groups[0]["params"].pop(),
+        lambda groups: groups[0]["params"].append(groups[0]["params"][0]),
+        lambda groups: groups[0]["params"].append(torch.nn.Parameter(torch.zeros(3))),
+    ]
+    for change in changes:
+        optimizer = built()
+        change(optimizer.param_groups)
+        with pytest.raises(ConfigError, match="param_groups: their parameters"):
+            optimizer.hypers()
+    optimizer = built()
+    optimizer.param_groups[0]["params"].reverse()  # which of a group's is first is nothing to a step
+    assert [hyper.lr for hyper in optimizer.hypers()] == [0.1, 0.2]
+
+
+FOREIGN: list[tuple[OptimizerSpec, type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (AdamW(), torch.optim.AdamW, {"maximize": True}),
+    (AdamW(), torch.optim.AdamW, {"amsgrad": True}),
+    (Adam(), torch.optim.AdamW, {}),
+    (AdamW(), torch.optim.Adam, {}),
+    (SGD(momentum=0.9), torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    (SGD(), torch.optim.SGD, {"momentum": 0.9}),
+]
+
+
+@pytest.mark.parametrize(("spec", "kind", "asked"), FOREIGN)
+def test_what_torchs_optimizers_have_besides_is_refused_wherever_it_is_written(
+    spec: OptimizerSpec, kind: type[torch.optim.Optimizer], asked: dict[str, Any]
+) -> None:
+    """By who loads one's settings, and then nothing has changed; and by who writes them into a param group."""
+    optimizer = StreamedOptimizer(spec, named())
+    before = optimizer.hypers()
+    foreign = kind([p for _, p in named()], lr=0.5, **asked).state_dict()
+    with pytest.raises(ConfigError, match=r"param_groups: |built without"):
+        optimizer.load_state_dict(foreign)
+    assert optimizer.hypers() == before
+    optimizer.param_groups[0].update({k: v for k, v in foreign["param_groups"][0].items() if k != "params"})
+    with pytest.raises(ConfigError, match=r"param_groups: |built without"):
+        optimizer.hypers()
+
+
+def test_settings_of_torchs_own_optimizer_are_taken_over() -> None:
+    optimizer = StreamedOptimizer(AdamW(), named())
+    settings = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 0.25, "weight_decay": 0.125}
+    foreign = torch.optim.AdamW([p for _, p in named()], **settings, foreach=True)  # type: ignore[arg-type]
+    optimizer.load_state_dict(foreign.state_dict())
+    (hyper,) = optimizer.hypers()
+    assert settings == {key: getattr(hyper, key) for key in settings}
+
+
+@pytest.mark.parametrize("wrong", [None, [], {}, {"state": {}}, {"param_groups": 3}, {"param_groups": [{"lr": 1.0}]}])
+def test_what_is_no_state_dict_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="no state_dict of an optimizer"):
+        StreamedOptimizer(AdamW(), named()).load_state_dict(wrong)
+
+
 def test_settings_survive_a_state_dict_and_moments_are_refused() -> None:
     optimizer = StreamedOptimizer(AdamW(lr=0.1), named())
     optimizer.param_groups[0]["lr"] = 0.025
@@ -228,6 +299,9 @@ def test_what_only_the_engine_can_do_says_so() -> None:
         optimizer.step()
     with pytest.raises(ConfigError, match="overrides"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    for hook in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        with pytest.raises(ConfigError, match="would never be called"):
+            hook(print)
     optimizer.zero_grad()
 
 

@@ -158,6 +158,14 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     setattr(optimizer, "_opt_called", True)  # noqa: B010 - torch sets it by the same detour
 
 
+def hooks_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Where an optimizer keeps its hooks, by the attributes that hold them.
+
+    Without: one that stands for another could not be hooked on to, nor stepped once anybody has copied one of its kind.
+    """
+    return {key: value for key, value in vars(optimizer).items() if key.endswith("_hooks")}
+
+
 # ---- autograd
 
 

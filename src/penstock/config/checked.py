@@ -1,5 +1,6 @@
 """Checks of values from Python against their type hints. Values from a file were checked when they were read."""
 
+from numbers import Integral, Real
 from typing import Any
 
 from penstock.documents.typed import expected, fits, hints_of, shown
@@ -15,11 +16,28 @@ def check_value(name: str, value: Any, hint: Any) -> None:
 
 
 def check_fields(instance: Any, section: str = "", *, of: type[Any] | None = None) -> None:
-    """Check the fields of a dataclass. ``section``: what they are of, for messages. ``of``: those of this class that
-    ``instance`` adds to; None: all.
+    """Check the fields of a dataclass, and make their numbers, which may be numpy's, Python's own: a commit holds no
+    others. ``section``: what they are of, for messages. ``of``: those of this class that ``instance`` adds to; None:
+    all.
 
     Raises:
         ConfigError: names the first that is of another type than its hint.
     """
     for key, hint in hints_of(of or type(instance)).items():
-        check_value(f"{section}.{key}" if section else key, getattr(instance, key), hint)
+        check_field(instance, key, hint, f"{section}.{key}" if section else key)
+
+
+def check_field(instance: Any, key: str, hint: Any, name: str) -> None:
+    """``check_fields`` of one field, which messages call by this ``name``."""
+    value = getattr(instance, key)
+    check_value(name, value, hint)
+    object.__setattr__(instance, key, _own_numbers(value))
+
+
+def _own_numbers(value: Any) -> Any:
+    """A value, or the items of a list or a tuple, with Python's own numbers."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_own_numbers, value))
+    if type(value) in (bool, int, float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)

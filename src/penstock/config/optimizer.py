@@ -16,6 +16,8 @@ Moments = Literal["fp32", "bf16", "int8"]
 """The form that an optimizer's moments are kept in."""
 _MOMENTS: Mapping[OptimizerName, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0, "muon": 2}
 """Moments beside the master copy; SGD with momentum has one. Muon's are of what goes element by element."""
+_LARGEST, _LEAST = 3.4028234663852886e38, 2.0**-149
+"""The largest and the smallest positive number of fp32."""
 AdjustLr = Literal["original", "match_rms_adamw"]
 """Rules by which Muon's learning rate follows a matrix's shape."""
 
@@ -33,9 +35,25 @@ def check_rates(prefix: str, given: Mapping[str, Any]) -> None:
     for key in ("lr", "weight_decay", "eps", "momentum"):
         if (value := given.get(key)) is not None and not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{prefix}{key}={value!r}: must be a finite number of at least 0")
+        if value is not None and value > _LARGEST:
+            raise ConfigError(f"{prefix}{key}={value!r}: must be at most {_LARGEST:g}, as steps are taken in fp32")
     betas = given.get("betas")
     if betas is not None and (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)):
         raise ConfigError(f"{prefix}betas={betas!r}: must be two numbers of at least 0 and below 1")
+
+
+def check_eps(prefix: str, eps: float | None, moments: Moments) -> None:
+    """Check Adam's ``eps``, None for its default, beside the form of its moments.
+
+    Raises:
+        ConfigError: it is 0 in fp32, and moments are in 8 bits. An element without a gradient, such as padding, is then
+            stepped by 0 / 0, and L2 decay takes that NaN to its moments, whose scale others share.
+    """
+    if eps is not None and eps <= _LEAST / 2 and moments == "int8":
+        raise ConfigError(
+            f"{prefix}eps={eps!r}: must be above {_LEAST / 2:g} with adam and moments in int8: an element without "
+            "a gradient (0 / 0) would make its neighbours NaN"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +288,8 @@ class OptimizerConfig(MomentsConfig):
         if self.name == "sgd" and not self.momentum and self.nesterov:
             raise ConfigError("optimizer.nesterov has no effect without optimizer.momentum: give it, or drop nesterov")
         self.check_moments(self.moment_count, "optimizer.")
+        if self.name == "adam":
+            check_eps("optimizer.", self.eps, self.moments)
         if self.name == "muon":
             check_muon("optimizer.", self.momentum, self.ns_steps, self.elementwise)
         if (self.adamw is not None) != (self.name == "muon"):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.config import Budget, Family, StreamConfig
-from penstock.config.checked import check_value
+from penstock.config.checked import check_field, check_value
 from penstock.config.engine import EngineConfig, RunConfig
 from penstock.documents.typed import hints_of, shown
 from penstock.engine.start import WeightSource
@@ -111,7 +111,8 @@ class WrapArguments(LoopArguments, RunConfig):
 
 
 def check_types(arguments: StreamConfig) -> None:
-    """Check all fields for their types, the ones that people mistake most with words of their own.
+    """Check all fields for their types, the ones that people mistake most with words of their own, and make numbers
+    Python's own.
 
     Raises:
         ConfigError: one is not what it must be; with what to write instead, where that is known.
@@ -120,7 +121,7 @@ def check_types(arguments: StreamConfig) -> None:
         if key in _CHECKS:
             _CHECKS[key](getattr(arguments, key))
         else:
-            check_value(key, getattr(arguments, key), hint)
+            check_field(arguments, key, hint, key)
 
 
 _SPECS = (AdamW, Adam, SGD, Lion, Muon)

@@ -10,6 +10,7 @@ import torch
 from penstock.engine.batch import read_back
 from penstock.errors import ConfigError
 from penstock.optim.facade import StreamedOptimizer
+from penstock.optim.from_torch import HOW
 from penstock.optim.precision import LossScale
 from penstock.state.record import NAMES, check_progress
 from penstock.state.stats import StepStats
@@ -38,7 +39,8 @@ class Progress:
         Raises:
             ConfigError: JSON does not hold one of them.
         """
-        groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        left_out = HOW | {"params"}
+        groups = [{k: _plain(v) for k, v in g.items() if k not in left_out} for g in self.optimizer.param_groups]
         for group in groups:
             read_back(group.get(NAMES), f"param_groups: {NAMES}", finite=False, most=None)  # as many as the model has
             settings = {key: value for key, value in group.items() if key != NAMES}

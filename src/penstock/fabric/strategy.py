@@ -196,7 +196,8 @@ class PenstockStrategy(OneDevice):
             raise
         self._ranks = ranks
         # A learning rate schedule made before holds the given optimizer: what it writes there must count.
-        engine.optimizer.param_groups = given.param_groups
+        engine.optimizer.param_groups, engine.optimizer.defaults = given.param_groups, dict(given.defaults)
+        given.register_step_pre_hook(_refuse_step)
         guard(module, "use fabric.save and fabric.load, or strategy.engine")
         self._engine, self._given = engine, given
         return (
@@ -459,6 +460,13 @@ def _drop_in_part(set_to_none: bool = True) -> NoReturn:
     raise ModelError(
         "zero_grad() of a part of the model cannot be honoured: gradients are computed within optimizer.step(). Call "
         "that of the model, or of the optimizer"
+    )
+
+
+def _refuse_step(*_: Any) -> NoReturn:
+    raise ConfigError(
+        "this is the step() of the optimizer that fabric.setup() was given, and the engine has the parameters: call "
+        "that of the one that it has returned"
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from penstock.compat.torch import hooks_of
 from penstock.optim.facade import StreamedOptimizer
 
 
@@ -22,9 +23,10 @@ class DrivenOptimizer(torch.optim.Optimizer):
     def __init__(
         self, streamed: StreamedOptimizer, step: Callable[[], None], discard: Callable[[], None] | None = None
     ) -> None:
-        # Not the parent's: it would build param groups of its own. What a learning rate scheduler looks at is here.
+        # Not the parent's: it would build param groups of its own. What a learning rate scheduler looks at is here, and
+        # hooks: those of a step are called around it, those of a state_dict by the engine's own optimizer.
         self.streamed = streamed
-        self.defaults = streamed.defaults
+        super().__setstate__({"defaults": dict(streamed.defaults), **hooks_of(streamed)})
         self._step = step
         self._discard = discard
 

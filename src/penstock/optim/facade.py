@@ -8,9 +8,10 @@ from typing import Any, NoReturn, get_args
 import torch
 
 from penstock.compat.torch import note_step
-from penstock.config.optimizer import AdjustLr, check_muon, check_rates
+from penstock.config.optimizer import AdjustLr, Moments, check_eps, check_muon, check_rates
 from penstock.errors import ConfigError
 from penstock.optim.formula import FIRST_HALVES, Hyper, Kind
+from penstock.optim.from_torch import refuse_unsupported
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
 
 
@@ -56,8 +57,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """The settings of each param group that has parameters, as they are now.
 
         Raises:
-            ConfigError: one is missing, no number, or out of the range that the optimizer's class allows; or there are
-                not as many as the optimizer was built with.
+            ConfigError: one is missing, no number, or out of the range that the optimizer's class allows, or asks for
+                what the engine does not do; or the groups have not the parameters that they were built with.
         """
         groups = [group for group in self.param_groups if group["params"]]
         if len(groups) != self._built:
@@ -65,7 +66,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 f"param_groups: {len(groups)} have parameters, and {self._built} had when the engine was built: change "
                 "their settings alone (lr=0 and weight_decay=0 leave parameters as they are)"
             )
-        return tuple(_hyper(_kind(self.spec, group), group) for group in groups)
+        found = [(id(p), i) for i, group in enumerate(groups) for p in group["params"]]
+        if len(found) != len(self._group_of) or dict(found) != self._group_of:
+            raise ConfigError(
+                "param_groups: their parameters, or their order, are other ones than when the engine was built, and a "
+                "step goes by those: change settings alone, or wrap with overrides=(Override(...),)"
+            )
+        return tuple(_hyper(_kind(self.spec, group), group, self.spec.moments) for group in groups)
 
     def group_of(self, parameter: torch.nn.Parameter) -> int:
         """The index of the parameter's param group, among those that have any."""
@@ -82,6 +89,16 @@ class StreamedOptimizer(torch.optim.Optimizer):
             RuntimeError: always.
         """
         raise RuntimeError("optimizer.step() has nothing to update: engine.step(micro_batches) does the whole step")
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        """Refuses: there is no call of ``step`` that it could come before.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a hook of optimizer.step() would never be called: do this around engine.step(micro_batches)")
+
+    register_step_post_hook = register_step_pre_hook
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients never stay on the parameters between steps."""
@@ -100,15 +117,28 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Takes over settings. The param groups stay the ones that they are: others may hold them, too.
 
         Raises:
-            ConfigError: the dictionary also holds moments, which would be lost here.
+            ConfigError: it is no optimizer's, holds moments, which would be lost here, or settings that a step would
+                refuse. Nothing has changed then.
+            ValueError: its param groups are of other parameters.
         """
+        if not _is_state_dict(state_dict):
+            raise ConfigError("this is no state_dict of an optimizer: there are no param_groups of params in it")
         if state_dict.get("state"):
             raise ConfigError("this state_dict holds moments, which engine.load restores; this loads settings only")
         groups = self.param_groups
-        super().load_state_dict(state_dict)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.update(loaded)
-        self.param_groups = groups
+        try:
+            super().load_state_dict({"state": {}} | state_dict)
+            loaded = self.param_groups
+            self.hypers()
+        finally:
+            self.param_groups = groups
+        for group, settings in zip(groups, loaded, strict=True):
+            group.update(settings)
+
+
+def _is_state_dict(found: Any) -> bool:
+    groups = found.get("param_groups") if isinstance(found, dict) else None
+    return isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
 
 
 def _elementwise(spec: OptimizerSpec) -> OptimizerSpec:
@@ -187,10 +217,13 @@ def _kind(spec: OptimizerSpec, group: Mapping[str, Any] | None = None) -> Kind:
     raise ConfigError(f"{type(spec).__name__} is not an optimizer: use AdamW, Adam, SGD, Lion or Muon")
 
 
-def _hyper(kind: Kind, group: Mapping[str, Any]) -> Hyper:
+def _hyper(kind: Kind, group: Mapping[str, Any], moments: Moments) -> Hyper:
+    refuse_unsupported(group, decoupled=kind == "adamw" if kind in ("adam", "adamw") else None)
     keys = {"adam": ("betas", "eps"), "adamw": ("betas", "eps"), "lion": ("betas",)}.get(kind, ("momentum",))
-    given = {key: _setting(group, key, _pair if key == "betas" else float) for key in ("lr", "weight_decay", *keys)}
+    given = {key: _setting(group, key, _pair if key == "betas" else _number) for key in ("lr", "weight_decay", *keys)}
     check_rates("param_groups: ", given)
+    if kind == "adam":
+        check_eps("param_groups: ", given["eps"], moments)
     if kind == "sgd" and given["momentum"]:
         raise ConfigError(f"momentum={given['momentum']} was set on an SGD built without: it has no momentum buffer")
     betas: tuple[float, float] = given["betas"] if "betas" in given else (given["momentum"], 0.0)
@@ -219,6 +252,12 @@ def _setting(group: Mapping[str, Any], key: str, convert: Callable[[Any], Any] =
         raise ConfigError(f"param_groups: {key}={group[key]!r}: must be {what}") from None
 
 
+def _number(value: Any) -> float:
+    if isinstance(value, str | bool):  # a snapshot with one would not be taken for this optimizer's
+        raise TypeError
+    return float(value)
+
+
 def _pair(value: Any) -> tuple[float, float]:
     first, second = value
-    return float(first), float(second)
+    return _number(first), _number(second)

@@ -1,6 +1,7 @@
 """From an optimizer of ``torch.optim`` to the engine's own of the same arithmetic, for loops that bring one."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ _TAKEN = {
     Adam: {"lr", "betas", "eps", "weight_decay"},
     SGD: {"lr", "momentum", "weight_decay", "nesterov"},
 }
-_HOW = {"foreach", "fused"}
-"""Ways to compute the same thing: the engine has its own."""
+HOW = frozenset({"foreach", "fused"})
+"""Settings of a param group that are ways to compute the same thing: the engine has its own."""
 _OFF: dict[str, Any] = {
     "amsgrad": False,
     "maximize": False,
@@ -30,6 +31,7 @@ _OFF: dict[str, Any] = {
     "dampening": 0,
 }
 """Settings that the engine does not have, with the value that asks for nothing."""
+_DECOUPLED = "decoupled_weight_decay"
 _PER_GROUP = ("lr", "weight_decay")
 
 
@@ -42,12 +44,12 @@ def spec_of(
         ConfigError: the class, or one of the settings, is something that the engine does not do.
     """
     mine = _kind(kind)
-    off = _OFF | {"decoupled_weight_decay": kind is torch.optim.AdamW}
+    off = _OFF | {_DECOUPLED: kind is torch.optim.AdamW}
     taken: dict[str, Any] = {}
     for key, value in settings.items():
         if key in _TAKEN[mine]:
             taken[key] = tuple(float(beta) for beta in value) if key == "betas" else _number(value)
-        elif key not in _HOW and (key not in off or value != off[key]):
+        elif key not in HOW and (key not in off or value != off[key]):
             raise ConfigError(f"{kind.__name__}({key}={value!r}) cannot be honoured by the engine: leave it out")
     return mine(**taken, overrides=tuple(overrides))
 
@@ -58,15 +60,20 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     ``names``: the names of the trained parameters by their identity. They must all be in the optimizer.
 
     Raises:
-        ConfigError: the optimizer has taken steps already, leaves a trained parameter out, has one that is not the
-            model's, or its param groups differ in more than ``lr`` and ``weight_decay``.
+        ConfigError: the optimizer has taken steps already, leaves a trained parameter out, has one twice or one that is
+            not trained, or its param groups differ in more than ``lr`` and ``weight_decay``.
     """
     _kind(type(optimizer))
     if optimizer.state:
         raise ConfigError("the optimizer has taken steps already, and its moments would be lost: set up a new one")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if foreign := held - set(names):
-        raise ConfigError(f"the optimizer has {len(foreign)} parameters that are not among the model's trained ones")
+    held = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
+    if foreign := held.keys() - set(names):
+        raise ConfigError(
+            f"the optimizer has {len(foreign)} parameters that are not among the model's trained ones: give it those "
+            "alone, as by [p for p in model.parameters() if p.requires_grad]"
+        )
+    if twice := [names[key] for key, times in held.items() if times > 1]:
+        raise ConfigError(f"the optimizer has {twice[0]!r} more than once, which a step would change as often: once")
     if left_out := [name for key, name in names.items() if key not in held]:
         raise ConfigError(
             f"the optimizer leaves out {left_out[0]!r} and {len(left_out) - 1} more that require a gradient: freeze "
@@ -82,6 +89,22 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         own = {key: float(settings[key]) for key in _PER_GROUP}
         overrides.append(override_for([names[id(p)] for p in group["params"]], **own))
     return spec_of(type(optimizer), first, overrides)
+
+
+def refuse_unsupported(group: Mapping[str, Any], *, decoupled: bool | None) -> None:
+    """Look at a param group that others write to for settings of torch's that the engine does not have.
+
+    ``decoupled``: weight decay is, of an Adam; None: of another optimizer.
+
+    Raises:
+        ConfigError: one asks for something.
+    """
+    off = _OFF if decoupled is None else _OFF | {_DECOUPLED: decoupled}
+    for key in off.keys() & group.keys():
+        if group[key] != off[key]:
+            raise ConfigError(
+                f"param_groups: {key}={group[key]!r} cannot be honoured by the engine: set it to {off[key]!r}"
+            )
 
 
 def _kind(kind: type[torch.optim.Optimizer]) -> type[OptimizerSpec]:

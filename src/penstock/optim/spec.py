@@ -18,6 +18,7 @@ from penstock.config.optimizer import (
     Orthogonal,
     Override,
     Split,
+    check_eps,
     check_muon,
     check_rates,
 )
@@ -89,6 +90,10 @@ class Adam(AdamW):
     """Adam with weight decay as an L2 term in the gradient (Kingma and Ba, arXiv 1412.6980)."""
 
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_eps("", self.eps, self.moments)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,6 +139,7 @@ class Probe:
         if train:
             self._run_backward(suspended)
             self._views.refuse()
+            found.load_stepped()
         tape.changing |= {(buffer.module, buffer.name) for buffer in before.changed()}
         self.work = found.work()
         self.handed = tuple(self.seen.calls.get(members[0]) for members in found.members)

@@ -123,6 +123,14 @@ class Stages:
                 self._handed.setdefault(id(seen.birth), set()).add(self._stage_of[index])
         self._offload = [self._activation(stage) for stage in range(len(self.members))]
 
+    def load_stepped(self) -> None:
+        """Have the weights of groups that get a gradient, and that nothing reads, as of a function of the model's own
+        whose forward looks at a parameter's shape alone, loaded for that: the optimizer steps what has been there.
+        """
+        read = set[int]().union(*(usage.reads for s in self._segments for usage in (s.forward, s.backward)))
+        for segment in self._segments:
+            segment.backward.reads |= segment.gradients - read
+
     def stages(self) -> tuple[Stage, ...]:
         return tuple(self._stage(index) for index in range(len(self.members)))
 
