@@ -52,7 +52,7 @@ def _left_out(cuts: Cuts, continuous: bool) -> list[str]:
         tokens = f"{cuts.lost:,} token{'s' * (cuts.lost != 1)}"
         lines.append(f"  left out at the end, where the next sequence would not be full: {tokens}")
     if cuts.too_long:
-        became = f"{cuts.lost:,} tokens are left out" if cuts.lost else "they are split"
+        became = f"{cuts.lost:,} tokens are left out" if cuts.lost else "split into several"
         lines.append(f"  {_documents(cuts.too_long)} longer than a sequence: {became}")
     if cuts.without:
         lines.append(f"  {cuts.without:,} pieces have no token that counts in the loss and are left out")
