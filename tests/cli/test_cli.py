@@ -493,6 +493,20 @@ def test_a_terminal_shows_the_name_of_a_folder_as_it_is(monkeypatch: pytest.Monk
     assert out.getvalue().count(name) >= 3
 
 
+def test_a_terminal_keeps_its_cursor_for_whoever_suspends_or_kills_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, meter = io.StringIO(), _meter()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    meter.add(_stats())
+    display = TerminalDisplay(out)
+    with display.working("Planning"):
+        pass
+    display.begin(meter)
+    display.update()
+    display.end()
+    assert "tokens/s" in out.getvalue()
+    assert "\x1b[?25l" not in out.getvalue()
+
+
 def test_lines_are_plain_without_a_terminal_that_can_redraw(monkeypatch: pytest.MonkeyPatch) -> None:
     primary, secondary = os.openpty()
     with os.fdopen(primary), os.fdopen(secondary, "w") as terminal:
