@@ -300,6 +300,22 @@ def test_the_live_view_keeps_its_lines_and_its_width(width: int) -> None:
         assert drawn[0].startswith(f"step {step}/10")
 
 
+@pytest.mark.parametrize("steps", [4, 123_456])
+@pytest.mark.parametrize("seconds", [None, 0.1, 500.0])
+def test_how_far_a_run_is_takes_one_line_in_any_columns(steps: int, seconds: float | None) -> None:
+    meter = _meter(steps)
+    if seconds is not None:
+        meter.add(_stats(seconds=seconds))
+    for width in range(10, 125, 3):
+        console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=True)
+        with console.capture() as text:
+            console.print(screen(meter, width, waited=1.0))
+        first, *others = text.get().splitlines()
+        assert first.startswith(f"step {meter.done}/"[:9]), (width, first)
+        assert not others or others[0].startswith("loss"), (width, others[0])
+        assert width < 50 or first.rstrip().endswith(("left", "so far")), (width, first)
+
+
 @pytest.mark.parametrize("width", [40, 63, 64])
 def test_in_few_columns_the_live_view_has_all_of_its_numbers(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=True)
@@ -491,6 +507,20 @@ def test_a_terminal_shows_the_name_of_a_folder_as_it_is(monkeypatch: pytest.Monk
         note(name)
     assert "\N{FIRE}" not in out.getvalue()
     assert out.getvalue().count(name) >= 3
+
+
+def test_a_terminal_keeps_its_cursor_for_whoever_suspends_or_kills_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, meter = io.StringIO(), _meter()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    meter.add(_stats())
+    display = TerminalDisplay(out)
+    with display.working("Planning"):
+        pass
+    display.begin(meter)
+    display.update()
+    display.end()
+    assert "tokens/s" in out.getvalue()
+    assert "\x1b[?25l" not in out.getvalue()
 
 
 def test_lines_are_plain_without_a_terminal_that_can_redraw(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,6 +289,7 @@ def test_a_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     path = tmp_path / "page.html"
     assert main(["simulate", "gpipe", "--html", str(path)]) == 0
     assert path.read_text().lower().startswith("<!doctype html>")
+    assert "costs unit: forward 1, backward 2" in path.read_text(), "what it was simulated with"
     assert f"written      {path}" in capsys.readouterr().out
 
 

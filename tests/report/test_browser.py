@@ -480,7 +480,7 @@ def _seconds(op: Op) -> float:
 def _simulated_page(folder: Path, ranks: int) -> Path:
     simulation = simulate(_pipeline(ranks, 8), Costs(name="unit", seconds=_seconds))
     path = folder / "simulated.html"
-    path.write_text(simulated_page(simulation, title="gpipe <8>", unit=""), encoding="utf-8")
+    path.write_text(simulated_page(simulation, title="gpipe <8>", unit="", costs="one"), encoding="utf-8")
     return path
 
 

@@ -474,7 +474,9 @@ def test_a_curve_keeps_its_peak_when_it_lasts_no_time() -> None:
 def test_ranks_that_do_the_same_share_their_data() -> None:
     schedule = offload_schedule(1)
     world = World(name="same", ranks=(schedule,) * 300, groups={})
-    page = simulated_page(simulate(world, Costs(name="one", seconds=lambda op: 1.0)), title="same", unit="")
+    page = simulated_page(
+        simulate(world, Costs(name="one", seconds=lambda op: 1.0)), title="same", unit="", costs="one"
+    )
     facts, _ = _unpacked(page)
     assert facts["ranks"] == [0] * 300
     assert len(facts["sides"]) == 1
@@ -505,7 +507,7 @@ def test_every_kind_of_op_has_one_colour_and_the_page_has_those_of_the_picture()
     kinds = [kind for group in GROUPS for kind in group.kinds]
     assert sorted(kinds) == sorted(LANE_OF)
     simulation = simulated(offload_schedule(1), 1)
-    groups = _unpacked(simulated_page(simulation, title="one", unit="s"))[0]["groups"]
+    groups = _unpacked(simulated_page(simulation, title="one", unit="s", costs="one"))[0]["groups"]
     assert [(g["name"], g["light"], g["dark"]) for g in groups[:-1]] == [(g.name, g.light, g.dark) for g in GROUPS]
     assert {kind for group in groups for kind in group["kinds"]} == set(LANE_OF)
     assert "#" not in _script("colors.js").partition("RAMP")[0], "the script has no colours of its own for them"
@@ -581,6 +583,8 @@ def test_report_writes_all_that_is_asked_for(tmp_path: Path, capsys: pytest.Capt
     draw(svg, None, large, {"device": 24 << 30})
     assert "budget 24 GiB" in svg.read_text()
     assert set(re.findall(r">([^<]* [KMG]iB) *<", svg.read_text())) == {"budget 24 GiB", "24 GiB"}
+    draw(svg, None, large, {"device": 80 << 30})
+    assert set(re.findall(r">([^<]* [KMG]iB) *<", svg.read_text())) == {"22 GiB"}, "the peak, where no budget is drawn"
 
 
 @pytest.mark.parametrize("words", [["--svg", "RUN"], ["RUN", "--svg"], ["--svg", "RUN", "--step", "1"]])

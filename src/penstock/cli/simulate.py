@@ -62,7 +62,9 @@ def _write_files(case: Case, simulation: Simulation, html: Path | None, trace: P
     written = []
     try:
         if (path := html) is not None:
-            files.write_named(path, simulated_page(simulation, title=case.title, unit=case.unit))
+            files.write_named(
+                path, simulated_page(simulation, title=case.title, unit=case.unit, costs=case.costs_in_words)
+            )
             written.append(f"written      {path} (open it in a browser)")
         if (path := trace) is not None:
             write_simulation(simulation, path)

@@ -167,9 +167,9 @@ def _draw_memory(
     if budget and budget < 3 * top:
         ax.axhline(budget, color=_BUDGET, linestyle=":", linewidth=1.2)
         ax.text(end, budget, f"budget {format_size(budget)} ", color=_BUDGET, ha="right", va="bottom", fontsize=8)
-        top = max(top, budget * 1.1)
-    ax.set_ylim(0, top * 1.15)
-    ax.set_yticks([0, top / 1.1])
+        top = max(top, budget)
+    ax.set_ylim(0, top * 1.265)
+    ax.set_yticks([0, top])
     ax.yaxis.set_major_formatter(lambda y, _: format_size(y) if y else "0")
     ax.set_title(f"{tier} memory", loc="left", fontsize=9, color=_INK, pad=3)
 

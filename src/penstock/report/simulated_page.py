@@ -33,8 +33,9 @@ class _Rank:
         return self.busy.get("compute", 0.0)
 
 
-def simulated_page(simulation: Simulation, *, title: str, unit: str) -> str:
-    """The whole page as text. ``unit``: of times; ``"s"`` also means that amounts of memory are bytes.
+def simulated_page(simulation: Simulation, *, title: str, unit: str, costs: str) -> str:
+    """The whole page as text. ``unit``: of times; ``"s"`` also means that amounts of memory are bytes. ``costs``: in
+    words, on what machine and in what units the schedule was simulated.
 
     Ranks whose ops, times and causes are the same share their data, so that a page of 1,024 ranks stays small.
     """
@@ -55,7 +56,7 @@ def simulated_page(simulation: Simulation, *, title: str, unit: str) -> str:
     slowest = max(kinds, key=lambda kind: max(kind.work.values(), default=0.0))
     count = len(of_rank)
     page = Page(
-        eyebrow=f"Simulated schedule · {count:,} rank{'s' * (count != 1)}",
+        eyebrow=f"Simulated schedule · {count:,} rank{'s' * (count != 1)} · {costs}",
         heading=title,
         sentence=bottleneck(simulation.time, slowest.work, slowest.busy, unit),
         notes=(),

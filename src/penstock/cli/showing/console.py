@@ -7,12 +7,20 @@ from typing import TextIO
 from rich.console import Console
 
 
+class _Console(Console):
+    """A console whose cursor stays: a process that has hidden it, and is suspended or killed, leaves the terminal
+    without one."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
 def console(out: TextIO, *, soft_wrap: bool = False) -> Console:
     """A console that writes to ``out``, texts as they are: ``:x:`` in a folder's name is no picture. COLUMNS and LINES
     count, but for 0, of which rich makes pages without a character: some programs set it for a size that they do not
     know."""
     size = shutil.get_terminal_size()
-    return Console(
+    return _Console(
         file=out,
         highlight=False,
         emoji=False,

@@ -18,6 +18,9 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _LABEL = 12
 """Columns of the words at the left."""
 
+_LEAST_BAR = 5
+"""Columns of the shortest bar that is drawn."""
+
 _BESIDE = 104
 """Columns from which the two tables stand side by side."""
 
@@ -51,14 +54,18 @@ def screen(meter: Meter, width: int, *, waited: float, notice: str = "") -> Rend
 
 
 def _progress(meter: Meter, width: int, waited: float) -> RenderableType:
+    """One line: a bar where the numbers leave room for one."""
     steps = meter.outline.steps
-    row = Table.grid(padding=(0, 2))
-    bar = _bar(meter.done / steps, max(width - 52, 10), "bold")
+    step, share = f"step {meter.done:,}/{steps:,}", f"{meter.done / steps:.0%}"
     if meter.losses:
         left = f"{clock(max(meter.seconds_left - waited, 0))} left"
     else:
         left = f"first step, {waited:.0f} s so far"
-    row.add_row(Text(f"step {meter.done:,}/{steps:,}", style="bold"), bar, f"{meter.done / steps:.0%}", left)
+    room = min(max(width - 52, 10), width - len(f"{step}    {share}  {left}"))
+    if room < _LEAST_BAR:
+        return Text(f"{step}  {share}  {left}", no_wrap=True, overflow="ellipsis")
+    row = Table.grid(padding=(0, 2))
+    row.add_row(Text(step, style="bold"), _bar(meter.done / steps, room, "bold"), share, left)
     return row
 
 

@@ -56,7 +56,7 @@ class TerminalDisplay(Display):
         self._notice = text  # drawn by the refresh thread: a signal handler must not wait for the console's lock
 
     def last_words(self) -> None:
-        write_now(1, "\x1b[?25h\nStopped at once, in the middle of a step.\n")  # the cursor back first
+        write_now(1, "\nStopped at once, in the middle of a step.\n")
 
     def _draw(self, meter: Meter) -> RenderableType:
         waited = time.perf_counter() - self._step_began
