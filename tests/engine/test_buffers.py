@@ -398,3 +398,26 @@ def with_generator() -> nn.Module:
 def test_a_models_own_generator_draws_once_for_each_micro_batch(tmp_path: Path, speculate: bool) -> None:
     """Not in the probe, and not again in a step that is run twice, as all are that speculate here."""
     assert_plain(with_generator, budget(tmp_path), clip=0.01, speculate=speculate)
+
+
+class Table(Layer):
+    """Multiplies by a table that stays in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ self.get_buffer("table"))
+
+
+def test_a_table_in_fp32_beside_weights_in_16_bits_is_an_error_that_names_its_module(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = Stack()
+        model.layers[1] = Table()
+        return model
+
+    said = refused(build, budget(None), precision="bf16")
+    assert said.startswith("module 'layers.1' (Table) does not compute in bf16")
+    assert "precision='fp32'" in said
+    assert_plain(build, budget(None))
