@@ -1,13 +1,14 @@
 """One type of model in bf16: a step by the engine, against the model that ``from_pretrained`` gives in bf16.
 
-The losses of the step are those of the plain model. Gradients are added in another order here (in fp32, and where a
-tensor is read several times), so that they differ by rounding, which is large in bf16: the engine may be as far from
-the plain model as that is from the same model in fp32.
+Parameters that it keeps in fp32 are rounded as here, where all have one precision; a model that does not compute with
+that is to be refused. The losses of the step are those of the plain model. Gradients are added in another order here
+(in fp32, and where a tensor is read several times), so that they differ by rounding, which is large in bf16: the engine
+may be as far from the plain model as that is from the same model in fp32.
 """
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,15 @@ def run(job: Job, disk: Path) -> Result:
                 parameter.copy_(parameter.to(BF16))
         true = _plain(copy.deepcopy(model), micro_batches)
         rounded = _loaded(model, disk)
-        plain = _plain(rounded, [_rounded(micro_batch) for micro_batch in micro_batches])
+        plain = _plain_in_bf16(rounded, micro_batches)
     except NotTriedError as error:
         return Result(**about, verdict="skipped", reason=str(error))
     except Exception as error:  # noqa: BLE001  transformers raises everything for what it cannot compute
         return Result(**about, verdict="skipped", reason=f"plain training fails: {line_of(error)}")
-    if not math.isfinite(plain[0]):
+    if isinstance(plain, tuple) and not math.isfinite(plain[0]):
         return Result(**about, verdict="skipped", reason="plain training is not finite")
     about["inputs"] = forms.name
-    for blocks in (None, *called_blocks(model, micro_batches)):
+    for blocks in _ways(model, micro_batches):
         try:
             found = _by_engine(copy.deepcopy(model), micro_batches, blocks)
         except (penstock.ModelError, penstock.ConfigError, penstock.BudgetError) as error:
@@ -57,8 +58,16 @@ def run(job: Job, disk: Path) -> Result:
             return Result(**about, verdict="refused", reason=line_of(error))
         except Exception as error:  # noqa: BLE001  that is what is looked for
             return Result(**about, verdict="crashed", reason=line_of(error))
+        if isinstance(plain, str):
+            return Result(**about, verdict="skipped", reason=f"plain training fails: {plain}")
         return _compared(found, plain, true, about | {"given": "" if blocks is None else "blocks"})
     return Result(**about, verdict="refused", reason="no blocks that it can be run by")
+
+
+def _ways(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> Iterator[list[str] | None]:
+    """The blocks to give, by name: none, and those that someone would name."""
+    yield None
+    yield from called_blocks(model, micro_batches)
 
 
 def _compared(
@@ -82,12 +91,12 @@ def _distance(found: Gradients, wanted: Gradients) -> float:
 
 
 def _loaded(model: Any, folder: Path) -> Any:
-    """The model as transformers loads it in bf16. What it was built without training stays so."""
+    """The model as transformers loads it in bf16, all its parameters, too. What is frozen as it is built stays so."""
     model.save_pretrained(folder)
     loaded = type(model).from_pretrained(folder, dtype=BF16).train()
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in loaded.named_parameters():
-        parameter.requires_grad_(trains[name])
+        parameter.requires_grad_(trains[name]).data = parameter.detach().to(BF16)
     quiet(loaded)
     return loaded
 
@@ -99,6 +108,14 @@ def _rounded(micro_batch: MicroBatch) -> MicroBatch:
         else value
         for name, value in micro_batch.items()
     }
+
+
+def _plain_in_bf16(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> tuple[float, Gradients] | str:
+    """As ``_plain``; in words, torch's error where it refuses what the model computes."""
+    try:
+        return _plain(model, [_rounded(micro_batch) for micro_batch in micro_batches])
+    except RuntimeError as error:
+        return line_of(error)
 
 
 def _plain(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> tuple[float, Gradients]:
