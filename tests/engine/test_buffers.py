@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import MiniMaxConfig, MiniMaxForCausalLM
 
 import penstock
 from penstock.errors import ModelError
+from tests.models import Case, causal_lm
 from tests.stacks import WIDTH, Layer, Stack, of, stack
+from tests.sweep.configs import tiny
 from tests.training import budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -398,3 +401,41 @@ def with_generator() -> nn.Module:
 def test_a_models_own_generator_draws_once_for_each_micro_batch(tmp_path: Path, speculate: bool) -> None:
     """Not in the probe, and not again in a step that is run twice, as all are that speculate here."""
     assert_plain(with_generator, budget(tmp_path), clip=0.01, speculate=speculate)
+
+
+def test_saved_tables_of_transformers_models_go_on_in_the_dtype_that_they_compute_in(tmp_path: Path) -> None:
+    """A wrap that fails leaves them as they are."""
+    case = Case(build=lambda: MiniMaxForCausalLM(tiny(MiniMaxConfig)), micro_batch=causal_lm, blocks=3)
+    micro_batches = case.micro_batches(1)
+    model = case.model()
+    with pytest.raises(penstock.BudgetError):
+        wrap(case, penstock.Budget(device="1KiB", host="1KiB"), model=model, precision="bf16", plan=None)
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    for step in range(2):
+        with wrap(case, budget(tmp_path), optimizer=SGD, precision="bf16", plan=None) as engine:
+            assert engine.step_count == step
+            assert {buffer.dtype for buffer in engine.values().buffers.values()} == {torch.bfloat16}
+            engine.step(micro_batches)
+
+
+class Table(Layer):
+    """Multiplies by a table that stays in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ self.get_buffer("table"))
+
+
+def test_a_table_in_fp32_beside_weights_in_16_bits_is_an_error_that_names_its_module(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = Stack()
+        model.layers[1] = Table()
+        return model
+
+    said = refused(build, budget(None), precision="bf16")
+    assert said.startswith("module 'layers.1' (Table) does not compute in bf16")
+    assert "precision='fp32'" in said
+    assert_plain(build, budget(None))

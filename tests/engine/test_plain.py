@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel, XGLMConfig, XGLMForCausalLM
+from transformers import (
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    XGLMConfig,
+    XGLMForCausalLM,
+)
 
 import penstock
 from penstock.optim.spec import OptimizerSpec
@@ -221,9 +228,17 @@ def test_number_and_shapes_of_micro_batches_may_change(tmp_path: Path) -> None:
         assert relative(master_of(engine), plain.parameters) <= 1e-6
 
 
-@pytest.mark.parametrize(("config", "cls"), [(XGLMConfig, XGLMForCausalLM), (OpenAIGPTConfig, OpenAIGPTLMHeadModel)])
+@pytest.mark.parametrize(
+    ("config", "cls"),
+    [
+        (XGLMConfig, XGLMForCausalLM),
+        (OpenAIGPTConfig, OpenAIGPTLMHeadModel),
+        (MiniMaxConfig, MiniMaxForCausalLM),
+    ],
+)
 def test_in_16_bits_tables_are_in_the_dtype_that_transformers_makes_them_in(config: Any, cls: Any) -> None:
-    """Sinusoids and masks in fp32 would meet weights in bf16, which torch refuses. The loss is transformers' own."""
+    """Sinusoids, masks, and decays that are saved would meet weights in bf16 in fp32, which torch refuses. The loss is
+    transformers' own."""
     case = Case(build=lambda: cls(tiny(config)), micro_batch=causal_lm, blocks=3)
     (micro_batch,) = case.micro_batches(1)
     plain = cls._from_config(tiny(config), dtype=torch.bfloat16)

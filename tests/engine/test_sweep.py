@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.sweep import document, packages, trial
+from tests.sweep import document, packages, rounded, trial
 from tests.sweep.__main__ import read, version
 
 pytestmark = [
@@ -44,6 +44,12 @@ def test_the_documentation_says_what_the_table_says() -> None:
 def test_a_sample_of_the_table_comes_again(name: str, tmp_path: Path) -> None:
     found = trial.run(jobs()[name], tmp_path / "store")
     assert (found.verdict, found.labels, found.given) == ("equal", TABLE[name].labels, TABLE[name].given), found.reason
+
+
+def test_in_bf16_a_step_is_that_of_what_transformers_loads_in_bf16(tmp_path: Path) -> None:
+    """Of a model with saved tables, which are then in bf16."""
+    found = rounded.run(jobs()["causal minimax MiniMaxForCausalLM"], tmp_path)
+    assert found.verdict == "equal", found.reason
 
 
 def test_a_model_that_ends_elsewhere_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

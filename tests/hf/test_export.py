@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CamembertConfig, CamembertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import penstock
 from penstock import ConfigError, ModelError, StoreError
@@ -26,6 +26,7 @@ from penstock.state.values import committed
 from penstock.store.records import encode
 from tests import folders, warm
 from tests.models import causal_lm
+from tests.sweep.configs import tiny_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,6 +97,15 @@ def test_models_of_other_kinds_come_out_as_they_went_in(name: str, tmp_path: Pat
         export(engine, tmp_path / "out", shard_size="30KB")
     plain = type(folders.model(name)).from_pretrained(source, dtype=torch.float32)
     plain.save_pretrained(tmp_path / "plain", max_shard_size="30KB")
+    assert_same_files(tmp_path / "out", tmp_path / "plain")
+
+
+def test_a_tied_weight_comes_out_under_the_name_that_transformers_saves_it_by(tmp_path: Path) -> None:
+    """CamemBERT's head, whose name it has first, comes before the embedding that it is tied to."""
+    plain = CamembertForMaskedLM(tiny_of(CamembertForMaskedLM, CamembertConfig))
+    plain.save_pretrained(tmp_path / "plain")
+    with wrap(plain, None) as engine:
+        export(engine, tmp_path / "out")
     assert_same_files(tmp_path / "out", tmp_path / "plain")
 
 
@@ -192,7 +202,7 @@ def test_old_names_come_out_as_they_went_in(tmp_path: Path) -> None:
 
 
 OWN_CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CamembertConfig, CamembertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 class MineConfig(LlamaConfig):
     model_type = "mine"

@@ -7,6 +7,7 @@
 --table FILE      another table than the one that is kept in the repository
 --in-memory       with all state in memory and graphs kept on the device, instead of weights and state on disk; into
                   another table
+--bf16            a step in bf16, against the model that from_pretrained gives in bf16 (``rounded``); into another table
 """
 
 import argparse
@@ -19,8 +20,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,11 @@ packages.name_operations()  # which transformers, when it is imported, wants to 
 
 import transformers  # noqa: E402  behind that
 
-from tests.sweep import document, trial  # noqa: E402  likewise
+from tests.sweep import document, rounded, trial  # noqa: E402  likewise
 from tests.sweep.trial import Job, Result  # noqa: E402  likewise
+
+Way = Callable[[Job, Path], Result]
+"""A way to run a type, beside an empty folder."""
 
 TABLE = Path(__file__).parent / "results.json"
 SECONDS = 300.0
@@ -62,10 +67,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 2) - 1, 1))
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--document", action="store_true")
-    parser.add_argument("--in-memory", action="store_true")
+    another = parser.add_mutually_exclusive_group()
+    another.add_argument("--in-memory", action="store_true")
+    another.add_argument("--bf16", action="store_true")
     asked = parser.parse_args(arguments)
-    if asked.in_memory and asked.table == TABLE:
-        parser.error("--in-memory: the table that is kept is of state on disk: give another one (--table)")
+    if (asked.in_memory or asked.bf16) and asked.table == TABLE:
+        parser.error("the table that is kept is of state on disk, in fp32: give another one (--table)")
+    way: Way = rounded.run if asked.bf16 else partial(trial.run, in_memory=asked.in_memory)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     known = read(asked.table)
@@ -76,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         and (not asked.only or any(word in job.name for word in asked.only))
         and (job.name not in known or "all" in asked.again or known[job.name].verdict in asked.again)
     ]
-    for result in _run_all(todo, asked.jobs, in_memory=asked.in_memory):
+    for result in _run_all(todo, asked.jobs, way):
         known[_name(result)] = result
         print(f"{result.verdict:8} {result.seconds:5.1f} s  {_name(result)}  {result.reason[:150]}", flush=True)
         write(known, asked.table)
@@ -111,12 +119,12 @@ def _name(result: Result) -> str:
     return Job(kind=result.kind, type=result.type, model=result.model).name
 
 
-def _run_all(todo: Sequence[Job], processes: int, *, in_memory: bool) -> Any:
+def _run_all(todo: Sequence[Job], processes: int, way: Way) -> Any:
     """Each job in a process of its own, forked from this one, where all that takes long to import is imported."""
     waiting, running = list(reversed(todo)), list[_Running]()
     while waiting or running:
         while waiting and len(running) < processes:
-            running.append(_start(waiting.pop(), in_memory=in_memory))
+            running.append(_start(waiting.pop(), way))
         wait([r.results for r in running], timeout=max(min(r.until for r in running) - time.monotonic(), 0.0))
         for one in list(running):
             if one.results.poll() or time.monotonic() > one.until:
@@ -124,23 +132,23 @@ def _run_all(todo: Sequence[Job], processes: int, *, in_memory: bool) -> Any:
                 yield _end(one)
 
 
-def _start(job: Job, *, in_memory: bool) -> _Running:
+def _start(job: Job, way: Way) -> _Running:
     disk = Path(tempfile.mkdtemp(prefix="penstock-sweep-"))
     mine, its = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(job, disk, in_memory, its))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(job, disk, way, its))
     process.start()
     its.close()
     return _Running(job=job, process=process, results=mine, until=time.monotonic() + SECONDS, disk=disk)
 
 
-def _child(job: Job, disk: Path, in_memory: bool, results: Connection) -> None:
+def _child(job: Job, disk: Path, way: Way, results: Connection) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     if "SWEEP_VERBOSE" not in os.environ:
         os.dup2(null, 2)
-    result = trial.run(job, disk / "store", in_memory=in_memory)
+    result = way(job, disk / "store")
     results.send(replace(result, seconds=round(time.process_time(), 1)))
 
 

@@ -96,29 +96,20 @@ def run(job: Job, disk: Path, *, in_memory: bool = False) -> Result:
     ``in_memory``: there is none, and everything has room on the device."""
     about: dict[str, Any] = asdict(job)
     try:
-        with torch.device("meta"):
-            count = sum(p.numel() for p in build(job).parameters())
-        if count > LARGEST:
-            return Result(**about, verdict="skipped", reason=f"does not get small: {count:,} parameters")
-        model = build(job)
-        try:
-            forms = forms_of(model, job.kind)
-        except NoFormError:  # some cannot make a cache for their own configuration
-            CachesOff(model)
-            forms = forms_of(model, job.kind)
-        steps = list(_steps(forms))
+        model, forms = build_with_forms(job)
+        steps = steps_of(forms)
         first = _counts_first(model, steps[0][0])
-    except NoFormError as error:
-        return Result(**about, verdict="skipped", reason=f"no inputs: {error}")
+    except NotTriedError as error:
+        return Result(**about, verdict="skipped", reason=str(error))
     except Exception as error:  # noqa: BLE001  transformers raises everything for a configuration it cannot build
-        return Result(**about, verdict="skipped", reason=f"does not build: {_line(error)}")
+        return Result(**about, verdict="skipped", reason=f"does not build: {line_of(error)}")
     about |= {"inputs": forms.name, "labels": {True: "all", False: "but the first", None: ""}[first]}
     plain = copy.deepcopy(model)
     try:
         weights = [_weights(model, mbs, first=first is not False) for mbs in steps]
         wanted = plain_loop(plain, steps, weights)
     except Exception as error:  # noqa: BLE001  as above
-        return Result(**about, verdict="skipped", reason=f"plain training fails: {_line(error)}")
+        return Result(**about, verdict="skipped", reason=f"plain training fails: {line_of(error)}")
     if not all(math.isfinite(n) for n in wanted):
         return Result(**about, verdict="skipped", reason="plain training is not finite")
 
@@ -129,7 +120,7 @@ def run(job: Job, disk: Path, *, in_memory: bool = False) -> Result:
 
     result = _by_engine(copy.deepcopy(model), plain, steps, wanted, budget(disk), about)
     given: dict[str, Any] = {}
-    ways = [("blocks=", "blocks", names) for names in _called_blocks(model, [mbs[0] for mbs in steps])]
+    ways = [("blocks=", "blocks", names) for names in called_blocks(model, [mbs[0] for mbs in steps])]
     for number, (asked, key, value) in enumerate([*ways, ("loss_weights", "weights", weights)]):
         if result.verdict == "refused" and asked in result.reason:
             given[key] = value
@@ -140,6 +131,35 @@ def run(job: Job, disk: Path, *, in_memory: bool = False) -> Result:
         return result
     folder = _from_folder(model, steps[0][0], disk.with_name("folder"), given.get("blocks"))
     return replace(result, folder=folder, verdict="differs" if folder.startswith("other") else "equal")
+
+
+class NotTriedError(Exception):
+    """A type cannot be tried; says why."""
+
+
+def build_with_forms(job: Job) -> tuple[nn.Module, Forms]:
+    """The model of a job, and what it can be trained with.
+
+    Raises:
+        NotTriedError: it is large, does not build, or nothing that was tried gives a loss.
+    """
+    try:
+        with torch.device("meta"):
+            count = sum(p.numel() for p in build(job).parameters())
+        if count > LARGEST:
+            raise NotTriedError(f"does not get small: {count:,} parameters")
+        model = build(job)
+        try:
+            return model, forms_of(model, job.kind)
+        except NoFormError:  # some cannot make a cache for their own configuration
+            CachesOff(model)
+            return model, forms_of(model, job.kind)
+    except NoFormError as error:
+        raise NotTriedError(f"no inputs: {error}") from error
+    except NotTriedError:
+        raise
+    except Exception as error:
+        raise NotTriedError(f"does not build: {line_of(error)}") from error
 
 
 def _by_engine(
@@ -169,9 +189,9 @@ def _by_engine(
             losses = [engine.step(mbs, loss_weights=given).loss for mbs, given in zip(steps, weights, strict=True)]
             after = dict(engine.master_parameters())
     except (penstock.ModelError, penstock.ConfigError, penstock.BudgetError) as error:
-        return Result(**about, verdict="refused", reason=_line(error))
+        return Result(**about, verdict="refused", reason=line_of(error))
     except Exception as error:  # noqa: BLE001  that is what is looked for
-        return Result(**about, verdict="crashed", reason=_line(error))
+        return Result(**about, verdict="crashed", reason=line_of(error))
     error, where = compare(before, after, dict(plain.named_parameters()))
     of_losses = max(abs(a - b) / max(abs(b), 1e-3) / (64 * ROUNDING) for a, b in zip(losses, wanted, strict=True))
     if of_losses > error:
@@ -184,7 +204,7 @@ def _by_engine(
     )
 
 
-def _called_blocks(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> list[list[str]]:
+def called_blocks(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> list[list[str]]:
     """The modules that every forward calls and that someone would name as ``blocks``: lists of them, the largest first,
     and then what the members of a list have in common.
     """
@@ -224,11 +244,11 @@ def _from_folder(model: Any, micro_batch: MicroBatch, folder: Path, blocks: Sequ
         model.save_pretrained(folder)
         loaded = _loaded(model, folder)
     except (penstock.ModelError, penstock.ConfigError) as error:
-        return f"refused: {_line(error)}"
+        return f"refused: {line_of(error)}"
     except Exception as error:  # noqa: BLE001  transformers cannot save all that it can build
-        return f"cannot be saved: {_line(error)}"
+        return f"cannot be saved: {line_of(error)}"
     budget = penstock.Budget(device="1GiB", host="1GiB", weights="host", state="host")
-    _quiet(loaded.model)
+    quiet(loaded.model)
     try:
         with wrap(
             loaded.model,
@@ -244,9 +264,9 @@ def _from_folder(model: Any, micro_batch: MicroBatch, folder: Path, blocks: Sequ
             buffers = {name: b.clone() for name, b in engine.model.named_buffers()}
             found = engine.evaluate([micro_batch])
     except (penstock.ModelError, penstock.ConfigError, penstock.BudgetError) as error:
-        return f"refused: {_line(error)}"
+        return f"refused: {line_of(error)}"
     except Exception as error:  # noqa: BLE001  that is what is looked for
-        return f"other: {_line(error)}"
+        return f"other: {line_of(error)}"
     for name, buffer in model.named_buffers():
         if not torch.equal(buffers[name].nan_to_num(), buffer.to(buffers[name].dtype).nan_to_num()):
             return f"other values in buffer {name}"
@@ -277,11 +297,11 @@ def build(job: Job) -> nn.Module:
     if job.kind == "masked" and getattr(config, "is_decoder", False):
         config.is_decoder = False
     model = cls._from_config(config, dtype=torch.float32).train()
-    _quiet(model)
+    quiet(model)
     return model
 
 
-def _quiet(model: nn.Module) -> None:
+def quiet(model: nn.Module) -> None:
     """Let nothing of a model be left to chance, nor to rounding: a batch norm over equal values divides by ``eps``."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -293,11 +313,14 @@ def _quiet(model: nn.Module) -> None:
                 setattr(module, key, 0.0)
 
 
-def _steps(forms: Forms) -> Any:
+def steps_of(forms: Forms) -> list[list[MicroBatch]]:
+    """The micro-batches of each step."""
     generator = torch.Generator().manual_seed(0)
+    made = []
     for which, shapes in STEPS:
         form: Form = forms.other if which == "other" and forms.other is not None else forms.main
-        yield [form(generator, *shape) for shape in shapes]
+        made.append([form(generator, *shape) for shape in shapes])
+    return made
 
 
 def _counts_first(model: nn.Module, micro_batch: MicroBatch) -> bool | None:
@@ -369,5 +392,6 @@ def compare(
     return worst, f"{where} is {worst:.3g} times further away than rounding"
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
+    """An error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"

@@ -3,6 +3,7 @@
 Nothing is imported: a library that is not loaded has left nothing.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -26,39 +27,49 @@ def initialiser_of(module: nn.Module) -> Callable[[nn.Module], None] | None:
     return found
 
 
-def buffers_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert to ``dtype`` the buffers that transformers' models make in the dtype of their weights: sinusoids of
-    positions, causal masks. Rotary frequencies are fp32 in all; buffers that are state stay as they are.
+def buffer_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[tuple[nn.Module, str], torch.dtype]:
+    """The buffers, by module and name in it, that are to be in another dtype than they are beside weights in ``dtype``:
+    those that transformers' models have in the dtype of their weights, such as sinusoids of positions, causal masks,
+    and tables and scales that are saved. Rotary frequencies are fp32 in all, as are those that a model's class keeps in
+    fp32 beside such weights; the running statistics of a batch norm stay as they are.
 
     Without: a model that was built in fp32 would meet weights in 16 bits with tables in fp32, which torch refuses.
     """
     library: Any = sys.modules.get("transformers.modeling_utils")
     within: set[nn.Module] = set()
+    dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
     for module in model.modules() if library is not None else ():
         if not isinstance(module, library.PreTrainedModel) or module in within:
             continue
         within.update(module.modules())
         found = {
-            f"{path}.{key}": (buffers_of(part), key, buffer)
+            f"{path}.{key}": (part, key)
             for path, part in module.named_modules()
             for key, buffer in buffers_of(part).items()
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
-            if key not in persistent_buffers(part) and not key.endswith("inv_freq")
+            if not key.endswith("inv_freq")
+            if key not in persistent_buffers(part) or not isinstance(part, nn.modules.batchnorm._NormBase)
         }
         twin = _twin(module, dtype) if found else {}
-        for name, (buffers, key, buffer) in found.items():
-            if name in twin and twin[name].dtype == dtype:
-                buffers[key] = buffer.to(dtype)
+        dtypes |= {place: dtype for name, place in found.items() if name in twin and twin[name].dtype == dtype}
+    return dtypes
 
 
 def _twin(module: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The buffers of a model as transformers makes it in a dtype, on the meta device."""
+    """The buffers of a model as transformers makes it in a dtype, on the meta device, without those saved ones that it
+    reads in fp32 beside weights in that dtype."""
     try:
         with torch.device("meta"):
-            made: nn.Module = type(module)._from_config(deepcopy(module.config), dtype=dtype)
+            made: Any = type(module)._from_config(deepcopy(module.config), dtype=dtype)
     except Exception:  # noqa: BLE001  a class of the user's, whose constructor may want more than a configuration
         return {}
-    return {name if "." in name else f".{name}": buffer for name, buffer in made.named_buffers(remove_duplicate=False)}
+    saved = made.state_dict().keys()
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in made._get_dtype_plan(dtype)]
+    return {
+        name if "." in name else f".{name}": buffer
+        for name, buffer in made.named_buffers(remove_duplicate=False)
+        if name not in saved or not any(pattern.search(name) for pattern in kept)
+    }
 
 
 def class_of_caches() -> type | None:

@@ -38,6 +38,14 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {key: buffer for key, buffer in module._buffers.items() if buffer is not None and key not in skipped}
 
 
+def convert_buffers(dtypes: Mapping[tuple[nn.Module, str], torch.dtype]) -> None:
+    """Give buffers, by module and name in it, these dtypes."""
+    for (module, name), dtype in dtypes.items():
+        buffer = buffers_of(module)[name]
+        assert buffer is not None, "it had a dtype"
+        buffers_of(module)[name] = buffer.to(dtype)
+
+
 def is_extra_state(name: str) -> bool:
     """True if an entry of a ``state_dict``, by its name, is what a module's ``get_extra_state`` has made.
 

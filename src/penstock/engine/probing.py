@@ -20,6 +20,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.work import model_flops
 from penstock.shape.model import with_exchanges
 from penstock.tape import trees
+from penstock.tape.unequal import unequal_dtypes_told
 from penstock.tape.waits import sentence
 
 log = logging.getLogger("penstock")
@@ -110,7 +111,8 @@ class Probing:
         fresh = partial(batch.to_device, micro_batch, shared.device, shared.arrays.dtype)
         inputs = fresh()
         moved, before = batch.shapes(inputs), trees.to_collect_in(inputs)
-        stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
+        with unequal_dtypes_told(shared.tape.model, shared.arrays.dtype):
+            stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
         batch.check_not_collected(before)
         del inputs, before
         self.labels.learn(micro_batch, *shared.tape.compared)

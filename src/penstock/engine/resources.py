@@ -11,6 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
+from penstock.compat.marks import buffer_dtypes
 from penstock.config import Precision
 from penstock.config.step import SPLIT, SyncBuffers, check_strands
 from penstock.engine import start
@@ -160,7 +161,8 @@ def open_resources(
     spec = settings.optimizer
     form = Format.of(precision, spec.moment_count, spec.moments, spec.whole)
     parts = settings.parts(ranks.sharing.each)
-    groups, buffers = group_parameters(model, found, parts, form), Buffers(model)
+    dtypes = buffer_dtypes(model, DTYPES[precision])
+    groups, buffers = group_parameters(model, found, parts, form), Buffers(model, dtypes)
     dealt, holders = list[int](), list[int]()
     if ranks.are_pipeline:
         specs, blocks = [g.spec for g in groups], [block.name for block in found]
@@ -214,7 +216,7 @@ def open_resources(
         )
         if from_meta:
             start.make_buffers(model, device, settings.seed, settings.weights, resumed=commits.resumed is not None)
-        start.buffers_to(model, device, DTYPES[precision])
+        start.buffers_to(model, device, dtypes)
         if commits.resumed is None:
             weights = settings.weights
             values = start.fill(

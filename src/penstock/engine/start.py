@@ -1,7 +1,7 @@
 """Getting a model into its groups' homes, group by group: from its own parameters, from a source of weights such as a
 folder's files, or by its own initialisation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,8 +9,7 @@ import torch
 import xxhash
 from torch import nn
 
-from penstock.compat.marks import buffers_in
-from penstock.compat.modules import buffers_of, persistent_buffers
+from penstock.compat.modules import buffers_of, convert_buffers, persistent_buffers
 from penstock.config.optimizer import Orthogonal
 from penstock.errors import ModelError
 from penstock.optim import kernels
@@ -197,10 +196,10 @@ def make_buffers(
                 weights.fill(name, buffer)
 
 
-def buffers_to(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def buffers_to(model: nn.Module, device: torch.device, dtypes: Mapping[tuple[nn.Module, str], torch.dtype]) -> None:
     """Move a model's buffers to the device; they are small and stay there. One whose elements lie in the same memory,
-    where they could not be put back, gets memory for each. ``dtype``: of the weights."""
-    buffers_in(model, dtype)
+    where they could not be put back, gets memory for each. ``dtypes``: as of ``Buffers``."""
+    convert_buffers(dtypes)
     for module in model.modules():
         for name, buffer in buffers_of(module).items():
             if buffer is not None:

@@ -28,13 +28,15 @@ Transfer = Callable[[str, int, NDArray[np.uint8]], None]
 class Buffers:
     """The persistent buffers that a model has when this is made; their tensors are looked up anew at each use."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dtypes: Mapping[tuple[nn.Module, str], torch.dtype] | None = None) -> None:
+        """``dtypes``: of those, by module and name in it, that will be in another one than they are in now."""
         self._places = {
             f"buffer.{prefix}.{key}" if prefix else f"buffer.{key}": (module, key)
             for prefix, module in model.named_modules()
             for key, buffer in persistent_buffers(module).items()
             if buffer.numel()
         }
+        self._dtypes = {name: (dtypes or {}).get(place) for name, place in self._places.items()}
         self._written: dict[str, bytes] = {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -43,10 +45,13 @@ class Buffers:
 
     def sizes(self) -> list[tuple[str, int]]:
         """(name, bytes in whole pages) of each."""
-        return [(name, page_up(t.numel() * t.itemsize)) for name, t in self.tensors().items()]
+        return [(name, page_up(t.numel() * self._dtype(name, t).itemsize)) for name, t in self.tensors().items()]
 
     def describe(self) -> list[list[Any]]:
-        return [[name, list(t.shape), str(t.dtype)] for name, t in self.tensors().items()]
+        return [[name, list(t.shape), str(self._dtype(name, t))] for name, t in self.tensors().items()]
+
+    def _dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtypes[name] or tensor.dtype
 
     def digest(self) -> str:
         """A digest of the values of all."""

@@ -24,6 +24,7 @@
     weight_views  views of weights that are read when the weight has left
     asked     calls of autograd in a model's forward
     parameters  hooks on parameters, and parameters that must stay
+    unequal   torch's errors about dtypes, by module
     cut       ends the graph behind a block
     init      fills a model from the meta device
     guard     refuses uses of the model outside of the engine

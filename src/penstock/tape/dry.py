@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-from penstock.compat.marks import buffers_in
+from penstock.compat.marks import buffer_dtypes
+from penstock.compat.modules import convert_buffers
 from penstock.errors import ModelError
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec, Stage
@@ -91,7 +92,7 @@ def dry_run(
     groups = group_parameters(model, found, form=form)
     for group in groups:
         group.detach(dtype, _META)
-    buffers_in(model, dtype)
+    convert_buffers(buffer_dtypes(model, dtype))
     own = loss_fn or (lambda m, mb: m(**mb).loss)
     ulysses = None if cp == 1 else Ulysses(model, cp)
     tape = Tape(model, found, groups, own, seed=0, device=_META, ulysses=ulysses, splits=splits)

@@ -313,42 +313,52 @@ def _steps(source: Source, dtype: torch.dtype, own: Mapping[str, torch.dtype]) -
         ModelError: the values are those of another model than its configuration describes.
     """
     twin = shell.build(source.config, source.cls, dtype=dtype)
-    special = dtype_plan(twin, dtype)
+    special, value_of = dtype_plan(twin, dtype), _names_of_values(twin, source.values)
     state = {}
     for name, like in twin.state_dict().items():
         kept = next((kind for pattern, kind in special.items() if re.search(pattern.replace("*", ".*"), name)), None)
-        as_saved = (own.get(name) or kept or like.dtype) if like.is_floating_point() else like.dtype
+        as_saved = (own.get(value_of[name]) or kept or like.dtype) if like.is_floating_point() else like.dtype
         state[name] = torch.empty(like.shape, dtype=as_saved, device="meta")
     for name in left_out_of_files(twin):
         state.pop(name, None)
     state = remove_tied_weights_from_state_dict(state, twin)
-    _check_same(state, source.values)
+    _check_same(state, source.values, value_of)
     return twin, mapping.outwards(twin, state, source.rules)
 
 
-def _check_same(state: Mapping[str, torch.Tensor], values: Values) -> None:
+def _names_of_values(twin: Any, values: Values) -> dict[str, str]:
+    """The names in a model's ``state_dict``, with the one that each value has: a tied one has its first of several, and
+    transformers may save it under another."""
+    every = (*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False))
+    first, known = {id(value): name for name, value in reversed(every)}, {*values.parameters, *values.buffers}
+    tied = {name: first[id(value)] for name, value in every if name not in known}
+    return {name: tied.get(name, name) for name in twin.state_dict()}
+
+
+def _check_same(state: Mapping[str, torch.Tensor], values: Values, value_of: Mapping[str, str]) -> None:
     known = {name: place.shape for name, place in values.parameters.items()}
     known |= {name: buffer.shape for name, buffer in values.buffers.items()}
     for name, tensor in state.items():
-        if tensor.numel() == 0 and name not in known:
+        shape = known.get(value_of[name])
+        if tensor.numel() == 0 and shape is None:
             continue  # a buffer without elements, which is no part of the state
-        if name not in known or known[name] != tensor.shape:
+        if shape != tensor.shape:
             raise ModelError(
                 f"the model's configuration tells of {name} with shape {list(tensor.shape)}, and the state has "
-                f"{list(known[name]) if name in known else 'no such thing'}: the model was changed after it was built, "
+                f"{'no such thing' if shape is None else list(shape)}: the model was changed after it was built, "
                 "and its configuration was not"
             )
 
 
 def _fill(shards: ShardFiles, twin: Any, steps: tuple[Step, ...], values: Values, progress: Progress) -> None:
     sizes = [sum(target.numel() * target.itemsize for target in step.targets.values()) for step in steps]
-    done = 0
+    done, value_of = 0, _names_of_values(twin, values)
     for step, nbytes in zip(steps, sizes, strict=True):
         if nbytes and step.copies:
             ((name, target),) = step.targets.items()
-            _copy(shards, values, step.sources[0][0], name, target.dtype)
+            _copy(shards, values, value_of[step.sources[0][0]], name, target.dtype)
         elif nbytes:
-            _convert(shards, twin, step, values)
+            _convert(shards, twin, step, values, value_of)
         done += nbytes
         progress(done, sum(sizes))
 
@@ -366,11 +376,12 @@ def _copy(shards: ShardFiles, values: Values, name: str, as_name: str, dtype: to
         shards.write(as_name, start, shell.cast(piece, dtype, name))
 
 
-def _convert(shards: ShardFiles, twin: Any, step: Step, values: Values) -> None:
+def _convert(shards: ShardFiles, twin: Any, step: Step, values: Values, value_of: Mapping[str, str]) -> None:
     """Write what a step makes of its sources, which are in memory for as long as that takes."""
     dtype = next(iter(step.targets.values())).dtype
 
-    def read(name: str) -> torch.Tensor:
+    def read(source: str) -> torch.Tensor:
+        name = value_of[source]
         whole = values.buffers[name].cpu() if name in values.buffers else values.parameter(name)
         return shell.cast(whole, dtype, name)
 
