@@ -14,6 +14,10 @@ _NO_MEMORY = (
 )
 """Words by which a plain RuntimeError of torch's allocators, CUDA's, or cuBLAS's and its like is known to be about
 memory."""
+_NOT_BEGUN = "_STATUS_NOT_INITIALIZED"
+"""Words of cuBLAS and its like where they could not begin: for want of memory, or of a driver that they know."""
+_LITTLE = 128 << 20
+"""Bytes of a device's memory: cuBLAS takes some tens of MiB as it begins."""
 
 
 class ConfigError(ValueError):
@@ -71,4 +75,17 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    if not isinstance(error, RuntimeError):
+        return False
+    said = str(error)
+    return any(words in said for words in _NO_MEMORY) or (_NOT_BEGUN in said and _is_full())
+
+
+def _is_full() -> bool:
+    """True if the current accelerator has so little memory left that none of its libraries could begin there."""
+    import torch
+
+    try:
+        return torch.accelerator.is_available() and bool(torch.get_device_module().mem_get_info()[0] < _LITTLE)
+    except (RuntimeError, AttributeError):  # a device that has failed, or one of a kind that does not tell
+        return False

@@ -330,6 +330,15 @@ def test_what_stands_for_nothing_in_the_place_of_the_state_is_refused(config_fil
     assert settings.load_text(earlier, "config.yaml").budget.disk == "/nvme/{host}"
 
 
+def test_the_words_for_the_runs_folder_are_refused_where_they_stand_for_nothing(config_file: Path) -> None:
+    """A run that began with a folder of that name goes on with it."""
+    prepared = ("data.prepared", "'{run}/tokens'")
+    with pytest.raises(ConfigError, match=r"data.prepared='\{run\}/tokens': \{run\} stands for the run's folder in"):
+        settings.load(config_file, [prepared])
+    earlier = settings.dump(settings.load(config_file, [("data.prepared", "'{was}/tokens'")])).replace("{was}", "{run}")
+    assert settings.load_text(earlier, "config.yaml").data.prepared == "{run}/tokens"
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert "No such file" in _refused(tmp_path / "none.yaml")
 

@@ -260,11 +260,18 @@ def test_a_schedule_file_that_cannot_be_run_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_names_that_the_model_does_not_have_are_refused_before_the_data_are_read(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--optimizer.overrides", "{match: nrom, lr: 0}"), "match='nrom' is the first match of no trained parameter"),
+        (("--deal", "[1, 2]"), "deal=[1, 2] says how many blocks each rank of a pipeline has, and there is none"),
+    ],
+)
+def test_settings_that_the_model_or_the_ranks_cannot_have_are_refused_before_the_data_are_read(
+    words: tuple[str, ...], said: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", str(config), "--optimizer.overrides", "{match: nrom, lr: 0}", "--data.sources", "gone"]) == 2
-    assert "match='nrom' is the first match of no trained parameter" in capsys.readouterr().err
+    assert main(["train", str(config), "--data.sources", "gone", *words]) == 2
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CTRLTokenizer, PreTrainedTokenizerFast
 
+from penstock.data.encode import ends_of
 from penstock.data.tokenizer import digest, load, save, with_template
 from penstock.errors import ConfigError
 from tests.data_documents import sentences, settings, tokenizer
@@ -97,3 +98,26 @@ def test_a_template_that_has_no_end_is_not_read(tmp_path: Path) -> None:
     for file in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ConfigError, match=r"chat_template=.*: cannot read it: it is no regular file"):
             with_template(tokenizer(), settings("a", chat_template=str(file)))
+
+
+PANICS: dict[str, dict[str, Any]] = {
+    "as it is loaded": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/w=="}},
+    "as it takes a text": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"Sequence": {"id": "B", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("when", PANICS)
+def test_a_tokenizer_that_its_library_gives_up_on_is_refused(when: str, tmp_path: Path) -> None:
+    """By what is no Exception of Python's, and so no part of any error's handling."""
+    save(tokenizer(), tmp_path)
+    whole = tmp_path / "tokenizer.json"
+    whole.write_text(json.dumps(json.loads(whole.read_text()) | PANICS[when]))
+    with pytest.raises(ConfigError, match="the library tokenizers broke off"):
+        ends_of(load(str(tmp_path)))

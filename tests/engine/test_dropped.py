@@ -5,7 +5,7 @@ import os
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -102,3 +102,17 @@ def test_what_was_got_from_an_engine_keeps_it(tmp_path: Path) -> None:
     with wrap(CASE, budget(tmp_path / "store")) as after:
         assert torch.equal(after.values().parameter(name), read)
         assert state_of(after)
+
+
+@pytest.mark.parametrize("part", ["Durability", "Snapshots", "Planning"])
+def test_ctrl_c_as_an_engine_is_put_together_leaves_its_store_free(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"penstock.engine.engine.{part}", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            wrap(CASE, budget(tmp_path / "store"))
+    wrap(CASE, budget(tmp_path / "store")).close()

@@ -476,3 +476,32 @@ def test_the_model_is_not_used_behind_the_engines_back(tmp_path: Path) -> None:
         with pytest.raises(penstock.ModelError, match=r"the model's weights are the engine's.*save_model"):
             use()
     mine.end()
+
+
+class Unsized(torch.utils.data.IterableDataset[Any]):
+    """So many examples, and nobody knows how many these are."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(DATA[: self.count])
+
+
+def test_data_without_a_length_that_end_before_a_step_are_refused_and_longer_ones_train(
+    tmp_path: Path,
+) -> None:
+    """The library's own run goes through the first for ever. What an epoch leaves over is part of the next one's."""
+    settings: dict[str, Any] = {"max_steps": 4, "lr_scheduler_type": "constant"}
+    theirs = transformers.Trainer(llama(), arguments(tmp_path / "plain", **settings), train_dataset=Unsized(9))
+    theirs.train()
+    args = arguments(tmp_path / "engine", **settings)
+    mine = Trainer(llama(), args, train_dataset=Unsized(9), engine=in_memory())
+    mine.train()
+    check_same(shown(mine), shown(theirs))
+    mine.end()
+    short = Trainer(llama(), args, train_dataset=Unsized(5), engine=in_memory())
+    short.args.gradient_accumulation_steps = 4
+    with pytest.raises(penstock.ConfigError, match="steps=4: the training data end before so many batches"):
+        short.train()
+    short.end()

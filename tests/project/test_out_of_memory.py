@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +48,23 @@ def test_whoever_says_it_running_out_of_memory_is_known(said: str) -> None:
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError(), OSError(12, "")], ids=repr)
 def test_an_error_of_memorys_own_needs_no_words(error: Exception) -> None:
     assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(("free", "known"), [(10 << 20, True), (10 << 30, False), (None, False)])
+def test_a_library_that_could_not_begin_had_no_memory_where_the_device_has_none(
+    free: int | None, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says the same where the driver is not one that it knows."""
+
+    def memory() -> tuple[int, int]:
+        if free is None:
+            raise RuntimeError(OTHER)
+        return free, 80 << 30
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(mem_get_info=memory))
+    said = "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    assert is_out_of_memory(RuntimeError(said)) is known
 
 
 @pytest.mark.parametrize("error", [RuntimeError(OTHER), ValueError(CUBLAS), OSError(5, "")], ids=repr)

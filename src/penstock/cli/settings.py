@@ -35,6 +35,11 @@ def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
     config = _load(read_yaml(path), str(path), flags)
     for disk in config.budget.disk_paths:
         check_braces("budget.disk=", str(disk), known=os.path.abspath(config.run))
+    if config.data.prepared is not None and RUN in config.data.prepared:
+        raise ConfigError(
+            f"data.prepared={config.data.prepared!r}: {RUN} stands for the run's folder in budget.disk alone. Without "
+            "data.prepared the token ids are there, and no other run's"
+        )
     return config
 
 

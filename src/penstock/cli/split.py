@@ -13,7 +13,7 @@ from penstock.cli.pipeline import fastest, in_comparison
 from penstock.cli.task import as_free_here, requests_of, shape_of, task_of
 from penstock.config import TrainConfig
 from penstock.config.batch import dealt, other_batch
-from penstock.config.step import check_pipeline, check_strands, sharing
+from penstock.config.step import check_deal, check_pipeline, check_strands, sharing
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.ask import refused_batch
@@ -66,11 +66,12 @@ def check_sums(config: TrainConfig, ranks: int) -> None:
 
 def check_of_pipeline(config: TrainConfig, ranks: int) -> None:
     """Raises:
-    ConfigError: a setting is not for so many ranks in such pipelines; nothing, if there are none.
+    ConfigError: a setting is not for so many ranks in such pipelines; or it is for pipelines, and there are none.
     """
     if config.pipeline > 1:
         asked = f"pipeline={config.pipeline} of {in_words(ranks)}"
         check_pipeline(config, config.schedule, config.replan, asked, ranks // config.pipeline)
+    check_deal(config.deal, dealt=config.pipeline > 1)
 
 
 def check_goes_on(config: TrainConfig, strands: int, ranks: int, flags: str = "") -> None:

@@ -15,6 +15,7 @@ from penstock.data.example import read_as
 from penstock.data.forms import Form
 from penstock.data.sources.reader import Cursor, Example
 from penstock.data.token_files import Document
+from penstock.data.tokenizer import panics_refused
 
 _BATCH = 128  # examples encoded at once: enough for every core
 _TRIED = 1000  # tokens of which one is looked for that is a text of its own
@@ -55,6 +56,7 @@ class Encoder:
         """True if documents say which of their tokens count."""
         return self._loss_on != "all" and self._form.kind in ("completion", "chat")
 
+    @panics_refused()
     def _encode(self, examples: Sequence[Example]) -> list[Document]:
         kind = self._form.kind
         examples = [read_as(example, self._form, answers=self.answers) for example in examples]
@@ -86,6 +88,7 @@ class Encoder:
             for first, alone, ids in zip(begins, found, behind, strict=True)
         ]
 
+    @panics_refused()
     def _found_behind_a_line(self) -> list[int]:
         """The ids of a line's end, if the tokenizer puts something before a text that is not put behind such an end,
         and does not take several ends for one; else none."""
@@ -116,6 +119,7 @@ class Encoder:
         return not self._end or list(ids[-len(self._end) :]) != self._end
 
 
+@panics_refused()
 def ends_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The tokens that the tokenizer puts before and behind a document. Behind it always comes the end of text, if there
     is one.

@@ -6,7 +6,8 @@ Both are a ``PreTrainedTokenizerBase`` of transformers, so that an exported mode
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -33,7 +34,8 @@ def load(path: str, *, key: str = "data.tokenizer") -> PreTrainedTokenizerBase:
         ConfigError: there is none, or none that transformers can load, or that it has not loaded whole.
     """
     try:
-        found = cast(Any, AutoTokenizer).from_pretrained(path, trust_remote_code=False)
+        with panics_refused():
+            found = cast(Any, AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001  whatever transformers, tokenizers or the hub make of what is there
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{key}={path!r}: there is no tokenizer that can be loaded: {reason}") from None
@@ -43,6 +45,24 @@ def load(path: str, *, key: str = "data.tokenizer") -> PreTrainedTokenizerBase:
     if (lacking := _lacking(found, Path(path))) is not None:
         raise ConfigError(f"{key}={path!r}: transformers has not read all of {lacking} there: try again")
     return found
+
+
+@contextmanager
+def panics_refused() -> Iterator[None]:
+    """Raises:
+    ConfigError: the part of tokenizers that is not in Python has given up on a tokenizer, or on a text; it says so in
+        what is no Exception, which nobody catches.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"the library tokenizers broke off ({reason}): is the tokenizer's tokenizer.json whole, and of a version "
+            "that this one knows?"
+        ) from None
 
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -108,6 +128,7 @@ def with_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Pre
     return tokenizer
 
 
+@panics_refused()
 def train(config: TokenizerTrainingConfig, sample: Iterable[str]) -> PreTrainedTokenizerBase:
     """A byte-level BPE of exactly ``config.vocabulary`` tokens: end of text, 256 bytes, merges.
 

@@ -81,18 +81,18 @@ class Engine(Fixed):
         self._clip = settings.clip_grad_norm
         self._ranks = ranks
         self._resources = open_resources(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
-        self.optimizer = self._resources.optimizer
-        self._progress, commits = self._resources.progress, self._resources.commits
-        self._durability = Durability(commits, self._progress, Due.of(settings.budget))
-        self._snapshots = Snapshots(self._resources, self._durability)
         try:
+            self.optimizer = self._resources.optimizer
+            self._progress, commits = self._resources.progress, self._resources.commits
+            self._durability = Durability(commits, self._progress, Due.of(settings.budget))
+            self._snapshots = Snapshots(self._resources, self._durability)
             self._planning = Planning(self._resources, settings, before_change=self._durability.rest_of_all)
             commits.commit(self._progress.record())
+            self._written = commits.written
         except BaseException:
             self._resources.tape.close()
-            commits.close()
+            self._resources.commits.close()
             raise
-        self._written = commits.written
         self._forget = dropped.watch(self, self._planning, self._durability, self._resources)
 
     # ---- training

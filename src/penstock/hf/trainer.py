@@ -317,6 +317,11 @@ class EngineMixin(EvaluationSteps):
                 found = self.compute_loss(of, prepared, num_items_in_batch=num_items_in_batch)
             return cast(torch.Tensor, found)  # or whatever a user's own returns, which the engine says
 
+        if len(self._collected) >= 2 * (asked := self.args.gradient_accumulation_steps):  # an epoch may leave some over
+            raise ConfigError(
+                f"gradient_accumulation_steps={asked}: the training data end before so many batches, so that no epoch "
+                "ever takes a step: lower it, or give a dataset that has a length, or more data"
+            )
         self._collected.append((inputs, loss, self._loss_weight(num_items_in_batch)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
