@@ -137,9 +137,9 @@ def looped(fabric: Fabric, mine: range, first: int = 0, last: int = 3, **paths: 
     return found
 
 
-def on_engine(disk: Path, mine: range, *rest: Any, **paths: Path) -> list[Any]:
+def on_engine(disk: Path, mine: range, *rest: Any, layout: dict[str, Any] | None = None, **paths: Path) -> list[Any]:
     budget = on_disk(drive(disk)).budget
-    strategy = PenstockStrategy(budget=budget, plan=None, clip_grad_norm=0.5, strands=2)
+    strategy = PenstockStrategy(budget=budget, plan=None, clip_grad_norm=0.5, **{"strands": 2} | (layout or {}))
     fabric = Fabric(accelerator="cpu", devices=EACH, num_nodes=HOSTS, strategy=strategy)
     found = looped(fabric, mine, *rest, **paths)
     strategy.engine.close()
