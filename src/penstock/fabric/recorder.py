@@ -84,7 +84,7 @@ class Recorded:
         """outputs of the latest evaluation"""
 
     def micro_batch(self, *, with_values: bool) -> dict[str, Any]:
-        """What the engine is given. ``with_values``: with the plain values that the model is called with, by which
+        """A micro-batch of the engine. ``with_values``: with the plain values that the model is called with, by which
         ranks of a pipeline call each other's blocks."""
         return (values_of(self.root) if with_values else {}) | self.inputs | {ROOT: self}
 

@@ -103,7 +103,7 @@ class Calls:
     _keys: dict[Any, int] = field(default_factory=dict)
     _versions: list[int] = field(default_factory=list)
     _given: dict[Any, tuple[trees.Place, int]] = field(default_factory=dict)
-    """of the micro-batch's tensors, by their keys: place and version"""
+    """place and version of each of the micro-batch's tensors, by its key"""
     _values: dict[str, Any] = field(default_factory=dict)
 
     def given(self, micro_batch: Mapping[str, Any]) -> None:
@@ -213,7 +213,7 @@ class Sharing:
 
     @classmethod
     def given(cls, micro_batch: Mapping[str, Any], shared: Sequence[Shared], numbers: Iterable[int]) -> "Sharing":
-        """Those of ``numbers`` that the micro-batch itself holds, before its forward begins."""
+        """The tensors, of these ``numbers``, that the micro-batch itself holds, before its forward begins."""
         found, places = cls(values=values_of(micro_batch)), trees.places(micro_batch)
         for number in numbers:
             origin = shared[number].origin

@@ -278,7 +278,7 @@ class Ulysses:
 
 _numbers = count(1)
 _known: WeakValueDictionary[int, Ulysses] = WeakValueDictionary()
-"""Those whose exchanges compiled code makes, by number."""
+"""Every ``Ulysses`` that is in use, by the number by which compiled code calls it."""
 
 
 @torch.library.custom_op("penstock::exchange_rows", mutates_args=())
