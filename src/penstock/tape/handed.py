@@ -296,7 +296,7 @@ def _differences(call: Handed, known: Any, value: Any, place: trees.Place, share
 
 
 def _key(tensor: torch.Tensor) -> Any:
-    """The same for tensors of the same memory."""
+    """A key that tensors of the same memory have alike."""
     memory = storage_key(tensor) if trees.has_storage(tensor) else id(tensor)
     return memory, tensor.storage_offset(), Kind.of(tensor)
 
