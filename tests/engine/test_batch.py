@@ -200,3 +200,20 @@ def test_a_mask_that_hides_something_is_another_shape_wherever_it_lies() -> None
         return batch.shapes({"text": {"attention_mask": mask}})
 
     assert shapes(torch.ones(2, 2)) != shapes(torch.eye(2))
+
+
+def test_places_that_begin_anew_within_a_row_are_another_shape() -> None:
+    """Models make a mask of them, which takes memory; and one of a larger number of documents is no smaller."""
+
+    def shapes(*rows: tuple[int, ...]) -> batch.Shapes:
+        ends = torch.tensor([place for row in rows for place in row if not place])
+        return batch.shapes({"position_ids": torch.tensor(rows), "cu_seq_lens_q": ends})
+
+    one, two = shapes((0, 1, 2, 3), (0, 1, 2, 3)), shapes((0, 1, 2, 3), (0, 1, 0, 1))
+    assert one != two
+    assert batch.covers(two, one)
+    assert not batch.covers(one, two)
+    assert not batch.handed_alike(two, one)
+    assert batch.handed_alike(shapes((0, 0, 1, 0), (0, 1, 0, 1)), two)
+    assert not batch.handed_alike(two, shapes((0, 0, 1, 0), (0, 1, 0, 1)))
+    assert not batch.handed_alike(two, shapes((0, 1, 0), (0, 1, 2)))

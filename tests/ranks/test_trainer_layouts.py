@@ -17,7 +17,7 @@ from penstock.hf import SFTTrainer, Trainer, joint
 from penstock.ranks.group import ALONE, Ranks
 from tests.library_runs import arguments, check_same, in_memory, llama, on_disk, shown
 from tests.ranks.launched import Launched
-from tests.ranks.trained import DATA, HELD_OUT, accuracy, trainer, tuned
+from tests.ranks.trained import DATA, HELD_OUT, PACKED, accuracy, trainer, tuned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +44,11 @@ def test_processes_that_take_batches_together_have_the_run_of_one(ranks: int, tm
     check_same([tuple(line) for line in piped["own"]], [tuple(line) for line in piped["plain"]])
     alone.end()
     check_same_files(tmp_path / "pipeline" / "trl" / "out", tmp_path / "alone" / "out")
-    for mine, wanted in piped["preferred"].values():
+    alone = tuned(SFTTrainer, tmp_path / "packed", 4, PACKED, engine=in_memory(strands=2))
+    alone.save_model(str(tmp_path / "packed" / "out"))
+    alone.end()
+    check_same_files(tmp_path / "pipeline" / "packed" / "out", tmp_path / "packed" / "out")
+    for mine, wanted in (piped["packed"], *piped["preferred"].values()):
         check_same([tuple(line) for line in mine], [tuple(line) for line in wanted])
 
     for file in ("found.json", "trl/found.json"):

@@ -140,6 +140,10 @@ def of_two(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
             name: trained(mesh, name, disk if name == "dropout" else None, clip_grad_norm=0.5) for name in CASES | EXTRA
         },
         "halves": halves(mesh, disk),
+        "compiled": [
+            trained(mesh, "packed", clip_grad_norm=0.5, compile="aot_eager", **way)
+            for way in ({}, {"schedule": "horizontal", "overlap": False})
+        ],
         "sent": {schedule: counted(mesh, schedule) for schedule in ("vertical", "horizontal")},
     }
 
@@ -155,6 +159,14 @@ def test_two_ranks_that_share_each_sequence_are_one_process(name: str, found: li
     wanted = alone(name)
     for of_rank in found:
         close(of_rank["cases"][name], wanted)
+
+
+def test_compiled_blocks_make_the_exchanges_with_the_same_bits_under_any_schedule(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        first, second = of_rank["compiled"]
+        close(first, alone("packed"))
+        assert (first.losses, first.norms) == (second.losses, second.norms)
+        assert [n for n, one in first.state.items() if not torch.equal(second.state[n], one)] == []
 
 
 def close(found: Result, wanted: Result) -> None:
@@ -422,7 +434,7 @@ def given_otherwise(mesh: DeviceMesh, what: str) -> None:
         cut[0]["position_ids"] = torch.arange(24)[None].expand(2, 24)
     if what == "no labels":
         cut[0]["labels"][:, 1:] = IGNORED
-    with wrap(CASES["llama"], budget(None), mesh=mesh, compile=what == "compiled") as engine:
+    with wrap(CASES["llama"], budget(None), mesh=mesh) as engine:
         engine.step(cut)
 
 
@@ -435,7 +447,6 @@ def given_otherwise(mesh: DeviceMesh, what: str) -> None:
         ("lengths alone", "'cu_seq_lens_q' says where documents end, and it has no position_ids"),
         ("lengths of others", "documents begin elsewhere by 'cu_seq_lens_q' than by position_ids"),
         ("no labels", "micro-batch 0 has no label that counts"),
-        ("compiled", "compile=True is not there for ranks that share each sequence"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(what: str, said: str) -> None:

@@ -75,12 +75,18 @@ def talks(count: int) -> Dataset:
     )
 
 
-def tuned(cls: type[trl.SFTTrainer], folder: Path, each: int, **given: Any) -> trl.SFTTrainer:
-    """After two epochs of two steps, each of four micro-batches in all, and what an epoch's evaluation leaves over."""
-    settings = {"bf16": False, "eval_strategy": "epoch", "gradient_accumulation_steps": each}
+PACKED = {"packing": True, "max_length": 256, "per_device_train_batch_size": 1}
+
+
+def tuned(
+    cls: type[trl.SFTTrainer], folder: Path, each: int, settings: dict[str, Any] | None = None, **given: Any
+) -> trl.SFTTrainer:
+    """After two epochs of two steps, each of four micro-batches in all, and what an epoch's evaluation leaves over.
+    ``settings``: others than those."""
+    common = {"bf16": False, "eval_strategy": "epoch", "gradient_accumulation_steps": each}
     trainer = cls(
         model=llama(),
-        args=trl.SFTConfig(str(folder / "run"), **COMMON | settings, per_device_eval_batch_size=2),
+        args=trl.SFTConfig(str(folder / "run"), per_device_eval_batch_size=2, **COMMON | common | (settings or {})),
         train_dataset=talks(16),
         eval_dataset=talks(5),
         processing_class=tokenizer(),
@@ -131,9 +137,9 @@ def looped(fabric: Fabric, mine: range, first: int = 0, last: int = 3, **paths: 
     return found
 
 
-def on_engine(disk: Path, mine: range, *rest: Any, **paths: Path) -> list[Any]:
+def on_engine(disk: Path, mine: range, *rest: Any, layout: dict[str, Any] | None = None, **paths: Path) -> list[Any]:
     budget = on_disk(drive(disk)).budget
-    strategy = PenstockStrategy(budget=budget, plan=None, clip_grad_norm=0.5, strands=2)
+    strategy = PenstockStrategy(budget=budget, plan=None, clip_grad_norm=0.5, **{"strands": 2} | (layout or {}))
     fabric = Fabric(accelerator="cpu", devices=EACH, num_nodes=HOSTS, strategy=strategy)
     found = looped(fabric, mine, *rest, **paths)
     strategy.engine.close()

@@ -14,7 +14,7 @@ import trl
 from penstock.hf import SFTTrainer
 from tests.library_runs import StopAfter, arguments, in_memory, llama, on_disk, shown
 from tests.preferred import by_processes
-from tests.ranks.trained import DATA, EVALUATED, HELD_OUT, trainer, tuned
+from tests.ranks.trained import DATA, EVALUATED, HELD_OUT, PACKED, trainer, tuned
 
 EACH = 4 // int(os.environ["WORLD_SIZE"])
 """micro-batches of a step that each process is dealt"""
@@ -35,6 +35,10 @@ def pipeline(folder: Path) -> None:
     own.save_model(str(folder / "trl" / "out"))
     found |= {"own": shown(own), "plain": shown(tuned(trl.SFTTrainer, folder / "plain", EACH))}
     own.end()
+    packed = tuned(SFTTrainer, folder / "packed", EACH, PACKED, engine=in_memory(strands=2, **layout))
+    packed.save_model(str(folder / "packed" / "out"))
+    found["packed"] = shown(packed), shown(tuned(trl.SFTTrainer, folder / "plainly packed", EACH, PACKED))
+    packed.end()
     found["preferred"] = by_processes(folder / "preferred", EACH, in_memory(strands=2, **layout), "DPOTrainer")
     if own.is_world_process_zero():
         (folder / "found.json").write_text(json.dumps(found))

@@ -124,8 +124,6 @@ class TrainConfig(RunConfig, LayoutConfig):
         else:
             check_in_turn(self.schedule)
         check_recompute(self.recompute, self.schedule, self.compile, self.cp)
-        if self.cp > 1 and self.compile:
-            raise ConfigError(f"cp={self.cp} and compile: attention waits for other ranks. Leave one out")
         if not self.run:
             raise ConfigError("run is empty: name a folder for the run")
         if self.lora is not None and self.model.init:

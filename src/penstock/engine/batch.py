@@ -152,7 +152,8 @@ def shapes(micro_batch: MicroBatch) -> Shapes:
     """The properties of a micro-batch that a plan depends on: places, shapes and dtypes of its tensors.
 
     A mask that hides something is as one with another dimension: models drop masks that hide nothing, and what they
-    make of the others takes memory. So is the way in which the loss function is asked to compute (``Beside``).
+    make of the others takes memory. So are places that begin anew within a row, of which models make a mask that keeps
+    documents apart; and so is the way in which the loss function is asked to compute (``Beside``).
     """
     found = sorted(_tensors(micro_batch).items(), key=lambda item: repr(item[0]))
     beside = [(name, value.way) for name, value in micro_batch.items() if isinstance(value, Beside)]
@@ -161,7 +162,12 @@ def shapes(micro_batch: MicroBatch) -> Shapes:
 
 
 def _hides(place: trees.Place, value: torch.Tensor) -> tuple[int, ...]:
-    return (int(not bool(value.all())),) if str(place[-1]).endswith("attention_mask") and not value.is_meta else ()
+    name = str(place[-1])
+    if value.is_meta or not name.endswith(("attention_mask", "position_ids")):
+        return ()
+    if name.endswith("attention_mask"):
+        return (int(not bool(value.all())),)
+    return (int(value.dim() > 0 and bool((value.diff(dim=-1) != 1).any())),)
 
 
 def digest(micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None) -> str:
@@ -177,6 +183,18 @@ def digest(micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None)
         found.update(repr(sorted(others.items(), key=repr)).encode())
     found.update(repr(weights).encode())
     return found.hexdigest()
+
+
+_ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+"""Entries that say where packed documents end, as many numbers as there are of these."""
+
+
+def handed_alike(planned: Shapes, wanted: Shapes) -> bool:
+    """True if blocks are handed the same of two micro-batches, but for the micro-batch's own, of which the second is no
+    larger: the number of packed documents, of as many tokens, is another one."""
+    return covers(planned, wanted) and all(
+        a[1] == b[1] or a[0][-1] in _ENDS for a, b in zip(planned, wanted, strict=True)
+    )
 
 
 def covers(planned: Shapes, wanted: Shapes) -> bool:

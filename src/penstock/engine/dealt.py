@@ -155,7 +155,7 @@ def dealt_program(
     sizes = [0] * len(program.stages)
     for of_shape in handed:
         for k, numbers in besides(of_shape.calls, of_stages).items():
-            sizes[k] = max(sizes[k], sum(of_shape.shared[n].nbytes for n in numbers))
+            sizes[k] = max(sizes[k], sum(of_shape.shared[n].kind.nbytes for n in numbers))
     of_all = ranks.gather_objects("sizes of what calls share", sizes)  # other pipelines' micro-batches are others
     most = [max(by_rank) for by_rank in zip(*of_all, strict=True)]
     program = Mesh(data=share.size).everyone().part(program)

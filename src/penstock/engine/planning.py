@@ -69,10 +69,10 @@ class Ready:
 
     def covers(self, wanted: Sequence[batch.Shapes]) -> bool:
         """True if these micro-batches need no more than the plan has."""
-        if self.plan.program.dealt is not None and not set(self.shapes) >= set(wanted):
-            return False  # other ranks have to know of each shape what calls are handed
+        # Of a pipeline other ranks have to know of each shape what calls are handed.
+        covers = batch.covers if self.plan.program.dealt is None else batch.handed_alike
         return len(wanted) == self.plan.settings.micro_batches and all(
-            any(batch.covers(planned, shape) for planned in self.shapes) for shape in wanted
+            any(covers(planned, shape) for planned in self.shapes) for shape in wanted
         )
 
 

@@ -1,6 +1,6 @@
 """Results of the probe for each shape of micro-batch, and for several shapes together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine import batch
@@ -12,15 +12,19 @@ from penstock.schedule.program import Stage
 from penstock.shape.model import StageTimes
 from penstock.tape import trees
 from penstock.tape.facts import Facts, StageFacts
-from penstock.tape.handed import Handed, Kind
+from penstock.tape.handed import Handed, Shared
 from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
 
 _SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak", "split_peak")
 
 
-def within(shape: batch.Shapes, others: Sequence[batch.Shapes]) -> bool:
-    """True if a micro-batch is smaller than another one in every respect."""
-    return any(other != shape and batch.covers(other, shape) for other in others)
+def within(
+    shape: batch.Shapes,
+    others: Iterable[batch.Shapes],
+    covers: Callable[[batch.Shapes, batch.Shapes], bool] = batch.covers,
+) -> bool:
+    """True if a micro-batch is smaller than another one in every respect, or in those that ``covers`` looks at."""
+    return any(other != shape and covers(other, shape) for other in others)
 
 
 def join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, ...]]) -> tuple[Stage, ...]:
@@ -90,7 +94,7 @@ class HandedOn:
     """The arguments of each stage's call, and the tensors that calls share, of one shape of micro-batch."""
 
     calls: tuple[Handed | None, ...]
-    shared: tuple[Kind, ...]
+    shared: tuple[Shared, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,9 +58,14 @@ class Probing:
         return {shape: found for (of_steps, shape), found in self._found.items() if of_steps == train}
 
     def find(self, given: MicroBatches, machine: Machine | None, *, train: bool) -> dict[batch.Shapes, Probed]:
-        """The results for those shapes that the others are within; in a pipeline for each that there is. ``machine``:
-        that stages are timed on; None: they are not."""
-        shapes = [s for s in given if self._shared.ranks.are_pipeline or not within(s, list(given))]
+        """The results for those shapes that the others are within; in a pipeline for each that there is, but where
+        calls are handed the same. ``machine``: that stages are timed on; None: they are not."""
+        if self._shared.ranks.are_pipeline:
+            known = {**given, **self.found(train=train)}
+            largest = [shape for shape in known if not within(shape, known, batch.handed_alike)]
+            shapes = [shape for shape in largest if any(batch.handed_alike(shape, s) for s in given)]
+        else:
+            shapes = [s for s in given if not within(s, given)]
         with self._visiting() as weights:
             for shape in shapes:
                 if (train, shape) not in self._found:

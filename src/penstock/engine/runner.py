@@ -231,8 +231,10 @@ class Runner:
         dealt = self.plan.program.dealt
         if dealt is None:
             return None
-        found = [self._handed[batch.shapes(mb)] for mb in micro_batches]
-        return Elsewhere(self._shared.tape, dealt, [one.calls for one in found], [one.shared for one in found])
+        shapes = [batch.shapes(mb) for mb in micro_batches]
+        found = [next(h for known, h in self._handed.items() if batch.handed_alike(known, one)) for one in shapes]
+        calls, shared = [one.calls for one in found], [one.shared for one in found]
+        return Elsewhere(self._shared.tape, dealt, micro_batches, calls, shared)
 
     def _losses(self, context: StepContext) -> list[float]:
         """The losses of all micro-batches of this rank; those of a pipeline are its first rank's, and so is a loss that

@@ -113,11 +113,6 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
             f"stage=0 gives each rank a copy of the state, and the mesh has {ranks.copies} copies that ranks share: "
             "give one of the two"
         )
-    if ranks.cp > 1 and asked.compile:
-        raise ConfigError(
-            f"compile={shown(asked.compile)} is not there for ranks that share each sequence (cp={ranks.cp}), whose "
-            "attention waits for the others: leave one out"
-        )
     check_recompute(asked.recompute, asked.schedule, asked.compile, ranks.cp)
     if ranks.are_pipeline:
         check_pipeline(asked, asked.schedule, asked.replan, f"{ranks.stages} in each", ranks.each)

@@ -1,7 +1,9 @@
 """Lightning Fabric: its loops on the engine.
 
     strategy   the strategy that a Fabric is given
+    recorder   stands in for the model in the loop
     deferred   what a loop computes from a model's output before the engine has run the model
+    pipelines  what the first process of a pipeline tells the others
 
 Importing the package itself imports neither torch nor Lightning. May import: ``errors``, ``files``, ``documents``,
 ``compat``, ``config``, ``schedule``, ``hardware``, ``loss``, ``tape``, ``store``, ``optim``, ``data``, ``state``,

@@ -13,7 +13,7 @@ would be lost is one always: a change in place, of a Deferred or by one, and a c
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -225,6 +225,24 @@ def inputs_of(root: Deferred) -> dict[str, torch.Tensor]:
             if not any(tensor is known for known in found.values()):
                 found[names.get(id(tensor), f"tensor {len(found)}")] = tensor
     return found
+
+
+def values_of(root: Deferred) -> dict[str, bool | int | float | str]:
+    """The plain values that the model is called with by name."""
+    calls = (node for node in nodes(root) if node._compute is MODEL)
+    found = ((name, value) for call in calls for name, value in call._kwargs.items())
+    return {name: value for name, value in found if isinstance(value, bool | int | float | str)}
+
+
+def known_numbers(root: Deferred) -> list[Any]:
+    """The numbers among the parts of a computation that was carried out, in order; None: it is none."""
+    return [None if node._value is _UNKNOWN else node._value for node in nodes(root)]
+
+
+def settle_numbers(root: Deferred, numbers: Sequence[Any]) -> None:
+    """Let ``known_numbers`` of the same computation in another process be this one's."""
+    for node, number in zip(nodes(root), numbers, strict=True):
+        node._value = _UNKNOWN if number is None else number
 
 
 def check_unchanged(root: Deferred) -> None:

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.compat.fabric import OneDevice, drop_by, resolve_first
+from penstock.compat.fabric import OneDevice, resolve_first
 from penstock.compat.fabric import Precision as Plugin
 from penstock.compat.torch import note_step
 from penstock.config import Precision, fields_of
 from penstock.config.engine import check_seed
+from penstock.config.layout import LayoutConfig
 from penstock.config.meanings import takes
 from penstock.config.optimizer import MomentsConfig
 from penstock.config.step import check_clip
@@ -27,7 +28,9 @@ from penstock.engine.device import resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError, NonFiniteError
-from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, inputs_of, is_spent, nodes, run, spend
+from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, is_spent, nodes, spend
+from penstock.fabric.pipelines import tell_numbers
+from penstock.fabric.recorder import Recorded, Recorder, loss_of_root, modes_of
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
 from penstock.optim.precision import precision_of_weights
@@ -35,7 +38,6 @@ from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.process_groups import join
 from penstock.ranks.start import torchrun_mesh
 from penstock.store.snapshot_parts import opened_snapshot
-from penstock.tape import trees
 from penstock.tape.guard import guard
 
 _PRECISIONS: Mapping[str, Precision | None] = {
@@ -45,7 +47,6 @@ _PRECISIONS: Mapping[str, Precision | None] = {
     "16-true": "fp16",
     "16-mixed": "fp16",
 }
-_ROOT = "penstock_deferred"
 _SNAPSHOT = "penstock.snapshot"
 _REST = "state-{}.pt"
 """The rest of a checkpoint, by the step that its snapshot is of; another name where that is taken."""
@@ -56,7 +57,7 @@ _TOGETHER = "fabric.setup(model, optimizer): the engine needs the model and its 
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyArguments(LoopArguments, MomentsConfig):
+class StrategyArguments(LoopArguments, MomentsConfig, LayoutConfig):
     """The keyword arguments of ``PenstockStrategy``.
 
     | field | meaning |
@@ -70,6 +71,12 @@ class StrategyArguments(LoopArguments, MomentsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_layout()
+        if self.cp > 1:
+            raise ConfigError(
+                f"cp={self.cp} is not there for loops on Fabric, whose losses are of whole sequences: leave it out, or "
+                "train with penstock.hf.Trainer or penstock.wrap"
+            )
         check_clip(self.clip_grad_norm)
         check_seed(self.seed)
 
@@ -86,7 +93,7 @@ class PenstockStrategy(OneDevice):
 
     ``torchrun --nproc-per-node N`` starts N processes, with ``Fabric(devices=N)``: each runs its own micro-batches, and
     gradients are the mean of all, as under Fabric's own strategies. On several hosts with ``torchrun --nnodes H``, and
-    ``num_nodes=H``.
+    ``num_nodes=H``. With ``pipeline`` those that are one pipeline have the same micro-batches.
     """
 
     @takes(StrategyArguments)
@@ -155,10 +162,19 @@ class PenstockStrategy(OneDevice):
                 f"host(s): the engine trains on one device in each. Start it with torchrun {several}--nproc-per-node "
                 f"{devices} SCRIPT, or give {wanted}"
             )
+        self._asked.check_started(started)
         if started > 1:
-            self._mesh = torchrun_mesh(self._devices[0].type)
+            kind, layout = self._devices[0].type, self._asked
+            self._mesh = torchrun_mesh(kind, copies=layout.copies, pp=layout.pipeline)
             self.global_rank, self.world_size = self._mesh.get_rank(), started
             self.local_rank = int(os.environ["LOCAL_RANK"])
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """For ``fabric.setup_dataloaders``: processes that are one pipeline are given the same data, as by Fabric's own
+        strategies for a model that is cut."""
+        groups = self._asked.sharing(self.world_size)
+        return None if self.world_size == 1 else {"num_replicas": groups, "rank": self.global_rank % groups}
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """For ``fabric.init_module``: with ``empty_init`` on the meta device, where a model takes no memory."""
@@ -180,12 +196,14 @@ class PenstockStrategy(OneDevice):
         (given,) = optimizers
         names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         settings = fields_of(self._asked, StrategyArguments)
+        for key in fields_of(self._asked, LayoutConfig):
+            del settings[key]
         device = resolve_device(self.root_device)
         asked = WrapArguments(
             optimizer=replace(spec_of_optimizer(given, names), moments=settings.pop("moments")),
             precision=self._compute or precision_of_weights(module),
             device=device,
-            loss_fn=_loss_of_root,
+            loss_fn=loss_of_root,
             **settings,
         )
         ranks = join(self._mesh, device)
@@ -201,7 +219,7 @@ class PenstockStrategy(OneDevice):
         guard(module, "use fabric.save and fabric.load, or strategy.engine")
         self._engine, self._given = engine, given
         return (
-            _Recorder(module, engine, self._moment, self._discard),
+            Recorder(module, engine, self._moment, self._discard, ranks, device),
             [DrivenOptimizer(engine.optimizer, self._step, self._discard)],
             scheduler,
         )
@@ -298,11 +316,14 @@ class PenstockStrategy(OneDevice):
             self._check_modes(root)
         self._discard()  # what is refused above can be mended, and the step taken
         self._stepped = True
-        micro_batches = [recorded.inputs | {_ROOT: recorded} for recorded in map(_Recorded, roots)]
-        # the mean of all processes, as Fabric's own strategies have it
-        before = self.engine.step_count
+        pipeline = self._asked.pipeline > 1
+        micro_batches = [Recorded(root).micro_batch(with_values=pipeline) for root in roots]
+        # the mean of all that have micro-batches of their own, as Fabric's own strategies have it
+        groups, before = self._asked.sharing(self.world_size), self.engine.step_count
         try:
-            stats = self.engine.step(micro_batches, loss_weights=[1.0 / self.world_size] * len(roots))
+            stats = self.engine.step(micro_batches, loss_weights=[1.0 / groups] * len(roots))
+            if pipeline:
+                tell_numbers(self._ranks, roots, self.root_device)
         finally:
             if self.engine.step_count > before:
                 assert self._given is not None
@@ -321,7 +342,7 @@ class PenstockStrategy(OneDevice):
 
     def _check_modes(self, root: Deferred) -> None:
         """Refuse to run a recorded call with dropout where it was asked without, or the other way round."""
-        now = _modes_of(self.engine.model)
+        now = modes_of(self.engine.model)
         if any(node.modes != now for node in nodes(root) if node.modes):
             raise ModelError(
                 "model.eval() or model.train() was called after the model was, and before optimizer.step(), where the "
@@ -417,88 +438,11 @@ class PenstockStrategy(OneDevice):
         super().teardown()
 
 
-class _Recorder(nn.Module):
-    """Stands in for the model in the loop: records a call in training, and runs it at once in evaluation."""
-
-    def __init__(
-        self, module: nn.Module, engine: Engine, moment: Callable[[], tuple[int, int]], discard: Callable[[], None]
-    ) -> None:
-        """``moment``: as of ``Deferred``, now. ``discard``: what ``zero_grad`` does, in the place of gradients that
-        there are none of."""
-        super().__init__()
-        self.module = module
-        self._engine, self._moment, self._discard = engine, moment, discard
-        self._forward_at_setup = vars(module).get("forward")
-        for part in module.modules():  # which a loop may have as they were before fabric.setup
-            vars(part)["zero_grad"] = self.zero_grad if part is module else _drop_in_part
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if vars(self.module).get("forward") is not self._forward_at_setup:
-            raise ConfigError("only the model's forward can be called: other methods would run outside of the engine")
-        call = Deferred(MODEL, args, kwargs)
-        if torch.is_grad_enabled() != self.training:
-            raise ModelError(
-                "to train, call model.train() and leave gradients on; to evaluate, call model.eval() under "
-                f"torch.no_grad(): now training={self.training} and gradients are {'on' if self.training else 'off'}"
-            )
-        call.modes, call.moment = _modes_of(self.module), self._moment()
-        return call if self.training else self._evaluate(call)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._discard()
-
-    def _evaluate(self, call: Deferred) -> Any:
-        recorded = _Recorded(call, evaluates=True)
-        self._engine.evaluate([recorded.inputs | {_ROOT: recorded}], loss_weights=[1.0])
-        return recorded.outputs
-
-
-drop_by(_Recorder)
-
-
-def _drop_in_part(set_to_none: bool = True) -> NoReturn:
-    raise ModelError(
-        "zero_grad() of a part of the model cannot be honoured: gradients are computed within optimizer.step(). Call "
-        "that of the model, or of the optimizer"
-    )
-
-
 def _refuse_step(*_: Any) -> NoReturn:
     raise ConfigError(
         "this is the step() of the optimizer that fabric.setup() was given, and the engine has the parameters: call "
         "that of the one that it has returned"
     )
-
-
-def _modes_of(module: nn.Module) -> tuple[bool, ...]:
-    return tuple(part.training for part in module.modules())
-
-
-class _Recorded:
-    """A recorded computation of a micro-batch, and the tensors that it was recorded from. It is no container: in one
-    the engine would put other tensors in their place.
-    """
-
-    def __init__(self, root: Deferred, *, evaluates: bool = False) -> None:
-        self.root = root
-        self.inputs = inputs_of(root)
-        self.evaluates = evaluates
-        self.outputs: Any = None
-        """outputs of the latest evaluation"""
-
-
-def _loss_of_root(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    """The engine's ``loss_fn``: carries out what was recorded, and keeps the outputs of an evaluation."""
-    moved = dict(micro_batch)
-    recorded = moved.pop(_ROOT)
-    result = run(recorded.root, model, recorded.inputs, moved)
-    if recorded.evaluates:
-        # Copied here, within the forward: so the engine sees that these are read, and keeps them until now.
-        recorded.outputs = trees.replace(result, torch.Tensor.clone)
-        return torch.zeros((), device=next(iter(moved.values())).device)
-    if not isinstance(result, torch.Tensor) or result.numel() != 1:
-        raise ModelError("fabric.backward() was given something that is not a single number")
-    return result.reshape(())
 
 
 def _name_of_rest(meta: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from penstock.errors import ModelError
 from penstock.schedule.program import Dealt
 from penstock.tape import trees
 from penstock.tape.cut import Leaf, begun
-from penstock.tape.handed import Handed, Kind, Sharing, difference, fill
+from penstock.tape.handed import Handed, Kind, Shared, Sharing, difference, fill
 from penstock.tape.rng import RandomState
 from penstock.tape.suspended import LossFn, SuspendedForward
 
@@ -49,17 +49,32 @@ def besides(calls: Calls, of_stages: Sequence[int]) -> dict[int, tuple[int, ...]
     return found
 
 
+def _handed_to_others(calls: Calls, of_stages: Sequence[int]) -> set[int]:
+    """The numbers of the tensors that are handed to blocks of other ranks than the first."""
+    others = (call for k, call in enumerate(calls) if call is not None and of_stages[k])
+    return {place - 1 for call in others for place in call.places.values() if place}
+
+
 class Elsewhere:
     """One step of a rank of a pipeline."""
 
-    def __init__(self, tape: "Tape", dealt: Dealt, calls: Sequence[Calls], shared: Sequence[Sequence[Kind]]) -> None:
-        """``calls``, ``shared``: of each micro-batch, as the probe of its shape has seen them (``Tape.handed``)."""
+    def __init__(
+        self,
+        tape: "Tape",
+        dealt: Dealt,
+        micro_batches: Sequence[Mapping[str, Any]],
+        calls: Sequence[Calls],
+        shared: Sequence[Sequence[Shared]],
+    ) -> None:
+        """``micro_batches``: all of the step, on the device; ``calls``, ``shared``: of each, as the probe of its shape
+        has seen them (``Tape.handed``)."""
         self._tape = tape
         self._dealt = dealt
         self._calls = calls
         self._kinds = shared
         self._besides = [besides(of_one, dealt.of_stages) for of_one in calls]
-        self._shared = [Sharing() for _ in calls]
+        of_others = [sorted(_handed_to_others(of_one, dealt.of_stages)) for of_one in calls]
+        self._shared = [Sharing.given(*given) for given in zip(micro_batches, shared, of_others, strict=True)]
         self._out: dict[tuple[Way, int, int], torch.Tensor | None] = {}
         self._in: dict[tuple[Way, int, int], torch.Tensor | None] = {}
         self._sources: dict[tuple[int, int], torch.Tensor] = {}
@@ -97,7 +112,7 @@ class Elsewhere:
 
     def kinds_besides(self, stage: int, mb: int) -> list[tuple[int, Kind]]:
         """(number, kind) of what is sent for a stage besides its input."""
-        return [(number, self._kinds[mb][number]) for number in self._besides[mb].get(stage, ())]
+        return [(number, self._kinds[mb][number].kind) for number in self._besides[mb].get(stage, ())]
 
     def share(self, mb: int, number: int, tensor: torch.Tensor) -> None:
         """One of the tensors that calls share has come."""
@@ -212,7 +227,8 @@ class Elsewhere:
             if other:
                 raise ModelError(
                     f"micro-batch {mb}, block {site.name!r}: {other}. Another rank of the pipeline makes this call as "
-                    "the first micro-batch of its shape did: let it not depend on the values of the data"
+                    "the first micro-batch of its shape did: let it not depend on the values of the data, or give the "
+                    "value with the micro-batch, under the name of the argument"
                 )
             if tape.facts[k + 1].site is None:
                 return

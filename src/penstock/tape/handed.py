@@ -1,12 +1,13 @@
 """Arguments of block calls, as a probe saw them: all that another rank of a pipeline has to know to make the same call.
 
 Of each call the *input* is the one tensor that the stage before puts out for it alone. Everything else that it is
-handed is either a tensor without a gradient that was there before the first block (masks, position embeddings), which
-is sent once, or a plain value, which is known from the probe. All else is refused, by name.
+handed is either a tensor without a gradient that was there before the first block, or a plain value. Of these all ranks
+have what the micro-batch itself holds, as it was given (lengths of packed documents); other tensors (masks, position
+embeddings) are sent once, and other values are known from the probe. All else is refused, by name.
 """
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from penstock.tape import trees
 from penstock.tape.modes import Modes
 
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+_VALUES = (bool, int, float, str)
+"""Types of a micro-batch's plain values: ranks compare them before a step."""
 _MORE = "leave out a router's loss: output_router_logits=False, or attentions: output_attentions=False"
 _ADVICE = "a pipeline cannot send that. Train with ranks that share all state (without a pipeline)"
 
@@ -52,24 +55,36 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A tensor that calls share. ``origin``: its place in the micro-batch, which all ranks have; None: the model's own
+    code has made it."""
+
+    kind: Kind
+    origin: trees.Place | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Handed:
     """One call of a block.
 
     | field | meaning |
     |---|---|
-    | ``inputs`` | its (args, kwargs), with tensors on the meta device in the place of its own |
-    | ``places`` | of those by identity: 0 for the input, and 1 + n for the n-th tensor that calls share (``shares``) |
+    | ``inputs`` | its (args, kwargs), with tensors on the meta device in the place of its own, and of ``names`` |
+    | ``places`` | of those by identity: 0 for the input, and 1 + n for the n-th tensor that calls share |
+    | ``names`` | of those by identity: the entry of the micro-batch that the argument, a plain value, is |
     | ``of_input`` | the place of the input |
     | ``output`` | what it returns, in the same way |
     | ``modes`` | torch's switches as it is called |
     | ``why`` | the reason that another rank cannot make it; empty: there is none |
     | ``why_direct`` | the reason that its input is not just what the call before has put out; empty: there is none |
+    | ``shares`` | of the tensors that calls share, the numbers of those that it is handed and are sent |
     """
 
     block: str
     of_input: trees.Place
     inputs: Any
     places: dict[int, int]
+    names: dict[int, str]
     output: Any
     modes: Modes
     input: Kind | None
@@ -84,9 +99,17 @@ class Calls:
     """All calls of one micro-batch. ``shared``: the tensors that they share, in order of first sight."""
 
     calls: dict[int, Handed] = field(default_factory=dict)
-    shared: list[Kind] = field(default_factory=list)
+    shared: list[Shared] = field(default_factory=list)
     _keys: dict[Any, int] = field(default_factory=dict)
     _versions: list[int] = field(default_factory=list)
+    _given: dict[Any, tuple[trees.Place, int]] = field(default_factory=dict)
+    """place and version of each of the micro-batch's tensors, by its key"""
+    _values: dict[str, Any] = field(default_factory=dict)
+
+    def given(self, micro_batch: Mapping[str, Any]) -> None:
+        """Note what the forward is given, and all ranks have."""
+        self._given = {_key(tensor): (place, version(tensor)) for place, tensor in trees.places(micro_batch).items()}
+        self._values = values_of(micro_batch)
 
     def see(
         self,
@@ -124,15 +147,20 @@ class Calls:
             number = self._number(tensor)
             if version(tensor) != self._versions[number]:
                 why = why or f"its argument {name} was written to in place since an earlier block was handed it"
-            shares.append(number)
+            if self.shared[number].origin is None:
+                shares.append(number)
             places[id(meta)] = 1 + number
         why = why or _strange(inputs)
+        args, kwargs = inputs
+        stand_ins = {n: torch.empty(0, device="meta") for n, value in kwargs.items() if self._is_given(n, value)}
+        shown = trees.replace((args, kwargs | stand_ins), lambda tensor: made.get(id(tensor), tensor))
         direct = "" if own is not None and own is before else "the model's code computes with it before"
         self.calls[segment] = Handed(
             block=block,
             of_input=of_input,
-            inputs=trees.replace(inputs, lambda tensor: made[id(tensor)]),
+            inputs=shown,
             places=places,
+            names={id(meta): name for name, meta in stand_ins.items()},
             output=None,
             modes=modes,
             input=None if own is None else Kind.of(own),
@@ -155,16 +183,22 @@ class Calls:
         self.calls[segment] = replace(call, output=shown, result=Kind.of(made[0]), why=call.why or _strange(output))
 
     def _number(self, tensor: torch.Tensor) -> int:
-        key = (
-            storage_key(tensor) if trees.has_storage(tensor) else id(tensor),
-            tensor.storage_offset(),
-            Kind.of(tensor),
-        )
+        key = _key(tensor)
         if key not in self._keys:
             self._keys[key] = len(self.shared)
-            self.shared.append(Kind.of(tensor))
+            place, before = self._given.get(key, (None, 0))
+            self.shared.append(Shared(kind=Kind.of(tensor), origin=place if before == version(tensor) else None))
             self._versions.append(version(tensor))
         return self._keys[key]
+
+    def _is_given(self, name: str, value: Any) -> bool:
+        """True if an argument is the micro-batch's entry of that name, a plain value."""
+        return type(value) in _VALUES and name in self._values and _equal(value, self._values[name])
+
+
+def values_of(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of a micro-batch, by name."""
+    return {name: value for name, value in micro_batch.items() if type(value) in _VALUES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +207,19 @@ class Sharing:
     to others, it may not be written to in place."""
 
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """the plain values of the micro-batch"""
     _versions: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def given(cls, micro_batch: Mapping[str, Any], shared: Sequence[Shared], numbers: Iterable[int]) -> "Sharing":
+        """The tensors, of these ``numbers``, that the micro-batch itself holds, before its forward begins."""
+        found, places = cls(values=values_of(micro_batch)), trees.places(micro_batch)
+        for number in numbers:
+            origin = shared[number].origin
+            if origin is not None:
+                found.add(number, places[origin])
+        return found
 
     def add(self, number: int, tensor: torch.Tensor) -> None:
         """One that is there from now on."""
@@ -199,7 +245,9 @@ def refusal(call: Handed, *, direct: bool) -> str:
 def fill(call: Handed, own: torch.Tensor, shared: Sharing) -> Any:
     """(args, kwargs) of a call around its input and what calls share."""
 
-    def at(meta: torch.Tensor) -> torch.Tensor:
+    def at(meta: torch.Tensor) -> Any:
+        if id(meta) in call.names:
+            return shared.values[call.names[id(meta)]]
         place = call.places[id(meta)]
         return shared.tensors[place - 1] if place else own
 
@@ -214,7 +262,11 @@ def difference(call: Handed, inputs: Any, modes: Modes, shared: Sharing) -> str:
 
 
 def _differences(call: Handed, known: Any, value: Any, place: trees.Place, shared: Sharing) -> Iterator[str]:
-    if isinstance(known, torch.Tensor) or isinstance(value, torch.Tensor):
+    if id(known) in call.names:
+        entry = shared.values[call.names[id(known)]]
+        if not _equal(value, entry):
+            yield f"its argument {_name(place)} is {value!r}, and that of the micro-batch is {entry!r}"
+    elif isinstance(known, torch.Tensor) or isinstance(value, torch.Tensor):
         number = call.places[id(known)] if isinstance(known, torch.Tensor) else -1
         if number < 0 or not isinstance(value, torch.Tensor):
             yield f"its argument {_name(place)} is a tensor for one micro-batch and none for another"
@@ -224,8 +276,7 @@ def _differences(call: Handed, known: Any, value: Any, place: trees.Place, share
             yield f"its argument {_name(place)} is another tensor than the one that an earlier block was handed"
         elif number and not shared.is_as_it_was(number - 1):
             yield f"its argument {_name(place)} was written to in place since an earlier block was handed it"
-        return
-    if type(known) is not type(value):
+    elif type(known) is not type(value):
         yield f"its argument {_name(place)} is of another type"
     elif isinstance(known, tuple | list):
         if len(known) != len(value):
@@ -242,6 +293,16 @@ def _differences(call: Handed, known: Any, value: Any, place: trees.Place, share
             yield from _differences(call, a[key], b[key], (*place, key), shared)
     elif known is not value and known != value:
         yield f"its argument {_name(place)} is {value!r}, and was {known!r}"
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    """A key that tensors of the same memory have alike."""
+    memory = storage_key(tensor) if trees.has_storage(tensor) else id(tensor)
+    return memory, tensor.storage_offset(), Kind.of(tensor)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -119,6 +119,7 @@ class Probe:
     ) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
         tape = self._tape
         self._smuggled.given(micro_batch)  # which is not kept: a probe lives on until a collection
+        self.seen.given(micro_batch)
         tape.open(0, [micro_batch], train, flags=flags)
         self._running.learns = True
         suspended = tape.suspended[0]

@@ -30,7 +30,7 @@ from penstock.tape.elsewhere import Elsewhere
 from penstock.tape.facts import StageFacts
 from penstock.tape.groups import ParamGroup
 from penstock.tape.guard import set_at_work
-from penstock.tape.handed import Handed, Kind
+from penstock.tape.handed import Handed, Shared
 from penstock.tape.kept_graph import Keeping
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.let_go import LetGoError
@@ -89,7 +89,7 @@ class Tape:
         """Losses of torch that the latest probe's code has called, and the value of the model's own."""
         self.handed: tuple[Handed | None, ...] = ()
         """The arguments of each stage's call in the latest probe; None of the model's own code."""
-        self.shared: tuple[Kind, ...] = ()
+        self.shared: tuple[Shared, ...] = ()
         """The tensors that calls shared there."""
         self.elsewhere: Elsewhere | None = None
         """In a step of a rank of a pipeline: what is between its stages and those of others."""

@@ -18,7 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any, NoReturn, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -71,6 +74,8 @@ class Ulysses:
         """bytes that were sent to other ranks so far, or would have been by one that is by itself"""
         self.exchanges = 0
         """the number of exchanges in which they were"""
+        self._number = next(_numbers)
+        _known[self._number] = self
         config: Any = getattr(model, "config", None)
         if not hasattr(config, "to_dict") or not hasattr(model, "set_attn_implementation"):
             self._refuse("it is no model of transformers")
@@ -137,7 +142,7 @@ class Ulysses:
         inner = self._compat.attention_of(self._before, module)
         if inner is None:
             self._refuse(f"{type(module).__name__} has no eager_attention_forward: give attn_implementation='sdpa'")
-        if id(module) not in self._tried and self._exchange is _take_own:
+        if not torch.compiler.is_compiling() and id(module) not in self._tried and self._exchange is _take_own:
             self._try(inner, module, (query, key, value), given)
         if key.shape[1] < self.cp:  # each rank has the one that its query heads share
             times = self.cp // key.shape[1]
@@ -260,14 +265,44 @@ class Ulysses:
         return got.permute(1, 2, 0, 3, 4).reshape(batch, span, self.cp * heads, size)
 
     def _exchanged(self, rows: torch.Tensor) -> torch.Tensor:
-        exchange = self._exchange
+        if torch.compiler.is_compiling():
+            return cast(torch.Tensor, exchange_rows(rows, self._number))
+        fill = partial(self._fill, self._exchange)
+        return cast(torch.Tensor, _Exchanged.apply(rows, fill))  # type: ignore[no-untyped-call]
 
-        def counted(out: torch.Tensor, rows: torch.Tensor) -> None:
-            exchange(out, rows)
-            self.sent += rows.nbytes // self.cp * (self.cp - 1)
-            self.exchanges += 1
+    def _fill(self, exchange: Exchange, out: torch.Tensor, rows: torch.Tensor) -> None:
+        exchange(out, rows)
+        self.sent += rows.nbytes // self.cp * (self.cp - 1)
+        self.exchanges += 1
 
-        return cast(torch.Tensor, _Exchanged.apply(rows, counted))  # type: ignore[no-untyped-call]
+
+_numbers = count(1)
+_known: WeakValueDictionary[int, Ulysses] = WeakValueDictionary()
+"""Every ``Ulysses`` that is in use, by the number by which compiled code calls it."""
+
+
+@torch.library.custom_op("penstock::exchange_rows", mutates_args=())
+def exchange_rows(rows: torch.Tensor, number: int) -> torch.Tensor:
+    """The exchange of a ``Ulysses`` as an op, which compiled code calls and does not look into."""
+    ulysses, out = _known[number], torch.empty_like(rows)
+    ulysses._fill(ulysses._exchange, out, rows)
+    return out
+
+
+@exchange_rows.register_fake
+def _like_rows(rows: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.empty_like(rows)
+
+
+def _note_number(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.number = inputs[1]
+
+
+def _exchange_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return exchange_rows(gradient.contiguous(), ctx.number), None
+
+
+exchange_rows.register_autograd(_exchange_back, setup_context=_note_number)
 
 
 class _Exchanged(torch.autograd.Function):

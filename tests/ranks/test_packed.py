@@ -1,0 +1,122 @@
+"""Packed documents in a pipeline: what a micro-batch itself says of them every rank has, whatever their number, and
+blocks of other ranks are handed that. So the bits are those of one rank; what they would not be handed is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import penstock
+from tests.models import MODELS, VOCABULARY
+from tests.ranks.test_bits import equal, results
+from tests.ranks.worlds import RankFailedError, pipeline
+from tests.training import budget, run_steps, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASE = MODELS["llama_sdpa"]
+STEPS = (((2, 4, 6, 9), (), (5,)), ((3, 7), (6,), (1, 2, 11)), ((), (1, 11), (4, 5)))
+"""Of each micro-batch of each step, where documents but the first begin."""
+
+
+def packed(begins: tuple[int, ...], seed: int, length: int = 12) -> dict[str, Any]:
+    """A row of documents as TRL's collator gives it."""
+    ends = torch.tensor([0, *begins, length], dtype=torch.int32)
+    sizes = ends.diff()
+    places = torch.cat([torch.arange(n) for n in sizes.tolist()])[None]
+    tokens = torch.randint(1, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(seed))
+    return {
+        "input_ids": tokens,
+        "labels": tokens.masked_fill(places == 0, -100),
+        "position_ids": places,
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends),
+        **dict.fromkeys(("max_length_q", "max_length_k"), int(sizes.max())),
+        "seq_idx": torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)[None],
+    }
+
+
+def trained(mesh: DeviceMesh | None, schedule: str) -> tuple[Any, bool]:
+    """What a run has found, and whether the plan of its first step was that of all."""
+    steps = [[packed(begins, 10 * i + m) for m, begins in enumerate(step)] for i, step in enumerate(STEPS)]
+    with wrap(CASE, budget(None), mesh=mesh, schedule=schedule, strands=2) as engine:
+        first = run_steps(engine, steps[:1])
+        plan = engine.plan
+        found = results(engine, run_steps(engine, steps[1:]))
+        found["losses"] = first.losses + found["losses"]
+        same = engine.plan is plan
+        found["evaluated"] = engine.evaluate(steps[1])
+        return found, same
+
+
+@pytest.mark.parametrize("schedule", ["vertical", pytest.param("1f1b", marks=pytest.mark.campaign)])
+def test_packed_documents_have_the_bits_of_one_rank_and_one_plan_for_fewer_of_them(schedule: str) -> None:
+    wanted, _ = trained(None, "vertical")
+    for found, same in pipeline(2, trained, schedule):
+        equal(found, wanted)
+        assert same
+
+
+class Scaled(nn.Module):
+    """``writes``: to what it is handed besides its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.writes = False
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor, *, factor: float) -> torch.Tensor:
+        if self.writes:
+            bias.add_(1)
+        return x + factor * self.linear(x + bias).tanh()
+
+
+class Model(nn.Module):
+    """Hands its blocks a tensor and a number of the micro-batch's own; ``twice``: twice the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+        self.twice = False
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor, factor: float) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, bias, factor=factor * 2 if self.twice else factor)
+        return x.square().mean()
+
+
+def handing(mesh: DeviceMesh | None, how: str = "") -> Any:
+    """Losses of steps, whose micro-batches have factors of their own, and the bytes that are sent besides inputs."""
+    torch.manual_seed(0)
+    model, inputs = Model(), [{"x": torch.ones(2, 16), "bias": torch.ones(2, 16), "factor": f} for f in (0.5, 2.0)]
+    model.twice = how == "twice"
+    settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(**b)}
+    with penstock.wrap(model, budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
+        losses = [engine.step(inputs).loss]
+        for block in model.blocks:
+            block.writes = how == "writes"
+        model.twice = how in ("twice", "twice later")
+        losses += [engine.step(inputs).loss, engine.evaluate(inputs)]
+        return losses, 0 if engine.plan.program.dealt is None else sum(engine.plan.program.dealt.besides)
+
+
+def test_what_a_micro_batch_holds_is_each_ranks_own_and_is_not_sent() -> None:
+    wanted, _ = handing(None)
+    for losses, besides in pipeline(2, handing):
+        assert losses == wanted
+        assert besides == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("twice", r"its argument 'factor' is 1\.0, and was 4\.0\. Another rank .* or give the value with the micro-b"),
+        ("twice later", r"its argument 'factor' is 1\.0, and that of the micro-batch is 0\.5"),
+        ("writes", "in place"),
+    ],
+)
+def test_another_value_than_other_ranks_would_hand_their_blocks_is_refused(how: str, said: str) -> None:
+    with pytest.raises(RankFailedError, match=said) as error:
+        pipeline(2, handing, how)
+    assert error.value.kind == "ModelError"
