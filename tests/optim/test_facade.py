@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler as lrs
 from penstock.config import Override
 from penstock.errors import ConfigError
 from penstock.optim.facade import StreamedOptimizer
+from penstock.optim.from_torch import spec_of
 from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
 
 NAMES = ("embed.weight", "layers.0.norm.weight", "layers.0.linear.weight", "layers.0.linear.bias")
@@ -270,6 +271,13 @@ def test_settings_of_torchs_own_optimizer_are_taken_over() -> None:
     optimizer.load_state_dict(foreign.state_dict())
     (hyper,) = optimizer.hypers()
     assert settings == {key: getattr(hyper, key) for key in settings}
+
+
+@pytest.mark.parametrize("betas", [0.9, ("x", 0.9), (0.9,), None])
+def test_betas_that_are_none_are_refused_by_name_where_torchs_optimizer_is_only_named(betas: Any) -> None:
+    """As by a Trainer's ``optimizer_cls_and_kwargs``: no optimizer of torch's was made, which would have refused."""
+    with pytest.raises(ConfigError, match="betas="):
+        spec_of(torch.optim.AdamW, {"lr": 0.1, "betas": betas})
 
 
 @pytest.mark.parametrize("wrong", [None, [], {}, {"state": {}}, {"param_groups": 3}, {"param_groups": [{"lr": 1.0}]}])

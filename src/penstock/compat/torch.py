@@ -159,7 +159,7 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Where an optimizer keeps its hooks, by the attributes that hold them.
+    """The registries of an optimizer's hooks, by the attributes that hold them.
 
     Without: one that stands for another could not be hooked on to, nor stepped once anybody has copied one of its kind.
     """

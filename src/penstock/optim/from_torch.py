@@ -48,7 +48,7 @@ def spec_of(
     taken: dict[str, Any] = {}
     for key, value in settings.items():
         if key in _TAKEN[mine]:
-            taken[key] = tuple(float(beta) for beta in value) if key == "betas" else _number(value)
+            taken[key] = tuple(map(_number, value)) if isinstance(value, list | tuple) else _number(value)
         elif key not in HOW and (key not in off or value != off[key]):
             raise ConfigError(f"{kind.__name__}({key}={value!r}) cannot be honoured by the engine: leave it out")
     return mine(**taken, overrides=tuple(overrides))
