@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from rich.cells import cell_len
 
 from penstock.cli import main
 from penstock.cli.run_figures import read_run
@@ -61,6 +62,30 @@ def test_runs_are_listed_with_how_far_they_are(tmp_path: Path, capsys: pytest.Ca
     assert rows["whole"][:6] == [name, "complete", "4", "2.0000", "–", "256"], "the first step's time does not count"
     assert rows["group/half"][:8] == [name, "stopped", "2", "of", "1,000", "4.0000", "3.5000", "256"]
     assert rows["new"][:3] == [name, "not", "begun"]
+
+
+def test_runs_behind_links_are_listed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where a link leads back to a folder that it is in."""
+    made(tmp_path / "elsewhere" / "one", done=2)
+    made(tmp_path / "runs" / "two", done=2)
+    (tmp_path / "runs" / "one").symlink_to(tmp_path / "elsewhere" / "one")
+    (tmp_path / "runs" / "again").symlink_to(tmp_path / "runs")
+    out, err = said(capsys, tmp_path / "runs", "--json")
+    assert err == ""
+    assert sorted(run["folder"] for run in json.loads(out)) == [str(tmp_path / "runs" / n) for n in ("one", "two")]
+
+
+def test_a_line_of_the_list_is_one_on_a_terminal_whatever_a_folder_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("plain", "a\nb", "\x1b[31mred", "\u65e5\u672c"):
+        made(tmp_path / name, done=2)
+    out, _ = said(capsys, tmp_path)
+    _, *lines = out.splitlines()
+    assert len(lines) == 4
+    assert len({cell_len(line) for line in lines}) == 1, "columns begin below each other"
+    assert "\x1b" not in out
+    assert "a\\nb" in out
 
 
 def test_a_run_that_a_process_has_is_training_and_goes_on(tmp_path: Path) -> None:

@@ -275,6 +275,22 @@ def test_steps_that_a_prediction_is_not_of_are_shown_alone(tmp_path: Path) -> No
     assert "is of steps from" not in run_page(third)
 
 
+def test_a_prediction_is_compared_with_the_steps_that_it_is_of(tmp_path: Path) -> None:
+    """As in a run's last words: not with those that had another plan, nor with the one that made it."""
+    write_run(tmp_path, steps=6)
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, seconds in zip(lines, (9.0, 8.0, 8.0, 9.0, 2.0, 2.0), strict=True):
+        line["seconds"] = seconds
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for first, words in ((4, "; 2 s of the 2 since step 4, 3 s predicted (+50.0%)"), (6, "")):
+        later = replace(Prediction.of(simulated(offload_schedule(), 0), first=first), time=3.0)
+        (tmp_path / "prediction.json").write_text(later.to_json())
+        assert f"8 s<small>median of 5 after the first{words}</small>" in run_page(gather(tmp_path, None)).replace(
+            "\xa0", " "
+        )
+
+
 def test_the_predicted_time_of_each_step_is_drawn(tmp_path: Path) -> None:
     write_run(tmp_path, steps=3)
     path = tmp_path / "metrics.jsonl"

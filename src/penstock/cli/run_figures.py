@@ -178,8 +178,13 @@ def _runs_in(path: Path, closed: Callable[[OSError], None]) -> Iterator[Path]:
     """
     if not path.is_dir():
         raise ConfigError(f"{path} {files.no_folder(path)}: give a folder that has runs in it, or the folder of a run")
-    for here, below, names in os.walk(path, onerror=closed):
+    seen = set[Path]()
+    for here, below, names in os.walk(path, onerror=closed, followlinks=True):
         folder = Path(here)
+        if (real := folder.resolve()) in seen:  # by a link
+            below.clear()
+            continue
+        seen.add(real)
         if RUN_FILE in names or settings_path(folder).name in names:
             below.clear()
             yield folder

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rich.cells import cell_len
+
 from penstock.cli.run_figures import RunFigures, read_all
 from penstock.cli.words import Words
 from penstock.config import format_size
@@ -163,11 +165,18 @@ def _long(seconds: float) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
     """Lines of columns as wide as they must be; the first ``left`` are set left, the others right."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = [[_in_a_line(cell) for cell in row] for row in (heads, *rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell + room if i < left else room + cell
+            for i, (cell, room) in enumerate((c, " " * (w - cell_len(c))) for c, w in zip(row, widths, strict=True))
         ).rstrip()
-        for row in (heads, *rows)
+        for row in lines
     ]
+
+
+def _in_a_line(text: str) -> str:
+    """The text with what moves a terminal's cursor, or is no character, as Python writes it: names of folders may have
+    that."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

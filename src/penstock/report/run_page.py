@@ -179,17 +179,14 @@ def _wear(report: Report) -> list[Figure]:
 
 
 def _times(report: Report) -> list[Figure]:
-    """All steps first, whose median is what a run's last words compare with the prediction; then the one shown."""
+    """All steps first, with what a run's last words compare with the prediction; then the one shown."""
     step, figures = report.step, []
     if report.settled:
-        runs = [1 + m.repeats for m in report.settled]
-        middle = time_of_step([m.seconds for m in report.settled], runs)
-        foretold = _foretold(report.prediction, middle, fmean(runs))
         figures.append(
             Figure(
                 name="time of a step",
-                value=format_time(middle),
-                remark=f"median of {len(report.settled)} after the first{foretold}",
+                value=format_time(_middle(report.settled)),
+                remark=f"median of {len(report.settled)} after the first{_foretold_of_all(report)}",
             )
         )
     if not step.whole:
@@ -200,6 +197,26 @@ def _times(report: Report) -> list[Figure]:
         bound = format_time(report.compared.lower_bound)
         figures.append(Figure(name="lower bound", value=bound, remark="busiest lane alone"))
     return figures
+
+
+def _middle(steps: Sequence[StepMetrics]) -> float:
+    return time_of_step([m.seconds for m in steps], [1 + m.repeats for m in steps])
+
+
+def _foretold_of_all(report: Report) -> str:
+    """Words on the prediction of all steps that it is of, but for the first of these, which planned and warmed up."""
+    prediction = report.prediction
+    if prediction is None:
+        return ""
+    steps = [m for m in report.settled if m.step > prediction.first]
+    if not steps:
+        return ""
+    words = _foretold(prediction, _middle(steps), fmean(1 + m.repeats for m in steps))
+    if len(steps) == len(report.settled):
+        return words
+    return (
+        f"; {format_time(_middle(steps))} of the {len(steps)} since step {prediction.first}{words.replace(';', ',', 1)}"
+    )
 
 
 def _foretold(prediction: Prediction | None, seconds: float, runs: float = 1.0) -> str:
