@@ -439,3 +439,13 @@ def test_a_table_in_fp32_beside_weights_in_16_bits_is_an_error_that_names_its_mo
     assert said.startswith("module 'layers.1' (Table) does not compute in bf16")
     assert "precision='fp32'" in said
     assert_plain(build, budget(None))
+
+
+def test_an_error_about_whole_numbers_is_torchs() -> None:
+    """Ids that are no whole numbers are wrong in any precision."""
+    micro_batches = [{key: value.float() for key, value in mb.items()} for mb in STEPS[0]]
+    with (
+        wrap(of(Stack), budget(None), optimizer=SGD, precision="bf16", plan=None) as engine,
+        pytest.raises(RuntimeError, match="Long, Int"),
+    ):
+        engine.step(micro_batches)

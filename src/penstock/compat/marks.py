@@ -63,12 +63,13 @@ def _twin(module: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             made: Any = type(module)._from_config(deepcopy(module.config), dtype=dtype)
     except Exception:  # noqa: BLE001  a class of the user's, whose constructor may want more than a configuration
         return {}
-    saved = made.state_dict().keys()
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in made._get_dtype_plan(dtype)]
     return {
-        name if "." in name else f".{name}": buffer
-        for name, buffer in made.named_buffers(remove_duplicate=False)
-        if name not in saved or not any(pattern.search(name) for pattern in kept)
+        f"{path}.{key}": buffer
+        for path, part in made.named_modules()
+        for key, buffer in buffers_of(part).items()
+        if buffer is not None
+        if key not in persistent_buffers(part) or not any(pattern.search(f"{path}.{key}") for pattern in kept)
     }
 
 

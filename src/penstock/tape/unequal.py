@@ -11,6 +11,8 @@ from torch import nn
 from penstock.errors import ModelError
 
 _OF_DTYPES = re.compile(r"\b(d|scalar |data )types?\b|\btype \(|BFloat16|\bHalf\b")
+_OF_WHOLE_NUMBERS = re.compile(r"\b(Long|Int|Byte|Bool|long|int|bool)\b")
+"""What is to be whole numbers is not, in any precision."""
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -24,12 +26,13 @@ def unequal_dtypes_told(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if dtype not in _NAMES or not _OF_DTYPES.search(str(error)):
+        said = str(error)
+        if dtype not in _NAMES or not _OF_DTYPES.search(said) or _OF_WHOLE_NUMBERS.search(said):
             raise
         name = _NAMES[dtype]
         raise ModelError(
             f"{_place(model, error.__traceback__)} does not compute in {name}, as all weights do here, also those "
-            f"that a library keeps in fp32: {' '.join(str(error).split())[:300]}. Give precision='fp32'; or cast what "
+            f"that a library keeps in fp32: {' '.join(said.split())[:300]}. Give precision='fp32'; or cast what "
             "meets them (a buffer or a constant in fp32, labels in the loss) to their dtype"
         ) from error
 
