@@ -14,7 +14,7 @@ _NO_MEMORY = (
 )
 """Words by which a plain RuntimeError of torch's allocators, CUDA's, or cuBLAS's and its like is known to be about
 memory."""
-_NOT_BEGUN = "_STATUS_NOT_INITIALIZED"
+_NOT_BEGUN = "STATUS_NOT_INITIALIZED"
 """Words of cuBLAS and its like where they could not begin: for want of memory, or of a driver that they know."""
 _LITTLE = 128 << 20
 """Bytes of a device's memory: cuBLAS takes some tens of MiB as it begins."""
