@@ -32,11 +32,12 @@ faults: $(READY)
 
 # Schedules and plans of many thousands of programs of every kind, other ones in each run; delays that plans choose; models
 # of every kind, thousands of them, beside a plain loop of torch; calls of an engine in any order; settings of every kind
-# beside the plainest; any documents beside a plain reference; runs of the libraries' loops by any arguments. Hours.
+# beside the plainest, of several ranks, too; any documents beside a plain reference; runs of the libraries' loops by any
+# arguments. Hours.
 proofs: $(READY)
 	$(BIN)/python -m pytest --campaign tests/schedule/test_any_program.py tests/planner/test_delay_choice.py
 	$(BIN)/python -m pytest --campaign tests/engine/test_any_model.py tests/tape/test_any_model.py tests/engine/test_any_model_on_accelerator.py tests/ranks/test_any_model.py
-	$(BIN)/python -m pytest --campaign tests/engine/test_any_calls.py tests/cli/test_any_settings.py tests/data/test_any_data.py tests/hf/test_any_arguments.py
+	$(BIN)/python -m pytest --campaign tests/engine/test_any_calls.py tests/cli/test_any_settings.py tests/ranks/test_any_settings.py tests/data/test_any_data.py tests/hf/test_any_arguments.py
 
 # Every case of the products of settings of which `make test` runs a sample; those of faults `make faults` runs.
 products: $(READY)

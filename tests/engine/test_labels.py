@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.engine.labels import LabelCount
+from penstock.engine import batch
+from penstock.engine.labels import IGNORED, LabelCount
 from penstock.errors import ModelError
 from penstock.loss.tiled import tiled_loss
+from penstock.ranks.group import ALONE, Ranks
 from tests.models import MODELS, VOCABULARY, Case, MicroBatch
 from tests.ranks.worlds import World
 from tests.training import budget, wrap
@@ -366,3 +368,23 @@ def test_labels_that_are_no_rows_of_ids_need_no_finding_out() -> None:
     assert count.items({"labels": torch.ones(3, 4)}) == 3
     assert count.items({"labels": torch.tensor([1, -100, 2])}) == 2
     assert count.items({"labels": torch.tensor(1.0)}) == 1
+
+
+class Two(Ranks):
+    """One of two ranks, that says nothing."""
+
+    size = 2
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(ALONE, "step$"), (Two(), "step, and as many on every other rank$")])
+def test_who_leaves_out_a_micro_batch_without_labels_is_told_what_all_ranks_need(ranks: Ranks, said: str) -> None:
+    """As many on each."""
+    micro_batches = [{"labels": torch.full((2, 8), IGNORED)}]
+    count = LabelCount()
+    count.known = "but the first"
+    for weights in (
+        lambda: batch.given_weights(micro_batches, None, ranks),
+        lambda: count.weights(micro_batches, ranks),
+    ):
+        with pytest.raises(ModelError, match=f"micro-batch 0 has no label that counts.*: leave it out of the {said}"):
+            weights()

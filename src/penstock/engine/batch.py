@@ -12,10 +12,10 @@ import torch
 
 from penstock.documents.text import parse_json
 from penstock.documents.typed import shown
-from penstock.engine.labels import IGNORED
+from penstock.engine.labels import IGNORED, unlabelled
 from penstock.engine.spans import Beside
 from penstock.errors import ConfigError, ModelError
-from penstock.ranks.group import Ranks
+from penstock.ranks.group import ALONE, Ranks
 from penstock.tape import trees
 
 MicroBatch = Mapping[str, Any]
@@ -203,8 +203,11 @@ _ORDERED: tuple[type, ...] = (Sequence, torch.Tensor, np.ndarray)
 """Kinds of values that have their numbers in an order."""
 
 
-def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | None = None) -> list[float] | None:
+def given_weights(
+    micro_batches: Sequence[MicroBatch], given: Sequence[float] | None = None, ranks: Ranks = ALONE
+) -> list[float] | None:
     """Weights of the micro-batches' losses, where the caller gives them; None: labels decide (``engine.labels``).
+    ``ranks``: that share the micro-batches of the step.
 
     Raises:
         ModelError: the weights are not one finite number for each micro-batch, or are too large for fp32; or none are
@@ -225,7 +228,7 @@ def given_weights(micro_batches: Sequence[MicroBatch], given: Sequence[float] | 
     for m, mb in enumerate(micro_batches):
         labels = mb.get("labels")
         if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and bool((labels == IGNORED).all()):
-            raise ModelError(f"micro-batch {m} has no label that counts (all are {IGNORED}): leave it out of the step")
+            raise unlabelled(m, ranks, f" (all are {IGNORED})")
     return None
 
 

@@ -204,7 +204,7 @@ class Engine:
     ) -> list[float] | None:
         """``batch.given_weights``, where all ranks make the same ``call`` in the same step, with the same settings
         of the optimizer, and either all give weights or none does; of a pipeline, all the same micro-batches."""
-        given = batch.given_weights(micro_batches, loss_weights)
+        given = batch.given_weights(micro_batches, loss_weights, self._ranks.sharing)
         if self._ranks.size > 1:
             settings = {"call": call, "step": self.step_count, "use of loss_weights": given is not None}
             hypers = [asdict(hyper) for hyper in self.optimizer.hypers()]

@@ -36,6 +36,13 @@ _CLOSE = 1e-3
 _NEARER = 4  # times: by as much the loss has to be nearer to one of two means
 
 
+def unlabelled(micro_batch: int, ranks: Ranks, why: str = "") -> ModelError:
+    """The error for a micro-batch, by its number on this rank, of whose labels none counts. ``ranks``: that share the
+    micro-batches of the step, as many on each."""
+    others = ", and as many on every other rank" if ranks.size > 1 else ""
+    return ModelError(f"micro-batch {micro_batch} has no label that counts{why}: leave it out of the step{others}")
+
+
 class LabelCount:
     """The way in which a model's loss counts labels, as far as it is known."""
 
@@ -138,7 +145,7 @@ class LabelCount:
         counts = [self.items(mb) for mb in micro_batches]
         for m, count in enumerate(counts):
             if count == 0:
-                raise ModelError(f"micro-batch {m} has no label that counts: leave it out of the step")
+                raise unlabelled(m, ranks)
         of_all = [count for by_rank in ranks.gather_objects("labels", counts) for count in by_rank]
         total, known = sum(count or 0 for count in of_all), [count for count in counts if count is not None]
         if None in of_all:

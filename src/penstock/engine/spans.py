@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from penstock.engine.labels import IGNORED, LabelCount
+from penstock.engine.labels import IGNORED, LabelCount, unlabelled
 from penstock.errors import ConfigError, ModelError
 from penstock.ranks.group import ALONE, Ranks
 from penstock.tape.losses import Compared
@@ -171,7 +171,7 @@ class SpanLabels(LabelCount):
         """
         counts = [int(mb["num_items_in_batch"]) for mb in micro_batches]
         if 0 in counts:
-            raise ModelError(f"micro-batch {counts.index(0)} has no label that counts: leave it out of the step")
+            raise unlabelled(counts.index(0), ranks)
         of_all = [count for by_rank in ranks.gather_objects("labels", counts) for count in by_rank]
         return [count * self._cp / sum(of_all) for count in counts]
 
