@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.cli import main
 from penstock.cli.run_folder import settings_of
 from penstock.cli.run_record import Resharding, RunRecord
 from penstock.state.values import committed
@@ -153,6 +155,50 @@ def test_settings_that_a_pipeline_cannot_have_are_refused_before_anything_change
     assert (tmp_path / "run" / "run.json").read_bytes() == before
     assert not list((tmp_path / "run" / "store").glob("*-*"))
     assert (tmp_path / "run" / "store" / "manifest.json").exists()
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one process, in two strands, which has a snapshot and no stores."""
+    folder = tmp_path_factory.mktemp("in_memory")
+    places = ("--budget.disk", "null", "--budget.weights", "host", "--budget.state", "host", "--budget.host", "64MiB")
+    assert main(["train", str(write_run(folder, run=folder / "run")), "--strands", "2", "--steps", "1", *places]) == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("had", "words", "said"),
+    [
+        ({}, ("--ranks", "1"), "one process can go on: penstock resume RUN\n"),
+        ({}, ("--ranks", "3", "--pipeline"), "3 -m penstock resume RUN --pipeline 3\n"),
+        ({"pipeline": 2, "schedule": "1f1b"}, ("--ranks", "1"), "resume RUN --pipeline 1 --schedule vertical\n"),
+        (
+            {"pipeline": 2},
+            ("--ranks", "2"),
+            "2 ranks can go on: torchrun --nproc-per-node 2 -m penstock resume RUN --p",
+        ),
+        ({"pipeline": 2, "stage": 1}, ("--ranks", "2", "--pipeline"), "a pipeline of 2 ranks can go on"),
+        ({"cp": 2}, ("--ranks", "1", "--cp", "1"), "one process can go on: penstock resume RUN --cp 1\n"),
+        ({"pipeline": 2}, ("--ranks", "4"), "strands=2 of its steps, which stay as they are. 1 or 2 can: torchrun"),
+    ],
+    ids=str,
+)
+def test_those_who_can_go_on_from_a_snapshot_are_told_with_which_settings(
+    in_memory: Path,
+    had: Mapping[str, object],
+    words: Sequence[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In another layout than the run has: the settings that the advice leaves out would be those of that one."""
+    run = shutil.copytree(in_memory, tmp_path / "run")
+    lines = (run / "config.yaml").read_text().splitlines()[:-1]  # without the digest, as by hand
+    kept = [line for line in lines if line.partition(":")[0] not in had]
+    (run / "config.yaml").write_text("\n".join([*kept, *(f"{key}: {value}" for key, value in had.items())]) + "\n")
+    capsys.readouterr()
+    assert main(["reshard", str(run), *words]) == 2
+    assert said in capsys.readouterr().err.replace(str(run), "RUN")
 
 
 def test_what_is_not_this_runs_stays_where_it_is(begun: Path, tmp_path: Path) -> None:

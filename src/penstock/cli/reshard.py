@@ -132,7 +132,7 @@ def _write(arguments: Arguments, ranks: int, config: TrainConfig, record: RunRec
             f"{folder} has copies={config.copies} of the state, which cannot be cut anew: go on with as many"
         )
     if not config.budget.disk_paths:
-        go_on = _without_stores(folder, config, ranks)
+        go_on = _without_stores(arguments, ranks, config)
         raise ConfigError(f"{folder} keeps no state on disk (budget.disk): there is nothing to cut. {go_on}")
     old, _ = require_own_stores(folder, config.budget)
     manifests = [Manifest.read(path) for paths in old for path in paths]
@@ -175,18 +175,27 @@ def _write(arguments: Arguments, ranks: int, config: TrainConfig, record: RunRec
     return True
 
 
-def _without_stores(folder: Path, config: TrainConfig, ranks: int) -> str:
-    """Advice for a run that keeps its state in snapshots: how this number of ranks goes on from the last one.
+def _without_stores(arguments: Arguments, ranks: int, config: TrainConfig) -> str:
+    """Advice for a run that keeps its state in snapshots: how these ranks go on from the last one.
 
     Raises:
         ConfigError: they cannot go on from it.
         StoreError: the snapshot is damaged.
     """
-    strands = strands_kept(folder)
+    folder, strands = arguments.folder, strands_kept(arguments.folder)
     if strands is None:
         return "It has no snapshot to go on from either"
-    check_goes_on(config, strands, ranks)
-    return f"From its snapshot {in_words(ranks)} can go on: {how_to_start(ranks)} resume {shlex.quote(str(folder))}"
+    asked = Resharding(ranks=ranks, strands=strands, replaces=(), pipeline=arguments.pipeline, cp=arguments.cp)
+    layout = _settled(config, asked)
+    changed = [(key, getattr(layout, key)) for key in _OF_LAYOUT if getattr(layout, key) != getattr(config, key)]
+    flags = "".join(f" --{key} {'null' if value is None else value}" for key, value in changed)
+    check_goes_on(layout, strands, ranks, flags)
+    who = in_words(ranks, pipeline=layout.pipeline)
+    return f"From its snapshot {who} can go on: {how_to_start(ranks)} resume {shlex.quote(str(folder))}{flags}"
+
+
+_OF_LAYOUT = ("pipeline", "cp", "stage", "deal", "schedule")
+"""Settings that say how ranks share the model, which may be others for other ranks."""
 
 
 def _strands(arguments: Arguments, ranks: int, config: TrainConfig, cp: int, had: int) -> int:

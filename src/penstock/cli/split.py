@@ -73,8 +73,9 @@ def check_of_pipeline(config: TrainConfig, ranks: int) -> None:
         check_pipeline(config, config.schedule, config.replan, asked, ranks // config.pipeline)
 
 
-def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
+def check_goes_on(config: TrainConfig, strands: int, ranks: int, flags: str = "") -> None:
     """A run keeps its batch, and from snapshot to snapshot its ``strands``: are these ranks a number that shares both?
+    ``flags``: of the command that goes on, where the settings are not those that the run has.
 
     Raises:
         ConfigError: they are not; says which ones are.
@@ -91,7 +92,7 @@ def check_goes_on(config: TrainConfig, strands: int, ranks: int) -> None:
     )
     if able:
         nearest = max((number for number in able if number < ranks), default=able[0])
-        said += f". {' or '.join(map(str, able))} can: {how_to_start(nearest)} resume {shlex.quote(config.run)}"
+        said += f". {' or '.join(map(str, able))} can: {how_to_start(nearest)} resume {shlex.quote(config.run)}{flags}"
     raise ConfigError(said)
 
 
