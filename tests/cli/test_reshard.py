@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from penstock.cli import main
+from penstock.cli.claim import claimed
 from penstock.cli.run_folder import settings_of
 from penstock.cli.run_record import Resharding, RunRecord
+from penstock.errors import ConfigError
 from penstock.state.values import committed
 from penstock.store import Layout, Store
 from tests import warm
@@ -28,6 +30,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from penstock.cli import main
+from penstock.cli.claim import claimed
 from tests.faults import intercepted
 last, count = int(sys.argv.pop(1)), 0
 def hook(call, go):
@@ -47,6 +50,7 @@ FULL = """
 import errno, sys
 from pathlib import Path
 from penstock.cli import main
+from penstock.cli.claim import claimed
 from tests.faults import error, intercepted
 def hook(call, go):
     return error(errno.ENOSPC)(call, go) if call.name == "posix_fallocate" else go()
@@ -119,6 +123,14 @@ def test_what_cannot_be_is_refused(begun: Path, words: list[str], said: str) -> 
     assert done.returncode == 2
     assert said in done.stderr
     assert (begun / "run" / "run.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_other_ranks_are_told_to_cut_a_run_only_where_it_can_be_cut(begun: Path, copies: int) -> None:
+    asked, said = replace(settings_of(begun / "run"), copies=copies), "has the state of one process: this is 4 ranks"
+    with pytest.raises(ConfigError, match=said) as refused, claimed(asked, "resume", ranks=4):
+        pass
+    assert ("or cut it for these: penstock reshard" in str(refused.value)) == (copies == 1)
 
 
 def test_ranks_of_several_hosts_become_as_many_on_one(begun: Path, tmp_path: Path) -> None:

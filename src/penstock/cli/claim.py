@@ -206,8 +206,8 @@ class Claim:
             f"run={str(self.folder)!r} has the state of {in_words(had, hosts, before.pipeline)}: this is "
             f"{in_words(ranks, self._reach.hosts, config.pipeline)}. Go on as it began: {as_it_began}"
         )
-        if 1 < config.pipeline < ranks:
-            return said  # stores are cut for one pipeline
+        if 1 < config.pipeline < ranks or max(before.copies, config.copies) > 1:
+            return said  # stores are cut for one pipeline, and from one copy of the state for one
         pipeline = " --pipeline" if config.pipeline > 1 else ""
         return f"{said}, or cut it for these: penstock reshard {run} --ranks {ranks}{pipeline}"
 
