@@ -165,6 +165,8 @@ def _clear(partial: Path) -> None:
     """
     try:
         fd = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:  # it has its name: what has that of a partial file by now is another's
+        return
     except OSError:  # a link, say
         partial.unlink(missing_ok=True)
         return

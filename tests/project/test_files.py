@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -185,6 +186,28 @@ def test_processes_that_write_the_same_file_do_so_one_after_the_other(tmp_path: 
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert seen | {path.read_text()} <= {"a" * 50_000, "b" * 50_000}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_another_process_begins_as_its_last_one_takes_its_name_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, partial, theirs = tmp_path / "file", tmp_path / "file.partial", tmp_path / "theirs"
+    partial.write_text("first")
+    looks, really = [], os.open
+
+    def opened(name: Any, flags: int, *more: Any, **others: Any) -> int:
+        if Path(name) == partial and not flags & os.O_CREAT:
+            looks.append(name)
+            os.replace(partial, theirs)
+            if len(looks) == 1:
+                partial.write_text("second")
+            raise FileNotFoundError(name)
+        return really(name, flags, *more, **others)
+
+    monkeypatch.setattr(os, "open", opened)
+    files.replace(path, "ours")
+    assert (path.read_text(), theirs.read_text()) == ("ours", "second")
+    assert len(looks) == 2
 
 
 def test_of_two_that_make_the_same_folder_one_stands(tmp_path: Path) -> None:
