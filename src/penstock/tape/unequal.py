@@ -12,7 +12,7 @@ from penstock.errors import ModelError
 
 _OF_DTYPES = re.compile(r"\b(d|scalar |data )types?\b|\btype \(|BFloat16|\bHalf\b")
 _OF_WHOLE_NUMBERS = re.compile(r"\b(Long|Int|Byte|Bool|long|int|bool)\b")
-"""What is to be whole numbers is not, in any precision."""
+"""Errors about ids and masks, which are wrong in any precision."""
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
