@@ -317,15 +317,16 @@ def test_a_template_that_writes_the_day_writes_that_on_which_the_run_began(
     )
     path = write_jsonl(folder / "c.jsonl", chats(30))
     it_is(28)
-    steps = _steps(_open(path, folder / "run", words, streaming=streaming), 8)
+    how: dict[str, Any] = {"streaming": streaming, "shuffle": 20 if streaming else None}
+    steps = _steps(_open(path, folder / "run", words, **how), 8)
     assert "28 of 11" in words.decode(steps[0].micro_batches[0]["input_ids"][0].tolist())
     it_is(29)
     shutil.rmtree(folder / "run" / "data", ignore_errors=True)
-    again = _steps(_open(path, folder / "run", words, streaming=streaming), 3, steps[4].position)
+    again = _steps(_open(path, folder / "run", words, **how), 3, steps[4].position)
     assert [digest(step) for step in again] == [digest(step) for step in steps[5:]]
-    (other,) = _steps(_open(path, folder / "other", words, streaming=streaming), 1)
+    (other,) = _steps(_open(path, folder / "other", words, **how), 1)
     assert "29 of 11" in words.decode(other.micro_batches[0]["input_ids"][0].tolist())
-    text = _open(folder / "a.jsonl", folder / "text", words, streaming=streaming)  # in which no template writes
+    text = _open(folder / "a.jsonl", folder / "text", words, **how)  # in which no template writes
     assert not any("day" in key for key in text.identity.settings)
 
 
