@@ -90,6 +90,21 @@ def test_an_engine_that_a_forked_child_drops_is_the_parents(tmp_path: Path) -> N
         engine.step(STEPS[1])
 
 
+def test_an_engine_may_be_closed_while_another_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [wrap(CASE, budget(tmp_path / f"{number}")) for number in range(3)]
+
+    def alive(_: Any) -> bool:
+        closing = threading.Thread(target=engines.pop().close)
+        closing.start()
+        closing.join()
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weakref.finalize, "alive", property(alive))
+        wrap(CASE, budget(tmp_path / "other")).close()
+    assert not engines
+
+
 def test_what_was_got_from_an_engine_keeps_it(tmp_path: Path) -> None:
     """Values are read from it as long as anybody has them."""
     values = stepped(budget(tmp_path / "store"), **AT_ONCE).values()
@@ -104,7 +119,7 @@ def test_what_was_got_from_an_engine_keeps_it(tmp_path: Path) -> None:
         assert state_of(after)
 
 
-@pytest.mark.parametrize("part", ["Durability", "Snapshots", "Planning"])
+@pytest.mark.parametrize("part", ["Durability", "Snapshots", "Planning", "dropped.watch"])
 def test_ctrl_c_as_an_engine_is_put_together_leaves_its_store_free(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,12 @@ def misuse_frozen_parameters_in_the_optimizer() -> None:
     fabric_on().setup(model, torch.optim.AdamW(model.parameters()))
 
 
+def misuse_hooks_of_the_optimizer_that_was_given() -> None:
+    given = torch.optim.AdamW((model := llama()).parameters())
+    given.register_step_post_hook(print)
+    fabric_on().setup(model, given)
+
+
 def misuse_a_parameter_twice() -> None:
     """torch changes it twice in a step, and warns."""
     model = llama()
@@ -287,6 +293,7 @@ MISUSES = {
     misuse_parameters_left_out: "the optimizer leaves out 'model.embed_tokens.weight' and",
     misuse_groups_that_differ: "param groups differ in 'betas'",
     misuse_frozen_parameters_in_the_optimizer: "not among the model's trained ones: give it those alone",
+    misuse_hooks_of_the_optimizer_that_was_given: "register them with the one that setup returns",
     misuse_a_parameter_twice: "has 'lm_head.weight' more than once",
     misuse_the_optimizer_that_was_given: "call that of the one that it has returned",
     misuse_clip_without_being_told: r"give it PenstockStrategy\(clip_grad_norm=1.0\)",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler as lrs
@@ -176,6 +177,7 @@ NAN, MINUS = float("nan"), -0.1
     ("spec", "key", "values"),
     [
         (AdamW(), "lr", (NAN, MINUS, None, "x", "0.1", True, torch.ones(2), 10**400, 1e39)),
+        (AdamW(), "lr", (np.bool_(True), torch.tensor(True))),  # which become True's text in a commit
         (AdamW(), "weight_decay", (float("inf"), MINUS, None)),
         (AdamW(), "eps", (NAN, MINUS, None, 1j)),
         (Adam(), "eps", (NAN, MINUS, None)),

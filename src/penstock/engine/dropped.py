@@ -90,7 +90,8 @@ def settle() -> None:
     if not dropped.watched:
         return
     gc.collect()  # an engine in a cycle, as of an error's traceback, is there until somebody looks for such
-    dropped.watched.difference_update([final for final in dropped.watched if not final.alive])
+    watched = list(dropped.watched)  # at once: other threads make engines, and close some
+    dropped.watched.difference_update([final for final in watched if not final.alive])
     done = threading.Event()
     dropped.waiting.put(done.set)
     done.wait()

@@ -89,11 +89,11 @@ class Engine(Fixed):
             self._planning = Planning(self._resources, settings, before_change=self._durability.rest_of_all)
             commits.commit(self._progress.record())
             self._written = commits.written
+            self._forget = dropped.watch(self, self._planning, self._durability, self._resources)
         except BaseException:
             self._resources.tape.close()
             self._resources.commits.close()
             raise
-        self._forget = dropped.watch(self, self._planning, self._durability, self._resources)
 
     # ---- training
 

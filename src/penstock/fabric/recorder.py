@@ -103,7 +103,7 @@ def loss_of_root(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tens
     if recorded.evaluates:
         # Copied here, within the forward: so the engine sees that these are read, and keeps them until now.
         recorded.outputs = trees.replace(result, torch.Tensor.clone)
-        return torch.zeros((), device=next(iter(moved.values())).device)
+        return torch.zeros((), device=moved[next(iter(recorded.inputs))].device)
     if not isinstance(result, torch.Tensor) or result.numel() != 1:
         raise ModelError("fabric.backward() was given something that is not a single number")
     return result.reshape(())

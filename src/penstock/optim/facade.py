@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
+import numpy as np
 import torch
 
 from penstock.compat.torch import note_step
@@ -253,6 +254,8 @@ def _setting(group: Mapping[str, Any], key: str, convert: Callable[[Any], Any] =
 
 
 def _number(value: Any) -> float:
+    if isinstance(value, torch.Tensor | np.generic):
+        value = value.item()
     if isinstance(value, str | bool):  # a snapshot with one would not be taken for this optimizer's
         raise TypeError
     return float(value)

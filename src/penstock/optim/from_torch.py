@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from penstock.compat.torch import hooks_of
 from penstock.config.optimizer import Override
 from penstock.errors import ConfigError
 from penstock.optim.spec import SGD, Adam, AdamW, OptimizerSpec
@@ -60,12 +61,16 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     ``names``: the names of the trained parameters by their identity. They must all be in the optimizer.
 
     Raises:
-        ConfigError: the optimizer has taken steps already, leaves a trained parameter out, has one twice or one that is
-            not trained, or its param groups differ in more than ``lr`` and ``weight_decay``.
+        ConfigError: the optimizer has taken steps already, has hooks, leaves a trained parameter out, has one twice
+            or one that is not trained, or its param groups differ in more than ``lr`` and ``weight_decay``.
     """
     _kind(type(optimizer))
     if optimizer.state:
         raise ConfigError("the optimizer has taken steps already, and its moments would be lost: set up a new one")
+    if any(hooks_of(optimizer).values()):
+        raise ConfigError(
+            "the optimizer has hooks, which nobody would call: register them with the one that setup returns"
+        )
     held = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
     if foreign := held.keys() - set(names):
         raise ConfigError(
