@@ -152,7 +152,8 @@ def _alone(partial: Path, *, private: bool) -> Iterator[BinaryIO]:
                 yield file
             except BaseException:
                 with suppress(OSError):
-                    partial.unlink(missing_ok=True)
+                    if _is_called(file.fileno(), partial):  # else it has its name, and this is another's
+                        partial.unlink()
                 raise
             return
 

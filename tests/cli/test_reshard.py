@@ -30,7 +30,6 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from penstock.cli import main
-from penstock.cli.claim import claimed
 from tests.faults import intercepted
 last, count = int(sys.argv.pop(1)), 0
 def hook(call, go):
@@ -50,7 +49,6 @@ FULL = """
 import errno, sys
 from pathlib import Path
 from penstock.cli import main
-from penstock.cli.claim import claimed
 from tests.faults import error, intercepted
 def hook(call, go):
     return error(errno.ENOSPC)(call, go) if call.name == "posix_fallocate" else go()

@@ -75,6 +75,17 @@ def test_runs_behind_links_are_listed_once(tmp_path: Path, capsys: pytest.Captur
     assert sorted(run["folder"] for run in json.loads(out)) == [str(tmp_path / "runs" / n) for n in ("one", "two")]
 
 
+def test_a_link_hides_no_run_that_is_there_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Be it a link to the run, to what is above it, or one from so far below that nothing behind it is looked at."""
+    runs = [made(tmp_path / place, done=2) for place in ("newest", "z/x/one")]
+    (tmp_path / "latest").symlink_to("newest")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for place in ("a/all", "a/b/all"):
+        (tmp_path / place).symlink_to(tmp_path / "z")
+    out, _ = said(capsys, tmp_path, "--json")
+    assert sorted(run["folder"] for run in json.loads(out)) == [str(run) for run in runs]
+
+
 def test_a_line_of_the_list_is_one_on_a_terminal_whatever_a_folder_is_called(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -335,6 +335,8 @@ def test_the_words_for_the_runs_folder_are_refused_where_they_stand_for_nothing(
     prepared = ("data.prepared", "'{run}/tokens'")
     with pytest.raises(ConfigError, match=r"data.prepared='\{run\}/tokens': \{run\} stands for the run's folder in"):
         settings.load(config_file, [prepared])
+    with pytest.raises(ConfigError, match=r"run='runs/\{run\}': \{run\} stands for this folder in budget.disk"):
+        settings.load(config_file, [("run", "runs/{run}")])
     earlier = settings.dump(settings.load(config_file, [("data.prepared", "'{was}/tokens'")])).replace("{was}", "{run}")
     assert settings.load_text(earlier, "config.yaml").data.prepared == "{run}/tokens"
 

@@ -210,6 +210,22 @@ def test_a_file_that_another_process_begins_as_its_last_one_takes_its_name_is_le
     assert len(looks) == 2
 
 
+def test_who_is_interrupted_with_the_file_in_place_leaves_the_next_one_to_who_has_begun_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, partial, really = tmp_path / "file", tmp_path / "file.partial", os.replace
+
+    def replaced(*places: Any) -> None:
+        really(*places)
+        partial.write_text("theirs")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", replaced)
+    with pytest.raises(KeyboardInterrupt):
+        files.replace(path, "ours")
+    assert (path.read_text(), partial.read_text()) == ("ours", "theirs")
+
+
 def test_of_two_that_make_the_same_folder_one_stands(tmp_path: Path) -> None:
     with files.made_once(tmp_path / "deep" / "same") as mine:
         (mine / "file").write_text("mine")

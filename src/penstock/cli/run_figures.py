@@ -178,19 +178,22 @@ def _runs_in(path: Path, closed: Callable[[OSError], None]) -> Iterator[Path]:
     """
     if not path.is_dir():
         raise ConfigError(f"{path} {files.no_folder(path)}: give a folder that has runs in it, or the folder of a run")
-    seen = set[Path]()
-    for here, below, names in os.walk(path, onerror=closed, followlinks=True):
-        folder = Path(here)
-        if (real := folder.resolve()) in seen:  # by a link
-            below.clear()
-            continue
-        seen.add(real)
-        if RUN_FILE in names or settings_path(folder).name in names:
-            below.clear()
-            yield folder
-        elif len(folder.relative_to(path).parts) >= _DEEPEST:
-            below.clear()
-        below[:] = sorted(name for name in below if not name.startswith("."))
+    found = set[Path]()
+    for links in (False, True):  # a run has the name of its own place, and a link's where no other leads there
+        reached = dict[Path, int]()
+        for here, below, names in os.walk(path, onerror=closed if links else None, followlinks=links):
+            folder = Path(here)
+            real, depth = folder.resolve(), len(folder.relative_to(path).parts)
+            if RUN_FILE in names or settings_path(folder).name in names:
+                below.clear()
+                if real not in found:
+                    found.add(real)
+                    yield folder
+            elif depth >= reached.get(real, _DEEPEST):
+                below.clear()
+            else:  # at first, or nearer than before, so that more of it is within reach
+                reached[real] = depth
+            below[:] = sorted(name for name in below if not name.startswith("."))
 
 
 def _in_run(value: Any, run: str) -> Any:

@@ -35,6 +35,8 @@ def load(path: Path, flags: Sequence[tuple[str, str]] = ()) -> TrainConfig:
     config = _load(read_yaml(path), str(path), flags)
     for disk in config.budget.disk_paths:
         check_braces("budget.disk=", str(disk), known=os.path.abspath(config.run))
+    if RUN in config.run:
+        raise ConfigError(f"run={config.run!r}: {RUN} stands for this folder in budget.disk: give it another name")
     if config.data.prepared is not None and RUN in config.data.prepared:
         raise ConfigError(
             f"data.prepared={config.data.prepared!r}: {RUN} stands for the run's folder in budget.disk alone. Without "

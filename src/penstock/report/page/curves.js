@@ -57,9 +57,12 @@ class Curve {
   drawLine(root, line, x, y) {
     const ends = [...line.gaps, line.points.length];
     if (!line.only) ends.forEach((end, n) => this.drawPart(root, line, [n ? ends[n - 1] : 0, end], x, y));
-    if (!line.only && line.points.length > 60) return;
+    const alone = new Set(ends.filter((end, n) => end - (n ? ends[n - 1] : 0) === 1)); // a line of one point is none
     const r = line.only ? 4 : 2.5;
-    for (const [step, value] of line.points) svg("circle", { class: line.class, cx: x(step), cy: y(value), r }, root);
+    for (const [i, [step, value]] of line.points.entries()) {
+      if (!line.only && line.points.length > 60 && !alone.has(i + 1)) continue;
+      svg("circle", { class: line.class, cx: x(step), cy: y(value), r }, root);
+    }
   }
 
   // The points of a line that follow each other without a gap, over the band of what each is the median of.
