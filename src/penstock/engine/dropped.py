@@ -57,7 +57,7 @@ os.register_at_fork(after_in_child=_start_anew)
 
 
 def watch(
-    engine: object, planning: Planning, durability: Durability, resources: EngineResources
+    engine: object, planning: Planning, durable: Durability, resources: EngineResources
 ) -> Callable[[], object]:
     """Have an engine's parts, none of which refers to it, given back once nothing refers to it any more. Returns a
     function that forgets about it: it is closed.
@@ -71,7 +71,7 @@ def watch(
 
     def gone() -> None:
         if os.getpid() == process:
-            dropped.waiting.put(lambda: _end(planning, durability, resources))
+            dropped.waiting.put(lambda: _end(planning, durable, resources))
 
     final = weakref.finalize(engine, gone)
     final.atexit = False  # a process that ends gives all of it back
@@ -97,11 +97,11 @@ def settle() -> None:
     done.wait()
 
 
-def _end(planning: Planning, durability: Durability, resources: EngineResources) -> None:
+def _end(planning: Planning, durable: Durability, resources: EngineResources) -> None:
     """End an engine's parts as a kill would. An error is one of the log's, as there is nobody to raise it to."""
     try:
         with contextlib.ExitStack() as all_of_it, resources.streams.around_caller():  # last in, first out
-            all_of_it.callback(durability.abandon)
+            all_of_it.callback(durable.abandon)
             all_of_it.callback(resources.close)
             all_of_it.callback(planning.abandon)
     except Exception as error:  # noqa: BLE001 - whatever it is, the thread goes on
