@@ -56,9 +56,7 @@ def _start_anew() -> None:
 os.register_at_fork(after_in_child=_start_anew)
 
 
-def watch(
-    engine: object, planning: Planning, durable: Durability, resources: EngineResources
-) -> Callable[[], object]:
+def watch(engine: object, planning: Planning, durable: Durability, resources: EngineResources) -> Callable[[], object]:
     """Have an engine's parts, none of which refers to it, given back once nothing refers to it any more. Returns a
     function that forgets about it: it is closed.
 
