@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.engine.durability import Durability
 from tests.engine.test_turns import in_child
 from tests.models import MODELS
 from tests.training import AT_ONCE, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
@@ -103,6 +104,33 @@ def test_an_engine_may_be_closed_while_another_one_is_made(tmp_path: Path, monke
         patch.setattr(weakref.finalize, "alive", property(alive))
         wrap(CASE, budget(tmp_path / "other")).close()
     assert not engines
+
+
+def test_threads_that_make_engines_at_once_all_wait_for_one_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, may_end, found = stepped(budget(tmp_path / "store"), **AT_ONCE), threading.Event(), []
+    abandon = Durability.abandon
+
+    def later(durability: Durability) -> None:
+        may_end.wait()
+        abandon(durability)
+
+    def make(name: str) -> None:
+        with wrap(CASE, budget(tmp_path / name), **AT_ONCE) as made:
+            found.append(made.step_count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Durability, "abandon", later)
+        del engine
+        makers = [threading.Thread(target=make, args=(name,)) for name in ("other", "store")]
+        for maker in makers:
+            maker.start()
+            maker.join(0.3)
+        may_end.set()
+        for maker in makers:
+            maker.join()
+    assert sorted(found) == [0, 1]
 
 
 def test_what_was_got_from_an_engine_keeps_it(tmp_path: Path) -> None:

@@ -323,6 +323,17 @@ def test_what_is_to_be_computed_goes_through_the_engine_whole(monkeypatch: pytes
     check_kept_whole(fabric.strategy.engine, run, monkeypatch)
 
 
+def test_a_loop_that_is_dropped_leaves_its_store_to_the_next(tmp_path: Path) -> None:
+    def step() -> int:
+        fabric, model = fabric_on(tmp_path), llama()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+        fabric.backward(model(**collate(examples(1))).loss)
+        optimizer.step()
+        return fabric.strategy.engine.step_count
+
+    assert [step(), step()] == [1, 2]
+
+
 @pytest.mark.parametrize("whose", ["optimizer", "model", "model as it was given"])
 def test_zero_grad_forgets_what_was_collected(whose: str) -> None:
     fabric, model, optimizer = set_up()

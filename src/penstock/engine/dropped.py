@@ -89,10 +89,11 @@ def settle() -> None:
         return
     gc.collect()  # an engine in a cycle, as of an error's traceback, is there until somebody looks for such
     watched = list(dropped.watched)  # at once: other threads make engines, and close some
-    dropped.watched.difference_update([final for final in watched if not final.alive])
+    gone = [final for final in watched if not final.alive]
     done = threading.Event()
     dropped.waiting.put(done.set)
     done.wait()
+    dropped.watched.difference_update(gone)  # not before: another thread would not wait for them
 
 
 def _end(planning: Planning, durable: Durability, resources: EngineResources) -> None:

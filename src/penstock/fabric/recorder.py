@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -37,8 +38,9 @@ class Recorder(nn.Module):
         self._engine, self._moment, self._discard = engine, moment, discard
         self._ranks, self._device = ranks, device
         self._forward_at_setup = vars(module).get("forward")
+        drop = _weakly(discard)  # the engine has the model: what leads from there to the engine keeps it for ever
         for part in module.modules():  # which a loop may have as they were before fabric.setup
-            vars(part)["zero_grad"] = self.zero_grad if part is module else _drop_in_part
+            vars(part)["zero_grad"] = drop if part is module else _drop_in_part
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if vars(self.module).get("forward") is not self._forward_at_setup:
@@ -64,6 +66,17 @@ class Recorder(nn.Module):
 
 
 drop_by(Recorder)
+
+
+def _weakly(discard: Callable[[], None]) -> Callable[[bool], None]:
+    """A ``zero_grad`` that calls a method for as long as somebody has its object."""
+    method = WeakMethod(discard)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if (found := method()) is not None:
+            found()
+
+    return zero_grad
 
 
 def _drop_in_part(set_to_none: bool = True) -> NoReturn:
