@@ -73,14 +73,17 @@ class Scaled(nn.Module):
 
 
 class Model(nn.Module):
-    """Hands its blocks a tensor and a number of the micro-batch's own; ``twice``: twice the number."""
+    """Hands its blocks a tensor and a number of the micro-batch's own; ``twice``: twice the number; ``unseen``: it
+    writes to the tensor before, and no version says so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Scaled() for _ in range(4))
-        self.twice = False
+        self.twice = self.unseen = False
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor, factor: float) -> torch.Tensor:
+        if self.unseen:
+            bias.data.mul_(3)
         for block in self.blocks:
             x = block(x, bias, factor=factor * 2 if self.twice else factor)
         return x.square().mean()
@@ -90,7 +93,7 @@ def handing(mesh: DeviceMesh | None, how: str = "") -> Any:
     """Losses of steps, whose micro-batches have factors of their own, and the bytes that are sent besides inputs."""
     torch.manual_seed(0)
     model, inputs = Model(), [{"x": torch.ones(2, 16), "bias": torch.ones(2, 16), "factor": f} for f in (0.5, 2.0)]
-    model.twice = how == "twice"
+    model.twice, model.unseen = how == "twice", how == "unseen"
     settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(**b)}
     with penstock.wrap(model, budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
         losses = [engine.step(inputs).loss]
@@ -106,6 +109,13 @@ def test_what_a_micro_batch_holds_is_each_ranks_own_and_is_not_sent() -> None:
     for losses, besides in pipeline(2, handing):
         assert losses == wanted
         assert besides == 0
+
+
+def test_what_the_models_code_has_written_to_is_sent_as_it_is_then() -> None:
+    wanted, _ = handing(None, "unseen")
+    for losses, besides in pipeline(2, handing, "unseen"):
+        assert losses == wanted
+        assert besides > 0
 
 
 @pytest.mark.parametrize(
