@@ -81,7 +81,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Scaled() for _ in range(4))
         self.twice = self.unseen = False
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor, factor: float) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, bias: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         if self.unseen:
             bias.data.mul_(3)
         for block in self.blocks:
@@ -100,6 +100,8 @@ def handing(mesh: DeviceMesh | None, how: str = "") -> Any:
         for block in model.blocks:
             block.writes = how == "writes"
         model.twice = how in ("twice", "twice later")
+        if how == "left out":
+            del inputs[1]["factor"], inputs[0]["factor"]
         losses += [engine.step(inputs).loss, engine.evaluate(inputs)]
         return losses, 0 if engine.plan.program.dealt is None else sum(engine.plan.program.dealt.besides)
 
@@ -124,6 +126,7 @@ def test_what_the_models_code_has_written_to_is_sent_as_it_is_then() -> None:
         ("twice", r"its argument 'factor' is 1\.0, and was 4\.0\. Another rank .* or give the value with the micro-b"),
         ("twice later", r"its argument 'factor' is 1\.0, and that of the micro-batch is 0\.5"),
         ("writes", "in place"),
+        ("left out", "micro-batch 0 has no number or text 'factor', which block 'blocks.1' was handed"),
     ],
 )
 def test_another_value_than_other_ranks_would_hand_their_blocks_is_refused(how: str, said: str) -> None:
