@@ -217,3 +217,10 @@ def test_places_that_begin_anew_within_a_row_are_another_shape() -> None:
     assert batch.handed_alike(shapes((0, 0, 1, 0), (0, 1, 0, 1)), two)
     assert not batch.handed_alike(two, shapes((0, 0, 1, 0), (0, 1, 0, 1)))
     assert not batch.handed_alike(two, shapes((0, 1, 0), (0, 1, 2)))
+
+
+def test_places_without_one_piece_of_memory_are_a_shape() -> None:
+    rows = [torch.arange(2), torch.arange(3)]
+    nested = batch.shapes({"position_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)})
+    assert [place for place, _, _ in nested] == [("position_ids",)]
+    assert batch.shapes({"attention_mask": torch.eye(3).to_sparse_csr()})[0][1] == (3, 3)

@@ -73,14 +73,17 @@ class Scaled(nn.Module):
 
 
 class Model(nn.Module):
-    """Hands its blocks a tensor and a number of the micro-batch's own; ``twice``: twice the number."""
+    """Hands its blocks a tensor and a number of the micro-batch's own; ``twice``: twice the number; ``unseen``: it
+    writes to the tensor before, and no version says so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Scaled() for _ in range(4))
-        self.twice = False
+        self.twice = self.unseen = False
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor, factor: float) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, bias: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        if self.unseen:
+            bias.data.mul_(3)
         for block in self.blocks:
             x = block(x, bias, factor=factor * 2 if self.twice else factor)
         return x.square().mean()
@@ -90,13 +93,15 @@ def handing(mesh: DeviceMesh | None, how: str = "") -> Any:
     """Losses of steps, whose micro-batches have factors of their own, and the bytes that are sent besides inputs."""
     torch.manual_seed(0)
     model, inputs = Model(), [{"x": torch.ones(2, 16), "bias": torch.ones(2, 16), "factor": f} for f in (0.5, 2.0)]
-    model.twice = how == "twice"
+    model.twice, model.unseen = how == "twice", how == "unseen"
     settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(**b)}
     with penstock.wrap(model, budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
         losses = [engine.step(inputs).loss]
         for block in model.blocks:
             block.writes = how == "writes"
         model.twice = how in ("twice", "twice later")
+        if how == "left out":
+            del inputs[1]["factor"], inputs[0]["factor"]
         losses += [engine.step(inputs).loss, engine.evaluate(inputs)]
         return losses, 0 if engine.plan.program.dealt is None else sum(engine.plan.program.dealt.besides)
 
@@ -108,12 +113,20 @@ def test_what_a_micro_batch_holds_is_each_ranks_own_and_is_not_sent() -> None:
         assert besides == 0
 
 
+def test_what_the_models_code_has_written_to_is_sent_as_it_is_then() -> None:
+    wanted, _ = handing(None, "unseen")
+    for losses, besides in pipeline(2, handing, "unseen"):
+        assert losses == wanted
+        assert besides > 0
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ("twice", r"its argument 'factor' is 1\.0, and was 4\.0\. Another rank .* or give the value with the micro-b"),
         ("twice later", r"its argument 'factor' is 1\.0, and that of the micro-batch is 0\.5"),
         ("writes", "in place"),
+        ("left out", "micro-batch 0 has no number or text 'factor', which block 'blocks.1' was handed"),
     ],
 )
 def test_another_value_than_other_ranks_would_hand_their_blocks_is_refused(how: str, said: str) -> None:

@@ -50,10 +50,11 @@ def test_who_is_left_by_a_torchrun_that_was_killed_does_not_wait_for_the_next_on
     assert (tmp_path / "said").read_text() == said
 
 
+@pytest.mark.parametrize("address", ["nowhere.invalid", "no..name"])
 def test_a_meeting_place_that_has_no_address_is_named_while_it_is_waited_for(
-    given: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    given: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, value in (given | {"MASTER_ADDR": "nowhere.invalid"}).items():
+    for name, value in (given | {"MASTER_ADDR": address}).items():
         monkeypatch.setenv(name, value)
 
     def refused(*_: object, **__: object) -> NoReturn:
@@ -62,9 +63,7 @@ def test_a_meeting_place_that_has_no_address_is_named_while_it_is_waited_for(
     monkeypatch.setattr(dist, "TCPStore", refused)
     with pytest.raises(RankError, match="could not join"):
         penstock.torchrun_mesh("cpu")
-    assert (
-        "MASTER_ADDR='nowhere.invalid', where all processes are to meet, is no host that this one knows" in caplog.text
-    )
+    assert f"MASTER_ADDR={address!r}, where all processes are to meet, is no host that this one knows" in caplog.text
 
 
 @pytest.mark.parametrize("when", ["joining", "after"])

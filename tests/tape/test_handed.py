@@ -413,6 +413,13 @@ def run_sparse(model: Stack, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def run_compressed(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    graph = torch.eye(x.shape[1], dtype=x.dtype).to_sparse_csr()
+    for layer in model.layers:
+        x = layer(x, graph)
+    return x
+
+
 def run_nested(model: Stack, x: torch.Tensor) -> torch.Tensor:
     nested = torch.nested.as_nested_tensor(list(x), layout=torch.jagged)
     for layer in model.layers:
@@ -422,6 +429,7 @@ def run_nested(model: Stack, x: torch.Tensor) -> torch.Tensor:
 
 def test_sparse_tensors_are_handed_on_and_nested_ones_are_refused() -> None:
     assert_exact(stack(TakesSparse, run_sparse))
+    assert_exact(stack(TakesSparse, run_compressed))
     assert "is handed a nested tensor: pad it" in refused(stack(Layer, run_nested))
 
 

@@ -163,7 +163,7 @@ def shapes(micro_batch: MicroBatch) -> Shapes:
 
 def _hides(place: trees.Place, value: torch.Tensor) -> tuple[int, ...]:
     name = str(place[-1])
-    if value.is_meta or not name.endswith(("attention_mask", "position_ids")):
+    if value.is_meta or not trees.has_storage(value) or not name.endswith(("attention_mask", "position_ids")):
         return ()
     if name.endswith("attention_mask"):
         return (int(not bool(value.all())),)

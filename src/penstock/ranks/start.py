@@ -180,12 +180,12 @@ def _meet(rank: int) -> Any:
     address = os.environ["MASTER_ADDR"]
     try:
         socket.getaddrinfo(address, None)
-    except OSError as error:  # it may get its name yet, as where all hosts are started at once
+    except (OSError, UnicodeError) as error:  # it may get its name yet, as where all hosts are started at once
         log.warning(
             "MASTER_ADDR=%r, where all processes are to meet, is no host that this one knows (%s): it is waited for, "
             "%d minutes at most",
             address,
-            error.strerror,
+            getattr(error, "strerror", error),
             _PATIENCE.total_seconds() // 60,
         )
     store = dist.TCPStore(  # type: ignore[attr-defined]

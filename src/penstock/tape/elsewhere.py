@@ -49,10 +49,25 @@ def besides(calls: Calls, of_stages: Sequence[int]) -> dict[int, tuple[int, ...]
     return found
 
 
-def _handed_to_others(calls: Calls, of_stages: Sequence[int]) -> set[int]:
-    """The numbers of the tensors that are handed to blocks of other ranks than the first."""
-    others = (call for k, call in enumerate(calls) if call is not None and of_stages[k])
-    return {place - 1 for call in others for place in call.places.values() if place}
+def _shared_at_first(
+    mb: int, micro_batch: Mapping[str, Any], calls: Calls, shared: Sequence[Shared], of_stages: Sequence[int]
+) -> Sharing:
+    """The parts of a micro-batch that blocks of other ranks than the first are handed, before its forward begins.
+
+    Raises:
+        ModelError: it has no plain value of a name that one is handed.
+    """
+    others = [call for k, call in enumerate(calls) if call is not None and of_stages[k]]
+    numbers = {place - 1 for call in others for place in call.places.values() if place}
+    found = Sharing.given(micro_batch, shared, sorted(numbers))
+    for call in others:
+        for name in call.names.values():
+            if name not in found.values:
+                raise ModelError(
+                    f"micro-batch {mb} has no number or text {name!r}, which block {call.block!r} was handed of the "
+                    "first micro-batch of its shape, and is on another rank of the pipeline: give it with each"
+                )
+    return found
 
 
 class Elsewhere:
@@ -73,8 +88,10 @@ class Elsewhere:
         self._calls = calls
         self._kinds = shared
         self._besides = [besides(of_one, dealt.of_stages) for of_one in calls]
-        of_others = [sorted(_handed_to_others(of_one, dealt.of_stages)) for of_one in calls]
-        self._shared = [Sharing.given(*given) for given in zip(micro_batches, shared, of_others, strict=True)]
+        self._shared = [
+            _shared_at_first(mb, *given, dealt.of_stages)
+            for mb, given in enumerate(zip(micro_batches, calls, shared, strict=True))
+        ]
         self._out: dict[tuple[Way, int, int], torch.Tensor | None] = {}
         self._in: dict[tuple[Way, int, int], torch.Tensor | None] = {}
         self._sources: dict[tuple[int, int], torch.Tensor] = {}

@@ -37,7 +37,7 @@ class Kind:
     def of(cls, tensor: torch.Tensor) -> "Kind":
         return cls(
             shape=tuple(tensor.shape),
-            stride=tuple(tensor.stride()),
+            stride=tuple(tensor.stride()) if trees.has_storage(tensor) else (),
             dtype=tensor.dtype,
             requires_grad=tensor.requires_grad,
         )
@@ -102,14 +102,19 @@ class Calls:
     shared: list[Shared] = field(default_factory=list)
     _keys: dict[Any, int] = field(default_factory=dict)
     _versions: list[int] = field(default_factory=list)
-    _given: dict[Any, tuple[trees.Place, int]] = field(default_factory=dict)
-    """place and version of each of the micro-batch's tensors, by its key"""
+    _given: dict[Any, trees.Place] = field(default_factory=dict)
+    """the place of each of the micro-batch's tensors that nothing has written to, by its key"""
     _values: dict[str, Any] = field(default_factory=dict)
 
     def given(self, micro_batch: Mapping[str, Any]) -> None:
         """Note what the forward is given, and all ranks have."""
-        self._given = {_key(tensor): (place, version(tensor)) for place, tensor in trees.places(micro_batch).items()}
+        self._given = {_key(tensor): place for place, tensor in trees.places(micro_batch).items()}
         self._values = values_of(micro_batch)
+
+    def wrote(self, storage: int) -> None:
+        """Note that memory is written to, also where no version says so (``x.data``): what it holds is no longer what
+        all ranks have."""
+        self._given = {key: place for key, place in self._given.items() if key[0] != storage}
 
     def see(
         self,
@@ -186,8 +191,7 @@ class Calls:
         key = _key(tensor)
         if key not in self._keys:
             self._keys[key] = len(self.shared)
-            place, before = self._given.get(key, (None, 0))
-            self.shared.append(Shared(kind=Kind.of(tensor), origin=place if before == version(tensor) else None))
+            self.shared.append(Shared(kind=Kind.of(tensor), origin=self._given.get(key)))
             self._versions.append(version(tensor))
         return self._keys[key]
 

@@ -163,6 +163,7 @@ class Probe:
         """A block may write to a parameter what is there already, as a clipping does within its bound: it is compared
         when the call has ended.
         """
+        self.seen.wrote(written.storage)
         if not self._packer.has(written.storage):
             return
         parameter = self._packer.parameter_of(written.tensor)
