@@ -353,6 +353,31 @@ def test_a_model_whose_labels_are_of_no_tokens_is_refused_in_words() -> None:
     assert caught.value.kind == "ModelError"
 
 
+class Table(nn.Module):
+    """Multiplies by a constant in fp32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = torch.eye(width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.table
+
+
+def beside_a_table(mesh: DeviceMesh) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**models.decoder()))
+    model.model.layers[1].mlp = Table(model.config.hidden_size)
+    wrap(CASES["llama"], budget(None), mesh=mesh, model=model, precision="bf16")
+
+
+def test_a_table_in_fp32_beside_weights_in_16_bits_is_an_error_that_names_its_module() -> None:
+    with pytest.raises(RankFailedError, match=r"'model.layers.1.mlp' \(Table\) does not compute in bf16") as caught:
+        sharing(2, beside_a_table)
+    assert caught.value.kind == "ModelError"
+
+
 def counted(mesh: DeviceMesh, schedule: str) -> tuple[int, tuple[Stage, ...]]:
     """Bytes that attention sends in a step, by the trace, and the stages of a span as they were probed."""
     with wrap(CASES["llama"], budget(None), mesh=mesh, schedule=schedule) as engine:

@@ -22,6 +22,7 @@ from penstock.errors import BudgetError, ConfigError, ModelError, RankError, Sto
 from penstock.tape import trees
 from penstock.tape.facts import Site
 from penstock.tape.tape import Tape
+from penstock.tape.unequal import unequal_dtypes_told
 
 _TOKENS = 64
 _ITEMS = 7
@@ -39,7 +40,7 @@ def check_on_first(shared: EngineResources, spans: Spans) -> None:
     with shared.tape.undo.after(weights.close):
         if shared.ranks.rank == 0:
             try:
-                check_mixes_nothing(shared.tape, spans, weights.load, weights.unload)
+                check_mixes_nothing(shared.tape, spans, shared.arrays.dtype, weights.load, weights.unload)
             except ModelError as error:
                 said = str(error)
         weights.ended()
@@ -51,10 +52,12 @@ def check_on_first(shared: EngineResources, spans: Spans) -> None:
 def check_mixes_nothing(
     tape: Tape,
     spans: Spans,
+    dtype: torch.dtype,
     load: Callable[[int], None],
     unload: Callable[[int], None],
 ) -> None:
-    """``load(group)`` attaches a group's weights on the device, ``unload(group)`` detaches them.
+    """``dtype``: of the weights as they compute. ``load(group)`` attaches a group's weights on the device,
+    ``unload(group)`` detaches them.
 
     Raises:
         ModelError: a block, or the model's own code, mixes tokens; or its loss is another one than is asked for.
@@ -70,7 +73,8 @@ def check_mixes_nothing(
     mixed: list[str] = []
     with spans.apart(), _spoilt(embedding, clean) as spoilt, _looking(tape.sites, clean, mixed):
         try:
-            tape.probe(_micro_batch(clean, table.shape[0]), load, unload, train=False)
+            with unequal_dtypes_told(model, dtype):
+                tape.probe(_micro_batch(clean, table.shape[0]), load, unload, train=False)
         except (BudgetError, ConfigError, ModelError, RankError, StoreError):
             raise
         except Exception as error:  # the model's own, of any class
