@@ -98,6 +98,7 @@ def _loaded(model: Any, folder: Path) -> Any:
     for name, parameter in loaded.named_parameters():
         parameter.requires_grad_(trains[name]).data = parameter.detach().to(BF16)
     quiet(loaded)
+    loaded.config.use_cache = False  # as in a step: keys that pass through a cache lie otherwise, for other last bits
     return loaded
 
 
