@@ -11,6 +11,7 @@ import pytest
 
 import penstock
 from penstock.errors import ScheduleError
+from penstock.planner.own_schedule import own_plan
 from penstock.runtime.bound import refuse_others
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_op, parse_schedule
@@ -141,6 +142,17 @@ def test_one_that_would_not_compute_the_step_is_refused_before_anything_runs(
     old: str, new: str, said: str, tmp_path: Path
 ) -> None:
     refuses(edited((old, new)), said, tmp_path)
+
+
+def test_one_of_several_ranks_that_takes_from_no_pool_is_refused_when_it_is_planned(tmp_path: Path) -> None:
+    """That of one rank is checked before; of gradients that wait on disk its ops are put in order to see whose they
+    are."""
+    assert {"WG", "RG"} <= {op.id.kind for op in HANDMADE.ops}
+    with wrap(CASE, anywhere(tmp_path), clip_grad_norm=CLIP, schedule=HANDMADE) as engine:
+        engine.prepare(STEPS[0])
+        request = engine.inside.planning.request
+    with pytest.raises(ScheduleError, match="op B2m0 takes G2 from pool own, which does not exist"):
+        own_plan(request, edited(("pool own device", "pool owned device")))
 
 
 LOADS_W2 = (

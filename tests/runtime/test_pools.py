@@ -43,6 +43,19 @@ def test_slots_do_not_overlap_and_start_on_pages() -> None:
     pools.close()
 
 
+def test_a_pool_has_no_more_slots_than_ops_take_however_many_buffers_it_names() -> None:
+    more = "pool none host 1000 x 0\npool near device 200 x 8192\npool counted device 1000 x 5000 counted"
+    schedule = parse_schedule(
+        str(SCHEDULE).replace("pool near device 2 x 8192\npool counted device 1 x 5000 counted", more)
+    )
+    pools = Pools(schedule, CPU)
+    assert {name: len(slots) for name, slots in pools.slots.items()} == {"none": 0, "near": 2, "far": 1}
+    assert len(pools.take(schedule.ops[0])) == 4
+    assert pools.in_use["device"] == 1000 + 200 * 8192 + 5000, "memory is what the schedule says"
+    pools.give(schedule.ops[1])
+    pools.close()
+
+
 RESERVED = {"device": 1000 + 2 * 8192, "host": 2000 + 2 * 4096, "disk": 0}
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.errors import ScheduleError
+from penstock.schedule.check.worlds import violations
 from penstock.schedule.ir.text import parse_ranks, parse_world
 from penstock.schedule.ir.worlds import format_ranks
 from penstock.schedule.lower.families import FAMILIES, build
@@ -115,3 +116,11 @@ def test_a_line_that_is_wrong_is_named(name: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         parse_world(GOOD[:at] + new + GOOD[at + len(old) :])
     assert says in str(caught.value)
+
+
+def test_a_collective_of_a_group_with_a_rank_that_is_not_there_is_refused() -> None:
+    """The group is named first; who looks for the collective on all its ranks finds none on that one."""
+    one = "schedule x micro-batches 1 chunk 0\nAR0 group all bytes 8\n"
+    assert "group all has rank 2, which does not exist" in violations(
+        parse_world(f"world x ranks 2\ngroup all 0-2\nrank 0-1\n{one}")
+    )

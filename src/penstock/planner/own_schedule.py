@@ -11,6 +11,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.request import Request
 from penstock.planner.update_mode import no_speculation
 from penstock.schedule.check.late import late_chunks
+from penstock.schedule.check.rules import check_names
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, graphs_kept
 from penstock.schedule.meaning import Needs, prove
@@ -30,6 +31,7 @@ def own_plan(request: Request, schedule: Schedule, keep: Placement | None = None
             settings say something else.
         BudgetError: its pools do not fit.
     """
+    check_names(schedule)
     _check_cut(request, schedule)
     _check_pools(schedule)
     place = placement_of(schedule, request, base_placement(request) if keep is None else keep)

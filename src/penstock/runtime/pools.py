@@ -1,6 +1,7 @@
 """The pools of a running schedule: which buffer has which slot, and how many bytes each tier has in use."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -32,15 +33,19 @@ class Pools:
             undo.pop_all()
         self.slots: dict[str, list[torch.Tensor]] = {}
         """pool -> its buffers, each of uint8 [size]"""
+        takes = Counter(pool for op in schedule.ops for _, pool in op.takes)
+        takes.update(pool for _, _, pool in schedule.carried)
+        self._used = {pool.name: range(min(pool.count, takes[pool.name])) for pool in schedule.pools}
+        """pool -> its slots; a schedule of the user's own may name any number more, which no op would ever take"""
         offset = dict.fromkeys(TIERS, 0)
         for pool in backed:
             slab = self._host.bytes if pool.tier == "host" else self._device.bytes
             step = page_up(pool.size)
             start = offset[pool.tier]
-            self.slots[pool.name] = [slab[start + i * step :][: pool.size] for i in range(pool.count)]
+            self.slots[pool.name] = [slab[start + i * step :][: pool.size] for i in self._used[pool.name]]
             offset[pool.tier] = start + step * pool.count
         self._pools: dict[str, Pool] = {pool.name: pool for pool in schedule.pools}
-        self._free: dict[str, list[int]] = {pool.name: list(range(pool.count)) for pool in schedule.pools}
+        self._free: dict[str, list[int]] = {pool: list(slots) for pool, slots in self._used.items()}
         self._held: dict[str, tuple[str, int]] = {}
         self._carried = schedule.carried
         self._reserved = reserved_bytes(schedule)
@@ -108,7 +113,7 @@ class Pools:
     def reset(self) -> None:
         """Forget a step that was broken off: what is held is what a step starts with."""
         self._held.clear()
-        self._free = {pool.name: list(range(pool.count)) for pool in self._pools.values()}
+        self._free = {pool: list(slots) for pool, slots in self._used.items()}
         self.in_use = dict(self._reserved)
         for start, (pool, slot) in self._started.items():
             self._held[start] = (pool, slot)

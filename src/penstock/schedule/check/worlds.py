@@ -99,7 +99,7 @@ def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
 
 
 def _has(world: World, rank: int, ident: OpId, group: str) -> bool:
-    op = world.ranks[rank].by_id.get(ident)
+    op = world.ranks[rank].by_id.get(ident) if rank < len(world.ranks) else None
     return op is not None and op.group == group
 
 
