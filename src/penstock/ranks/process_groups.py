@@ -4,12 +4,11 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from penstock.ranks.between import check_none_given_up, close_watch, open_watch
 from penstock.ranks.calls import Calls
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.left import Left
-from penstock.ranks.waiting import LOOK, Beside, beside
+from penstock.ranks.waiting import LOOK, Beside, GivingUp, beside, give_up
 from penstock.ranks.watch import LONG, Place, Watch, host_count, log
 from penstock.schedule.mesh import is_branch
 
@@ -86,12 +85,12 @@ class Together(Telling):
         self.cp = axes.cp
         self.stages = axes.stages
         self._beside: dict[int, Beside] = {}
-        """thread that sends and receives -> the one that waits for it"""
+        """thread -> the one that waits in its place"""
         self._pending: list[object] = []
         """objects that a broken-off collective may still write to"""
         self._on_device: list[dist.ProcessGroup] = []
         """process groups of what is queued on the device"""
-        self._giving_up = threading.Lock()
+        self._aborting = threading.Lock()
         self._left = Left.of(mesh, device)
         try:
             with _said_if_long(self.rank):
@@ -109,6 +108,7 @@ class Together(Telling):
         store = store_of(f"penstock/{'-'.join(map(str, members))}/{_made}")
         self._calls = Calls(self.rank, members, world=dist.get_world_size())
         self._watch = Watch(store, self.rank, places, self._calls)
+        self._giving_up = GivingUp(self._watch)
         self._members, self._device = members, device
         try:
             self.control = self._join(members, "gloo", device)
@@ -238,29 +238,37 @@ class Together(Telling):
         work = call(tensor, self._members[peer], group=self._crossing)
         self._message(work.wait, tensor, works=[[work]])
 
-    def _message(self, call: Callable[[], Any], *tensors: torch.Tensor, works: Iterable[Sequence[Any]] = ()) -> None:
-        """Do what waits for messages to or from other ranks. gloo gives none up: who waits looks whether all others are
-        there. ``tensors``: what it sends and receives. ``works``: those of gloo that it waits for."""
+    def _message(self, call: Callable[[], Any], *tensors: torch.Tensor, works: Sequence[Sequence[Any]]) -> None:
+        """Do what waits for messages to or from other ranks. ``tensors``: what it sends and receives. ``works``: those
+        of gloo that it waits for: gloo gives none up by itself."""
         try:
-            with self._watch.waits():
-                thread = threading.get_ident()
-                if thread not in self._beside:
-                    self._beside[thread] = Beside()
-                self._beside[thread].make(call, self.check)
+            with self._watch.waits(), self._giving_up.while_waiting_for(works):
+                if threading.current_thread() is threading.main_thread():  # an interrupt ends that one's wait
+                    self._aside(call)
+                else:
+                    self.check()  # of what fails later ``works`` are given up
+                    call()
         except RankError:
             self._pending.append((call, tensors))  # the backend still has their addresses
-            for work in chain.from_iterable([*works]):
-                _give_up(work)
+            give_up(works)
             raise
         except RuntimeError as error:
+            self._pending.append((call, tensors))
             raise self._watch.lost(error) from error
+
+    def _aside(self, call: Callable[[], Any]) -> None:
+        """Have another thread make a call that nothing ends, and wait as long as all others are there."""
+        thread = threading.get_ident()
+        if thread not in self._beside:
+            self._beside[thread] = Beside()
+        self._beside[thread].make(call, self.check)
 
     def trade_in(
         self, group: "dist.ProcessGroup", sent: Mapping[int, torch.Tensor], got: Mapping[int, torch.Tensor]
     ) -> None:
         """Send tensors on the CPU to some ranks, and fill others with what those send: piece by piece, two of which are
         under way."""
-        under_way = deque[list[Any]]()
+        under_way = list[list[Any]]()
 
         def all_pieces() -> None:
             cut = {rank: (_pieces(sent[rank]), _pieces(got[rank])) for rank in sent}
@@ -271,7 +279,8 @@ class Together(Telling):
                     works.append(dist.isend(to[piece], self._members[rank], group=group))
                 under_way.append(works)
                 if len(under_way) > 1:
-                    _wait_for(under_way.popleft())
+                    _wait_for(under_way[0])
+                    del under_way[0]
             for works in under_way:
                 _wait_for(works)
 
@@ -302,6 +311,7 @@ class Together(Telling):
         self._calls.close()
         close_watch(self._watch)
         self._watch.close()
+        self._giving_up.close()
         for thread in self._beside.values():
             thread.close()
         until = time.monotonic() + _FEW
@@ -340,15 +350,19 @@ class Together(Telling):
 
         if not done.query():
             try:
-                self._message(over, *tensors)
+                with self._watch.waits():
+                    self._aside(over)
             except RankError:
+                self._pending.append((over, tensors))
                 self._abort()
                 raise
+            except RuntimeError as error:
+                raise self._watch.lost(error) from error
         done.synchronize()  # it is over; what has failed on the device is told to who asks
 
     def _abort(self) -> None:
         """Give up what is under way on the device, once: whoever comes second finds that done."""
-        with self._giving_up:
+        with self._aborting:
             while self._on_device:
                 self._on_device.pop().abort()
 
@@ -437,14 +451,6 @@ def _is_over(work: Any) -> bool:
         time.sleep(_SHORT)  # whatever it was that came at once
         return bool(work.is_completed())
     return True
-
-
-def _give_up(work: Any) -> None:
-    """Have a message of gloo fail, and with it all others of its process group, in whatever threads they are waited
-    for: gloo closes the connections of a group of which a message takes longer than it may. A thread that still waited
-    as the process ends would abort it."""
-    with suppress(RuntimeError):
-        work.wait(timedelta(milliseconds=1))
 
 
 def _wait_for(works: Sequence[Any]) -> None:

@@ -1,14 +1,20 @@
 """Calls of torch that wait for all ranks, be they alive or not.
 
-Nothing ends such a call. So another thread makes it, and who needs its result looks meanwhile, again and again, whether
-there is still somebody to wait for.
+Nothing ends most such calls. So another thread makes one (``Beside``), and who needs its result looks meanwhile, again
+and again, whether there is still somebody to wait for. A wait for messages of gloo ends when they are given up: who
+waits does so itself, which costs no hand-over, and another thread looks (``GivingUp``).
 """
 
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import chain
+from typing import Any, TypeVar
+
+from penstock.ranks.watch import Watch
 
 T = TypeVar("T")
 
@@ -81,3 +87,43 @@ def beside(call: Callable[[], T], look: Callable[[], None]) -> T:
         return thread.make(call, look)
     finally:
         thread.close()
+
+
+class GivingUp:
+    """A thread that gives up the messages that others wait for once there is nobody to wait for any more."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._waited_for: dict[int, Sequence[Sequence[Any]]] = {}
+        """thread -> works of gloo that it waits for"""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="penstock-giving-up", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def while_waiting_for(self, works: Sequence[Sequence[Any]]) -> Iterator[None]:
+        """``works``: more may come, and those that are done may go, within."""
+        self._waited_for[threading.get_ident()] = works
+        try:
+            yield
+        finally:
+            del self._waited_for[threading.get_ident()]
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._over.wait(LOOK):
+            if self._waited_for and self._watch.failure is not None:
+                for works in [*self._waited_for.values()]:
+                    give_up(works)
+
+
+def give_up(works: Sequence[Sequence[Any]]) -> None:
+    """Have messages of gloo fail, and with each all others of its process group, in whatever threads they are waited
+    for: gloo closes the connections of a group of which a message takes longer than it may. A thread that still waited
+    as the process ends would abort it."""
+    for work in chain.from_iterable([*works]):
+        with suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))

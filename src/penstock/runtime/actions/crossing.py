@@ -5,7 +5,8 @@ kernels sum in the order in which they would have. That of a gradient also says 
 a loss was no number. A head is not counted among the bytes that a schedule knows of.
 
 A small tensor goes in one message with its head, as many bytes as the probe has seen of it: what a message takes counts
-then, and not its bytes. One that has turned out otherwise comes in a message of its own.
+then, and not its bytes. One that has turned out otherwise comes in a message of its own. All that a stage is handed
+besides its input goes in one message in the same way, all heads first.
 
 Messages are of host memory. What is on an accelerator passes through page-locked memory there, piece by piece: one is
 copied while the one before crosses (``Staging``). There each slot of the pool has one buffer while a step lasts:
@@ -75,26 +76,27 @@ class Crossing:
 
     def send(self, op: Op) -> None:
         k, m, way = op.id.stage, op.id.micro_batch, _WAYS[op.id.kind[1]]
-        self._send(self._elsewhere.take(way, k, m), self._elsewhere.kind(k, m), op.peer)
+        self._send([(self._elsewhere.kind(k, m), self._elsewhere.take(way, k, m))], op.peer)
         if way == "output":
             self._elsewhere.drop(k, m)
 
     def receive(self, op: Op) -> None:
         k, m, way = op.id.stage, op.id.micro_batch, _WAYS[op.id.kind[1]]
-        self._elsewhere.put(way, k, m, self._receive(op, self._elsewhere.kind(k, m), op.writes))
+        (received,) = self._receive(op, [self._elsewhere.kind(k, m)], op.writes)
+        self._elsewhere.put(way, k, m, received)
 
     def send_besides(self, op: Op) -> None:
         k, m = op.id.stage, op.id.micro_batch
-        for number, kind in self._elsewhere.kinds_besides(k, m):
-            tensor = self._elsewhere.shared(m, number)
+        sent = [(kind, self._elsewhere.shared(m, number)) for number, kind in self._elsewhere.kinds_besides(k, m)]
+        for _, tensor in sent:
             self._streams.used_on("send", tensor)  # it goes with the micro-batch, which does not wait for this
-            self._send(tensor, kind, op.peer)
+        self._send(sent, op.peer)
         self._elsewhere.require_as_they_were(m, "the model's own code")  # which runs on while this is sent
 
     def receive_besides(self, op: Op) -> None:
         k, m = op.id.stage, op.id.micro_batch
-        for number, kind in self._elsewhere.kinds_besides(k, m):
-            received = self._receive(op, kind)
+        shares = self._elsewhere.kinds_besides(k, m)
+        for (number, _), received in zip(shares, self._receive(op, [kind for _, kind in shares]), strict=True):
             assert received is not None
             self._elsewhere.share(m, number, received)
 
@@ -132,32 +134,49 @@ class Crossing:
         self._streams.used_on("compute", found)
         return found
 
-    def _send(self, tensor: torch.Tensor | None, kind: Kind, peer: int) -> None:
-        """``kind``: of what the probe has seen in the place of the tensor; None: there is none to send."""
-        message, where, numbers = _message(kind), _NO_TENSOR, [0] * (_HEAD - 2)
-        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if tensor is not None:
-            beyond = [0] * (_DIMENSIONS - tensor.dim())
-            numbers = [tensor.dim(), *tensor.shape, *beyond, *tensor.stride(), *beyond]
-            flat = tensor.detach().as_strided((Kind.of(tensor).span,), (1,)).view(torch.uint8)
-            where = _IN_ITS_MESSAGE if flat.numel() == message.numel() - _HEAD_BYTES else _IN_THE_NEXT
-        failed = self._to.context.failure is not None
-        message[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([failed, where, *numbers], device="cpu"))
-        if where == _IN_ITS_MESSAGE:
-            message[_HEAD_BYTES:].copy_(flat)
+    def _send(self, sent: Sequence[tuple[Kind, torch.Tensor | None]], peer: int) -> None:
+        """``sent``: tensors, each after the kind of what the probe has seen in its place; None: there is none."""
+        if not sent:  # a micro-batch may hand on less than another
+            return
+        message, heads, places = _message([kind for kind, _ in sent])
+        failed, alone, numbers = self._to.context.failure is not None, list[torch.Tensor](), list[int]()
+        for (_, tensor), place in zip(sent, places, strict=True):
+            where, layout = _NO_TENSOR, [0] * (_HEAD - 2)
+            if tensor is not None:
+                beyond = [0] * (_DIMENSIONS - tensor.dim())
+                layout = [tensor.dim(), *tensor.shape, *beyond, *tensor.stride(), *beyond]
+                flat = tensor.detach().as_strided((Kind.of(tensor).span,), (1,)).view(torch.uint8)
+                self._to.moved += flat.numel()
+                where = _IN_ITS_MESSAGE if flat.numel() == place.numel() else _IN_THE_NEXT
+                if where == _IN_ITS_MESSAGE:
+                    place.copy_(flat)
+                else:
+                    alone.append(flat)
+            numbers += [failed, where, *layout]
+        heads.copy_(torch.tensor(numbers, device="cpu"))
         self._ranks.send(message, peer)
-        if where == _IN_THE_NEXT:
+        for flat in alone:
             if self._staging is None:
                 self._ranks.send(flat, peer)
             else:
                 self._staging.send(flat, partial(self._ranks.send, peer=peer))
-        self._to.moved += flat.numel()
 
-    def _receive(self, op: Op, kind: Kind, names: Sequence[str] = ()) -> torch.Tensor | None:
+    def _receive(self, op: Op, kinds: Sequence[Kind], names: Sequence[str] = ()) -> list[torch.Tensor | None]:
         """``names``: the buffers that the schedule has for it."""
-        message = _message(kind)
+        if not kinds:
+            return []
+        message, heads, places = _message(kinds)
         self._ranks.receive(message, op.peer)
-        failed, where, dimensions, *numbers = message[:_HEAD_BYTES].view(torch.int64).tolist()
+        return [
+            self._received(op, kind, head, place, names)
+            for kind, head, place in zip(kinds, heads.view(-1, _HEAD).tolist(), places, strict=True)
+        ]
+
+    def _received(
+        self, op: Op, kind: Kind, head: Sequence[int], place: torch.Tensor, names: Sequence[str]
+    ) -> torch.Tensor | None:
+        """``place``: of the message that has come, where the tensor is if it came with that."""
+        failed, where, dimensions, *numbers = head
         if failed and self._to.context.failure is None:
             self._to.context.failure = NonFiniteError(
                 f"step {self._to.context.step}: a loss of rank {self._ranks.number_of(0)} is infinite or NaN; that "
@@ -169,7 +188,7 @@ class Crossing:
         span = replace(kind, shape=tuple(shape), stride=tuple(stride)).span
         flat = self._memory(names, span, kind.dtype)
         if where == _IN_ITS_MESSAGE:
-            flat.view(torch.uint8).copy_(message[_HEAD_BYTES:])
+            flat.view(torch.uint8).copy_(place)
         elif self._staging is None:
             self._ranks.receive(flat.view(torch.uint8), op.peer)
         else:
@@ -178,6 +197,9 @@ class Crossing:
         return flat.as_strided(shape, stride)
 
 
-def _message(kind: Kind) -> torch.Tensor:
-    """Memory for a head, and for what it goes with."""
-    return torch.zeros(_HEAD_BYTES + (kind.nbytes if kind.nbytes <= SMALL else 0), dtype=torch.uint8, device="cpu")
+def _message(kinds: Sequence[Kind]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Memory for heads, and for what goes with them; in it the heads' numbers, and each tensor's place."""
+    sizes = [kind.nbytes if kind.nbytes <= SMALL else 0 for kind in kinds]
+    message = torch.empty(len(kinds) * _HEAD_BYTES + sum(sizes), dtype=torch.uint8, device="cpu")
+    heads, *places = torch.split(message, [len(kinds) * _HEAD_BYTES, *sizes])
+    return message, heads.view(torch.int64), places
