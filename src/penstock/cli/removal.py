@@ -58,7 +58,7 @@ def remove_files(folder: Path) -> None:
 
 @contextmanager
 def _left_if_it_fails() -> Iterator[None]:
-    """What cannot be removed stays, which is said."""
+    """Leave what cannot be removed, and say so."""
     try:
         yield
     except OSError as error:
