@@ -153,7 +153,7 @@ def _write(arguments: Arguments, ranks: int, config: TrainConfig, record: RunRec
     try:
         for path in _flat(new):
             make_directory(path.parent)
-        with progress("written") as bar:
+        with progress("written") as show:
             weights = [weights_of_rank(paths, (), rank, ranks) for rank, paths in enumerate(new)]
             reshard(
                 old,
@@ -164,7 +164,7 @@ def _write(arguments: Arguments, ranks: int, config: TrainConfig, record: RunRec
                 whole=config.parts(ranks) == 1 and not arguments.pipeline,
                 pipeline=arguments.pipeline,
                 family=_order(config),
-                show=bar.show,
+                show=show,
             )
     except BaseException:
         _taken_back(folder, config, record)
