@@ -12,6 +12,7 @@ from typing import Any, get_args
 from torch import nn
 
 from penstock import files
+from penstock.cli.account import Stretch
 from penstock.cli.changed import changed, without_effect
 from penstock.cli.claim import is_complete
 from penstock.cli.deterministic import deterministic_kernels
@@ -35,7 +36,6 @@ from penstock.cli.showing.pace import Pace
 from penstock.cli.showing.summary import closing, opening, resident_bytes
 from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, check_goes_on, check_shared, cut_batch
-from penstock.cli.stretch import Stretch
 from penstock.config import Family, Precision, RunConfig, Tier, TrainConfig, fields_of, format_size
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
