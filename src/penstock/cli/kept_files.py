@@ -93,9 +93,7 @@ class KeptFiles:
         return cls(files=tuple(KeptFile(**file) for file in body))
 
     def write(self, run: Path) -> None:
-        """Raises:
-        StoreError: it cannot be written.
-        """
+        """Raises StoreError: it cannot be written."""
         write_document(run / KEPT, _KIND, [asdict(file) for file in self.files])
 
     @property
@@ -127,9 +125,7 @@ class KeptFiles:
                 yield f"{path} is not what the run wrote there ({sizes})"
 
     def require(self, run: Path, prepared: Path, *, missing_in: Sequence[Path] = ()) -> None:
-        """Raises:
-        StoreError: a file is not as it was; names the first.
-        """
+        """Raises StoreError: a file is not as it was; names the first."""
         for found in self.damage(run, prepared, missing_in=missing_in):
             raise StoreError(f"{found}: check the drive. {ADVICE}")
 
@@ -145,18 +141,6 @@ class KeptFiles:
                 "tokenizer's library installed? Put back the one that was"
             )
 
-    def require_vouched(self, vouched: str | None, run: Path) -> None:
-        """``vouched``: the digest that the store's last commit has; None: it has none.
-
-        Raises:
-            StoreError: it is of other files.
-        """
-        if vouched is not None and vouched != self.digest:
-            raise StoreError(
-                f"{run / KEPT} is not that of the run whose state is in the store: put it back from a copy, with the "
-                "files that it names"
-            )
-
 
 def kept_of(run: Path, vouched: str | None) -> KeptFiles:
     """The files that a run with state keeps, as its ``kept.json`` lists them.
@@ -169,7 +153,11 @@ def kept_of(run: Path, vouched: str | None) -> KeptFiles:
     kept = KeptFiles.read(run)
     if kept is None:
         raise StoreError(f"{run / KEPT} is gone, which says what the run's files have to be: put it back from a copy")
-    kept.require_vouched(vouched, run)
+    if vouched not in (None, kept.digest):
+        raise StoreError(
+            f"{run / KEPT} is not that of the run whose state is in the store: put it back from a copy, with the "
+            "files that it names"
+        )
     return kept
 
 

@@ -20,7 +20,6 @@ import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union
 
@@ -80,7 +79,7 @@ def read_words(kind: type[W], words: Sequence[str]) -> W:
         given[key] = value
     if settings:
         given[SETTINGS] = Located(value=settings, where=kind.command)
-    given |= _operands(kind, plain, hint=_ending_hint(kind, words))
+    given |= _operands(kind, plain)
     for field in fields(kind):
         if field.name in options and is_required(field) and field.name not in given:
             raise ConfigError(f"{kind.command} needs {_flag(field.name)}. Try: {kind.command} --help")
@@ -114,7 +113,7 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
             if equals:
                 raise ConfigError(f"{flag} takes no value: write {flag}")
             flags.append((flag, None))
-        elif ending is not None and not equals and not (rest and rest[0].endswith(ending)):
+        elif ending is not None and not equals and not (rest and (rest[0].endswith(ending) or not rest[0])):
             flags.append((flag, None))
         elif equals and text:
             flags.append((flag, text))
@@ -171,17 +170,8 @@ def may_be_a_file(hint: Any) -> bool:
     return Path in options or (str in options and int not in options)
 
 
-def _ending_hint(kind: type[Words], words: Sequence[str]) -> str:
-    """A hint for messages, where a word was perhaps meant as the value of an option that may lack one; else empty."""
-    for word, following in pairwise(words):
-        ending = kind.endings.get(_key(word)) if word.startswith("--") else None
-        if ending is not None and not following.startswith("--") and not following.endswith(ending):
-            return f" A picture's name ends in {ending}."
-    return ""
-
-
-def _operands(kind: type[Words], plain: Sequence[str], *, hint: str) -> dict[str, Located]:
-    """The words without dashes, by the names of their fields. ``hint``: why there may be too many.
+def _operands(kind: type[Words], plain: Sequence[str]) -> dict[str, Located]:
+    """The words without dashes, by the names of their fields.
 
     Raises:
         ConfigError: there are too few or too many of them, or an empty one.
@@ -191,7 +181,7 @@ def _operands(kind: type[Words], plain: Sequence[str], *, hint: str) -> dict[str
     many = bool(names) and _is_list(hints[names[-1]])
     if not len(needed) <= len(plain) or (len(plain) > len(names) and not many) or "" in plain:
         given = " and ".join(filter(None, plain)) or "none"
-        raise ConfigError(f"{kind.command} takes {kind.takes}, and was given {given}.{hint} Try: {kind.command} --help")
+        raise ConfigError(f"{kind.command} takes {kind.takes}, and was given {given}. Try: {kind.command} --help")
     found = {name: _text(word, kind.command) for name, word in zip(names, plain, strict=False)}
     if many and len(plain) >= len(names):
         rest = [_text(word, kind.command) for word in plain[len(names) - 1 :]]
