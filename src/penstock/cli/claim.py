@@ -28,9 +28,9 @@ from penstock.cli.run_folder import (
     Start,
     as_cut_before,
     has_steps,
+    last_line,
     settings_of,
     settings_path,
-    steps_written,
     write_settings_text,
 )
 from penstock.cli.run_record import Pending, Replaced, RunRecord
@@ -149,7 +149,7 @@ class Claim:
             if not self._stores and (kept := step_kept(self.folder)) is not None:
                 check_same_data(as_cut_before(config), before)
                 return kept
-            if not self._stores and (done := steps_written(self.folder)):
+            if not self._stores and (done := int(last_line(self.folder).get("step", 0))):
                 return self._without_disk(config, before, done)
             return None
         if facts.untouched or facts.step is None:

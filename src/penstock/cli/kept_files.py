@@ -112,7 +112,7 @@ class KeptFiles:
         """Each file that is not as it was, in words. ``missing_in``: what is gone from there is made again."""
         for file in self.files:
             path = _place(run, prepared, file.name)
-            if any(path.is_relative_to(folder) and not _folder_of(path, folder).exists() for folder in missing_in):
+            if any(path.is_relative_to(folder) and _is_gone(path, folder) for folder in missing_in):
                 continue
             try:
                 size = path.stat().st_size
@@ -128,18 +128,6 @@ class KeptFiles:
         """Raises StoreError: a file is not as it was; names the first."""
         for found in self.damage(run, prepared, missing_in=missing_in):
             raise StoreError(f"{found}: check the drive. {ADVICE}")
-
-    def require_made_again(self, run: Path, prepared: Path) -> None:
-        """After all has been opened, so that what was gone has been made again.
-
-        Raises:
-            StoreError: it was made otherwise; names the first file.
-        """
-        for found in self.damage(run, prepared):
-            raise StoreError(
-                f"{found}, although it was made again from the same data in the same way: is another version of the "
-                "tokenizer's library installed? Put back the one that was"
-            )
 
 
 def kept_of(run: Path, vouched: str | None) -> KeptFiles:
@@ -173,9 +161,9 @@ def corpora(kept: KeptFiles, run: Path, prepared: Path) -> Iterator[Path]:
     yield from (path.with_suffix(".tokens") for path in paths if path.suffix == SUMS and path.name[:5] != "given")
 
 
-def _folder_of(path: Path, folder: Path) -> Path:
-    """The folder just below ``folder`` that a path is in."""
-    return folder / path.relative_to(folder).parts[0]
+def _is_gone(path: Path, folder: Path) -> bool:
+    """True if all of what a path is in, just below ``folder``, is not there."""
+    return not (folder / path.relative_to(folder).parts[0]).exists()
 
 
 _PREPARED = "data/"

@@ -299,12 +299,11 @@ def _clear(staged: Sequence[Sequence[Path]]) -> None:
 
 def _staged(config: TrainConfig, ranks: int, record: RunRecord) -> list[list[Path]]:
     """The directories that new stores are written in: on the drives that the budget names for each."""
-    stores, folder = config.budget.stores(ranks), f"{_STAGED}{record.owner.id[:8]}"
-    return [[_base(path) / folder / f"rank-{rank}" for path in paths] for rank, paths in enumerate(stores)]
-
-
-def _base(path: Path) -> Path:
-    return path.parent if is_of_rank(path) else path
+    stores, folder = config.budget.stores(ranks), f"{_STAGED}{record.id[:8]}"
+    return [
+        [(path.parent if is_of_rank(path) else path) / folder / f"rank-{rank}" for path in paths]
+        for rank, paths in enumerate(stores)
+    ]
 
 
 def _flat(stores: Sequence[Sequence[Path]]) -> list[Path]:

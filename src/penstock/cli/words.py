@@ -18,7 +18,7 @@ import re
 import shutil
 import textwrap
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union
@@ -156,9 +156,7 @@ def takes_no_value(hint: Any) -> bool:
 def values_of(hint: Any) -> tuple[str, ...]:
     """The words that a value is one of; empty: it may be anything of its type."""
     options = options_of(_each(hint))
-    words = [
-        str(word) for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)
-    ]
+    words = [str(word) for word in _chosen_from(options)]
     if len(options) > len([o for o in options if typing.get_origin(o) is Literal or o in (bool, type(None))]):
         return ()
     return (*(("true", "false") if bool in options else ()), *words)
@@ -199,8 +197,12 @@ def _value(hint: Any, text: str, flag: str) -> Located:
 def _as_it_stands(hint: Any) -> bool:
     """True if an option's value is a text; None, the type of a setting: it is not."""
     options = options_of(_each(hint))
-    words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
-    return str in options or Path in options or any(isinstance(word, str) for word in words)
+    return str in options or Path in options or any(isinstance(word, str) for word in _chosen_from(options))
+
+
+def _chosen_from(options: Collection[Any]) -> list[Any]:
+    """The values that a setting of one of these types is chosen from, where one is a Literal."""
+    return [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
 
 
 def _without_null(hint: Any) -> Any:
@@ -280,9 +282,8 @@ def _value_name(hint: Any) -> str:
     options = {*options_of(_each(hint))} - {type(None)}
     if hint is bool:
         return ""
-    words = [str(w) for o in options if typing.get_origin(o) is Literal for w in typing.get_args(o)]
-    if words:
-        return "|".join(words)
+    if words := _chosen_from(options):
+        return "|".join(map(str, words))
     if bool in options:
         return "[FILE]" if Path in options else "true|false"
     if {str, int} <= options:
