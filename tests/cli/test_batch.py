@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_a_profile_it_is_what_the_plan_command_chooses(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--batch.sequences", "6", "--plan", "auto", "--delay", "0", "--speculate", "false", "--evaluate", "null"]
+    flags = ["--plan", "auto", "--delay", "0", "--speculate", "false", "--evaluate", "null"]
     assert main(["plan", str(path), *flags, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["plan"]
     assert main(["train", str(path), *flags, "--steps", "1"]) == 0
@@ -189,6 +190,8 @@ def test_a_run_whose_drives_last_with_commits_now_and_then_has_these(config: Tra
     """The run chooses as the plan command does; where durable steps are asked for they are refused before anything is
     trained."""
     cpu = machine(tmp_path)
+    assert isinstance(config.model.config, Mapping)
+    config = replace(config, model=replace(config.model, config={**config.model.config, "num_hidden_layers": 2}))
     free = replace(config.budget, device="64MiB", host="64MiB", weights=None, state=None)
     roomy = replace(free, endurance=Endurance(per_day="1TB"))
     config = replace(config, batch=BatchConfig(sequences=2), delay=0.0, speculate=False)

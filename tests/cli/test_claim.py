@@ -339,8 +339,8 @@ def test_what_a_start_that_was_stopped_was_to_replace_is_what_its_own_folder_has
     store = tmp_path / "run" / "store" if inside else tmp_path / "drive"
     config = run_of(on(settings_for(tmp_path / "run"), store), step=3)
     shutil.copytree(tmp_path / "run", tmp_path / "before")
-    with pytest.MonkeyPatch.context() as patched, suppress(NameError), claimed(config, "overwrite") as claim:
-        patched.delattr("penstock.cli.reach.remove_stores")
+    with pytest.MonkeyPatch.context() as patched, suppress(AttributeError), claimed(config, "overwrite") as claim:
+        patched.delattr("penstock.cli.removal.remove_stores")
         claim.begin(config)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = settings_of(tmp_path / "copy")

@@ -177,7 +177,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Reader]:
     manifest = read_document(state / "store" / "manifest.json", "store")
     commit = max((_commit(state / "store" / f"commit.{n}") for n in (0, 1)), key=lambda body: body["sequence"])
     run = folder("run")
-    RunRecord(owner=Owner.new(run)).write(run)
+    RunRecord.of(Owner.new(run)).write(run)
     tokens = folder("tokens")
     write_tokens(tokens / "a.tokens", [[1, 2], [3]])
     facts = FileFacts(name="a", nbytes=1, changed_ns=2, digest="x")

@@ -16,7 +16,7 @@ from penstock.cli.commented import written
 from penstock.cli.first_look import DataFacts, DiskFacts, MachineFacts, ModelFacts, look_at_disk
 from penstock.cli.located import parse_yaml
 from penstock.cli.proposal import length_in_words, propose
-from penstock.cli.settings import describe, load, load_text
+from penstock.cli.settings import load, load_text, settings_below
 from penstock.config import ModelConfig, SourceConfig, TrainConfig
 from penstock.data import write_tokens
 
@@ -106,7 +106,7 @@ def _answers(draw: random.Random) -> tuple[ModelFacts, DataFacts, DiskFacts, Mac
 def test_what_is_written_is_explained_in_the_words_of_the_settings(there: Path) -> None:
     assert main(["init", *GIVEN]) == 0
     text = " ".join((there / "train.yaml").read_text().replace("#", "").split())
-    meanings = {name: meaning for name, _, _, meaning in describe(TrainConfig)}
+    meanings = {setting.name: setting.meaning for setting in settings_below(TrainConfig)}
     for name in ("data.sequence_length", "optimizer.lr", "budget.host", "batch.sequences", "epochs"):
         assert " ".join(meanings[name].split()) in text, name
     assert "\n# penstock plan train.yaml    what to expect of it\n" in (there / "train.yaml").read_text()

@@ -1,6 +1,7 @@
 """``penstock plan`` of a file with ``pipeline``: each rank's plan, and the time of the world that they make."""
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from penstock.cli.pipeline import expected, fastest
 from penstock.cli.settings import load
 from penstock.cli.showing.pace import Pace
 from penstock.cli.task import form_of, shape_of
-from penstock.hardware.machine import Network
+from penstock.config import TrainConfig
+from penstock.hardware.machine import Machine, Network
 from penstock.hardware.profiles import save_profile
+from penstock.planner.dealt import Pipeline
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.lanes import Lane
-from penstock.shape.model import stage_times
+from penstock.shape.model import ModelShape, stage_times
 from penstock.state.stats import StepStats
-from tests.cli.test_plan import CONFIG
+from tests.cli.test_plan import CONFIG, as_ever
 from tests.machines import measured_here
 from tests.questions import DRIVE, MACHINE
 
@@ -26,16 +29,46 @@ pytestmark = pytest.mark.usefixtures("_measured")
 NETWORK = Network(bandwidth=1e8, latency=1e-4)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _each_pipeline_once() -> Iterator[None]:
+    """A pipeline that several tests look at is planned once: most of what these tests take is plans."""
+    known: dict[str, Pipeline] = {}
+    better: dict[int, Pipeline] = {}
+    improved = Pipeline.improved
+
+    def once(config: TrainConfig, shape: ModelShape, machine: Machine, *cut: int) -> Pipeline:
+        key = repr((config, as_ever(machine), cut))
+        if key not in known:
+            known[key] = expected(config, shape, machine, *cut)
+        return known[key]
+
+    def improved_once(found: Pipeline, check: Callable[[Pipeline], None]) -> Pipeline:
+        assert any(found is one for one in known.values()), "which stay, each with a number of its own"
+        if id(found) not in better:
+            better[id(found)] = improved(found, check)
+        return better[id(found)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.cli.pipeline.expected", once)
+        patch.setattr(Pipeline, "improved", improved_once)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("planned")
+
+
 @pytest.fixture
-def _measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _measured(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    save_profile(measured_here(replace(MACHINE, drives=(replace(DRIVE, path=str(tmp_path)),), network=NETWORK)))
+    save_profile(measured_here(replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),), network=NETWORK)))
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(run=tmp_path / "run", device="10MiB", host="16MiB") + "pipeline: 2\n")
+def config(folder: Path) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(run=folder / "run", device="10MiB", host="16MiB") + "pipeline: 2\n")
     return path
 
 
@@ -97,7 +130,7 @@ def test_ranks_of_one_processor_have_a_part_of_it_each(config: Path, capsys: pyt
 
 
 def test_ranks_that_share_each_sequence_have_a_part_of_it(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, parts = (planned(capsys, config, "--cp", cp) for cp in (1, 2))
     assert planned(capsys, config, "--cp", 2, "--ranks", 4) == parts
@@ -106,7 +139,7 @@ def test_ranks_that_share_each_sequence_have_a_part_of_it(
     for one, other in zip(parts["ranks"], whole["ranks"], strict=True):
         assert one["bytes"]["send"] == other["bytes"]["send"] // 2, "of its tokens"
         assert one["memory"]["device"] < other["memory"]["device"]
-    slow = replace(MACHINE, drives=(replace(DRIVE, path=str(tmp_path)),), network=replace(NETWORK, bandwidth=1e5))
+    slow = replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),), network=replace(NETWORK, bandwidth=1e5))
     save_profile(measured_here(slow))
     found = planned(capsys, config, "--cp", 2, "--ranks", 4)
     for one, other in zip(found["ranks"], parts["ranks"], strict=True):
@@ -116,10 +149,10 @@ def test_ranks_that_share_each_sequence_have_a_part_of_it(
 
 
 def test_a_slower_network_makes_a_longer_step_of_the_same_bytes(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fast = planned(capsys, config)
-    slow = replace(MACHINE, drives=(replace(DRIVE, path=str(tmp_path)),), network=replace(NETWORK, bandwidth=1e5))
+    slow = replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),), network=replace(NETWORK, bandwidth=1e5))
     save_profile(measured_here(slow))
     found = planned(capsys, config)
     assert found["step"]["seconds"] > 1.2 * fast["step"]["seconds"]

@@ -25,6 +25,7 @@ from penstock.store.manifest import DATA
 from penstock.store.store import Store
 from tests import warm
 from tests.faults import Nth, error, intercepted
+from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,10 +78,10 @@ def test_a_run_in_tiles_goes_on_to_the_same_bits_and_exports_the_models_own_name
 ) -> None:
     """Tiles are 11 of the 32 tokens of both sequences of a micro-batch."""
     monkeypatch.chdir(tmp_path)
-    for run, steps in (("whole", "3"), ("run", "2")):
+    for run, steps in (("whole", "2"), ("run", "1")):
         words = ["--run", run, "--budget.disk", f"{run}/store", "--steps", steps, "--mlp_tile", "22"]
         assert main(["train", str(config), *words]) == 0
-    assert main(["resume", "run", "--steps", "3"]) == 0
+    assert main(["resume", "run", "--steps", "2"]) == 0
     assert settings.load(Path("run/config.yaml")).mlp_tile == 22
     assert _numbers(Path("run"))[-1] == _numbers(Path("whole"))[-1]
     for run in ("whole", "run"):
@@ -130,7 +131,7 @@ def test_a_resumption_on_other_data_is_refused_and_changes_no_record(
     and a run whose data are those goes on."""
     run, text = tmp_path / "run", tmp_path / "text.txt"
     identity = run / "data.json"
-    assert main(["train", str(config), "--steps", "2"]) == 0
+    assert main(["train", str(config), "--steps", "1"]) == 0
     own, given = identity.read_bytes(), text.read_text()
     others = replace(Identity.from_json(own.decode()), settings={}).to_json()
 
@@ -142,42 +143,41 @@ def test_a_resumption_on_other_data_is_refused_and_changes_no_record(
     for _ in range(2):
         before = records()
         capsys.readouterr()
-        assert main(["resume", str(run), "--steps", "3"]) == 2
+        assert main(["resume", str(run), "--steps", "2"]) == 2
         assert "at a place in other data" in capsys.readouterr().err
         assert records() == before
         identity.write_text(others)
     text.write_text(given)
-    assert main(["resume", str(run), "--steps", "3"]) == 0
+    assert main(["resume", str(run), "--steps", "2"]) == 0
     assert f"{identity} is of other data than the run's last commit" in caplog.text
     assert main(["verify", str(run)]) == 0
 
 
 def test_a_run_goes_on_with_its_moments_in_another_form(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    config: Path, a_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It says so once. Where the new state was not put in its place to the end, the next start does that, and no other
     command touches it."""
-    run = tmp_path / "run"
-    assert main(["train", str(config), "--steps", "1"]) == 0
+    run = a_run
 
     def resumed(*words: str) -> list[str]:
         caplog.clear()
         assert main(["resume", str(run), *words]) == 0
         return [record.getMessage() for record in caplog.records if "converted" in record.getMessage()]
 
-    (said,) = resumed("--steps", "2", "--optimizer.moments", "int8")
+    (said,) = resumed("--steps", "4", "--optimizer.moments", "int8")
     assert "moments are converted from fp32 to int8, " in said
     assert settings.load(run / "config.yaml").optimizer.moments == "int8"
-    assert resumed("--steps", "3") == []
+    assert resumed("--steps", "5") == []
     hook = Nth(0, error(errno.EIO), lambda call: call.name == "rename" and "penstock.store.next/" in call.path)
     with intercepted(run, hook):
-        assert main(["resume", str(run), "--steps", "4", "--optimizer.moments", "fp32"]) == 1
+        assert main(["resume", str(run), "--steps", "6", "--optimizer.moments", "fp32"]) == 1
     for words in (["verify", str(run)], ["export", str(run), str(tmp_path / "out")], ["train", str(config)]):
         capsys.readouterr()
         assert main(words) != 0
         assert "go on with" in capsys.readouterr().err
-    assert resumed("--steps", "4", "--optimizer.moments", "fp32") == []
-    assert [step for step, *_ in _numbers(run)] == [1, 2, 3, 4]
+    assert resumed("--steps", "6", "--optimizer.moments", "fp32") == []
+    assert [step for step, *_ in _numbers(run)] == [1, 2, 3, 4, 5, 6]
     assert main(["verify", str(run)]) == 0
 
 
@@ -233,15 +233,22 @@ def test_metrics_hold_each_step_once_and_in_order_after_a_kill(config: Path, tmp
     assert not list((tmp_path / "run").glob("*.partial"))
 
 
+@pytest.fixture(scope="module")
+def gone_on(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that went on after two steps, and has done three. Copy it; it is shared."""
+    folder = tmp_path_factory.mktemp("on")
+    assert main(["train", str(write_run(folder)), "--steps", "2"]) == 0
+    assert main(["resume", str(folder / "run"), "--steps", "3"]) == 0
+    return folder / "run"
+
+
 @pytest.mark.parametrize(("kept", "gone"), [(0, 2), (1, 1)])
 def test_lines_of_metrics_that_are_gone_are_said_to_be(
-    kept: int, gone: int, config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kept: int, gone: int, gone_on: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """But for that of the last step, which is made again of its commit, also where it was cut. The commit has no
     line of those before the run went on, which are flushed by then."""
-    run = tmp_path / "run"
-    assert main(["train", str(config), "--steps", "2"]) == 0
-    assert main(["resume", str(run), "--steps", "3"]) == 0
+    run = Path(shutil.copytree(gone_on, tmp_path / "run"))
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:kept]) + lines[kept][:40] * kept)
     caplog.clear()

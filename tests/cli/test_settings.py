@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.cli import settings
+from penstock.cli.arguments import train_help
 from penstock.cli.located import dump_yaml, parse_yaml
-from penstock.cli.train_help import train_help
 from penstock.config import Budget, Endurance, SourceConfig, TrainConfig
 from penstock.config.elsewhere import ELSEWHERE
 from penstock.errors import ConfigError
@@ -148,8 +148,7 @@ def test_another_tools_name_means_the_setting_of_its_own_section_first(config_fi
 
 
 def test_all_that_stands_for_other_tools_settings_exists() -> None:
-    there = {name for name, *_ in settings.describe(TrainConfig)}
-    there |= {name[:place] for name in there for place, letter in enumerate(name) if letter == "."}  # sections
+    there = {setting.name for setting in settings.settings_below(TrainConfig)}
     sources = {f"data.sources.{field}" for field in SourceConfig.__dataclass_fields__}  # in a list, not described
     for name, found in ELSEWHERE.items():
         assert found.keys or found.differs, name
@@ -358,9 +357,10 @@ def test_any_value_survives_being_written_and_read(value: Any) -> None:
 
 
 def test_every_setting_has_a_meaning() -> None:
-    rows = settings.describe(TrainConfig)
-    assert [name for name, _, _, meaning in rows if not meaning] == []
-    assert ("batch.sequences", "a whole number or null", "null", "sequences in a step") in rows
+    known = settings.settings_below(TrainConfig)
+    assert [each.name for each in known if not (each.meaning if each.kind else each.about)] == []
+    (one,) = (each for each in known if each.name == "batch.sequences")
+    assert (one.kind, one.default, one.meaning) == ("a whole number or null", "null", "sequences in a step")
 
 
 @pytest.mark.parametrize("columns", [80, 200])
@@ -369,7 +369,7 @@ def test_help_shows_every_setting_once_by_section(columns: int, monkeypatch: pyt
     lines = train_help().partition("\n\nrun\n")[2].splitlines()
     assert max(map(len, lines)) <= 100
     shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")]
-    names = [name for name, _, _, _ in settings.describe(TrainConfig)]
+    names = [each.name for each in settings.settings_below(TrainConfig) if each.kind]
     assert sorted(shown) == sorted(names)
     sections = [name.split(".")[0] if "." in name else "" for name in shown]
     assert sections[0] == "", "the run's own come first"
@@ -463,7 +463,7 @@ def test_a_meaning_may_go_on_in_the_next_line() -> None:
         first: int
         second: int
 
-    assert [row[-1] for row in settings.describe(Long)] == ["begins here and ends here", "short"]
+    assert [each.meaning for each in settings.settings_below(Long)] == ["begins here and ends here", "short"]
 
 
 def test_a_run_with_hundreds_of_sources_reads_what_it_has_written(config_file: Path) -> None:

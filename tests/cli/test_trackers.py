@@ -3,6 +3,7 @@
 import json
 import logging
 import struct
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,31 @@ from penstock.cli import main
 from penstock.cli.trackers import tracking
 from penstock.cli.trackers.tracking import Trackers, named, start_trackers
 from penstock.errors import ConfigError
-from tests import warm
 from tests.runs import write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A settings file. Trackers write below the test's folder, and nothing goes to a network."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its databases need more than mlflow-skinny
+def path(tmp_path: Path) -> Path:
     return write_run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a run of two steps in two stretches, in the place of one of three steps. All trackers have it;
+    nothing goes to a network."""
+    folder = tmp_path_factory.mktemp("tracked")
+    words, resumed = ["train", str(write_run(folder))], ["resume", str(folder / "run")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder}/mlruns")
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its databases need more than mlflow-skinny
+        assert main([*words, "--steps", "3", "--report_to", "tensorboard"]) == 0
+        assert main([*words, "--steps", "1", "--report_to", "[tensorboard, mlflow, wandb]", "--overwrite"]) == 0
+        assert main([*resumed, "--steps", "2"]) == 0
+        yield folder / "run"
 
 
 def _metrics(run: Path) -> dict[int, dict[str, Any]]:
@@ -51,15 +63,11 @@ def _from_tensorboard(run: Path) -> dict[tuple[str, int], float]:
     return {(tag, e.step): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)}
 
 
-def test_tensorboard_has_every_step_also_of_a_resumed_run(path: Path, tmp_path: Path) -> None:
-    flags = ["--report_to", "tensorboard"]
-    assert main(["train", str(path), "--steps", "1", *flags]) == 0
-    assert main(["train", str(path), "--steps", "2", "--resume", *flags]) == 0
-    run = tmp_path / "run"
-    assert set(_metrics(run)) == {1, 2}
-    _assert_logged(_from_tensorboard(run), run)
-    assert main(["train", str(path), "--steps", "1", "--overwrite", *flags]) == 0
-    assert {step for _, step in _from_tensorboard(run)} == {1}, "an earlier run's are gone with it"
+def test_tensorboard_has_every_step_also_of_a_resumed_run(tracked: Path) -> None:
+    assert set(_metrics(tracked)) == {1, 2}
+    found = _from_tensorboard(tracked)
+    _assert_logged(found, tracked)
+    assert {step for _, step in found} == {1, 2}, "those of the run before are gone with it"
 
 
 def test_steps_that_a_kill_has_undone_are_not_shown(tmp_path: Path) -> None:
@@ -72,11 +80,9 @@ def test_steps_that_a_kill_has_undone_are_not_shown(tmp_path: Path) -> None:
     assert _from_tensorboard(tmp_path) == {("train/loss", 1): 1.0, ("train/loss", 2): 20.0}
 
 
-def test_mlflow_has_every_step_in_one_run_that_says_how_it_ended(path: Path, tmp_path: Path) -> None:
+def test_mlflow_has_every_step_in_one_run_that_says_how_it_ended(tracked: Path) -> None:
     from mlflow import MlflowClient
 
-    assert main(["train", str(path), "--steps", "1", "--report_to", "[mlflow]"]) == 0
-    assert main(["resume", str(tmp_path / "run"), "--steps", "2"]) == 0
     client = MlflowClient()
     experiment = client.get_experiment_by_name("penstock")
     assert experiment is not None
@@ -87,17 +93,14 @@ def test_mlflow_has_every_step_in_one_run_that_says_how_it_ended(path: Path, tmp
     found = {
         (key, m.step): m.value for key in run.data.metrics for m in client.get_metric_history(run.info.run_id, key)
     }
-    _assert_logged(found, tmp_path / "run")
+    _assert_logged(found, tracked)
 
 
-def test_wandb_has_every_step_and_goes_on_under_its_id(path: Path, tmp_path: Path) -> None:
-    assert main(["train", str(path), "--steps", "1", "--report_to", "wandb"]) == 0
-    assert main(["train", str(path), "--steps", "2", "--report_to", "wandb", "--resume"]) == 0
-    run = tmp_path / "run"
-    ids = json.loads((run / "trackers.json").read_text())
-    stretches = sorted((run / "wandb").glob("offline-run-*"))
+def test_wandb_has_every_step_and_goes_on_under_its_id(tracked: Path) -> None:
+    ids = json.loads((tracked / "trackers.json").read_text())
+    stretches = sorted((tracked / "wandb").glob("offline-run-*"))
     assert [folder.name.rsplit("-", 1)[1] for folder in stretches] == [ids["wandb"]] * 2
-    _assert_logged(dict(_from_wandb(stretches)), run)
+    _assert_logged(dict(_from_wandb(stretches)), tracked)
 
 
 def _from_wandb(folders: list[Path]) -> Iterator[tuple[tuple[str, int], float]]:
@@ -162,27 +165,29 @@ def test_a_tracker_that_fails_is_said_once_and_training_goes_on(
 
 
 def test_a_tracker_that_cannot_start_is_refused_before_the_run(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, a_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Refusing(_Failing):
         def start(self, run: tracking.Tracked) -> str:
             raise ConnectionError("no such server")
 
     monkeypatch.setitem(tracking.ADAPTERS, "mlflow", Refusing)  # type: ignore[attr-defined]
-    assert main(["train", str(path), "--report_to", "mlflow"]) == 2
+    assert main(["train", str(path), "--run", str(tmp_path / "new"), "--report_to", "mlflow"]) == 2
     assert "report_to: mlflow cannot start: no such server" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-    assert main(["train", str(path), "--steps", "1"]) == 0
-    before = (tmp_path / "run" / "config.yaml").read_bytes()
-    assert main(["resume", str(tmp_path / "run"), "--steps", "3", "--report_to", "mlflow"]) == 2
-    assert (tmp_path / "run" / "config.yaml").read_bytes() == before, "a run that is refused keeps its settings"
+    assert not (tmp_path / "new").exists()
+    before = (a_run / "config.yaml").read_bytes()
+    assert main(["resume", str(a_run), "--steps", "4", "--report_to", "mlflow"]) == 2
+    assert (a_run / "config.yaml").read_bytes() == before, "a run that is refused keeps its settings"
 
 
-def test_a_tracker_without_its_package_is_refused_at_once(path: Path, tmp_path: Path) -> None:
-    code = "import sys; sys.modules['mlflow'] = None; from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = warm.run(["-c", code, "train", path, "--report_to", "mlflow"])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "report_to: mlflow needs the package mlflow, which is not installed: pip install mlflow" in done.stderr
+def test_a_tracker_without_its_package_is_refused_at_once(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # type: ignore[arg-type]
+    assert main(["train", str(path), "--report_to", "mlflow"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "report_to: mlflow needs the package mlflow, which is not installed: pip install mlflow" in said.err
     assert not (tmp_path / "run").exists()
 
 

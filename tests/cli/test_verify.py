@@ -204,7 +204,7 @@ def test_a_start_that_was_stopped_before_its_run_had_begun_is_said(
     config = settings_of(run)
     for disk in (config.budget.disk, None):
         settings = dump(replace(config, budget=Budget(device="1GiB", host="1GiB", disk=disk)))
-        RunRecord(owner=Owner.new(run), pending=Pending(replaces=(), settings=settings)).write(run)
+        RunRecord.of(Owner.new(run), pending=Pending(replaces=(), settings=settings)).write(run)
         for words in (["verify", str(run)], ["export", str(run), str(tmp_path / "out")]):
             assert main(words) == 2
             assert f"{run}: a start was stopped before the run had begun" in capsys.readouterr().err

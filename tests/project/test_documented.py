@@ -30,7 +30,7 @@ import penstock.hf
 from penstock.cli import COMMANDS, completion, doctor, export, init, main, plan, report, reshard, simulate, verify
 from penstock.cli.arguments import ResumeArguments, TrainArguments
 from penstock.cli.located import parse_yaml
-from penstock.cli.settings import describe, load
+from penstock.cli.settings import load, settings_below
 from penstock.cli.words import read_words
 from penstock.config import TrainConfig
 from penstock.data import Batches, Step
@@ -281,7 +281,7 @@ def test_settings_of_a_block_are_settings(block: Block, here: Path) -> None:
     """Over those of a whole file, as a reader would put them there."""
     given = parse_yaml(_in_place(block.text), block.place).plain()
     config = load(here / "config.yaml", [(key, json.dumps(value)) for key, value in given.items()])
-    assert {row[0].partition(".")[0] for row in describe(TrainConfig)} >= set(given)
+    assert {setting.name for setting in settings_below(TrainConfig)} >= set(given)
     assert config.run == "runs/mine"
 
 

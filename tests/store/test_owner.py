@@ -22,7 +22,7 @@ STEP = steps_of(CASE, 1)[0]
 
 def run_in(folder: Path) -> Path:
     folder.mkdir()
-    RunRecord(owner=Owner.new(folder)).write(folder)
+    RunRecord.of(Owner.new(folder)).write(folder)
     return folder
 
 

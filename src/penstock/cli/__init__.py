@@ -18,7 +18,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
-from penstock.cli.arguments import USAGE, ResumeArguments, TrainArguments
+from penstock.cli.arguments import USAGE, ResumeArguments, TrainArguments, train_help
 from penstock.cli.launch import process_count
 from penstock.cli.located import is_plain_text
 from penstock.cli.named_files import check_named_files
@@ -135,14 +135,16 @@ def _command(words: Sequence[str]) -> int:
             _require_here()
             if sys.getfilesystemencoding() != "utf-8" and (strange := [w for w in rest if not is_plain_text(w)]):
                 raise ConfigError(_not_in_locale(strange[0]))
+            if not {"--help", "-h"}.isdisjoint(rest):
+                print(_help(word), end="")
+                return 0
             return COMMANDS[word](rest)
     return 0
 
 
 def _require_here() -> None:
-    """Raises:
-    ConfigError: the working directory has been removed, which paths are relative to, and which libraries ask for.
-    """
+    """Raises ConfigError: the working directory has been removed, which paths are relative to, and which libraries ask
+    for."""
     try:
         os.getcwd()
     except OSError as error:
@@ -161,34 +163,27 @@ def _show_warning(
     fail(f"warning: {message}")
 
 
-def _of(module: str) -> Callable[[Sequence[str]], int]:
+def _help(command: str) -> str:
+    if command == "train":
+        return train_help()
+    if command == "resume":
+        return help_of(ResumeArguments)
+    found = import_module(f"penstock.cli.{command}")
+    return str(found.help_text()) if hasattr(found, "help_text") else help_of(found.Arguments)
+
+
+def _other(command: str, words: Sequence[str]) -> int:
     """A command that is a module of its own, imported only when it is asked for."""
-
-    def command(words: Sequence[str]) -> int:
-        found = import_module(f"penstock.cli.{module}")
-        if _asks_for_help(words):
-            print(found.help_text() if hasattr(found, "help_text") else help_of(found.Arguments), end="")
-            return 0
-        # Threads of torch wait as in a run of `penstock train`: see `_run`.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        read = getattr(found, "read_arguments", partial(read_words, found.Arguments))
-        with _needing_hf(module):
-            code: int = found.run(read(words))
-        return code
-
-    return command
-
-
-def _asks_for_help(words: Sequence[str]) -> bool:
-    return bool({"--help", "-h"} & set(words))
+    found = import_module(f"penstock.cli.{command}")
+    # Threads of torch wait as in a run of `penstock train`: see `_run`.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    read = getattr(found, "read_arguments", partial(read_words, found.Arguments))
+    with _needing_hf(command):
+        code: int = found.run(read(words))
+    return code
 
 
 def _train(words: Sequence[str]) -> int:
-    if _asks_for_help(words):
-        from penstock.cli.train_help import train_help
-
-        print(train_help(), end="")
-        return 0
     arguments = read_words(TrainArguments, words)
     config = load(arguments.config, arguments.settings)
     if arguments.print_config:
@@ -198,9 +193,6 @@ def _train(words: Sequence[str]) -> int:
 
 
 def _resume(words: Sequence[str]) -> int:
-    if _asks_for_help(words):
-        print(help_of(ResumeArguments), end="")
-        return 0
     arguments = read_words(ResumeArguments, words)
     return _run(settings_of(arguments.run, arguments.settings), "resume", own_code=trusts_code(arguments.settings))
 
@@ -231,12 +223,10 @@ def _needing_hf(command: str) -> Iterator[None]:
 
 _OF_RANKS = ("train", "resume")
 """Commands that several processes run together; any other is refused in more than one process."""
-COMMANDS = {
-    "init": _of("init"),
+_OTHERS = ("verify", "export", "reshard", "plan", "simulate", "runs", "report", "doctor", "completion")
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "init": partial(_other, "init"),
     "train": _train,
     "resume": _resume,
-    **{
-        name: _of(name)
-        for name in ("verify", "export", "reshard", "plan", "simulate", "runs", "report", "doctor", "completion")
-    },
+    **{name: partial(_other, name) for name in _OTHERS},
 }

@@ -1,4 +1,5 @@
-"""The record of each step of a run: in ``metrics.jsonl``, for trackers, on the display, beside what was predicted.
+"""A stretch of a run, and the record of each step: in ``metrics.jsonl``, for trackers, on the display, beside what was
+predicted.
 
 Of several ranks the first keeps it for all. The figures of memory and links are its own.
 """
@@ -6,20 +7,25 @@ Of several ranks the first keeps it for all. The figures of memory and links are
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from penstock.cli.kept_files import KEPT_KEY
 from penstock.cli.launch import seconds_to_end
-from penstock.cli.metrics import METRICS_KEY, MetricsFile
-from penstock.cli.run_folder import write_prediction
+from penstock.cli.metrics import METRICS_KEY, MetricsFile, metrics_of, with_figures
+from penstock.cli.run_folder import trace_path, write_prediction
 from penstock.cli.settings import plain
-from penstock.cli.showing.metrics import metrics_of, with_figures
-from penstock.cli.stretch import Stretch
+from penstock.cli.showing.display import Display
+from penstock.cli.showing.meter import Meter
+from penstock.cli.showing.pace import Pace
 from penstock.cli.trackers import start_trackers
-from penstock.data.batches import Step
+from penstock.config import TrainConfig
+from penstock.data.batches import Batches, HeldOut, Step
 from penstock.data.stream import Prepared
 from penstock.engine.engine import Engine
+from penstock.ranks.group import Ranks
 from penstock.report.prediction import Prediction
 from penstock.report.sentence import format_time
 from penstock.report.trace_file import Ran
@@ -29,6 +35,30 @@ from penstock.sim.result import Simulation
 from penstock.state.stats import StepStats
 
 log = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A run from a start to a stop. ``ranks``: who trains. ``after``: contexts that last until the engine is closed,
+    which may take as long as a commit. ``first``: steps that earlier stretches have done. ``kept``: the digest of what
+    the run keeps beside its store, which each commit has."""
+
+    config: TrainConfig
+    folder: Path
+    ranks: Ranks
+    display: Display
+    engine: Engine
+    after: ExitStack
+    kept: str
+    train: Batches
+    validation: HeldOut | None
+    first: int
+    meter: Meter
+    pace: Pace
+
+    @property
+    def trace(self) -> Path | None:
+        return None if self.config.trace_steps == 0 else trace_path(self.folder, self.first, self.ranks.rank)
 
 
 class NoAccount:

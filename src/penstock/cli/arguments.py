@@ -1,11 +1,17 @@
-"""The command line arguments of ``penstock``, ``penstock train`` and ``penstock resume``."""
+"""The command line arguments of ``penstock``, ``penstock train`` and ``penstock resume``, and the help of ``train``:
+every setting by its section, with what it must be, its default and its meaning.
+"""
 
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from penstock.cli.run_folder import Start
-from penstock.cli.words import Words
+from penstock.cli.settings import Setting, settings_below
+from penstock.cli.words import Words, columns, help_of
+from penstock.config import TrainConfig
 from penstock.errors import ConfigError
 
 USAGE = """\
@@ -94,3 +100,35 @@ class ResumeArguments(Words):
                 raise ConfigError(
                     f"--run {value}: penstock resume goes on in {self.run}, the folder it is given: drop it"
                 )
+
+
+# ---- penstock train --help
+
+_FLAG = 34
+"""Columns of the flags."""
+
+
+def train_help() -> str:
+    """The usage, then what a run is told first, a paragraph for each section, and what is rarely needed."""
+    settings = settings_below(TrainConfig)
+    order = [each for each in settings if "." not in each.name]
+    rare = next(n for n, each in enumerate(order) if each.section and each.default != "required")
+    parts = [help_of(TrainArguments).rstrip(), "\n".join(["run", *_rows(order[:rare])])]
+    for section in order:
+        inside = [each for each in settings if each.name.startswith(f"{section.name}.")]
+        if inside:
+            head = textwrap.wrap(f"{section.name}: {section.about}", columns(), subsequent_indent="  ")
+            parts.append("\n".join([*head, *_rows(inside)]))
+    parts.append("\n".join(["rarely needed", *_rows(order[rare:])]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(settings: list[Setting]) -> Iterator[str]:
+    for each in settings:
+        if not each.kind:
+            continue
+        shown = each.default if each.default.startswith("required") else f"default {each.default}"
+        kind = each.kind.removesuffix(" or null") if each.default == "null" else each.kind
+        head = f"  --{each.name:<{_FLAG - 4}}  {kind}; {shown}"
+        yield from textwrap.wrap(head, columns(), subsequent_indent=" " * _FLAG, break_long_words=False)
+        yield from textwrap.wrap(each.meaning, columns(), initial_indent=" " * 6, subsequent_indent=" " * 6)

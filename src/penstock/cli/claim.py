@@ -14,7 +14,7 @@ import logging
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import replace as with_changes
 from pathlib import Path
 
 from penstock import files
@@ -28,9 +28,9 @@ from penstock.cli.run_folder import (
     Start,
     as_cut_before,
     has_steps,
+    last_line,
     settings_of,
     settings_path,
-    steps_written,
     write_settings_text,
 )
 from penstock.cli.run_record import Pending, Replaced, RunRecord
@@ -40,7 +40,7 @@ from penstock.cli.settings import dump
 from penstock.config import TrainConfig
 from penstock.config.budget import is_of_rank
 from penstock.errors import ConfigError, RankError, StoreError
-from penstock.store.directory import DirectoryLock, entries, in_the_way, is_there
+from penstock.store.directory import DirectoryLock, entries, in_the_way, is_there, require_parent
 from penstock.store.facts import StoreFacts, facts_of_all
 from penstock.store.making import require_settled
 from penstock.store.manifest import DATA, Manifest
@@ -114,7 +114,7 @@ class Claim:
         Raises:
             ConfigError: one has.
         """
-        self._reach.on_each(partial(_require_no_others, self._disks, {one.id for one in self._replaces}))
+        self._reach.on_each(_require_no_others, self._disks, {one.id for one in self._replaces})
 
     def _to_replace(self, record: RunRecord, before: TrainConfig) -> tuple[Replaced, ...]:
         """The state of the run that is there: where the new settings want theirs, and where it was kept so far."""
@@ -149,7 +149,7 @@ class Claim:
             if not self._stores and (kept := step_kept(self.folder)) is not None:
                 check_same_data(as_cut_before(config), before)
                 return kept
-            if not self._stores and (done := steps_written(self.folder)):
+            if not self._stores and (done := int(last_line(self.folder).get("step", 0))):
                 return self._without_disk(config, before, done)
             return None
         if facts.untouched or facts.step is None:
@@ -236,9 +236,7 @@ class Claim:
         return None
 
     def _require_not_missing(self, record: RunRecord, before: TrainConfig) -> None:
-        """Raises:
-        StoreError: the run has a store, and it is not where the settings say.
-        """
+        """Raises StoreError: the run has a store, and it is not where the settings say."""
         there = before.budget.stores(record.ranks, record.hosts)
         facts = self._reach.facts(there) if there != self._stores else None
         if facts is not None and self._is_ours(facts, there) and not facts.untouched:
@@ -262,9 +260,7 @@ class Claim:
         return original_of(self.folder, self._owners(facts.owner), stores) is None
 
     def _require_ours(self, facts: StoreFacts, stores: Stores) -> None:
-        """Raises:
-        StoreError: the store belongs to another run; names it.
-        """
+        """Raises StoreError: the store belongs to another run; names it."""
         if self._is_ours(facts, stores):
             return
         if facts.owner is not None:
@@ -285,16 +281,17 @@ class Claim:
             ConfigError, StoreError: that cannot be done. The rest is done by whoever starts the run next.
         """
         self._require_no_others()
-        self._reach.require_parents(self._disks, self.folder)
-        self._reach.check_free(self._replaces)
+        beside = [path for path in self._disks if not path.is_relative_to(self.folder)]  # the folder is made here
+        self._reach.on_each(_require_parents, beside)
+        self._reach.on_each(removal.check_free, self._replaces)
         pending = Pending(replaces=self._replaces, settings=dump(config))
-        self._record = self._began = RunRecord(
-            owner=Owner.new(self.folder), ranks=self._ranks, hosts=self._reach.hosts, pending=pending
+        self._record = self._began = RunRecord.of(
+            Owner.new(self.folder), ranks=self._ranks, hosts=self._reach.hosts, pending=pending
         )
         try:
             self._record.write(self.folder)
             self._reach.require_one_folder(self.folder, self._record.owner)
-            self._reach.remove_stores(pending.replaces)
+            self._reach.on_each(removal.remove_stores, pending.replaces)
             removal.remove_files(self.folder)
             write_settings_text(self.folder, pending.settings)
             self._record = self._record.begun()
@@ -312,11 +309,11 @@ class Claim:
         """
         assert self._record is not None, "the run has begun"
         there = owner_in(self.folder)
-        if there is None or there.id != self._record.owner.id:
+        if there is None or there.id != self._record.id:
             raise StoreError(f"{self.folder} is another folder than it was a moment ago: leave it where it is")
-        here = Owner(id=self._record.owner.id, folder=str(self.folder.resolve()))
-        hosts, has_state = self._reach.hosts, bool(self._stores)
-        now = RunRecord(owner=here, ranks=self._ranks, hosts=hosts, has_state=has_state)
+        here = Owner(id=self._record.id, folder=str(self.folder.resolve()))
+        of_these = RunRecord.of(here, ranks=self._ranks, hosts=self._reach.hosts)
+        now = with_changes(of_these, has_state=bool(self._stores))
         if now != self._record:
             now.write(self.folder)
             self._record = now
@@ -377,9 +374,7 @@ def claimed(config: TrainConfig, start: Start, ranks: int = 1, reach: Reach | No
 
 
 def _check_names(config: TrainConfig) -> None:
-    """Raises:
-    ConfigError: a place is called something that the run's files, which name it, cannot hold.
-    """
+    """Raises ConfigError: a place is called something that the run's files, which name it, cannot hold."""
     places = [("run", config.run, Path(config.run).resolve())]
     places += [("budget.disk", str(path), path.absolute()) for path in config.budget.disk_paths]
     for key, given, place in places:
@@ -404,9 +399,7 @@ def _locked(folder: Path) -> tuple[DirectoryLock, bool]:
 
 
 def _require_in_place(folder: Path, lock: DirectoryLock) -> None:
-    """Raises:
-    StoreError: the folder of the run is no longer where it was.
-    """
+    """Raises StoreError: the folder of the run is no longer where it was."""
     if (said := lock.away) is not None:
         raise StoreError(
             f"run={str(folder)!r}: {said}, and go on from the last step that is kept there: penstock resume "
@@ -443,10 +436,13 @@ def _replaced(facts: StoreFacts, stores: Stores) -> Replaced:
     return Replaced(id=facts.owner.id, disk=tuple(str(path.absolute()) for paths in stores for path in paths))
 
 
-def _require_no_others(disks: Sequence[Path], ours: set[str], host: int) -> None:
-    """Raises:
-    ConfigError: a directory has a store whose id is none of ``ours``.
-    """
+def _require_parents(disks: Sequence[Path]) -> None:
+    for path in disks:
+        require_parent(path)
+
+
+def _require_no_others(disks: Sequence[Path], ours: set[str]) -> None:
+    """Raises ConfigError: a directory has a store whose id is none of ``ours``."""
     for path in disks:
         for place in (path, *filter(is_of_rank, entries(path))):
             require_settled(place)
@@ -462,9 +458,7 @@ def _require_no_others(disks: Sequence[Path], ours: set[str], host: int) -> None
 
 
 def _require_whole(facts: StoreFacts, stores: Stores) -> None:
-    """Raises:
-    StoreError: a part of a store is missing.
-    """
+    """Raises StoreError: a part of a store is missing."""
     if facts.missing:
         raise StoreError(
             f"{facts.missing[0]} lacks its part of the store in {stores[0][0]}: is the drive mounted? If it is gone "

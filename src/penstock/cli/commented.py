@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.cli.located import dump_yaml
-from penstock.cli.settings import describe, hints_below, section_of
+from penstock.cli.settings import Setting, settings_below
 from penstock.config import TrainConfig
 
 _WIDTH = 100
@@ -16,29 +16,22 @@ def written(settings: Mapping[str, Any], reasons: Mapping[str, str], title: Sequ
 
     ``reasons``: why a setting has its value, by dotted name. ``title``: lines above all.
     """
-    meaning = {name: text for name, _, _, text in describe(TrainConfig)}
+    known = {setting.name: setting for setting in settings_below(TrainConfig)}
     lines = [*(f"# {_printable(line)}" for line in title), ""]
-    return "\n".join([*lines, *_mapping(settings, "", hints_below(TrainConfig), meaning, reasons)]) + "\n"
+    return "\n".join([*lines, *_mapping(settings, "", known, reasons)]) + "\n"
 
 
 def _mapping(
-    settings: Mapping[str, Any],
-    section: str,
-    hints: Mapping[str, Any],
-    meaning: Mapping[str, str],
-    reasons: Mapping[str, str],
+    settings: Mapping[str, Any], section: str, known: Mapping[str, Setting], reasons: Mapping[str, str]
 ) -> list[str]:
     indent, lines = "  " * (section.count(".") + bool(section)), list[str]()
     for key, value in settings.items():
         name = f"{section}.{key}" if section else key
-        inner = section_of(hints[name])
-        is_section = inner is not None and isinstance(value, Mapping)
-        about = meaning.get(name) or ((inner.__doc__ or "").split("\n\n")[0].replace("``", "") if inner else "")
         lines += [""] * (not section and bool(lines))
-        lines += _comment(about, indent)
+        lines += _comment((known[name].kind and known[name].meaning) or known[name].about, indent)
         lines += _comment(reasons[name], indent, "-> ") if name in reasons else []
-        if is_section:
-            lines += [f"{indent}{key}:", *_mapping(value, name, hints, meaning, reasons)]
+        if known[name].section is not None and isinstance(value, Mapping):
+            lines += [f"{indent}{key}:", *_mapping(value, name, known, reasons)]
         else:
             lines += textwrap.indent(dump_yaml({key: value}), indent).splitlines()
     return lines

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import shtab
 
 from penstock.cli.arguments import ResumeArguments, TrainArguments
-from penstock.cli.settings import describe, hints_below, options_of, section_of
+from penstock.cli.settings import options_of, settings_below
 from penstock.cli.words import SETTINGS, Words, declared, may_be_a_file, takes_no_value, values_of
 from penstock.config import TrainConfig
 from penstock.documents.typed import hints_of
@@ -94,12 +94,9 @@ def _declare(parser: argparse.ArgumentParser, kind: type[Words], there: set[str]
 
 def _settings() -> Iterator[tuple[str, Any, str]]:
     """Each setting that a value on a command line makes sense of: its flag, type and meaning."""
-    meanings = {name: meaning for name, _, _, meaning in describe(TrainConfig)}
-    for name, hint in hints_below(TrainConfig).items():
-        section = section_of(hint)
-        if section is None or name in meanings or hasattr(section, "shorthand"):
-            about = ((section.__doc__ if section else None) or "").split("\n")[0]
-            yield f"--{name}", hint, meanings.get(name) or about
+    for each in settings_below(TrainConfig):
+        if each.kind or hasattr(each.section, "shorthand"):
+            yield f"--{each.name}", each.hint, (each.kind and each.meaning) or each.about
 
 
 def _complete(action: argparse.Action, hint: Any) -> None:

@@ -96,27 +96,24 @@ def run(arguments: Arguments) -> int:
 
 def describe(machine: Machine) -> str:
     """A profile for people: what was measured, and what is wrong."""
-    lines = ["", machine.name, *_host(machine.host), *_device(machine.device), *_lanes(machine)]
-    lines += ["", *_optimizer(machine)]
-    if machine.crossing is not None:
-        lines += ["", *_crossing(machine.crossing)]
-    if machine.drives:
-        lines += ["", *_drives(machine.drives)]
-    if machine.contention:
-        lines += ["", *_contention(machine)]
-    if machine.between:
-        lines += ["", *_between(machine.between)]
-    lines += ["", "What is wrong" if machine.warnings else "Nothing that would slow training down was found."]
-    for text in machine.warnings:
-        lines += textwrap.wrap(
-            text,
-            columns(),
-            initial_indent="  - ",
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return "\n".join(lines)
+    parts = [
+        [machine.name, *_host(machine.host), *_device(machine.device), *_lanes(machine)],
+        [*_optimizer(machine)],
+        [*_crossing(machine.crossing)] if machine.crossing is not None else [],
+        [*_drives(machine.drives)] if machine.drives else [],
+        [*_contention(machine)] if machine.contention else [],
+        [*_between(machine.between)] if machine.between else [],
+        [*_wrong(machine.warnings)],
+    ]
+    return "\n" + "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _wrong(warnings: Sequence[str]) -> Iterator[str]:
+    yield "What is wrong" if warnings else "Nothing that would slow training down was found."
+    form = textwrap.TextWrapper(columns(), initial_indent="  - ", subsequent_indent="    ")
+    form.break_long_words = form.break_on_hyphens = False
+    for text in warnings:
+        yield from form.wrap(text)
 
 
 def _row(label: str, text: str) -> str:

@@ -89,8 +89,8 @@ def run(arguments: Arguments) -> int:
         arguments.folder, config.data.prepared_in(arguments.folder)
     )
     try:
-        with _unwound_by_sigterm(), state as found, progress("written") as bar:
-            written, seconds = _write(arguments, config, found, bar.show)
+        with _unwound_by_sigterm(), state as found, progress("written") as show:
+            written, seconds = _write(arguments, config, found, show)
     except StoreError as error:
         if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
             raise StoreError(

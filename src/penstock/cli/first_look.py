@@ -67,9 +67,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
 def look_at_model(name: str) -> ModelFacts:
-    """Raises:
-    ConfigError: there is no such model, or its configuration cannot be read.
-    """
+    """Raises ConfigError: there is no such model, or its configuration cannot be read."""
     file = Path(os.path.expanduser(name))
     scratch = file.is_file() and file.name == "config.json"
     settings = ModelConfig(config=name, init=True) if scratch else ModelConfig(path=name)
@@ -275,9 +273,7 @@ class MachineFacts:
 
 
 def look_at_machine(name: str | None, paths: Sequence[Path]) -> MachineFacts:
-    """Raises:
-    ConfigError: there is no such machine, or it has fewer drives than there are directories.
-    """
+    """Raises ConfigError: there is no such machine, or it has fewer drives than there are directories."""
     if name is not None:
         machine = on_directories(machine_named(name), paths)
         return _of_profile(machine, name, f"the profile of {machine.name}", machine.host.memory)

@@ -152,9 +152,7 @@ def _asked(question: str, default: str | None, look: Callable[[str], T]) -> T:
 
 
 def _check_output(arguments: Arguments) -> None:
-    """Raises:
-    ConfigError: the file is there and nobody has said that it may go, or it cannot be written.
-    """
+    """Raises ConfigError: the file is there and nobody has said that it may go, or it cannot be written."""
     output = arguments.output
     if is_there(output) and not (arguments.overwrite and output.is_file()):
         how = "--overwrite replaces it, and --output FILE names another" if output.is_file() else "give --output FILE"

@@ -8,10 +8,10 @@ from torch import nn
 
 from penstock.cli import removal
 from penstock.cli.claim import Claim, claimed
+from penstock.cli.metrics import VALIDATION
 from penstock.cli.reach import Reach
 from penstock.cli.run_folder import Start, last_line
 from penstock.cli.run_record import RunRecord
-from penstock.cli.showing.metrics import VALIDATION
 from penstock.cli.task import check_room
 from penstock.config import TrainConfig
 from penstock.hardware.machine import DeviceKind

@@ -93,9 +93,7 @@ class KeptFiles:
         return cls(files=tuple(KeptFile(**file) for file in body))
 
     def write(self, run: Path) -> None:
-        """Raises:
-        StoreError: it cannot be written.
-        """
+        """Raises StoreError: it cannot be written."""
         write_document(run / KEPT, _KIND, [asdict(file) for file in self.files])
 
     @property
@@ -114,7 +112,7 @@ class KeptFiles:
         """Each file that is not as it was, in words. ``missing_in``: what is gone from there is made again."""
         for file in self.files:
             path = _place(run, prepared, file.name)
-            if any(path.is_relative_to(folder) and not _folder_of(path, folder).exists() for folder in missing_in):
+            if any(path.is_relative_to(folder) and _is_gone(path, folder) for folder in missing_in):
                 continue
             try:
                 size = path.stat().st_size
@@ -127,35 +125,9 @@ class KeptFiles:
                 yield f"{path} is not what the run wrote there ({sizes})"
 
     def require(self, run: Path, prepared: Path, *, missing_in: Sequence[Path] = ()) -> None:
-        """Raises:
-        StoreError: a file is not as it was; names the first.
-        """
+        """Raises StoreError: a file is not as it was; names the first."""
         for found in self.damage(run, prepared, missing_in=missing_in):
             raise StoreError(f"{found}: check the drive. {ADVICE}")
-
-    def require_made_again(self, run: Path, prepared: Path) -> None:
-        """After all has been opened, so that what was gone has been made again.
-
-        Raises:
-            StoreError: it was made otherwise; names the first file.
-        """
-        for found in self.damage(run, prepared):
-            raise StoreError(
-                f"{found}, although it was made again from the same data in the same way: is another version of the "
-                "tokenizer's library installed? Put back the one that was"
-            )
-
-    def require_vouched(self, vouched: str | None, run: Path) -> None:
-        """``vouched``: the digest that the store's last commit has; None: it has none.
-
-        Raises:
-            StoreError: it is of other files.
-        """
-        if vouched is not None and vouched != self.digest:
-            raise StoreError(
-                f"{run / KEPT} is not that of the run whose state is in the store: put it back from a copy, with the "
-                "files that it names"
-            )
 
 
 def kept_of(run: Path, vouched: str | None) -> KeptFiles:
@@ -169,7 +141,11 @@ def kept_of(run: Path, vouched: str | None) -> KeptFiles:
     kept = KeptFiles.read(run)
     if kept is None:
         raise StoreError(f"{run / KEPT} is gone, which says what the run's files have to be: put it back from a copy")
-    kept.require_vouched(vouched, run)
+    if vouched not in (None, kept.digest):
+        raise StoreError(
+            f"{run / KEPT} is not that of the run whose state is in the store: put it back from a copy, with the "
+            "files that it names"
+        )
     return kept
 
 
@@ -185,9 +161,9 @@ def corpora(kept: KeptFiles, run: Path, prepared: Path) -> Iterator[Path]:
     yield from (path.with_suffix(".tokens") for path in paths if path.suffix == SUMS and path.name[:5] != "given")
 
 
-def _folder_of(path: Path, folder: Path) -> Path:
-    """The folder just below ``folder`` that a path is in."""
-    return folder / path.relative_to(folder).parts[0]
+def _is_gone(path: Path, folder: Path) -> bool:
+    """True if all of what a path is in, just below ``folder``, is not there."""
+    return not (folder / path.relative_to(folder).parts[0]).exists()
 
 
 _PREPARED = "data/"

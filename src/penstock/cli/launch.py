@@ -41,9 +41,10 @@ def in_words(ranks: int, hosts: int = 1, pipeline: int = 1) -> str:
     """The number of ranks that train, in words for messages; in pipelines of so many, if that is above 1."""
     if ranks == 1:
         return "one process"
+    who = f"{ranks} ranks" if pipeline == 1 else f"a pipeline of {ranks} ranks"
     if 1 < pipeline < ranks:
-        return f"{ranks // pipeline} pipelines of {pipeline} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
-    return ("a pipeline of " if pipeline > 1 else "") + f"{ranks} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
+        who = f"{ranks // pipeline} pipelines of {pipeline} ranks"
+    return who + (f" on {hosts} hosts" if hosts > 1 else "")
 
 
 def how_to_start(ranks: int, hosts: int = 1) -> str:

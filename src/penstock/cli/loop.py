@@ -10,15 +10,13 @@ from typing import Any, Literal
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from penstock.cli.account import Account, NoAccount
+from penstock.cli.account import Account, NoAccount, Stretch
 from penstock.cli.interrupt import Interrupt
-from penstock.cli.metrics import METRICS_KEY, STEP_KEY, MetricsFile, add_to_last
+from penstock.cli.metrics import METRICS_KEY, STEP_KEY, VALIDATION, MetricsFile, add_to_last, counted, metrics_of
 from penstock.cli.recipe import lr_factor
 from penstock.cli.run_snapshots import RunSnapshots
 from penstock.cli.showing.meter import Meter
-from penstock.cli.showing.metrics import VALIDATION, counted, metrics_of
 from penstock.cli.showing.summary import reset_peak_resident
-from penstock.cli.stretch import Stretch
 from penstock.engine.trace import TraceWriter
 from penstock.errors import ConfigError
 from penstock.ranks.group import Ranks

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,11 +222,8 @@ def _check_length(config: Any, data: DataConfig) -> None:
 def _check_keys(kind: str, given: Mapping[str, Any]) -> None:
     """Hugging Face keeps unknown keys without a word; here a typing error must not become a silent default."""
     if kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
-        raise ConfigError(
-            f"model.config.model_type={kind!r} is not a type that the installed transformers knows"
-            + (f": did you mean {near[0]}?" if near else "")
-        )
+        near = _meant(kind, CONFIG_MAPPING.keys(), cutoff=0.6)
+        raise ConfigError(f"model.config.model_type={kind!r} is not a type that the installed transformers knows{near}")
     cls = CONFIG_MAPPING[kind]
     try:
         plain = cls()
@@ -237,11 +234,14 @@ def _check_keys(kind: str, given: Mapping[str, Any]) -> None:
     known = {*inspect.signature(cls).parameters, *cls.attribute_map, *vars(plain)} - {"kwargs", "model_type"}
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            raise ConfigError(
-                f"model.config.{key} is not a setting of {kind} ({cls.__name__})"
-                + (f": did you mean {near[0]}?" if near else "")
-            )
+            near = _meant(key, known, cutoff=0.5)
+            raise ConfigError(f"model.config.{key} is not a setting of {kind} ({cls.__name__}){near}")
+
+
+def _meant(word: str, known: Iterable[str], cutoff: float) -> str:
+    """A question at the end of a message; empty where no known word is near."""
+    near = difflib.get_close_matches(word, [*known], n=1, cutoff=cutoff)
+    return f": did you mean {near[0]}?" if near else ""
 
 
 def vocabulary_of(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> int:

@@ -42,9 +42,7 @@ def check_named_files(config: TrainConfig, start: Start) -> None:
 
 
 def _check_folder(key: str, folder: Path) -> None:
-    """Raises:
-    ConfigError: what is there is no folder, or what it would have to be made in is none.
-    """
+    """Raises ConfigError: what is there is no folder, or what it would have to be made in is none."""
     try:
         folder.stat()
     except OSError as error:

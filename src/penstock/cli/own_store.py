@@ -29,9 +29,7 @@ def original_of(folder: Path, owners: Sequence[Owner], stores: Stores) -> Path |
 
 
 def require_no_copy(folder: Path, owners: Sequence[Owner], stores: Stores) -> None:
-    """Raises:
-    StoreError: the folder is a copy of a run's, whose stores these are.
-    """
+    """Raises StoreError: the folder is a copy of a run's, whose stores these are."""
     original = original_of(folder, owners, stores)
     if original is not None:
         raise StoreError(

@@ -11,12 +11,8 @@ from penstock.planner.update_mode import steps_early
 from penstock.report.sentence import bottleneck, format_time
 
 
-def describe(found: Pipeline, config: TrainConfig, machine: Machine, steps: int | None) -> str:
-    """Several lines. ``steps``: of the whole run; None: that depends on how much data there are."""
-    return "\n".join(_lines(found, config, machine, steps)) + "\n"
-
-
-def _lines(found: Pipeline, config: TrainConfig, machine: Machine, steps: int | None) -> Iterator[str]:
+def describe(found: Pipeline, config: TrainConfig, machine: Machine, steps: int | None) -> Iterator[str]:
+    """The lines of a report. ``steps``: of the whole run; None: that depends on how much data there are."""
     step, plans, simulation = found.step, found.step.plans, found.step.simulation
     precision = config.precision_on(machine.device.kind)
     yield f"{config.model.name}, {found.profile.parameters / 1e6:,.1f}M parameters, {precision}"

@@ -233,18 +233,14 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
     steps = config.steps
     if arguments.epoch_tokens is not None or steps is None:
         steps = _steps(config, arguments.epoch_tokens, found.tokens)
-    print(
-        json.dumps(as_json(found, config, machine, steps), indent=2)
-        if arguments.json
-        else describe(found, config, machine, steps),
-        end="\n" if arguments.json else "",
-    )
+    if arguments.json:
+        print(json.dumps(as_json(found, config, machine, steps), indent=2))
+    else:
+        print(*describe(found, config, machine, steps), sep="\n")
 
 
 def _check_room(machine: Machine, found: Pipeline) -> None:
-    """Raises:
-    BudgetError: a drive has no room for all that a pipeline's ranks would have on it.
-    """
+    """Raises BudgetError: a drive has no room for all that a pipeline's ranks would have on it."""
     needs = [nbytes for nbytes in found.disk_bytes for _ in range(found.beside)]
     if any(needs) and (full := too_full(machine.drives, needs)) is not None:
         need, free = map(format_size, full)
@@ -257,12 +253,9 @@ def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
             f"schedule={str(config.schedule)!r} is a schedule of your own, which penstock simulate shows in time; "
             "penstock plan chooses one: give --schedule vertical or horizontal"
         )
-    tbw = arguments.tbw
-    check_drives(arguments.disk_free, tbw, config.budget)
+    check_drives(arguments.disk_free, arguments.tbw, config.budget)
     machine = _machine(arguments, config)
-    if tbw is None:
-        tbw = config.drive_tbw
-    if tbw is not None:
+    if (tbw := config.drive_tbw if arguments.tbw is None else arguments.tbw) is not None:
         machine = rated(machine, tbw)
     ranks = arguments.ranks
     config.check_ranks(ranks)
@@ -277,19 +270,18 @@ def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
     else:
         sequences = dealt(batch or config.sequences_per_step, "sequences", groups, other_batch(groups, 1))
         found = report(task, batch=sequences)
-    found = replace(found, steps=_steps(config, arguments.epoch_tokens, found.forecast.tokens))
-    if found.steps is None:
-        note = "the time of the epochs depends on the data: give --epoch-tokens N, the tokens in one"
-        found = replace(found, notes=(*found.notes, note))
+    steps, notes = _steps(config, arguments.epoch_tokens, found.forecast.tokens), list(found.notes)
+    if steps is None:
+        notes.append("the time of the epochs depends on the data: give --epoch-tokens N, the tokens in one")
     if config.plan is None:
-        note = (
+        notes.append(
             "the file says plan: null, so that the run places state by a fixed order; this is the plan for plan: auto"
         )
-        found = replace(found, notes=(*found.notes, note))
     if (shipped := shipped_shape(config.model)) is not None:
-        note = f"the shape of {config.model.source} is the published one, which ships as {shipped}: no hub was asked"
-        found = replace(found, notes=(*found.notes, note))
-    return found
+        notes.append(
+            f"the shape of {config.model.source} is the published one, which ships as {shipped}: no hub was asked"
+        )
+    return replace(found, steps=steps, notes=tuple(notes))
 
 
 def _steps(config: TrainConfig, epoch_tokens: str | float | None, tokens: int) -> int | None:

@@ -36,9 +36,8 @@ _LATENCY = "10us"
 
 
 def check_hosts(arguments: "Arguments") -> None:
-    """Raises:
-    ConfigError: an option has no effect without ``--hosts``, or does not go with it; or the network is none.
-    """
+    """Raises ConfigError: an option has no effect without ``--hosts``, or does not go with it; or the network is
+    none."""
     if arguments.hosts is None:
         for key in ("network", "latency"):
             if getattr(arguments, key) is not None:

@@ -12,16 +12,14 @@ from pathlib import Path
 from socket import gethostname
 from typing import TypeVar, cast
 
-from penstock.cli.removal import check_free, remove_stores
-from penstock.cli.run_record import Replaced
 from penstock.errors import ConfigError, StoreError
 from penstock.ranks.group import ALONE, Ranks
-from penstock.store.directory import require_parent
 from penstock.store.facts import StoreFacts, facts_of, facts_of_all
 from penstock.store.owner import Owner, owner_in
 
 T = TypeVar("T")
 Stores = Sequence[Sequence[Path]]
+Work = Sequence[Callable[[], object]]
 
 
 class Reach:
@@ -50,66 +48,49 @@ class Reach:
         """Do what the first rank asks for, if this is the first of its host, until it has asked for all."""
         if self.hosts == 1:
             return
-        nothing: Callable[[int], object] | None = None
+        nothing: Work | None = None
         while (asked := self._ranks.gather_objects(_ASKED, nothing)[0]) is not None:
             self._answer(asked)
 
-    def on_each(self, work: Callable[[int], T]) -> list[T]:
-        """The results of ``work(host)`` on each host, by its first rank. It has to pickle, and so have they.
+    def on_each(self, work: Callable[..., T], *given: object) -> list[T]:
+        """The results of ``work(*given)`` on each host, by its first rank. All of it has to pickle.
 
         Raises:
             ConfigError, StoreError: what it raises on a host.
         """
+        return self._asked([partial(work, *given)] * self.hosts)
+
+    def _asked(self, works: Sequence[Callable[[], T]]) -> list[T]:
+        """``on_each``, with the work of each host."""
         if self.hosts == 1:
-            return [work(0)]
-        self._ranks.gather_objects(_ASKED, work)
-        found = self._answer(work)
-        answers = found[:: self._ranks.size // self.hosts]
+            return [works[0]()]
+        self._ranks.gather_objects(_ASKED, works)
+        answers = self._answer(works)[:: self._ranks.size // self.hosts]
         for answer in answers:
             if isinstance(answer, _Failed):
                 raise answer.kind(answer.said)
         return cast(list[T], answers)
 
-    def _answer(self, work: Callable[[int], object]) -> list[object]:
-        """All ranks' answers to what was asked."""
+    def _answer(self, works: Work) -> list[object]:
+        """All ranks' answers to what was asked of each host."""
         mine: object = None
         if self._ranks.is_first_on_host:
             try:
-                mine = work(self._ranks.host)
+                mine = works[self._ranks.host]()
             except (ConfigError, StoreError) as error:
                 mine = _Failed(type(error), str(error))
         return self._ranks.gather_objects("answer of each host", mine)
-
-    # ---- what is asked for
 
     def facts(self, stores: Stores) -> StoreFacts | None:
         """As ``facts_of_all``, of stores that are each on their own rank's host."""
         if self.hosts == 1 or len(stores) % self.hosts:  # those of another number of ranks are looked for here
             return facts_of_all(stores)
-        by_host = [self.of_host(stores, host) for host in range(self.hosts)]
-        return facts_of_all(
-            stores, look=lambda: [one for found in self.on_each(partial(_look, by_host)) for one in found]
-        )
+        works = [partial(_look, self.of_host(stores, host)) for host in range(self.hosts)]
+        return facts_of_all(stores, look=lambda: [one for found in self._asked(works) for one in found])
 
     def require_one_folder(self, folder: Path, owner: Owner) -> None:
-        """Raises:
-        ConfigError: on a host the run's folder is another one.
-        """
-        self.on_each(partial(_require_run, folder, owner))
-
-    def require_parents(self, disks: Sequence[Path], run: Path) -> None:
-        """Raises:
-        StoreError: on a host there is nothing to make a directory for stores in, and ``run`` will not have it either.
-        """
-        self.on_each(partial(_require_parents, [path for path in disks if not path.is_relative_to(run)]))
-
-    def check_free(self, replaced: Sequence[Replaced]) -> None:
-        """As ``removal.check_free``, on each host."""
-        self.on_each(partial(_check_free, replaced))
-
-    def remove_stores(self, replaced: Sequence[Replaced]) -> None:
-        """As ``removal.remove_stores``, on each host."""
-        self.on_each(partial(_remove_stores, replaced))
+        """Raises ConfigError: on a host the run's folder is another one."""
+        self.on_each(_require_run, folder, owner)
 
 
 _ASKED = "work on each host"
@@ -122,11 +103,11 @@ class _Failed:
         self.kind, self.said = kind, said
 
 
-def _look(by_host: Sequence[Stores], host: int) -> list[StoreFacts | None]:
-    return [facts_of(paths) for paths in by_host[host]]
+def _look(stores: Stores) -> list[StoreFacts | None]:
+    return [facts_of(paths) for paths in stores]
 
 
-def _require_run(folder: Path, owner: Owner, host: int) -> None:
+def _require_run(folder: Path, owner: Owner) -> None:
     for _ in range(_LOOKS):
         found = owner_in(folder)
         if found is not None and found.id == owner.id:
@@ -140,16 +121,3 @@ def _require_run(folder: Path, owner: Owner, host: int) -> None:
 
 _LOOKS, _APART = 5, 0.5
 """Number of looks for a run's folder, and the seconds between two of them."""
-
-
-def _require_parents(disks: Sequence[Path], host: int) -> None:
-    for path in disks:
-        require_parent(path)
-
-
-def _check_free(replaced: Sequence[Replaced], host: int) -> None:
-    check_free(replaced)
-
-
-def _remove_stores(replaced: Sequence[Replaced], host: int) -> None:
-    remove_stores(replaced)

@@ -9,8 +9,8 @@ store has a step it removes nothing.
 import errno
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace as with_changes
 from pathlib import Path
 
@@ -29,9 +29,7 @@ log = logging.getLogger("penstock")
 
 
 def check_free(replaced: Sequence[Replaced]) -> None:
-    """Raises:
-    StoreError: somebody is using the state that is to be removed.
-    """
+    """Raises StoreError: somebody is using the state that is to be removed."""
     for path in (Path(path) for one in replaced for path in one.disk):
         if is_there(path / LOCK):
             DirectoryLock(path).release()
@@ -58,18 +56,21 @@ def remove_files(folder: Path) -> None:
     _remove_files(folder, [path for path in own_files(folder) if path != keep])
 
 
+@contextmanager
+def _left_if_it_fails() -> Iterator[None]:
+    """Leave what cannot be removed, and say so."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("what this start has made cannot all be removed (%s): penstock train --resume clears it", error)
+
+
+@_left_if_it_fails()
 def take_back(folder: Path, record: RunRecord, stores: Sequence[Sequence[Path]]) -> None:
     """Remove what the start that wrote ``record`` has made, if no step is committed or written down. Raises nothing.
 
     ``stores``: the directories of each rank's store, of those on this host.
     """
-    try:
-        _take_back(folder, record, stores)
-    except OSError as error:
-        log.warning("what this start has made cannot all be removed (%s): penstock train --resume clears it", error)
-
-
-def _take_back(folder: Path, record: RunRecord, stores: Sequence[Sequence[Path]]) -> None:
     now = RunRecord.read(folder)
     if now is None or now.owner.id != record.owner.id or has_steps(folder) or snapshots_of(folder):
         return
@@ -94,14 +95,12 @@ def _take_back(folder: Path, record: RunRecord, stores: Sequence[Sequence[Path]]
     _remove_if_empty(folder)
 
 
+@_left_if_it_fails()
 def take_back_elsewhere(folder: Path, owner: Owner, stores: Sequence[Sequence[Path]]) -> None:
     """Remove the stores that a start has made on another host than the first, which has ``take_back`` do it. Raises
     nothing."""
-    try:
-        if not has_steps(folder) and not snapshots_of(folder):
-            take_back_stores(stores, owner)
-    except OSError as error:
-        log.warning("what this start has made cannot all be removed (%s): penstock train --resume clears it", error)
+    if not has_steps(folder) and not snapshots_of(folder):
+        take_back_stores(stores, owner)
 
 
 def take_back_stores(stores: Sequence[Sequence[Path]], owner: Owner) -> bool:

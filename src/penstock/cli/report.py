@@ -82,9 +82,8 @@ class Arguments(Words):
                 raise ConfigError(f"{key}={str(path)!r}: the file's name must end in {ending}")
 
     def require_folders(self) -> None:
-        """Raises:
-        ConfigError: another run's folder is not there: it was perhaps meant as the value of an option before it.
-        """
+        """Raises ConfigError: another run's folder is not there: it was perhaps meant as the value of an option before
+        it."""
         if gone := [path for path in self.others if not path.is_dir()]:
             bare = next((ending for key, ending in self.endings.items() if getattr(self, key) is True), None)
             hint = "" if bare is None else f". A picture's name ends in {bare}"
@@ -130,9 +129,7 @@ def run(arguments: Arguments) -> int:
 
 
 def _check_names(arguments: Arguments) -> None:
-    """Raises:
-    ConfigError: a report would take the place of what a run needs, or be read as what one has measured.
-    """
+    """Raises ConfigError: a report would take the place of what a run needs, or be read as what one has measured."""
     made = {".html", *arguments.endings.values()}
     runs = {folder.resolve() for folder in (arguments.folder, *arguments.others)}
     for key, path in (("out", arguments.out), ("trace", arguments.trace)):

@@ -153,7 +153,7 @@ def _write(arguments: Arguments, ranks: int, config: TrainConfig, record: RunRec
     try:
         for path in _flat(new):
             make_directory(path.parent)
-        with progress("written") as bar:
+        with progress("written") as show:
             weights = [weights_of_rank(paths, (), rank, ranks) for rank, paths in enumerate(new)]
             reshard(
                 old,
@@ -164,7 +164,7 @@ def _write(arguments: Arguments, ranks: int, config: TrainConfig, record: RunRec
                 whole=config.parts(ranks) == 1 and not arguments.pipeline,
                 pipeline=arguments.pipeline,
                 family=_order(config),
-                show=bar.show,
+                show=show,
             )
     except BaseException:
         _taken_back(folder, config, record)
@@ -299,12 +299,11 @@ def _clear(staged: Sequence[Sequence[Path]]) -> None:
 
 def _staged(config: TrainConfig, ranks: int, record: RunRecord) -> list[list[Path]]:
     """The directories that new stores are written in: on the drives that the budget names for each."""
-    stores, folder = config.budget.stores(ranks), f"{_STAGED}{record.owner.id[:8]}"
-    return [[_base(path) / folder / f"rank-{rank}" for path in paths] for rank, paths in enumerate(stores)]
-
-
-def _base(path: Path) -> Path:
-    return path.parent if is_of_rank(path) else path
+    stores, folder = config.budget.stores(ranks), f"{_STAGED}{record.id[:8]}"
+    return [
+        [(path.parent if is_of_rank(path) else path) / folder / f"rank-{rank}" for path in paths]
+        for rank, paths in enumerate(stores)
+    ]
 
 
 def _flat(stores: Sequence[Sequence[Path]]) -> list[Path]:

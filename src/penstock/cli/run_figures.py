@@ -136,9 +136,7 @@ def is_training(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> RunFigures:
-    """Raises:
-    ConfigError, StoreError: it is not a run's folder, or what is in it cannot be read.
-    """
+    """Raises ConfigError, StoreError: it is not a run's folder, or what is in it cannot be read."""
     record = RunRecord.read(folder)
     config = settings_of(folder)
     metrics = read_metrics(folder / METRICS)

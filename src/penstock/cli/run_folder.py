@@ -176,17 +176,9 @@ def has_steps(folder: Path) -> bool:
         return False
 
 
-def steps_written(folder: Path) -> int:
-    """The last step that has left its numbers in this folder; 0: none. Lines that a power cut has torn do not count.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
-    return int(last_line(folder).get("step", 0))
-
-
 def last_line(folder: Path) -> Mapping[str, Any]:
-    """The numbers of the last step that has left them in this folder; none: empty.
+    """The numbers of the last step that has left them in this folder; none: empty. A line that a power cut has torn
+    does not count.
 
     Raises:
         ConfigError: they cannot be read.

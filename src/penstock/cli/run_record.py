@@ -65,37 +65,46 @@ class Resharding:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The record of a run. ``ranks``: how many train it, on so many ``hosts``; each has a store. ``has_state``: these
-    were made, so that they are missed where they are not found. ``pending``: None: the run has begun. ``resharding``:
-    None: its stores are those of ``ranks``.
+    """The record of a run, as JSON has it. ``id``, ``folder``: its owner's. ``ranks``: how many train it, on so many
+    ``hosts``; each has a store. ``has_state``: these were made, so that they are missed where they are not found.
+    ``pending``: None: the run has begun. ``resharding``: None: its stores are those of ``ranks``.
     """
 
-    owner: Owner
-    ranks: int = 1
+    id: str
+    folder: str
+    ranks: int
     hosts: int = 1
-    has_state: bool = False
-    pending: Pending | None = None
-    resharding: Resharding | None = None
+    has_state: bool
+    pending: Pending | None
+    resharding: Resharding | None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= STRANDS:
+            raise ValueError(f"ranks={self.ranks} is no number of ranks")
+        if self.hosts < 1 or self.ranks % self.hosts:
+            raise ValueError(f"hosts={self.hosts} is no number of hosts of {self.ranks} ranks")
+
+    @staticmethod
+    def of(owner: Owner, *, ranks: int = 1, hosts: int = 1, pending: Pending | None = None) -> "RunRecord":
+        """The record of a run that has made no store yet."""
+        return RunRecord(**owner.to_json(), ranks=ranks, hosts=hosts, has_state=False, pending=pending, resharding=None)
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(id=self.id, folder=self.folder)
 
     @property
     def ids(self) -> set[str]:
-        """Paths of the stores that are this run's, or are to be removed for it."""
-        return {self.owner.id, *(one.id for one in (self.pending.replaces if self.pending else ()))}
+        """The ids of the runs whose stores are this one's, or are to be removed for it."""
+        return {self.id, *(one.id for one in (self.pending.replaces if self.pending else ()))}
 
     def write(self, folder: Path) -> None:
-        """Raises:
-        StoreError: it cannot be written; what was there still is.
-        """
-        body = {**self.owner.to_json(), "ranks": self.ranks, "hosts": self.hosts}
-        body |= {"has_state": self.has_state}
-        body |= {"pending": self.pending and asdict(self.pending.written(folder.absolute()))}
-        body |= {"resharding": self.resharding and asdict(self.resharding)}
-        write_document(folder / RUN_FILE, RUN_KIND, body)
+        """Raises StoreError: it cannot be written; what was there still is."""
+        there = self.pending and self.pending.written(folder.absolute())
+        write_document(folder / RUN_FILE, RUN_KIND, asdict(replace(self, pending=there)))
 
     def require_settled(self, folder: Path) -> None:
-        """Raises:
-        StoreError: a reshard of the run in ``folder`` was interrupted.
-        """
+        """Raises StoreError: a reshard of the run in ``folder`` was interrupted."""
         if self.resharding is None:
             return
         again = f"penstock reshard {shlex.quote(str(folder))}"
@@ -118,19 +127,12 @@ class RunRecord:
         except OSError:
             pass  # reading it says why
         try:
-            found = read_as(folder / RUN_FILE, RUN_KIND, _Written)
+            found = read_as(folder / RUN_FILE, RUN_KIND, RunRecord)
         except StoreError as error:
             if error.errno is not None:
                 raise
             raise StoreError(f"{error}. Put it back from a copy: it says which store is this run's") from error
-        return RunRecord(
-            owner=Owner(id=found.id, folder=found.folder),
-            ranks=found.ranks,
-            hosts=found.hosts,
-            has_state=found.has_state,
-            pending=found.pending and found.pending.found(folder.absolute()),
-            resharding=found.resharding,
-        )
+        return replace(found, pending=found.pending and found.pending.found(folder.absolute()))
 
     @staticmethod
     def begun_in(folder: Path) -> "RunRecord":
@@ -153,22 +155,3 @@ class RunRecord:
 
     def begun(self) -> "RunRecord":
         return replace(self, pending=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Written:
-    """A record as JSON has it."""
-
-    id: str
-    folder: str
-    ranks: int
-    has_state: bool
-    pending: Pending | None
-    resharding: Resharding | None
-    hosts: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.ranks <= STRANDS:
-            raise ValueError(f"ranks={self.ranks} is no number of ranks")
-        if self.hosts < 1 or self.ranks % self.hosts:
-            raise ValueError(f"hosts={self.hosts} is no number of hosts of {self.ranks} ranks")

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -77,9 +77,9 @@ def listed(runs: Sequence[RunFigures]) -> list[str]:
             run.config.model.name,
             run.state,
             _steps(run),
-            _number(run.loss),
-            *([_number(run.validation)] if held else []),
-            _rate(run.tokens_per_second),
+            _known(run.loss),
+            *([_known(run.validation)] if held else []),
+            _known(run.tokens_per_second, three_digits),
             f"{run.last:%Y-%m-%d %H:%M}",
         ]
         for run in runs
@@ -119,19 +119,19 @@ def figure_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
     yield ["state", *(run.state for run in runs)]
     yield ["steps", *map(_steps, runs)]
     yield ["last step (UTC)", *(f"{run.last:%Y-%m-%d %H:%M}" for run in runs)]
-    yield ["loss of the last step", *(_number(run.loss) for run in runs)]
+    yield ["loss of the last step", *(_known(run.loss) for run in runs)]
     common = min(run.step for run in runs)
     if common and any(run.step != common for run in runs):
-        yield [f"loss of step {common}", *(_number(run.loss_at(common)) for run in runs)]
+        yield [f"loss of step {common}", *(_known(run.loss_at(common)) for run in runs)]
     if any(run.validation is not None for run in runs):
-        yield ["held-out loss", *(_number(run.validation) for run in runs)]
+        yield ["held-out loss", *(_known(run.validation) for run in runs)]
     yield ["tokens", *(f"{run.tokens:,}" for run in runs)]
-    yield ["tokens/s, median", *(_rate(run.tokens_per_second) for run in runs)]
-    yield ["a step, median", *("–" if run.step_seconds is None else format_time(run.step_seconds) for run in runs)]
+    yield ["tokens/s, median", *(_known(run.tokens_per_second, three_digits) for run in runs)]
+    yield ["a step, median", *(_known(run.step_seconds, format_time) for run in runs)]
     yield ["time in steps", *(_long(run.seconds) for run in runs)]
     for name, words in (("mfu", "MFU"), ("share_of_product", "of a large product's FLOP/s")):
         if any(run.share(name) is not None for run in runs):
-            yield [words, *(_percent(run.share(name)) for run in runs)]
+            yield [words, *(_known(run.share(name), "{:.0%}".format) for run in runs)]
     for tier in ("device", "host"):
         yield [f"{tier} memory, peak", *(format_size(run.peak.get(tier, 0)) for run in runs)]
     yield ["written to drives", *(format_size(run.written) for run in runs)]
@@ -143,16 +143,8 @@ def _steps(run: RunFigures) -> str:
     return f"{run.step:,}" if run.config.steps in (None, run.step) else f"{run.step:,} of {run.config.steps:,}"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
-
-
-def _rate(value: float | None) -> str:
-    return "–" if value is None else three_digits(value)
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
+def _known(value: float | None, form: Callable[[float], str] = "{:.4f}".format) -> str:
+    return "–" if value is None else form(value)
 
 
 def _long(seconds: float) -> str:

@@ -33,16 +33,12 @@ def read_world(path: Path) -> World:
     if (ops := sum(len(rank.ops) for rank in world.ranks)) > MOST_OPS:
         raise ConfigError(f"{path}: its {len(world.ranks):,} ranks have {ops:,} ops, and {MOST_OPS:,} fit in memory")
     if found := list(faults(world)):
-        lines = [f"{path}: {_located(text, fault)}" for fault in found[:_MOST_NAMED]]
+        named = [(line_of(text, fault.rank, fault.op), fault) for fault in found[:_MOST_NAMED]]
+        lines = [f"{path}: {'' if line is None else f'line {line}: '}{fault}" for line, fault in named]
         if len(found) > _MOST_NAMED:
             lines.append(f"... and {len(found) - _MOST_NAMED} more")
         raise ConfigError("\n".join(lines))
     return world
-
-
-def _located(text: str, fault: ScheduleError) -> str:
-    line = line_of(text, fault.rank, fault.op)
-    return str(fault) if line is None else f"line {line}: {fault}"
 
 
 def line_of(text: str, rank: int, op: str) -> int | None:

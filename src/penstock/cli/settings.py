@@ -10,7 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -91,10 +91,8 @@ def _filled_in(path: str, run: str) -> str:
 
 
 def check_braces(key: str, path: str, *, known: str = RUN) -> None:
-    """Raises:
-    ConfigError: something is in braces in a path that is none of what is ``known``: ``{run}``, or in a path that is
-        filled in the run's own name. ``key``: what the path was given as.
-    """
+    """Raises ConfigError: something is in braces in a path that is none of what is ``known``: ``{run}``, or in a path
+    that is filled in the run's own name. ``key``: what the path was given as."""
     for found in re.findall(r"\{\w*\}", path):
         if found not in known:
             raise ConfigError(f"{key}{path!r}: {found} stands for nothing; {RUN} does, for the run's folder")
@@ -301,44 +299,53 @@ def _expected(options: Sequence[Any]) -> str:
     return " or ".join(dict.fromkeys(names))
 
 
-def describe(cls: type, section: str = "") -> list[tuple[str, str, str, str]]:
-    """Every setting below ``cls`` for people: dotted name, what it must be, default, meaning (from the docstrings)."""
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A setting, or a section of them, for people. ``name``: dotted. ``section``: its class, of one that is, or may be,
+    a section. ``kind``: what it must be; empty: nothing but a section. ``default``: as YAML has it, or when it is
+    required. ``meaning``: from the docstrings."""
+
+    name: str
+    hint: Any
+    section: type | None
+    kind: str
+    default: str
+    meaning: str
+
+    @property
+    def about(self) -> str:
+        """The meaning of a section: the first paragraph of its docstring."""
+        return " ".join((self.section.__doc__ or "").split("\n\n")[0].replace("``", "").split())
+
+
+def settings_below(cls: type, section: str = "") -> list[Setting]:
+    """Every setting below ``cls``, in the order in which people look for them; each section before its own."""
     assert is_dataclass(cls)
-    hints = typing.get_type_hints(cls)
-    meaning = {name: text.replace("``", "").replace("None:", "null:") for name, text in meanings(cls).items()}
-    rows: list[tuple[str, str, str, str]] = []
+    hints, meaning, found = typing.get_type_hints(cls), meanings(cls), list[Setting]()
     for f in by_need(cls):
-        options = options_of(hints[f.name])
-        inner = section_of(hints[f.name])
+        hint, inner = hints[f.name], section_of(hints[f.name])
+        others = [option for option in options_of(hint) if inner is None or option not in (inner, type(None))]
+        setting = Setting(
+            name=_dotted(section, f.name),
+            hint=hint,
+            section=inner,
+            kind=" or ".join([_expected(others), *(["a section"] if inner else [])]) if others else "",
+            default=_default(f),
+            meaning=meaning.get(f.name, "").replace("``", "").replace("None:", "null:"),
+        )
+        found.append(setting)
         if inner is not None:
-            others = [o for o in options if o not in (inner, type(None))]
-            if others:  # it may be something else, too
-                kind = " or ".join([_expected(others), "a section"])
-                rows.append((_dotted(section, f.name), kind, _default(f), meaning.get(f.name, "")))
-            within = "required" if is_required(f) else "required if the section is there"
-            rows += [
-                (name, kind, within if default == "required" else default, meaning)
-                for name, kind, default, meaning in describe(inner, _dotted(section, f.name))
-            ]
-            continue
-        rows.append((_dotted(section, f.name), _expected(options), _default(f), meaning.get(f.name, "")))
-    return rows
-
-
-def hints_below(cls: type, section: str = "") -> dict[str, Any]:
-    """The type of every setting below ``cls``, and of the sections themselves, by dotted name."""
-    found: dict[str, Any] = {}
-    hints = typing.get_type_hints(cls)
-    for f in by_need(cls):
-        name, inner = _dotted(section, f.name), section_of(hints[f.name])
-        found[name] = hints[f.name]
-        found |= {} if inner is None else hints_below(inner, name)
+            within = setting.default if setting.default == "required" else "required if the section is there"
+            below = settings_below(inner, setting.name)
+            found += [replace(each, default=within) if each.default == "required" else each for each in below]
     return found
 
 
 def _default(f: Field[Any]) -> str:
-    """The default as YAML has it."""
-    return "required" if is_required(f) else dump_yaml([_plain(f.default)]).removeprefix("-").strip()
+    """The default as YAML has it; of a section that has one for each of its settings nothing."""
+    if f.default is MISSING:
+        return "required" if is_required(f) else ""
+    return dump_yaml([_plain(f.default)]).removeprefix("-").strip()
 
 
 def section_of(hint: Any) -> type | None:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from penstock.cli.simulate_arguments import Arguments
-from penstock.config import Precision, Tier
+from penstock.config import Precision, Tier, format_size
 from penstock.config.sizes import three_digits
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.planner.costs import machine_costs
 from penstock.planner.layer_costs import layer_costs
+from penstock.report.sentence import format_time
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Format
@@ -33,7 +34,6 @@ class Case:
     pipeline's stage, not one of its layers. ``memory``: bytes of a machine's tiers.
     """
 
-    name: str
     title: str
     world: World
     costs: Costs
@@ -42,6 +42,14 @@ class Case:
     amounts: Amounts
     memory: Mapping[Tier, int] = field(default_factory=dict)
     stage_ops: bool = False
+
+    def time(self, seconds: float) -> str:
+        """A time in words."""
+        return format_time(seconds, self.unit)
+
+    def amount(self, number: int) -> str:
+        """An amount of memory, or what was moved, in words."""
+        return format_size(number) if self.amounts == "bytes" else f"{number:,}"
 
 
 _SAID = {
@@ -55,7 +63,6 @@ def abstract_case(world: World, title: str, model: CostModel, amounts: Amounts |
     costs = model.costs
     amounts = amounts or ("elements" if costs.name == "puzzle" else "micro-batches")
     return Case(
-        name=world.name,
         title=title,
         world=world,
         costs=costs,
@@ -103,12 +110,31 @@ def training_of(arguments: Arguments, machine: Machine | None) -> Training:
     return Training(profile=profile, precision=precision, description=description)
 
 
-def machine_case(world: World, title: str, machine: Machine, training: Training) -> Case:
-    """A schedule of the model's own program.
+def real_case(world: World, title: str, machine: Machine, training: Training, *, layers: bool) -> Case:
+    """A schedule of the model's own program, or of ``layers``, each of which is one of the model's blocks.
 
     Raises:
         ConfigError: the machine lacks what the schedule uses.
     """
+    if not layers:
+        _check_machine(world, machine, training)
+    times = stage_times(training.profile, machine, training.precision)
+    if layers:
+        costs = layer_costs(machine, training.profile, training.form, times, training.optimizer, world)
+    else:
+        costs = machine_costs(machine, training.profile.program, training.form, times, training.optimizer)
+    return Case(
+        title=title,
+        world=world,
+        costs=costs,
+        costs_in_words=f"costs of {machine.name}, for {training.description}",
+        unit="s",
+        amounts="bytes",
+        memory={"device": machine.device.memory, "host": machine.host.memory},
+    )
+
+
+def _check_machine(world: World, machine: Machine, training: Training) -> None:
     lanes = {op.lane for schedule in world.ranks for op in schedule.ops}
     if lanes & _DRIVE_LANES and not machine.drives:
         raise ConfigError(f"{world.name} uses the disk, and the machine {machine.name} has no drive: choose another")
@@ -126,33 +152,6 @@ def machine_case(world: World, title: str, machine: Machine, training: Training)
         raise ConfigError(
             f"the machine {machine.name} has no rate host.optimizer.{training.optimizer}: measure it anew"
         )
-    times = stage_times(training.profile, machine, training.precision)
-    costs = machine_costs(machine, training.profile.program, training.form, times, training.optimizer)
-    return _real(world, title, machine, training, costs)
-
-
-def layers_case(world: World, title: str, machine: Machine, training: Training) -> Case:
-    """A schedule of layers, each of which is one of the model's blocks.
-
-    Raises:
-        ConfigError: the machine lacks what the schedule uses.
-    """
-    times = stage_times(training.profile, machine, training.precision)
-    costs = layer_costs(machine, training.profile, training.form, times, training.optimizer, world)
-    return _real(world, title, machine, training, costs)
-
-
-def _real(world: World, title: str, machine: Machine, training: Training, costs: Costs) -> Case:
-    return Case(
-        name=world.name,
-        title=title,
-        world=world,
-        costs=costs,
-        costs_in_words=f"costs of {machine.name}, for {training.description}",
-        unit="s",
-        amounts="bytes",
-        memory={"device": machine.device.memory, "host": machine.host.memory},
-    )
 
 
 def counted(number: int, what: str) -> str:

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 
@@ -15,8 +16,7 @@ from penstock.cli.simulate_case import (
     Training,
     abstract_case,
     counted,
-    layers_case,
-    machine_case,
+    real_case,
     training_of,
 )
 from penstock.config import fields_of
@@ -107,7 +107,7 @@ def _layers(arguments: Arguments) -> Source:
     sizes = layer_sizes(training.profile, training.form)
     request = _request(arguments, blocks, ranks, CostModel(costs=_FREE, sizes=sizes, stage_ops=False))
     world, title = _built(request, costs), _shape_in_words(request)
-    return Source(world=world, case=lambda: layers_case(world, title, machine, training))
+    return Source(world=world, case=partial(real_case, world, title, machine, training, layers=True))
 
 
 def _built(request: FamilyRequest, costs: str) -> World:
@@ -214,7 +214,7 @@ def _offload(arguments: Arguments) -> Source:
     def case() -> Case:
         if machine is None:
             return abstract_case(world, title, replace(unit(), stage_ops=False), "bytes")
-        return machine_case(world, title, machine, training)
+        return real_case(world, title, machine, training, layers=False)
 
     return Source(world=world, case=case)
 
@@ -246,10 +246,11 @@ def _file(arguments: Arguments) -> Source:
     machine = machine_named(costs)
     if not offloads:
         training = _training_of_layers(path, world, arguments, machine, costs)
-        return Source(world=world, case=lambda: layers_case(world, title, machine, training), checked=True)
-    training = _training_of(arguments, machine)
-    _check_model(path, world, training, arguments)
-    return Source(world=world, case=lambda: machine_case(world, title, machine, training), checked=True)
+    else:
+        training = _training_of(arguments, machine)
+        _check_model(path, world, training, arguments)
+    case = partial(real_case, world, title, machine, training, layers=not offloads)
+    return Source(world=world, case=case, checked=True)
 
 
 def _training_of_layers(path: Path, world: World, arguments: Arguments, machine: Machine, costs: str) -> Training:

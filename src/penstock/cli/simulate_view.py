@@ -13,7 +13,6 @@ from penstock.cli.showing.console import console as console_for
 from penstock.cli.simulate_case import Case
 from penstock.config import TIERS, format_size
 from penstock.config.sizes import three_digits
-from penstock.report.sentence import format_time
 from penstock.schedule.ir.lanes import LANES
 from penstock.sim.figures import RankFigures, longest_stalls, rank_figures
 from penstock.sim.result import Simulation
@@ -37,7 +36,7 @@ def as_json(case: Case, simulation: Simulation, ranks: Sequence[RankFigures]) ->
     """One object; times in the costs' unit, amounts in the schedule's."""
     return json.dumps(
         {
-            "schedule": case.name,
+            "schedule": case.world.name,
             "costs": case.costs.name,
             "time": _exact(simulation.time),
             "ranks": [_rank(figures) for figures in ranks],
@@ -92,7 +91,7 @@ def show(case: Case, simulation: Simulation, ranks: Sequence[RankFigures], out: 
     console = console_for(out, soft_wrap=True)
     console.print(case.title, style="bold", markup=False)
     console.print(case.costs_in_words, markup=False)
-    console.print(f"\ntime         [bold]{_time(case, simulation.time)}[/]")
+    console.print(f"\ntime         [bold]{case.time(simulation.time)}[/]")
     console.print(f"lower bound  {_bound(case, simulation)}")
     whose = "the time" if len(ranks) == 1 else "all ranks' time"
     which = "idle" if case.costs.serial else "without compute"
@@ -115,7 +114,7 @@ def _bound(case: Case, simulation: Simulation) -> str:
         works = [(t, -r, lane) for r in range(len(case.world.ranks)) for lane, t in simulation.work(r).items()]
         _, rank, lane = max(works)
         what = f"all ops of lane {lane}" + (f" on rank {-rank}" if several else "")
-    return f"{_time(case, bound)}, {what}; the step takes {three_digits(simulation.time / bound)} times that"
+    return f"{case.time(bound)}, {what}; the step takes {three_digits(simulation.time / bound)} times that"
 
 
 def _rank_table(case: Case, ranks: Sequence[RankFigures]) -> Table:
@@ -128,9 +127,9 @@ def _rank_table(case: Case, ranks: Sequence[RankFigures]) -> Table:
         share = figures.busy / figures.end if figures.end else 0.0
         table.add_row(
             f"{rank}{mark and f' ({mark})'}",
-            _time(case, figures.end),
+            case.time(figures.end),
             f"{share:.1%}",
-            *(_amount(case, figures.peak[tier]) for tier in tiers),
+            *(case.amount(figures.peak[tier]) for tier in tiers),
             f"{figures.in_flight_peak:,}",
         )
     if len(marks) < len(ranks):
@@ -177,7 +176,7 @@ def _show_stalls(case: Case, simulation: Simulation, console: Console) -> None:
     for stall in stalls:
         where = f"rank {stall.rank}: " if several else ""
         why = f", waiting for {', for '.join(map(str, stall.causes))}" if stall.causes else ""
-        console.print(f"  {where}{_time(case, stall.waited)} before {stall.op.id}{why}", markup=False)
+        console.print(f"  {where}{case.time(stall.waited)} before {stall.op.id}{why}", markup=False)
 
 
 def _show_bytes(case: Case, simulation: Simulation, console: Console) -> None:
@@ -186,13 +185,13 @@ def _show_bytes(case: Case, simulation: Simulation, console: Console) -> None:
     if not moved:
         return
     if len(case.world.ranks) > 1:
-        line = ", ".join(f"{lane} {_amount(case, n)}" for lane, n in moved.items())
+        line = ", ".join(f"{lane} {case.amount(n)}" for lane, n in moved.items())
         console.print(f"\nmoved        {line}", markup=False)
         return
     table = _plain_table("lane", "busy", "of the time", "moved")
     for lane, busy in sorted(simulation.busy(0).items(), key=lambda item: LANES.index(item[0])):
         share = busy / simulation.time if simulation.time else 0.0
-        table.add_row(lane, _time(case, busy), f"{share:.1%}", _amount(case, moved[lane]) if lane in moved else "")
+        table.add_row(lane, case.time(busy), f"{share:.1%}", case.amount(moved[lane]) if lane in moved else "")
     console.print()
     console.print(table)
 
@@ -203,11 +202,3 @@ def _plain_table(first: str, *columns: str) -> Table:
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-def _time(case: Case, seconds: float) -> str:
-    return format_time(seconds, case.unit)
-
-
-def _amount(case: Case, number: int) -> str:
-    return format_size(number) if case.amounts == "bytes" else f"{number:,}"

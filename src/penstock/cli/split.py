@@ -43,9 +43,7 @@ class Cut:
 
 
 def check_shared(config: TrainConfig, ranks: int) -> None:
-    """Raises:
-    ConfigError: several ranks cannot train such a run, or not with such a batch.
-    """
+    """Raises ConfigError: several ranks cannot train such a run, or not with such a batch."""
     groups = config.sharing(ranks)
     check_of_pipeline(config, ranks)
     check_sums(config, ranks)
@@ -57,17 +55,14 @@ def check_shared(config: TrainConfig, ranks: int) -> None:
 
 
 def check_sums(config: TrainConfig, ranks: int) -> None:
-    """Raises:
-    ConfigError: so many ranks cannot share the ``strands`` that gradients are to be summed in.
-    """
+    """Raises ConfigError: so many ranks cannot share the ``strands`` that gradients are to be summed in."""
     if config.strands is not None:
         check_strands(config.strands, config.sharing(ranks) * config.cp)
 
 
 def check_of_pipeline(config: TrainConfig, ranks: int) -> None:
-    """Raises:
-    ConfigError: a setting is not for so many ranks in such pipelines; or it is for pipelines, and there are none.
-    """
+    """Raises ConfigError: a setting is not for so many ranks in such pipelines; or it is for pipelines, and there are
+    none."""
     if config.pipeline > 1:
         asked = f"pipeline={config.pipeline} of {in_words(ranks)}"
         check_pipeline(config, config.schedule, config.replan, asked, ranks // config.pipeline)

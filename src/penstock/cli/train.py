@@ -12,6 +12,7 @@ from typing import Any, get_args
 from torch import nn
 
 from penstock import files
+from penstock.cli.account import Stretch
 from penstock.cli.changed import changed, without_effect
 from penstock.cli.claim import is_complete
 from penstock.cli.deterministic import deterministic_kernels
@@ -35,8 +36,7 @@ from penstock.cli.showing.pace import Pace
 from penstock.cli.showing.summary import closing, opening, resident_bytes
 from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, check_goes_on, check_shared, cut_batch
-from penstock.cli.stretch import Stretch
-from penstock.config import Family, Precision, RunConfig, Tier, TrainConfig, fields_of, format_size
+from penstock.config import Family, Precision, RunConfig, TrainConfig, fields_of, format_size
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
 from penstock.data.opening import Data, for_model, open_data
@@ -200,8 +200,11 @@ def _keep(config: TrainConfig, folder: Path, data: Data) -> str:
     if kept is None:
         kept = KeptFiles.of(folder, place, [model_folder(folder), *data.folders])
         kept.write(folder)
-    else:
-        kept.require_made_again(folder, place)
+    elif (found := next(kept.damage(folder, place), None)) is not None:
+        raise StoreError(
+            f"{found}, although it was made again from the same data in the same way: is another version of the "
+            "tokenizer's library installed? Put back the one that was"
+        )
     return kept.digest
 
 
@@ -232,6 +235,15 @@ def _train(
         display.say(_place(config, ranks, weighed))
         config, batches, validation = _settle(config, display, engine, data, cut, ranks)
         _say_what_to_expect(config, display, engine, weighed)
+        outline = Outline(
+            steps=config.step_count,
+            parameters=parameters,
+            given={"device": engine.budget.device_bytes, "host": engine.budget.host_bytes},
+            ranks=ranks.size,
+            hosts=ranks.hosts,
+            first=engine.step_count,
+            yardstick=measure,
+        )
         stretch = Stretch(
             config=config,
             folder=folder,
@@ -243,7 +255,7 @@ def _train(
             train=batches,
             validation=validation,
             first=engine.step_count,
-            meter=Meter(outline=_outline(config, engine, parameters, ranks, measure)),
+            meter=Meter(outline=outline),
             pace=Pace(),
         )
         missed = report_last(stretch)
@@ -303,19 +315,6 @@ def _load_newest(engine: Engine, run: Joint) -> None:
         engine.load(snapshot)
     elif run.step is not None:
         raise StoreError(f"{run.folder}: the snapshot went away while the run was started: start it again")
-
-
-def _outline(config: TrainConfig, engine: Engine, parameters: int, ranks: Ranks, measure: Yardstick) -> Outline:
-    given: dict[Tier, int] = {"device": engine.budget.device_bytes, "host": engine.budget.host_bytes}
-    return Outline(
-        steps=config.step_count,
-        parameters=parameters,
-        given=given,
-        ranks=ranks.size,
-        hosts=ranks.hosts,
-        first=engine.step_count,
-        yardstick=measure,
-    )
 
 
 def _in_steps(config: TrainConfig, data: Data) -> TrainConfig:

@@ -62,9 +62,7 @@ class Checked:
 
 
 def _to_check(folders: Sequence[Path]) -> Checked:
-    """Raises:
-    ConfigError: a folder is neither a run's nor a store's, or is of a run without a store.
-    """
+    """Raises ConfigError: a folder is neither a run's nor a store's, or is of a run without a store."""
     is_run = len(folders) == 1 and is_there(folders[0] / RUN_FILE)  # which may be where its store is, too
     if not is_run and all(is_there(folder / DATA) or is_there(folder / MANIFEST) for folder in folders):
         return Checked(stores=(tuple(folders),))
@@ -124,11 +122,11 @@ def _store(store: Store) -> list[str]:
     last, slots = whole_commit(store, store.paths[0]), Slots.of(store)
     current = {extent.name: slots.current(extent.name) for extent in store.layout.extents}
     began, damage, done = time.perf_counter(), list[str](), 0
-    with progress("read") as bar:
+    with progress("read") as show:
         for part in store.verify(current):
             done = part.done
             damage += part.damage
-            bar.show(part.done, part.total)
+            show(part.done, part.total)
     places = ", ".join(map(str, store.paths))
     _say(f"{places}: read", done, f"in {len(current)} extents of step {last['step']}, the last commit,", began)
     return damage
@@ -141,14 +139,14 @@ def _records(store: Store) -> list[str]:
 
 def _snapshot(path: Path) -> list[str]:
     """Read a snapshot; returns what is damaged."""
-    with opened_snapshot(path) as parts, progress("read") as bar:
+    with opened_snapshot(path) as parts, progress("read") as show:
         extents = [extent for part in parts for extent in part.layout.extents]
         total = sum(extent.stride for extent in extents)
         began, damage, done = time.perf_counter(), list[str](), 0
         for nbytes, found in chain.from_iterable(part.parts() for part in parts):
             done += nbytes
             damage += [str(found)] if found is not None else []
-            bar.show(done, total)
+            show(done, total)
         step = parts[0].meta["step"]
     _say(f"{path}: read", done, f"in {len(extents)} extents of step {step}, the last snapshot,", began)
     return damage

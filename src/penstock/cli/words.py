@@ -18,9 +18,8 @@ import re
 import shutil
 import textwrap
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union
 
@@ -80,7 +79,7 @@ def read_words(kind: type[W], words: Sequence[str]) -> W:
         given[key] = value
     if settings:
         given[SETTINGS] = Located(value=settings, where=kind.command)
-    given |= _operands(kind, plain, hint=_ending_hint(kind, words))
+    given |= _operands(kind, plain)
     for field in fields(kind):
         if field.name in options and is_required(field) and field.name not in given:
             raise ConfigError(f"{kind.command} needs {_flag(field.name)}. Try: {kind.command} --help")
@@ -114,7 +113,7 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
             if equals:
                 raise ConfigError(f"{flag} takes no value: write {flag}")
             flags.append((flag, None))
-        elif ending is not None and not equals and not (rest and rest[0].endswith(ending)):
+        elif ending is not None and not equals and not (rest and (rest[0].endswith(ending) or not rest[0])):
             flags.append((flag, None))
         elif equals and text:
             flags.append((flag, text))
@@ -157,9 +156,7 @@ def takes_no_value(hint: Any) -> bool:
 def values_of(hint: Any) -> tuple[str, ...]:
     """The words that a value is one of; empty: it may be anything of its type."""
     options = options_of(_each(hint))
-    words = [
-        str(word) for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)
-    ]
+    words = [str(word) for word in _chosen_from(options)]
     if len(options) > len([o for o in options if typing.get_origin(o) is Literal or o in (bool, type(None))]):
         return ()
     return (*(("true", "false") if bool in options else ()), *words)
@@ -171,17 +168,8 @@ def may_be_a_file(hint: Any) -> bool:
     return Path in options or (str in options and int not in options)
 
 
-def _ending_hint(kind: type[Words], words: Sequence[str]) -> str:
-    """A hint for messages, where a word was perhaps meant as the value of an option that may lack one; else empty."""
-    for word, following in pairwise(words):
-        ending = kind.endings.get(_key(word)) if word.startswith("--") else None
-        if ending is not None and not following.startswith("--") and not following.endswith(ending):
-            return f" A picture's name ends in {ending}."
-    return ""
-
-
-def _operands(kind: type[Words], plain: Sequence[str], *, hint: str) -> dict[str, Located]:
-    """The words without dashes, by the names of their fields. ``hint``: why there may be too many.
+def _operands(kind: type[Words], plain: Sequence[str]) -> dict[str, Located]:
+    """The words without dashes, by the names of their fields.
 
     Raises:
         ConfigError: there are too few or too many of them, or an empty one.
@@ -191,7 +179,7 @@ def _operands(kind: type[Words], plain: Sequence[str], *, hint: str) -> dict[str
     many = bool(names) and _is_list(hints[names[-1]])
     if not len(needed) <= len(plain) or (len(plain) > len(names) and not many) or "" in plain:
         given = " and ".join(filter(None, plain)) or "none"
-        raise ConfigError(f"{kind.command} takes {kind.takes}, and was given {given}.{hint} Try: {kind.command} --help")
+        raise ConfigError(f"{kind.command} takes {kind.takes}, and was given {given}. Try: {kind.command} --help")
     found = {name: _text(word, kind.command) for name, word in zip(names, plain, strict=False)}
     if many and len(plain) >= len(names):
         rest = [_text(word, kind.command) for word in plain[len(names) - 1 :]]
@@ -209,8 +197,12 @@ def _value(hint: Any, text: str, flag: str) -> Located:
 def _as_it_stands(hint: Any) -> bool:
     """True if an option's value is a text; None, the type of a setting: it is not."""
     options = options_of(_each(hint))
-    words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
-    return str in options or Path in options or any(isinstance(word, str) for word in words)
+    return str in options or Path in options or any(isinstance(word, str) for word in _chosen_from(options))
+
+
+def _chosen_from(options: Collection[Any]) -> list[Any]:
+    """The values that a setting of one of these types is chosen from, where one is a Literal."""
+    return [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
 
 
 def _without_null(hint: Any) -> Any:
@@ -290,9 +282,8 @@ def _value_name(hint: Any) -> str:
     options = {*options_of(_each(hint))} - {type(None)}
     if hint is bool:
         return ""
-    words = [str(w) for o in options if typing.get_origin(o) is Literal for w in typing.get_args(o)]
-    if words:
-        return "|".join(words)
+    if words := _chosen_from(options):
+        return "|".join(map(str, words))
     if bool in options:
         return "[FILE]" if Path in options else "true|false"
     if {str, int} <= options:

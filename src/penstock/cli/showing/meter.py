@@ -43,12 +43,11 @@ class Outline:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneUse:
-    """A lane over the last steps: bytes per second while busy, over all, and the share of time it was busy.
+    """A lane over the last steps: bytes per second, and the share of time that it was busy.
 
-    ``of_peak``: of what the link was measured to do, the share that it did over all; None: not a link, or not measured.
+    ``of_peak``: of what the link was measured to do, the share that it did; None: not a link, or not measured.
     """
 
-    rate: float
     sustained: float
     busy: float
     of_peak: float | None = None
@@ -240,7 +239,6 @@ class Meter:
             if moved or busy:
                 rate, peak = moved / self._time, self.outline.yardstick.links.get(lane)
                 uses[lane] = LaneUse(
-                    rate=moved / max(busy, 1e-9),
                     sustained=rate,
                     busy=busy / self._time,
                     of_peak=None if peak is None else rate / peak,

@@ -118,7 +118,7 @@ def _tables(meter: Meter, width: int) -> RenderableType:
 def _lanes(meter: Meter, *, bar: int = 10) -> RenderableType:
     table = _table("lane", "busy", "GB/s", "of peak", bar=bar)
     for lane, use in meter.lanes().items():
-        rate = f"{use.sustained / 1e9:.2f}" if use.rate and lane != "compute" else ""
+        rate = f"{use.sustained / 1e9:.2f}" if use.sustained and lane != "compute" else ""
         share = use.of_peak if lane != "compute" else meter.of_product
         drawn: RenderableType = "" if share is None else _bar(min(share, 1.0), bar, _LANES[lane][1])
         of_peak = "" if share is None else f"{share:.0%}"

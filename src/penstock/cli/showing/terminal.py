@@ -63,21 +63,10 @@ class TerminalDisplay(Display):
         return screen(meter, self.console.width, waited=waited, notice=self._notice)
 
 
-class ReadingBar:
-    """A bar that shows how many bytes have been read."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("reading", total=None)
-
-    def show(self, done: int, total: int) -> None:
-        """Draw ``done`` of ``total`` bytes."""
-        self._progress.update(self._task, completed=done, total=total)
-
-
 @contextmanager
-def reading(out: TextIO) -> Iterator[ReadingBar]:
-    """A bar with bytes, rate and time left, gone when it is over."""
+def bar(out: TextIO) -> Iterator[Callable[[int, int], None]]:
+    """A bar with bytes, rate and time left, gone when it is over. Yields what draws so many bytes of so many."""
     columns = (BarColumn(32), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(out), transient=True) as progress:
-        yield ReadingBar(progress)
+        task = progress.add_task("bytes", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

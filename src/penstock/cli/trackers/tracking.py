@@ -4,6 +4,8 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -23,13 +25,6 @@ IDS = "trackers.json"
 
 FOLDERS = ("tensorboard", "wandb")
 """Folders that trackers make in the run's folder."""
-
-_PACKAGES: Mapping[TrackerName, tuple[str, str]] = {
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
-    "mlflow": ("mlflow", "mlflow"),
-}
-"""The module that each needs, and the package that has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +58,14 @@ class Tracker(Protocol):
 
 
 def check_installed(names: Sequence[TrackerName]) -> None:
-    """Raises ConfigError: the package of a tracker is not there."""
+    """Raises ConfigError: the package of a tracker, which has its name, is not there."""
     for name in names:
-        module, package = _PACKAGES[name]
         try:
-            there = find_spec(module) is not None
+            there = find_spec(name) is not None
         except ValueError:  # a module that is blocked or half imported
             there = False
         if not there:
-            raise ConfigError(
-                f"report_to: {name} needs the package {package}, which is not installed: pip install {package}"
-            )
+            raise ConfigError(f"report_to: {name} needs the package {name}, which is not installed: pip install {name}")
 
 
 def start_trackers(names: Sequence[TrackerName], folder: Path, settings: Mapping[str, Any], *, done: int) -> "Trackers":
@@ -178,26 +170,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield name, value
 
 
-def _tensorboard() -> Tracker:
-    from penstock.cli.trackers.tensorboard import TensorBoard
-
-    return TensorBoard()
-
-
-def _wandb() -> Tracker:
-    from penstock.cli.trackers.weights_and_biases import WeightsAndBiases
-
-    return WeightsAndBiases()
-
-
-def _mlflow() -> Tracker:
-    from penstock.cli.trackers.mlflow import MLflow
-
-    return MLflow()
+def _adapter(module: str, name: str) -> Tracker:
+    tracker: Tracker = getattr(import_module(f"penstock.cli.trackers.{module}"), name)()
+    return tracker
 
 
 ADAPTERS: Mapping[TrackerName, Callable[[], Tracker]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
+    "tensorboard": partial(_adapter, "tensorboard", "TensorBoard"),
+    "wandb": partial(_adapter, "weights_and_biases", "WeightsAndBiases"),
+    "mlflow": partial(_adapter, "mlflow", "MLflow"),
 }
