@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 from hypothesis import assume, given
+from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
@@ -186,6 +187,7 @@ def handed(
     return pipeline_world(schedules)
 
 
+@settings_of_hypothesis(max_examples=40)
 @given(st.data())
 def test_what_is_handed_besides_to_any_stages_holds_up_no_rank_for_good(data: st.DataObject) -> None:
     ranks, micro_batches = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 7))
