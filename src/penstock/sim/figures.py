@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Op, Schedule
@@ -60,11 +60,8 @@ def in_flight_peak(simulation: Simulation, rank: int, *, stage_ops: bool) -> int
         elif op.id.kind in ("B", "I", "W") and key in spans:
             spans[key][1] = max(spans[key][1], end)
     changes = [(start, items) for start, _, items in spans.values()] + [(end, -n) for _, end, n in spans.values()]
-    now = most = 0.0
-    for _, change in sorted(changes):  # at one moment, who leaves goes first
-        now += change
-        most = max(most, now)
-    return round(most)
+    # At one moment, who leaves goes first.
+    return round(max(accumulate((change for _, change in sorted(changes)), initial=0.0)))
 
 
 def _stages(schedule: Schedule, *, stage_ops: bool, folds: bool) -> dict[int, int]:
