@@ -14,7 +14,6 @@ from penstock.schedule.check.order import run_orders
 from penstock.schedule.check.worlds import check_world, violations
 from penstock.schedule.dealt import dealt_out, program_of_rank, stages_dealt
 from penstock.schedule.ir.ops import Op, Schedule
-from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.offload import settings
@@ -69,7 +68,6 @@ def test_every_rank_is_proved_and_all_are_safe_together(
     asked = request(ranks, micro_batches, wait=wait, delay=delay, activations=activations)
     world = build(asked)
     check_world(world)
-    assert parse_world(str(world)) == world
     streaming = FAMILIES[asked.family].streaming
     assert streaming is not None
     for schedule, program in zip(world.ranks, programs(ranks), strict=True):
