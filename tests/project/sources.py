@@ -17,11 +17,17 @@ def texts() -> dict[str, str]:
     return {name: path.read_text(encoding="utf-8") for name, path in sorted(found.items())}
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    """The tree of a source, parsed once for all tests of a process: who reads it leaves it as it is."""
+    return ast.parse(text)
+
+
 def trees(*words: str) -> Iterator[tuple[str, ast.Module]]:
     """The path and the tree of each source in whose text there is one of the words: names in a tree are words of it."""
     for name, text in texts().items():
         if any(word in text for word in words):
-            yield name, ast.parse(text)
+            yield name, parsed(text)
 
 
 def nodes(*words: str) -> Iterator[tuple[str, ast.AST]]:

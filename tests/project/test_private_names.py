@@ -11,6 +11,7 @@ import pytest
 
 import penstock
 from tests.project.by_text import is_own, keys_of_attributes, names_of_getters
+from tests.project.sources import parsed
 
 SOURCES = Path(penstock.__file__).parent
 LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning_fabric", "datasets")
@@ -49,7 +50,7 @@ _ASKING = {"getattr", "setattr", "hasattr", "delattr"}
 @cache
 def _nodes(text: str) -> tuple[ast.AST, ...]:
     """All that a source is made of."""
-    return tuple(ast.walk(ast.parse(text)))
+    return tuple(ast.walk(parsed(text)))
 
 
 @cache

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from tests.project.sources import parsed
 
 SOURCES = Path(penstock.__file__).parent
 DESIGN = SOURCES.parent.parent / "docs" / "design.md"
@@ -81,9 +82,9 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module that a source imports, wherever it stands, and whoever it is for (``TYPE_CHECKING`` too)."""
-    for node in ast.walk(tree):
+def imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Every module that these parts of a source import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -122,7 +123,8 @@ def by_table(tree: ast.AST) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Imports:
-    """The modules that a source imports at any time, when it is imported, and by names that it looks up."""
+    """The modules that a source imports: wherever that stands, and whoever it is for (``TYPE_CHECKING`` too); when it
+    is imported; by names that it looks up."""
 
     ever: tuple[str, ...]
     at_top: tuple[str, ...]
@@ -130,9 +132,9 @@ class Imports:
 
     @staticmethod
     def of(text: str) -> "Imports":
-        tree = ast.parse(text)
-        ever, table = tuple(imports(tree)), tuple(by_table(tree))
-        return Imports(ever=ever, by_table=table, at_top=tuple(imports(_top(tree))))
+        tree = parsed(text)
+        ever, at_top = tuple(imports(ast.walk(tree))), tuple(imports(_at_top(tree)))
+        return Imports(ever=ever, at_top=at_top, by_table=tuple(by_table(tree)))
 
 
 @cache
@@ -162,19 +164,16 @@ def at_import(module: str) -> set[str]:
     return found
 
 
-def _top(tree: ast.Module) -> ast.Module:
+def _at_top(tree: ast.AST) -> Iterator[ast.AST]:
     """What runs when a module is imported. Bodies of functions do not, nor what stands under ``TYPE_CHECKING``."""
-
-    class Top(ast.NodeTransformer):
-        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-            return None
-
-        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-            if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-                return [self.visit(part) for part in node.orelse]
-            return self.generic_visit(node)
-
-    return Top().visit(tree)  # type: ignore[no-any-return]
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.FunctionDef():
+                continue
+            case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=others):
+                node = ast.Module(body=others, type_ignores=[])
+        yield node
+        yield from _at_top(node)
 
 
 def test_every_folder_is_a_room() -> None:

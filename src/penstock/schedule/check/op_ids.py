@@ -145,7 +145,7 @@ class _Order:
             case "B" | "I" | "W":
                 first = self._by_id.get(ident.of("I" if ident.kind == "W" else "F"))
                 return [first] if first else []
-            case "DG" | "AG" | "UG" | "SG" | "AR" | "HG" | "HR":
+            case kind if kind in _SUMS:
                 if ident.use:
                     return []
                 return self._visits.get(ident.visit, []) if ident.visit else self._backwards(ident.group)
