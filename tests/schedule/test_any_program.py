@@ -88,7 +88,7 @@ def test_every_schedule_of_ranks_that_share_a_program_is_safe_computes_its_step_
         prove(schedule, Needs.of(part, asked, size, copies, seat.hosts.size))
         simulate(world, Costs(name="uneven", seconds=uneven))
 
-    proved(campaign, cases(), holds, few=16)
+    proved(campaign, cases(), holds, few=10)
 
 
 def test_weights_are_loaded_ahead_only_as_far_as_buffers_reach(campaign: Campaign) -> None:

@@ -58,6 +58,7 @@ def test_only_activations_and_their_gradients_cross_and_as_many_as_the_formula_s
         assert schedule.bytes_per_lane()["h2d"] < build(request(1, micro_batches)).ranks[0].bytes_per_lane()["h2d"]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("ranks", "micro_batches", "wait", "delay", "activations"),
     list(product((2, 3), (1, 5), (False, True), (0.0, 0.5), ("device", "disk"))),
