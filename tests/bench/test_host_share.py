@@ -9,7 +9,7 @@ from bench.host_share import HAND_OVERS, Found, Planned, Round, Taken, cut, held
 import penstock
 from penstock.config import Budget
 from penstock.planner.ask import PlanReport
-from penstock.shape.shipped import named
+from penstock.shape.huggingface import model_shape
 from penstock.sim.simulate import simulate
 
 
@@ -37,7 +37,7 @@ def test_every_case_is_measured_beside_the_yardstick() -> None:
 def planned(blocks: int) -> PlanReport:
     """A plan for the shipped profile of an H100."""
     budget = Budget(device="70GiB", host="900GiB", state="host")
-    model = named("qwen3-8b").with_layers(blocks)
+    model = model_shape("qwen3-8b").with_layers(blocks)
     return penstock.plan(model, machine="h100-80g", budget=budget, micro_batch_size=1, micro_batches=1)
 
 

@@ -28,7 +28,6 @@ from penstock.planner.plan import Plan
 from penstock.runtime.streams import Mark
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.visits import lower_step
-from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import Depths, Format, Placement, Settings
 from penstock.schedule.program import ALIGN, Whole
 from penstock.shape.model import StageTimes
@@ -86,7 +85,7 @@ def times(scale: float = 1.0) -> StageTimes:
 
 
 def world() -> World:
-    return Mesh(data=1).everyone().in_step(plan().schedule)
+    return World.of(plan().schedule)
 
 
 def ran(on: Machine, stages: StageTimes) -> Simulation:
@@ -156,7 +155,7 @@ def test_updates_that_are_made_orthogonal_have_a_pace_of_their_own() -> None:
     def step(rate: float) -> Simulation:
         stages = replace(times(), orthogonal=rate)
         costs = machine_costs(known, program, settings.form, stages, "adamw.fp32")
-        return simulate(Mesh(data=1).everyone().in_step(schedule), costs)
+        return simulate(World.of(schedule), costs)
 
     half = step(5e8)
     marks = {

@@ -13,12 +13,12 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import build
 from penstock.schedule.lower.request import FamilyRequest
 from penstock.schedule.place import Format
+from penstock.shape.huggingface import model_shape
 from penstock.shape.model import stage_times
-from penstock.shape.shipped import named
 from penstock.sim.costs import Costs
 
 FORM = Format.of("bf16", 2)
-PROFILE = named("llama-8b").with_layers(4).profile(1, 2048, FORM)
+PROFILE = model_shape("llama-8b").with_layers(4).profile(1, 2048, FORM)
 BLOCK = PROFILE.program.groups[PROFILE.program.stages[1].forward_reads[0]].numel
 MACHINE = replace(shipped_machine("a100-40g"), network=Network(bandwidth=1e9, latency=1e-3), overhead=1e-2)
 TIMES = stage_times(PROFILE, MACHINE, "bf16")

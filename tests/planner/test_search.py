@@ -36,8 +36,8 @@ from penstock.schedule.mesh import Mesh
 from penstock.schedule.place import BOUNCE, Depths, Format, Settings
 from penstock.schedule.program import ALIGN, Whole
 from penstock.shape.decoders import from_config
+from penstock.shape.huggingface import model_shape
 from penstock.shape.model import EFFICIENCY
-from penstock.shape.shipped import named
 from penstock.sim.simulate import simulate
 from tests.programs import all_on_disk, transformer
 from tests.questions import DRIVE, LLAMA, MACHINE, question, searched, times_for
@@ -535,7 +535,7 @@ def test_bf16_wear_is_12_bytes_per_parameter_when_all_state_is_on_disk() -> None
     budget = Budget(device="30GiB", host="60GiB", disk="/disk", weights="disk", state="disk")
     found = plan("gpt-13b", machine=machine, budget=budget, micro_batches=2, micro_batch_size=1)
     assert found.forecast.wear.per_parameter == pytest.approx(12, rel=2e-3)
-    assert named("gpt-13b").name == "gpt-13b"
+    assert model_shape("gpt-13b").name == "gpt-13b"
     assert own_budget(machine, device=None, host=None).disk_paths
 
 
@@ -554,7 +554,7 @@ def test_a_budget_that_is_not_given_takes_what_is_free_on_the_device() -> None:
 def large(name: str, machine: str, host: int | None = None) -> Task:
     found = machine_named(machine)
     return Task(
-        shape=named(name),
+        shape=model_shape(name),
         machine=found,
         budget=own_budget(found, device=None, host=host),
         sequence_length=2048,

@@ -1,13 +1,11 @@
 """CUDA's own calls are in one file, and where only CUDA is: all else is the same on any accelerator."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
-import penstock
+from tests.project.sources import trees
 
-SOURCES = Path(penstock.__file__).parent
 OF_CUDA = {
     "accelerator.py": "the calls of each kind of accelerator",
     "optim/fused.py": "Triton launches on CUDA's current device",
@@ -15,10 +13,10 @@ OF_CUDA = {
 """File -> why it names ``torch.cuda``."""
 
 
-def names_cuda(text: str) -> bool:
+def names_cuda(tree: ast.AST) -> bool:
     """True if a source names ``torch.cuda``, or something in it. ``torch.backends.cuda`` is another module: switches of
     the whole process, which are there without a GPU, too."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="torch"), attr="cuda"):
                 return True
@@ -35,7 +33,7 @@ def _in_cuda(module: str) -> bool:
 
 
 def test_cuda_is_named_where_there_is_a_reason() -> None:
-    found = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if names_cuda(path.read_text())}
+    found = {name for name, tree in trees("cuda") if names_cuda(tree)}
     assert found == set(OF_CUDA), "torch.accelerator has it, or penstock.accelerator is the place for it"
 
 
@@ -52,9 +50,9 @@ def test_cuda_is_named_where_there_is_a_reason() -> None:
     ],
 )
 def test_a_name_of_cuda_is_found(line: str) -> None:
-    assert names_cuda(line)
+    assert names_cuda(ast.parse(line))
 
 
 @pytest.mark.parametrize("line", ["torch.backends.cuda.enable_flash_sdp(True)", "import torch", "x.cuda", "'cuda'"])
 def test_others_are_not(line: str) -> None:
-    assert not names_cuda(line)
+    assert not names_cuda(ast.parse(line))

@@ -15,17 +15,15 @@ from typing import Any
 
 import pytest
 
-import penstock
 from penstock import files
 from penstock.cli import main
 from penstock.errors import StoreError
 from penstock.store.directory import DirectoryLock
 from penstock.store.journal import Journal
 from penstock.store.manifest import DATA
+from tests.project.sources import trees
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SOURCES = Path(penstock.__file__).parent
 
 ALLOWED = {
     "files.py": "the place for it",
@@ -81,10 +79,11 @@ def test_the_search_for_writers_finds_them() -> None:
 
 
 def test_files_are_written_in_one_place() -> None:
-    found = {}
-    for path in SOURCES.rglob("*.py"):
-        if lines := _opens_for_writing(ast.parse(path.read_text(encoding="utf-8"))):
-            found[str(path.relative_to(SOURCES))] = lines
+    found = {
+        name: lines
+        for name, tree in trees(*(f"{name}(" for name in _NAMES), "copy")
+        if (lines := _opens_for_writing(tree))
+    }
     assert {path: lines for path, lines in found.items() if path not in ALLOWED} == {}, "not through penstock.files"
     assert set(ALLOWED) <= set(found), "an exception that is none any more"
 

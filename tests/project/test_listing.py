@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-import penstock
 from penstock import files
 from penstock.cli.run_snapshots import snapshots_of
 from penstock.config import SourceConfig
 from penstock.data.sources.find import left_out, local_source
 from penstock.errors import ConfigError, StoreError
 from penstock.hf.models.kept import copy_tokenizer
+from tests.project.sources import nodes
 
-SOURCE = Path(penstock.__file__).parent
 HARMLESS = {
     "cli/report.py": "what it would show besides",
     "cli/first_look.py": "a size that is said",
@@ -36,20 +35,14 @@ HARMLESS = {
 
 
 def test_what_may_not_be_missed_is_listed_by_what_says_so() -> None:
-    found = {
-        str(path.relative_to(SOURCE))
-        for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in ("glob", "rglob")
-    }
+    found = {name for name, node in nodes("glob") if isinstance(node, ast.Attribute) and node.attr in ("glob", "rglob")}
     assert found == HARMLESS.keys()
 
 
 def test_folders_are_walked_through_by_what_says_that_one_may_not_be_read() -> None:
     silent = {
-        str(path.relative_to(SOURCE))
-        for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        name
+        for name, node in nodes("walk")
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.walk"
         if "onerror" not in {keyword.arg for keyword in node.keywords}
     }
@@ -109,10 +102,5 @@ def test_names_are_found_by_their_patterns(tmp_path: Path) -> None:
 
 def test_what_cannot_be_looked_at_is_not_taken_for_nothing() -> None:
     """``os.path.lexists`` is false of it."""
-    found = {
-        str(path.relative_to(SOURCE))
-        for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "lexists"
-    }
+    found = {name for name, node in nodes("lexists") if isinstance(node, ast.Attribute) and node.attr == "lexists"}
     assert not found, "ask penstock.store.directory.is_there"

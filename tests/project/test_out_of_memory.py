@@ -5,14 +5,12 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import penstock
 from penstock.engine import planning
 from penstock.engine.runner import Runner
 from penstock.errors import ModelError, is_out_of_memory
@@ -22,13 +20,13 @@ from penstock.tape.ulysses import Ulysses
 from tests import models
 from tests.models import MODELS
 from tests.other_plans import other_plans
+from tests.project.sources import nodes
 from tests.training import budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 OTHER = "CUDA error: an illegal memory access was encountered"
-SOURCES = Path(penstock.__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -73,12 +71,8 @@ def test_other_errors_are_none_of_memory(error: Exception) -> None:
 
 
 def test_nobody_looks_for_one_of_its_forms_alone() -> None:
-    found = {
-        str(path.relative_to(SOURCES))
-        for path in SOURCES.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "OutOfMemoryError"
-    }
+    word = "OutOfMemoryError"
+    found = {name for name, node in nodes(word) if isinstance(node, ast.Attribute) and node.attr == word}
     assert found == {"errors.py"}, "ask is_out_of_memory"
 
 

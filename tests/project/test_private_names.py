@@ -11,6 +11,7 @@ import pytest
 
 import penstock
 from tests.project.by_text import is_own, keys_of_attributes, names_of_getters
+from tests.project.sources import parsed
 
 SOURCES = Path(penstock.__file__).parent
 LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning_fabric", "datasets")
@@ -49,7 +50,7 @@ _ASKING = {"getattr", "setattr", "hasattr", "delattr"}
 @cache
 def _nodes(text: str) -> tuple[ast.AST, ...]:
     """All that a source is made of."""
-    return tuple(ast.walk(ast.parse(text)))
+    return tuple(ast.walk(parsed(text)))
 
 
 @cache
@@ -111,17 +112,18 @@ def _defined(text: str) -> set[str]:
 def _private_texts(text: str, constants: dict[str, str]) -> Iterator[tuple[int, str, str]]:
     """(line, what, name) of each private name that is written as a text, wherever: somebody looks for it."""
     of_self: set[ast.AST] = set()
+    has_keys, has_getters = "vars(" in text or "__dict__" in text, "attrgetter" in text or "methodcaller" in text
     for node in _nodes(text):  # from the outside in
-        for owner, key in keys_of_attributes(node):
+        for owner, key in keys_of_attributes(node) if has_keys else ():
             if is_own(owner):
                 of_self.add(key)
             elif isinstance(key, ast.Name) and _PRIVATE.fullmatch(name := constants.get(key.id, "")):
                 yield key.lineno, f"{ast.unparse(owner)}.{name}", name
-        dotted = [name for name in names_of_getters(node) if _PRIVATE.fullmatch(name)]
+        dotted = [name for name in names_of_getters(node) if _PRIVATE.fullmatch(name)] if has_getters else []
         yield from ((getattr(node, "lineno", 0), ast.unparse(node), name) for name in dotted)
-        match node:
-            case ast.Constant(value=str(name)) if _PRIVATE.fullmatch(name) and node not in of_self:
-                yield node.lineno, f"{name!r} as a text", name
+        name = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(name, str) and _PRIVATE.fullmatch(name) and node not in of_self:
+            yield getattr(node, "lineno", 0), f"{name!r} as a text", name
 
 
 def private_uses(text: str, everywhere: frozenset[str] = frozenset()) -> Iterator[tuple[int, str]]:
@@ -132,8 +134,10 @@ def private_uses(text: str, everywhere: frozenset[str] = frozenset()) -> Iterato
     """
     own, foreign, constants = _members(text), _imported_from_libraries(text), _texts(text)
 
+    known_texts = own | _defined(text) | ALLOWED.keys()
+
     def is_foreign(name: str) -> bool:
-        return not name.startswith(_OURS) and name not in own | _defined(text) | set(ALLOWED)
+        return not name.startswith(_OURS) and name not in known_texts
 
     yield from ((line, what) for line, what, name in _private_texts(text, constants) if is_foreign(name))
     for node in _nodes(text):
@@ -148,8 +152,9 @@ def private_uses(text: str, everywhere: frozenset[str] = frozenset()) -> Iterato
                 name = constants.get(ast.unparse(value), str(value.value) if isinstance(value, ast.Constant) else "")
                 if _PRIVATE.fullmatch(name) and is_foreign(name):
                     yield node.lineno, f"{node.func.id}(..., {name!r})"
-        elif not _is_documented(looked_up := _looked_up(node)):
-            yield node.lineno, looked_up
+        elif isinstance(node, ast.Call | ast.Subscript):
+            if not _is_documented(looked_up := _looked_up(node)):
+                yield node.lineno, looked_up
         elif isinstance(node, ast.Import):
             yield from ((node.lineno, a.name) for a in node.names if not _is_documented(a.name))
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

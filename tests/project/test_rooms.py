@@ -2,13 +2,15 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import penstock
+from tests.project.sources import parsed
 
 SOURCES = Path(penstock.__file__).parent
 DESIGN = SOURCES.parent.parent / "docs" / "design.md"
@@ -80,9 +82,9 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module that a source imports, wherever it stands, and whoever it is for (``TYPE_CHECKING`` too)."""
-    for node in ast.walk(tree):
+def imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Every module that these parts of a source import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -119,10 +121,31 @@ def by_table(tree: ast.AST) -> Iterator[str]:
         yield from (text for node in nodes for text in _texts(node) if text in modules() and room_of(text))
 
 
-def wrong_ways(room: str, text: str) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Imports:
+    """The modules that a source imports: wherever that stands, and whoever it is for (``TYPE_CHECKING`` too); when it
+    is imported; by names that it looks up."""
+
+    ever: tuple[str, ...]
+    at_top: tuple[str, ...]
+    by_table: tuple[str, ...]
+
+    @staticmethod
+    def of(text: str) -> "Imports":
+        tree = parsed(text)
+        ever, at_top = tuple(imports(ast.walk(tree))), tuple(imports(_at_top(tree)))
+        return Imports(ever=ever, at_top=at_top, by_table=tuple(by_table(tree)))
+
+
+@cache
+def imports_of(module: str) -> Imports:
+    """Every source is parsed once."""
+    return Imports.of(modules()[module].read_text())
+
+
+def wrong_ways(room: str, found: Imports) -> list[str]:
     """What a source in ``room`` imports that the room may not."""
-    tree = ast.parse(text)
-    inside = (name for name in dict.fromkeys([*imports(tree), *by_table(tree)]) if name.split(".")[0] == "penstock")
+    inside = (name for name in dict.fromkeys((*found.ever, *found.by_table)) if name.split(".")[0] == "penstock")
     return [name for name in inside if room_of(name) not in {room, *MAY_IMPORT[room]}]
 
 
@@ -137,28 +160,20 @@ def at_import(module: str) -> set[str]:
         found.add(name)
         if name in modules():
             waiting += [name.rpartition(".")[0]] if "." in name else []
-            waiting += _imported_at_top(name)
+            waiting += imports_of(name).at_top
     return found
 
 
-@cache
-def _imported_at_top(module: str) -> tuple[str, ...]:
-    return tuple(imports(_top(ast.parse(modules()[module].read_text()))))
-
-
-def _top(tree: ast.Module) -> ast.Module:
+def _at_top(tree: ast.AST) -> Iterator[ast.AST]:
     """What runs when a module is imported. Bodies of functions do not, nor what stands under ``TYPE_CHECKING``."""
-
-    class Top(ast.NodeTransformer):
-        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-            return None
-
-        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-            if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-                return [self.visit(part) for part in node.orelse]
-            return self.generic_visit(node)
-
-    return Top().visit(tree)  # type: ignore[no-any-return]
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.FunctionDef():
+                continue
+            case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=others):
+                node = ast.Module(body=others, type_ignores=[])
+        yield node
+        yield from _at_top(node)
 
 
 def test_every_folder_is_a_room() -> None:
@@ -180,7 +195,7 @@ def test_a_room_imports_what_it_may(room: str) -> None:
         f"{path.relative_to(SOURCES)}: {wrong}"
         for name, path in modules().items()
         if room_of(name) == room
-        for wrong in wrong_ways(room, path.read_text())
+        for wrong in wrong_ways(room, imports_of(name))
     }
     assert found == set()
 
@@ -188,8 +203,12 @@ def test_a_room_imports_what_it_may(room: str) -> None:
 def test_an_import_the_wrong_way_is_found() -> None:
     lazy = "def f():\n    from penstock.planner import search\n"
     for_types = "if TYPE_CHECKING:\n    import penstock.planner.search\n"
-    assert wrong_ways("runtime", lazy) == wrong_ways("runtime", for_types) == ["penstock.planner.search"]
-    assert not wrong_ways("engine", lazy)
+    assert written("runtime", lazy) == written("runtime", for_types) == ["penstock.planner.search"]
+    assert not written("engine", lazy)
+
+
+def written(room: str, text: str) -> list[str]:
+    return wrong_ways(room, Imports.of(text))
 
 
 @pytest.mark.parametrize(
@@ -202,19 +221,16 @@ def test_an_import_the_wrong_way_is_found() -> None:
     ],
 )
 def test_an_import_by_its_names_text_is_found(text: str) -> None:
-    assert wrong_ways("runtime", text) == ["penstock.planner.search"]
-    assert not wrong_ways("engine", text)
-    assert wrong_ways("runtime", 'import_module(f"penstock.planner.{name}")') == ["penstock.planner"]
-    assert not wrong_ways("runtime", 'NOTE = "penstock.planner.search"')
+    assert written("runtime", text) == ["penstock.planner.search"]
+    assert not written("engine", text)
+    assert written("runtime", 'import_module(f"penstock.planner.{name}")') == ["penstock.planner"]
+    assert not written("runtime", 'NOTE = "penstock.planner.search"')
 
 
 def rooms_that_import(package: str) -> set[str]:
     """Rooms with a source that imports a module of a package."""
     return {
-        room_of(name)
-        for name, path in modules().items()
-        for other in imports(ast.parse(path.read_text()))
-        if f"{other}.".startswith(f"{package}.")
+        room_of(name) for name in modules() for other in imports_of(name).ever if f"{other}.".startswith(f"{package}.")
     }
 
 
@@ -226,8 +242,8 @@ def reached_from(room: str) -> set[str]:
         name = left.pop()
         if name not in found:
             found.add(name)
-            tree = ast.parse(sources[name].read_text())
-            left += [other for other in (*imports(tree), *by_table(tree)) if other in sources]
+            known = imports_of(name)
+            left += [other for other in (*known.ever, *known.by_table) if other in sources]
     return found
 
 

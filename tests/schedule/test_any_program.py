@@ -39,9 +39,9 @@ from tests.questions import question
 T = TypeVar("T")
 
 
-def proved(campaign: Campaign, strategy: st.SearchStrategy[T], holds: Callable[[T], None], few: int = 60) -> None:
+def proved(campaign: Campaign, strategy: st.SearchStrategy[T], holds: Callable[[T], None], few: int) -> None:
     """``holds`` for examples of a strategy: the same few in each run, or many new ones in a campaign."""
-    count = campaign.cases(few, 300 * few)
+    count = campaign.cases(few, 18_000)
     settings(max_examples=count, deadline=None, derandomize=not campaign.full, database=None)(given(strategy)(holds))()
 
 
@@ -59,7 +59,7 @@ def test_every_schedule_of_every_program_is_safe_computes_its_step_and_ends(camp
         for tier in ("device", "host"):
             assert result.peak(0)[tier] <= schedule.peak_bytes(tier)
 
-    proved(campaign, cases(), holds)
+    proved(campaign, cases(), holds, few=30)
 
 
 def below(places: tuple[Tier, ...]) -> tuple[Tier, ...]:
@@ -88,7 +88,7 @@ def test_every_schedule_of_ranks_that_share_a_program_is_safe_computes_its_step_
         prove(schedule, Needs.of(part, asked, size, copies, seat.hosts.size))
         simulate(world, Costs(name="uneven", seconds=uneven))
 
-    proved(campaign, cases(), holds, few=40)
+    proved(campaign, cases(), holds, few=10)
 
 
 def test_weights_are_loaded_ahead_only_as_far_as_buffers_reach(campaign: Campaign) -> None:
@@ -108,7 +108,7 @@ def test_weights_are_loaded_ahead_only_as_far_as_buffers_reach(campaign: Campaig
                 if name in pool_of:
                     left[pool_of[name]] += 1
 
-    proved(campaign, cases(), holds, few=40)
+    proved(campaign, cases(), holds, few=20)
 
 
 @pytest.mark.parametrize("order", ["vertical", "horizontal"])
@@ -228,7 +228,7 @@ def test_gradients_are_added_up_in_one_order(campaign: Campaign) -> None:
                 expected = part if expected is None else ("+", expected, part)
             assert total == expected
 
-    proved(campaign, cases(), holds, few=50)
+    proved(campaign, cases(), holds, few=25)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,4 +313,4 @@ def test_every_plan_is_safe_and_within_its_budget_or_refused_with_what_would_do(
         assert plan.host_bytes <= budget.host_bytes
         assert asked.question.request.scratch_bytes(plan.settings) >= waiting_on_disk(plan)
 
-    proved(campaign, questions(), holds, few=40)
+    proved(campaign, questions(), holds, few=16)

@@ -17,7 +17,6 @@ from penstock.schedule.check.order import run_orders
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.dealt import dealt_as, dealt_out, program_of_rank, stages_dealt
 from penstock.schedule.ir.references import answer_to
-from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.in_turn import Part, in_turn_route, order_of_all, runs_of
@@ -99,7 +98,6 @@ def test_every_rank_is_proved_and_all_are_safe_together(name: str, ranks: int, l
         world = build(asked)
         check_world(world)
         meet(world)
-        assert parse_world(str(world)) == world
         for schedule, of in zip(world.ranks, programs(program(layers), name, ranks), strict=True):
             prove(schedule, needs(asked, of))
             assert schedule.bytes_per_lane().get("send", 0) == sent_bytes(of, micro_batches)
@@ -108,8 +106,8 @@ def test_every_rank_is_proved_and_all_are_safe_together(name: str, ranks: int, l
 @pytest.mark.parametrize("name", FAMILY)
 def test_whatever_is_trained_and_wherever_it_lives_ranks_are_proved_and_end(name: str, campaign: Campaign) -> None:
     """Tied ends, frozen blocks, any tier for any group, strands, gradients in bf16, with the norm or before it."""
-    done = 0
-    for seed in range(campaign.cases(40, 4000)):
+    done, count = 0, campaign.cases(14, 4000)
+    for seed in range(count):
         case, rng = random_case(seed, largest=8), Random(seed)
         calls, ranks = len(case.program.stages) - 2, rng.randint(2, 4)
         if not case.settings.train or calls < ranks - 1:
@@ -131,7 +129,7 @@ def test_whatever_is_trained_and_wherever_it_lives_ranks_are_proved_and_end(name
             for tier in ("device", "host"):
                 assert result.peak(rank)[tier] <= schedule.peak_bytes(tier)
         done += 1
-    assert done > 20
+    assert done > count // 2
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -166,11 +164,11 @@ def test_loops_go_depth_first_a_round_of_micro_batches_at_a_time() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_as_many_micro_batches_are_under_way_as_stages_follow_whatever_their_number(ranks: int) -> None:
-    for micro_batches in (1, 3, 16, 40):
+    for micro_batches in (1, 3, 10, 24):
         for rank, of in enumerate(programs(program(9), "1f1b", ranks)):
             assert in_turn_route(of, micro_batches).at_once <= min(micro_batches, ranks - rank + 1)
-    few, many = (build(request("1f1b", 9, ranks, n, activations="device")) for n in (16, 40))
-    vertical = build(request("vertical-pipeline", 9, ranks, 40, activations="device"))
+    few, many = (build(request("1f1b", 9, ranks, n, activations="device")) for n in (10, 24))
+    vertical = build(request("vertical-pipeline", 9, ranks, 24, activations="device"))
     for one, other, all_at_once in zip(few.ranks, many.ranks, vertical.ranks, strict=True):
         assert one.peak_bytes("device") == other.peak_bytes("device") < all_at_once.peak_bytes("device")
 
@@ -304,7 +302,7 @@ def _ends(part: Part, split: frozenset[int]) -> int:
 def test_split_backwards_fill_a_part_of_the_bubble(ranks: int, layers: int) -> None:
     on_device = {"weights": "device", "state": "device", "activations": "device"}
     costs = computes(F=1.0, B=3.0, I=2.0, W=1.0, E=1.0)
-    for micro_batches in (1, 2, 3, 5, 8, 16):
+    for micro_batches in (1, 2, 5, 16):
         whole, split = (
             simulate(build(request(name, layers, ranks, micro_batches, **on_device)), costs).time
             for name in ("1f1b", "zero-bubble")

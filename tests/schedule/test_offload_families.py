@@ -10,7 +10,6 @@ from penstock.errors import ConfigError
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
-from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, STREAM_OPTIONS, build
 from penstock.schedule.lower.offload import settings
@@ -22,7 +21,7 @@ from penstock.sim.simulate import simulate
 from tests.programs import transformer
 from tests.uniform import uniform_program
 
-LAYERS, M, RANKS = 8, 3, 4
+LAYERS, M, RANKS = 4, 3, 4
 STREAMED = {name: family.streaming for name, family in FAMILIES.items() if family.streaming is not None}
 BLOCK, EMBEDDING, HEAD = 64 * ALIGN, 16 * ALIGN, 32 * ALIGN
 BLOCKS, ENDS = LAYERS * BLOCK, EMBEDDING + HEAD
@@ -48,7 +47,6 @@ def one(family: str, **options: Any) -> Schedule:
     """The schedule of a family on one rank, checked."""
     world = build(request(family, **options))
     check_world(world)
-    assert parse_world(str(world)) == world
     return world.ranks[0]
 
 
@@ -203,13 +201,16 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+SMALL = uniform_program(3, block=12 * ALIGN, embedding=4 * ALIGN, head=4 * ALIGN, activation=ACTIVATION)
+
+
 @pytest.mark.parametrize("family", STREAMED)
 def test_every_option_does_something_where_it_is_allowed_and_is_refused_elsewhere(family: str) -> None:
     assert set(STREAM_OPTIONS) - {"gradients", "stage"} == OPTIONS.keys()
-    plain = one(family)
+    plain = one(family, program=SMALL)
     for option, value in OPTIONS.items():
         if option in FAMILIES[family].options:
-            assert one(family, **{option: value}) != plain
+            assert one(family, program=SMALL, **{option: value}) != plain
         else:
             with pytest.raises(
                 ConfigError, match=f"{family} has no option {option}: leave it out. Its options: .*chunks"
@@ -219,7 +220,7 @@ def test_every_option_does_something_where_it_is_allowed_and_is_refused_elsewher
         with pytest.raises(ConfigError, match=f"{family} is for one rank, and 2 were asked for"):
             build(request(family, ranks=2))
     else:
-        assert one(family, ranks=2) != plain
+        assert one(family, program=SMALL, ranks=2) != plain
 
 
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
@@ -265,7 +266,7 @@ def test_gradients_may_wait_on_disk_where_they_wait() -> None:
         ("vertical", {"chunks": 17, "ranks": 4}, "chunks=17 must be from 1 to 16.*the largest block of a rank"),
         ("vertical", {"state": "device"}, "state on the device needs weights on the device"),
         ("vertical", {"weights": "device", "ranks": 2}, "ranks=2 with weights='device'"),
-        ("superoffload", {"device_blocks": 9}, "device_blocks=9 must be from 0 to 8"),
+        ("superoffload", {"device_blocks": 9}, "device_blocks=9 must be from 0 to 4"),
     ],
 )
 def test_what_cannot_be_is_refused(family: str, options: dict[str, Any], message: str) -> None:

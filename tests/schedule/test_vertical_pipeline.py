@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 from hypothesis import assume, given
+from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
@@ -13,7 +14,6 @@ from penstock.schedule.check.order import run_orders
 from penstock.schedule.check.worlds import check_world, violations
 from penstock.schedule.dealt import dealt_out, program_of_rank, stages_dealt
 from penstock.schedule.ir.ops import Op, Schedule
-from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.offload import settings
@@ -58,6 +58,7 @@ def test_only_activations_and_their_gradients_cross_and_as_many_as_the_formula_s
         assert schedule.bytes_per_lane()["h2d"] < build(request(1, micro_batches)).ranks[0].bytes_per_lane()["h2d"]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("ranks", "micro_batches", "wait", "delay", "activations"),
     list(product((2, 3), (1, 5), (False, True), (0.0, 0.5), ("device", "disk"))),
@@ -68,7 +69,6 @@ def test_every_rank_is_proved_and_all_are_safe_together(
     asked = request(ranks, micro_batches, wait=wait, delay=delay, activations=activations)
     world = build(asked)
     check_world(world)
-    assert parse_world(str(world)) == world
     streaming = FAMILIES[asked.family].streaming
     assert streaming is not None
     for schedule, program in zip(world.ranks, programs(ranks), strict=True):
@@ -186,6 +186,7 @@ def handed(
     return pipeline_world(schedules)
 
 
+@settings_of_hypothesis(max_examples=40)
 @given(st.data())
 def test_what_is_handed_besides_to_any_stages_holds_up_no_rank_for_good(data: st.DataObject) -> None:
     ranks, micro_batches = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 7))

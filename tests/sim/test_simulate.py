@@ -11,7 +11,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.text import parse_schedule, parse_world
 from penstock.schedule.ir.worlds import World
-from penstock.schedule.mesh import Mesh
+from penstock.schedule.lower.seat import streaming_seat
 from penstock.sim.cause import Cause
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
@@ -149,10 +149,10 @@ def test_a_collective_holds_its_buffers_from_when_its_rank_arrives() -> None:
 def test_of_ranks_that_do_the_same_one_stands_for_all(seed: int) -> None:
     """Each op of each rank starts and ends when that of a world with one of them does."""
     case = random_case(seed).shared_by(2 + seed % 3)
-    everyone, schedule = Mesh(data=case.ranks).everyone(), case.build()
+    seat, schedule = streaming_seat(case.ranks, case.settings.stage), case.build()
     pairs = {("compute", "net"): 0.5, ("net", "compute"): 1.5, ("read", "cpu"): 0.3}
     costs = Costs(name="all", seconds=lambda op: 1.0 + op.nbytes / 9973, contention=pairs, widths={"read": 2})
-    all_ranks, stands_for = (simulate(world, costs) for world in (everyone.world(schedule), everyone.in_step(schedule)))
+    all_ranks, stands_for = (simulate(world, costs) for world in (seat.world(schedule), seat.in_step(schedule)))
     for starts, ends in zip(all_ranks.starts, all_ranks.ends, strict=True):
         assert starts == pytest.approx(stands_for.starts[0])
         assert ends == pytest.approx(stands_for.ends[0])

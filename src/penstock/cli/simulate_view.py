@@ -26,7 +26,7 @@ _STALLS = 5
 def figures_of(case: Case, simulation: Simulation) -> list[RankFigures]:
     """All ranks in numbers."""
     ranks = range(len(case.world.ranks))
-    return [rank_figures(simulation, rank, serial=case.costs.serial, stage_ops=case.stage_ops) for rank in ranks]
+    return [rank_figures(simulation, rank, stage_ops=case.stage_ops) for rank in ranks]
 
 
 # ---- for programs
@@ -50,7 +50,7 @@ def as_json(case: Case, simulation: Simulation, ranks: Sequence[RankFigures]) ->
                     "waited": _exact(stall.waited),
                     "for": [str(cause) for cause in stall.causes],
                 }
-                for stall in longest_stalls(simulation, _STALLS, serial=case.costs.serial)
+                for stall in longest_stalls(simulation, _STALLS)
             ],
             "violations": [],
         },
@@ -167,7 +167,7 @@ def _show_misfits(case: Case, ranks: Sequence[RankFigures], console: Console) ->
 
 
 def _show_stalls(case: Case, simulation: Simulation, console: Console) -> None:
-    stalls = longest_stalls(simulation, _STALLS, serial=case.costs.serial)
+    stalls = longest_stalls(simulation, _STALLS)
     if not stalls:
         return
     whose = "ranks" if case.costs.serial else "compute lane"

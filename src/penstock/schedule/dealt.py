@@ -26,7 +26,7 @@ in 1F1B and zero bubble each rank has its blocks in one piece: less crosses, and
     rank 2                                 b6  b7  b8
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import cycle, islice
@@ -201,29 +201,26 @@ def program_of_rank(
     besides: Sequence[int] = (),
     holders: Sequence[int] | None = None,
 ) -> Program:
-    """A program as one rank of a pipeline has it: stages of others take and read nothing, groups of others are empty.
-    ``of_stages``, ``besides``: as of ``Dealt``. ``holders``: the rank that has each group; None: that of its stages.
+    """As ``programs_of_ranks``, of one of them."""
+    return programs_of_ranks(program, of_stages, ranks, wanted=[rank], besides=besides, holders=holders)[0]
+
+
+def programs_of_ranks(
+    program: Program,
+    of_stages: Sequence[int],
+    ranks: int,
+    *,
+    wanted: Iterable[int] | None = None,
+    besides: Sequence[int] = (),
+    holders: Sequence[int] | None = None,
+) -> list[Program]:
+    """A program as each rank of a pipeline has it, or each one ``wanted``: stages of others take and read nothing,
+    groups of others are empty. ``of_stages``, ``besides``: as of ``Dealt``. ``holders``: the rank that has each group;
+    None: that of its stages.
 
     Raises:
         ConfigError: two ranks would need one group.
     """
-    return next(_programs(program, of_stages, ranks, [rank], besides, holders))
-
-
-def programs_of_ranks(program: Program, of_stages: Sequence[int], ranks: int) -> list[Program]:
-    """``program_of_rank`` of all ranks: what is another's is made once, as of 1,024 ranks each has 1,023 others."""
-    return list(_programs(program, of_stages, ranks, range(ranks)))
-
-
-def _programs(
-    program: Program,
-    of_stages: Sequence[int],
-    ranks: int,
-    wanted: Iterable[int],
-    besides: Sequence[int] = (),
-    holders: Sequence[int] | None = None,
-) -> Iterator[Program]:
-    """``program_of_rank`` of the wanted ranks."""
     used = users_of(program, of_stages)
     holders = [used.get(g.index, 0) for g in program.groups] if holders is None else holders
     for g, user in used.items():
@@ -238,8 +235,10 @@ def _programs(
     partials, sent = max(sums) // ALIGN, tuple(besides) or (0,) * len(program.stages)
     whole = _summed_later(program.stages)
     here = [replace(s, split=None, split_peak=0) if s.index in whole else s for s in program.stages]
+    # Once for all: of 1,024 ranks each has 1,023 others.
     elsewhere, empty = [_elsewhere(stage) for stage in here], [emptied(group) for group in program.groups]
-    for rank in wanted:
+    found: list[Program] = []
+    for rank in range(ranks) if wanted is None else wanted:
         dealt = Dealt(rank=rank, ranks=ranks, of_stages=tuple(of_stages), besides=sent, partials=partials)
         groups = tuple(
             group if holder == rank else none
@@ -249,7 +248,8 @@ def _programs(
             replace(stage, kept=stage.kept + dealt.besides[stage.index]) if holder == rank else other
             for stage, other, holder in zip(here, elsewhere, of_stages, strict=True)
         )
-        yield Program(groups=groups, stages=stages, dealt=dealt)
+        found.append(Program(groups=groups, stages=stages, dealt=dealt))
+    return found
 
 
 def _elsewhere(stage: Stage) -> Stage:

@@ -56,13 +56,6 @@ class ProcessGroup:
         groups = {self.name: self.members} if self.size > 1 else {}
         return World(name=schedule.name, ranks=(schedule,) * self.size, groups=groups)
 
-    def in_step(self, schedule: Schedule) -> World:
-        """A world that stands for ``world`` where an op takes as long on each rank: one of them, whose collectives
-        begin when it arrives, as all others do then.
-        """
-        groups = {self.name: (0,)} if self.size > 1 else {}
-        return World(name=schedule.name, ranks=(schedule,), groups=groups)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:

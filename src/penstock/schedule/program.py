@@ -99,13 +99,13 @@ class Stage:
     kind: Literal["segment", "call"]
     name: str
     forward_reads: tuple[int, ...]
-    backward_reads: tuple[int, ...]
-    gradients: tuple[int, ...]
-    activation: int
-    gradient: int
-    kept: int
-    forward_peak: int
-    backward_peak: int
+    backward_reads: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    activation: int = 0
+    gradient: int = 0
+    kept: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
     split: int | None = None
     split_peak: int = 0
     graph: int | None = None

@@ -1,7 +1,8 @@
 """The work of stages: products, bytes of memory, and messages, before anything is known of a machine."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from operator import add, sub
 
 from penstock.schedule.program import Stage
 
@@ -23,22 +24,13 @@ class Work:
     ops: int = 0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            flops=self.flops + other.flops,
-            traffic=self.traffic + other.traffic,
-            sent=self.sent + other.sent,
-            exchanges=self.exchanges + other.exchanges,
-            ops=self.ops + other.ops,
-        )
+        return self._each(add, other)
 
     def __sub__(self, other: "Work") -> "Work":
-        return self + Work(
-            flops=-other.flops,
-            traffic=-other.traffic,
-            sent=-other.sent,
-            exchanges=-other.exchanges,
-            ops=-other.ops,
-        )
+        return self._each(sub, other)
+
+    def _each(self, combine: Callable[[int, int], int], other: "Work") -> "Work":
+        return Work(**{f.name: combine(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
 
 
 NOTHING = Work()

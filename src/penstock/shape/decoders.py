@@ -13,15 +13,9 @@ _WITHOUT_EFFECT = frozenset(
     {
         *("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "torch_dtype", "dtype"),
         *("transformers_version", "use_cache", "rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_scaling"),
-        *(
-            "rope_parameters",
-            "pretraining_tp",
-            "summary_type",
-            "summary_use_proj",
-            "summary_activation",
-            "_name_or_path",
-        ),
+        *("rope_parameters", "pretraining_tp", "summary_type", "summary_use_proj", "summary_activation"),
         *("summary_proj_to_labels", "summary_first_dropout", "task_specific_params", "max_window_layers"),
+        "_name_or_path",
     }
 )
 """Settings that change neither sizes nor FLOP."""

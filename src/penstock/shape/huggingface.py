@@ -1,5 +1,6 @@
 """A model by its Hugging Face configuration: by formula where one is exact, else by a dry run on the meta device."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from penstock.schedule.place import FP32, Format
 from penstock.shape import decoders, meta
 from penstock.shape.meta import Change
 from penstock.shape.model import ModelProfile
+from penstock.shape.shipped import CONFIGS, shipped_name
 from penstock.shape.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -129,23 +131,26 @@ def model_shape(
     Raises:
         ConfigError: there is none; says what was looked for.
     """
-    from penstock.shape.shipped import CONFIGS, named, shipped_name
-
     if isinstance(source, Mapping):
         config = _typed(source, "the model's configuration")
         return HuggingFaceModel(name=config["model_type"], config=config, kind=kind, loss_tile=loss_tile)
     path, is_path = Path(source), isinstance(source, Path) or source.endswith(".json") or "/" in source
     shipped = shipped_name(str(source))
     if str(source) in CONFIGS or not (path.exists() or (is_path and shipped is None)):
-        return replace(named(shipped or str(source), kind=kind), loss_tile=loss_tile)
+        if shipped is None:
+            near = difflib.get_close_matches(str(source), CONFIGS, n=1)
+            raise ConfigError(
+                f"no model {str(source)!r} ships with penstock"
+                + (f": did you mean {near[0]}?" if near else ".")
+                + f" Known: {', '.join(CONFIGS)}. Any other model: give its Hugging Face configuration"
+            )
+        return HuggingFaceModel(name=shipped, config=CONFIGS[shipped], kind=kind, loss_tile=loss_tile)
     file = (path / "config.json" if path.is_dir() else path).resolve()
     name = file.parent.name if file.name == "config.json" else file.stem
     return HuggingFaceModel(name=name, config=_read(file), kind=kind, loss_tile=loss_tile)
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    from penstock.shape.shipped import CONFIGS
-
     try:
         config = parse_json(read_bounded(file), finite=False)
     except OSError as error:

@@ -3,7 +3,7 @@
     shape    a model of which nothing is loaded: its name, and how to profile it
     profile  the program (groups, stages, bytes) and the work of every stage, for one micro-batch
 
-Three sources give a shape: a name that ships with the package (``shipped.named``), a Hugging Face configuration
+Three sources give a shape: a name that ships with the package (``shipped``), a Hugging Face configuration
 (``huggingface.model_shape``), and a callable that builds a module (``meta.MetaModel``).
 """
 

@@ -5,13 +5,8 @@ code, in the sizes that work on offloading reports. The others are the makers' p
 mixture of experts, has no formula and needs transformers to be installed.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
-
-from penstock.errors import ConfigError
-from penstock.hardware.machine import DeviceKind
-from penstock.shape.huggingface import HuggingFaceModel
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
@@ -87,19 +82,3 @@ ON_THE_HUB: Mapping[str, str] = {
 def shipped_name(name: str) -> str | None:
     """The name that a model ships by, of that name or of its repository on the hub; None: it does not ship."""
     return name if name in CONFIGS else ON_THE_HUB.get(name)
-
-
-def named(name: str, *, kind: DeviceKind = "cuda") -> HuggingFaceModel:
-    """The shape of a model that ships by name, for a ``kind`` of device.
-
-    Raises:
-        ConfigError: there is none of this name; says which there are.
-    """
-    if name not in CONFIGS:
-        near = difflib.get_close_matches(name, CONFIGS, n=1)
-        raise ConfigError(
-            f"no model {name!r} ships with penstock"
-            + (f": did you mean {near[0]}?" if near else ".")
-            + f" Known: {', '.join(CONFIGS)}. Any other model: give its Hugging Face configuration"
-        )
-    return HuggingFaceModel(name=name, config=CONFIGS[name], kind=kind)

@@ -87,8 +87,7 @@ class Transformer:
                 "Lower it, or plan for a model with more positions"
             )
         sizes = _Sizes(shape=self, rows=micro_batch_size, length=sequence_length, form=form)
-        epilogue = sizes.epilogue() if loss_tile is None else sizes.epilogue_in_tiles(loss_tile)
-        stages = (sizes.prologue(), *(sizes.call(i) for i in range(self.layers)), epilogue)
+        stages = (sizes.prologue(), *(sizes.call(i) for i in range(self.layers)), sizes.epilogue(loss_tile))
         return ModelProfile(
             program=Program(groups=self.groups(form), stages=stages),
             work=(sizes.prologue_work(), *(sizes.block_work(),) * self.layers, sizes.epilogue_work(loss_tile)),
@@ -201,6 +200,12 @@ class _Sizes:
     def w(self) -> int:
         return self.tokens * self.shape.intermediate * self.weight_bytes
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Bytes of all queries, and of all keys."""
+        each = self.tokens * self.shape.head_dim * self.weight_bytes
+        return each * self.shape.heads, each * self.shape.kv_heads
+
     def prologue_work(self) -> BothWays:
         """Embeddings, and their gradients, which are as large as they are."""
         shape, e = self.shape, self.weight_bytes
@@ -291,7 +296,6 @@ class _Sizes:
             kind="segment",
             name="prologue",
             forward_reads=reads,
-            backward_reads=(),
             gradients=reads,
             activation=self.u,
             gradient=self.u,
@@ -313,7 +317,6 @@ class _Sizes:
             gradients=groups,
             activation=self.u,
             gradient=self.u,
-            kept=0,
             forward_peak=forward,
             backward_peak=backward,
             split=self._held(),
@@ -321,33 +324,33 @@ class _Sizes:
             graph=self._saved() + self._saved_in_mlp(),
         )
 
-    def epilogue(self) -> Stage:
+    def epilogue(self, tile: int | None) -> Stage:
+        """``tile``: as ``loss_tile`` of ``Transformer.profile``."""
         shape, e = self.shape, self.weight_bytes
         reads = shape.readers(self.form, first=False)
-        logits = self.tokens * shape.vocabulary
         norm = self._rms_norm(self.tokens, shape.hidden, output=True) if shape.gated else self.u + 8 * self.tokens
-        loss = 3 * FP32 * logits  # softmax, its gradient and the one of what went in
-        head = e * logits + shape.vocabulary * shape.hidden * e + self.u
         # Not its own: the gradient that it leaves, and what it frees of the prologue's (GPT-2's two embeddings).
-        others = self.u if shape.gated else 2 * self.u + self.length * shape.hidden * e
+        own = norm - (self.u if shape.gated else 2 * self.u + self.length * shape.hidden * e)
+        if tile is None:
+            logits = self.tokens * shape.vocabulary
+            loss = 3 * FP32 * logits  # softmax, its gradient and the one of what went in
+            peak = own + 8 + max(loss, e * logits + shape.vocabulary * shape.hidden * e + self.u)
+        else:
+            peak = self._peak_in_tiles(tile, own)
         return Stage(
             index=1 + shape.layers,
             kind="segment",
             name="epilogue",
             forward_reads=reads,
-            backward_reads=(),
             gradients=reads,
-            activation=0,
-            gradient=0,
-            kept=0,
-            forward_peak=norm + 8 - others + max(loss, head),
-            backward_peak=0,
+            forward_peak=peak,
         )
 
-    def epilogue_in_tiles(self, tile: int) -> Stage:
+    def _peak_in_tiles(self, tile: int, own: int) -> int:
         """The peak is in the backward of a slice of the vocabulary: its logits, their slope in fp32 and, in 16 bits,
         the slope once more; beside what has been summed up for the hidden states, in fp32, and for the head. In fp32
         small slices have it a moment later, where the slope times the slice's weights is as large as the hidden states.
+        ``own``: of the norm, and less what is not the epilogue's.
         """
         shape, e, tokens = self.shape, self.weight_bytes, self.tokens
         width = self.slice_of(tile)
@@ -355,14 +358,12 @@ class _Sizes:
         logits = 2 * part if e == FP32 else 2 * part + 2 * FP32 * tokens * width
         if shape.gated and e == FP32:
             logits = max(logits, part + self.u - 29 * tokens)  # without what found the labels' places
-        norm = self._rms_norm(tokens, shape.hidden, output=True) if shape.gated else self.u + 8 * tokens
-        others = self.u if shape.gated else 2 * self.u + self.length * shape.hidden * e
         summed = FP32 * tokens * shape.hidden + shape.vocabulary * shape.hidden * e
         # Sums, factors and places of each token, and labels; a single row's are not copied when they are shifted.
         labels = (46 if e == FP32 else 38) * tokens + (20 if self.rows == 1 else 12)
         # With small slices it is in the norm's backward: copies of the hidden states, of 16 bits in fp32.
         norming = 0 if not shape.gated else 5 * self.u + 16 if e == FP32 else 12 * self.u + 12
-        return replace(self.epilogue(), forward_peak=max(norm - others + summed + labels + logits, norming))
+        return max(own + summed + labels + logits, norming)
 
     def _rms_norm(self, rows: int, width: int, *, output: bool) -> int:
         """Bytes that an RMS norm keeps for its backward, besides its input, which stays anyway where it is fp32.
@@ -385,7 +386,7 @@ class _Sizes:
         shape, u, w = self.shape, self.u, self.w
         if not shape.gated:
             return 7 * u + 2 * w + self._norms()
-        q, k = (self.tokens * n * shape.head_dim * self.weight_bytes for n in (shape.heads, shape.kv_heads))
+        q, k = self.heads
         return 3 * u + 2 * q + 2 * k + 3 * w + self._norms()
 
     def _norms(self) -> int:
@@ -405,7 +406,7 @@ class _Sizes:
         shape, e, u = self.shape, self.weight_bytes, self.u
         if not shape.gated:
             return 6 * u + 16 * self.tokens + self._attention()
-        q, k = (self.tokens * n * shape.head_dim * e for n in (shape.heads, shape.kv_heads))
+        q, k = self.heads
         saved = 2 * self._rms_norm(self.tokens, shape.hidden, output=True) + q + 2 * k + self._attention()
         if shape.qk_norm:
             saved += self._rms_norm(self.tokens * (shape.heads + shape.kv_heads), shape.head_dim, output=False)
@@ -428,7 +429,6 @@ class _Sizes:
     def _gated_peaks(self) -> tuple[int, int, int]:
         """Forward: in the MLP, or while rotating queries. Backward: at the MLP's product, or at its last matrix. First
         part of a backward: at that product."""
-        shape, u, w, saved = self.shape, self.u, self.w, self._saved()
-        q, k = (self.tokens * n * shape.head_dim * self.weight_bytes for n in (shape.heads, shape.kv_heads))
+        u, w, saved, (q, k) = self.u, self.w, self._saved(), self.heads
         backward = max(5 * w + self._largest_matrix(), 6 * w)
         return max(u + 3 * w, 4 * q + 2 * k), saved - u + backward, saved - u + 7 * w

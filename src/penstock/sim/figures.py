@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from penstock.config import Tier
 from penstock.schedule.ir.ops import Op, Schedule
@@ -28,21 +28,18 @@ class RankFigures:
     puzzle_peak: int
 
 
-def rank_figures(simulation: Simulation, rank: int, *, serial: bool, stage_ops: bool) -> RankFigures:
-    """``serial``: the costs do one op at a time. ``stage_ops``: each op is a stage, not a layer of one."""
+def rank_figures(simulation: Simulation, rank: int, *, stage_ops: bool) -> RankFigures:
+    """``stage_ops``: each op is a stage, not a layer of one."""
+    spans = zip(simulation.starts[rank], simulation.ends[rank], strict=True)
+    one_by_one = sum(end - start for start, end in spans) if simulation.serial else None
     return RankFigures(
         end=simulation.end(rank),
-        busy=_occupied(simulation, rank) if serial else simulation.busy(rank).get("compute", 0.0),
+        busy=simulation.busy(rank).get("compute", 0.0) if one_by_one is None else one_by_one,
         peak=simulation.peak(rank),
         in_flight_peak=in_flight_peak(simulation, rank, stage_ops=stage_ops),
         puzzle_time=max(simulation.starts[rank], default=0.0),
         puzzle_peak=_puzzle_peak(simulation, rank),
     )
-
-
-def _occupied(simulation: Simulation, rank: int) -> float:
-    """Ops that follow each other do not overlap."""
-    return sum(end - start for start, end in zip(simulation.starts[rank], simulation.ends[rank], strict=True))
 
 
 def in_flight_peak(simulation: Simulation, rank: int, *, stage_ops: bool) -> int:
@@ -63,11 +60,8 @@ def in_flight_peak(simulation: Simulation, rank: int, *, stage_ops: bool) -> int
         elif op.id.kind in ("B", "I", "W") and key in spans:
             spans[key][1] = max(spans[key][1], end)
     changes = [(start, items) for start, _, items in spans.values()] + [(end, -n) for _, end, n in spans.values()]
-    now = most = 0.0
-    for _, change in sorted(changes):  # at one moment, who leaves goes first
-        now += change
-        most = max(most, now)
-    return round(most)
+    # At one moment, who leaves goes first.
+    return round(max(accumulate((change for _, change in sorted(changes)), initial=0.0)))
 
 
 def _stages(schedule: Schedule, *, stage_ops: bool, folds: bool) -> dict[int, int]:
@@ -124,17 +118,16 @@ class Stall:
     causes: tuple[Cause, ...]
 
 
-def longest_stalls(simulation: Simulation, count: int, *, serial: bool) -> list[Stall]:
-    """The ``count`` longest stalls of all ranks' compute lanes, the longest first; where a rank does one op at a time
-    (``serial``), of all that it does.
-    """
+def longest_stalls(simulation: Simulation, count: int) -> list[Stall]:
+    """The ``count`` longest stalls of all ranks' compute lanes, the longest first; where a rank does one op at a time,
+    of all that it does."""
     found = heapq.nlargest(
         count,
         (
             (waited, -rank, -i)
             for rank, schedule in enumerate(simulation.world.ranks)
             for i, (op, waited) in enumerate(zip(schedule.ops, simulation.waits[rank], strict=True))
-            if waited > 0 and (serial or op.id.lane == "compute")
+            if waited > 0 and (simulation.serial or op.id.lane == "compute")
         ),
     )
     places: dict[int, dict[str, int]] = {}

@@ -56,28 +56,6 @@ class _Pace:
 class _Rank:
     """The state of a rank while it runs. ``offset``: position of its first op among all ranks' ops."""
 
-    __slots__ = (
-        "active",
-        "advancing",
-        "arrived",
-        "counts",
-        "done",
-        "finished",
-        "free",
-        "idle_since",
-        "in_flight",
-        "index",
-        "missing",
-        "next",
-        "now",
-        "offset",
-        "pace",
-        "published",
-        "starving",
-        "t",
-        "version",
-    )
-
     def __init__(self, index: int, offset: int, template: Template, pace: _Pace) -> None:
         lanes = len(template.queues)
         self.pace = pace

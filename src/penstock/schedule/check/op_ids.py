@@ -5,7 +5,7 @@ from collections import defaultdict
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.check.late import late_chunks, left_buffers
-from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, chunk_of
+from penstock.schedule.ir.ops import ChunkAt, Op, Schedule, chunk_of, refused
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, visit
 
 
@@ -54,8 +54,7 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
         elif ident.kind in ("RG", "RC"):
             writer = schedule.by_id.get(_written(op))
             if writer is None:
-                message = f"use before load: op {op.id} reads what no op has written to disk"
-                raise ScheduleError(message, op=op.id)
+                raise ScheduleError(f"use before load: op {op.id} reads what no op has written to disk", op=op.id)
             needs = [] if left.intersection(op.writes) else [writer]
         for other in needs:
             _check_after(other, op, clocks)
@@ -81,14 +80,12 @@ def _check_commit(schedule: Schedule, clocks: Clocks) -> None:
         elif commit is not None:
             _check_after(commit, op, clocks)
         elif chunk_of(op) in late:
-            message = f"op {op.id} ends the step before, which no op CM commits"
-            raise ScheduleError(message, op=op.id)
+            raise refused(op, "ends the step before, which no op CM commits")
 
 
 def _check_after(first: Op, second: Op, clocks: Clocks) -> None:
     if not clocks.before(first, second):
-        message = f"op {second.id} may run before {first.id}, which it has to come after"
-        raise ScheduleError(message, op=second.id)
+        raise refused(second, f"may run before {first.id}, which it has to come after")
 
 
 def _written(read: Op) -> OpId:
@@ -148,12 +145,12 @@ class _Order:
             case "B" | "I" | "W":
                 first = self._by_id.get(ident.of("I" if ident.kind == "W" else "F"))
                 return [first] if first else []
-            case "DG" | "AG" | "UG" | "SG" | "AR" | "HG" | "HR":
+            case kind if kind in _SUMS:
                 if ident.use:
                     return []
                 return self._visits.get(ident.visit, []) if ident.visit else self._backwards(ident.group)
             case "OD" if ident.group in self._stepped:
-                raise ScheduleError(f"op {op.id} steps what {self._stepped[ident.group].id} steps, too", op=op.id)
+                raise refused(op, f"steps what {self._stepped[ident.group].id} steps, too")
             case "MU" | "OP" | "OD" if self._left.isdisjoint(op.reads) and self._gradient_of(op):
                 sums = [other for other in self._sums[ident.group] if self._same(ident, other.id)]
                 return sums + self._backwards(ident.group)
@@ -179,5 +176,5 @@ class _Order:
     def _maker(self, op: Op, ident: OpId) -> Op:
         maker = self._by_id.get(ident)
         if maker is None:
-            raise ScheduleError(f"op {op.id} brings home what nothing has made: there is no op {ident}", op=op.id)
+            raise refused(op, f"brings home what nothing has made: there is no op {ident}")
         return maker

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.check.op_ids import check_op_ids
-from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.ops import Op, Schedule, refused
 from penstock.schedule.ir.references import Buffer
 
 
@@ -30,16 +30,15 @@ def check_names(schedule: Schedule) -> None:
             raise ScheduleError(message, op=f"carry {start}")
     for op in schedule.ops:
         if op.id.micro_batch >= schedule.micro_batches:
-            message = f"op {op.id} is of a micro-batch that does not exist: numbers are below {schedule.micro_batches}"
-            raise ScheduleError(message, op=op.id)
+            raise refused(op, f"is of a micro-batch that does not exist: numbers are below {schedule.micro_batches}")
         if op.items < 1:
-            raise ScheduleError(f"op {op.id} computes no micro-batch: write 'items 1' or more", op=op.id)
+            raise refused(op, "computes no micro-batch: write 'items 1' or more")
         for other in op.after:
             if other not in schedule.by_id:
-                raise ScheduleError(f"op {op.id} waits for {other}, which does not exist", op=op.id)
+                raise refused(op, f"waits for {other}, which does not exist")
         for name, pool in op.takes:
             if pool not in pools:
-                raise ScheduleError(f"op {op.id} takes {name} from pool {pool}, which does not exist", op=op.id)
+                raise refused(op, f"takes {name} from pool {pool}, which does not exist")
 
 
 def _first_twice(names: Iterable[str]) -> str:
@@ -70,7 +69,7 @@ def _check_buffers(schedule: Schedule, order: list[Op], clocks: Clocks) -> None:
         for name, _ in op.takes:
             if name in taker or name in carried:
                 by = f"which {taker[name].id} took before" if name in taker else "which is held from the step before"
-                raise ScheduleError(f"op {op.id} takes {name}, {by}", op=op.id)
+                raise refused(op, f"takes {name}, {by}")
             taker[name] = op
         for name in op.writes:
             touched[name].append(op)
@@ -81,7 +80,7 @@ def _check_buffers(schedule: Schedule, order: list[Op], clocks: Clocks) -> None:
             giver[name] = op
     for name, ops in touched.items():
         if name not in taker and name not in carried:
-            raise ScheduleError(f"op {ops[0].id} uses {name}, which no op takes", op=ops[0].id)
+            raise refused(ops[0], f"uses {name}, which no op takes")
     for name in [*taker, *carried]:
         ops = touched.get(name, [])
         _check_life(name, taker.get(name), giver.get(name), ops, clocks)
@@ -100,7 +99,7 @@ def _check_life(name: Buffer, first: Op | None, last: Op | None, ops: list[Op], 
                 message = f"overwrite before last use: {last.id} gives {name} back while op {op.id} may use it"
                 raise ScheduleError(message, op=last.id)
     if first is not None and last is not None and last is not first and not clocks.before(first, last):
-        raise ScheduleError(f"op {last.id} gives {name} back before {first.id} has taken it", op=last.id)
+        raise refused(last, f"gives {name} back before {first.id} has taken it")
 
 
 def _check_races(name: Buffer, taker: Op | None, ops: list[Op], clocks: Clocks) -> None:

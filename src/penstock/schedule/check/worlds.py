@@ -1,6 +1,6 @@
 """Proves the schedules of all ranks safe together: each rank's own rules, and what they promise each other."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.errors import ScheduleError
@@ -68,7 +68,7 @@ def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
             yield ScheduleError(f"group {name} has rank {unknown[0]}, which does not exist", op=f"group {name}")
         if twice := [rank for rank, count in Counter(members).items() if count > 1]:
             yield ScheduleError(f"group {name} has rank {twice[0]} twice", op=f"group {name}")
-    present: Counter[tuple[OpId, str]] = Counter()  # (collective's id, its group) -> ranks that have it
+    present: dict[tuple[OpId, str], list[int]] = defaultdict(list)  # (collective's id, its group) -> ranks that have it
     moved: dict[tuple[OpId, str], int] = {}  # and the bytes that the first of them has
     members_of = {name: frozenset(members) for name, members in world.groups.items()}
     for schedule, ranks in shared:
@@ -76,7 +76,7 @@ def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
         for op in schedule.ops:
             match op.id.lane:
                 case "net" | "nic":
-                    present[op.id, op.group] += len(ranks)
+                    present[op.id, op.group] += ranks
                     if (first := moved.setdefault((op.id, op.group), op.nbytes)) != op.nbytes:
                         yield _fault(world, ranks[0], op, f"has {op.nbytes} bytes, and on another rank {first}")
                     if op.group not in joined:
@@ -87,20 +87,12 @@ def _unmet(world: World, shared: Iterable[Shared]) -> Iterator[ScheduleError]:
                     yield _fault(world, ranks[0], op, f"is of group {op.group}, but is no collective")
             if op.peer != -1 and op.id.lane not in ("send", "recv"):
                 yield _fault(world, ranks[0], op, "has a peer, but neither sends nor receives")
-    for (ident, group), count in present.items():
+    for (ident, group), there in present.items():
         members = world.groups.get(group, ())
-        if count < len(members):
-            has = {rank: _has(world, rank, ident, group) for rank in members}
-            here = next((rank for rank in members if has[rank]), None)
-            if here is not None:
-                absent = next(rank for rank in members if not has[rank])
-                message = f"waits for all of group {group}, and rank {absent} has no such op of that group"
-                yield _fault(world, here, world.ranks[here].by_id[ident], message)
-
-
-def _has(world: World, rank: int, ident: OpId, group: str) -> bool:
-    op = world.ranks[rank].by_id.get(ident) if rank < len(world.ranks) else None
-    return op is not None and op.group == group
+        if len(there) < len(members) and (here := next((rank for rank in members if rank in there), None)) is not None:
+            absent = next(rank for rank in members if rank not in there)
+            message = f"waits for all of group {group}, and rank {absent} has no such op of that group"
+            yield _fault(world, here, world.ranks[here].by_id[ident], message)
 
 
 def _stranger(world: World, ranks: list[int], op: Op) -> ScheduleError:

@@ -49,6 +49,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from penstock.config import TIERS, Tier
+from penstock.errors import ScheduleError
 from penstock.schedule.ir.lanes import LOCAL_LANES, Lane
 from penstock.schedule.ir.references import Buffer, OpId
 
@@ -101,6 +102,11 @@ class Op:
             if value != default:
                 parts += [label, str(value)]
         return " ".join(parts)
+
+
+def refused(op: Op, what: str) -> ScheduleError:
+    """The error that an op is the reason for; ``what`` goes on from its id."""
+    return ScheduleError(f"op {op.id} {what}", op=op.id)
 
 
 ChunkAt = tuple[int, int]

@@ -95,7 +95,10 @@ def _known_buffer(text: str) -> Buffer | None:
 # ---- ops and schedules
 
 
-_FIELDS = {"after", "take", "read", "write", "give", "bytes", "items", "peer", "group", "elements"}
+_NAMES = ("after", "take", "read", "write", "give")
+_NUMBERS = {"bytes": 0, "items": 1, "peer": -1}
+"""Fields of an op that are numbers, with what they are where they are left out."""
+_FIELDS = {*_NAMES, *_NUMBERS, "group", "elements"}
 
 
 def parse_op(text: str) -> Op:
@@ -106,42 +109,33 @@ def parse_op(text: str) -> Op:
     fields = dict(zip(rest[::2], rest[1::2], strict=True))
     if unknown := set(fields) - _FIELDS:
         raise ScheduleError(f"op {ident!r}: unknown field {sorted(unknown)[0]!r}")
-
     if len(fields) * 2 < len(rest):
         twice = next(label for label in fields if rest[::2].count(label) > 1)
         raise ScheduleError(f"op {ident!r}: field {twice!r} appears twice")
-
-    def names(label: str) -> tuple[str, ...]:
-        found = tuple(fields[label].split(",")) if label in fields else ()
+    names = {label: fields[label].split(",") if label in fields else [] for label in _NAMES}
+    for label, found in names.items():
         if "" in found:
             raise ScheduleError(f"op {ident!r}: empty name in {label} {fields[label]!r}")
-        return found
-
-    takes = []
-    for item in names("take"):
-        name, equals, pool = item.partition("=")
+    takes = [item.partition("=") for item in names["take"]]
+    for name, equals, pool in takes:
         if not (name and equals and pool):
-            raise ScheduleError(f"op {ident!r}: take {item!r} must be written buffer=pool")
-        takes.append((buffer(name), pool))
-
-    def number(label: str, default: int) -> int:
-        if label not in fields:
-            return default
+            raise ScheduleError(f"op {ident!r}: take {name + equals + pool!r} must be written buffer=pool")
+    numbers = dict(_NUMBERS)
+    for label in _NUMBERS.keys() & fields.keys():
         try:
-            return parse_number(fields[label])
+            numbers[label] = parse_number(fields[label])
         except ScheduleError as error:
             raise ScheduleError(f"op {ident!r}: {label} {error}") from None
-
     return Op(
         id=op_id(ident),
-        after=tuple(map(op_id, names("after"))),
-        takes=tuple(takes),
-        reads=tuple(map(buffer, names("read"))),
-        writes=tuple(map(buffer, names("write"))),
-        gives=tuple(map(buffer, names("give"))),
-        nbytes=number("bytes", 0),
-        items=number("items", 1),
-        peer=number("peer", -1),
+        after=tuple(map(op_id, names["after"])),
+        takes=tuple((buffer(name), pool) for name, _, pool in takes),
+        reads=tuple(map(buffer, names["read"])),
+        writes=tuple(map(buffer, names["write"])),
+        gives=tuple(map(buffer, names["give"])),
+        nbytes=numbers["bytes"],
+        items=numbers["items"],
+        peer=numbers["peer"],
         group=fields.get("group", ""),
         elements=_elements(ident, fields["elements"]) if "elements" in fields else None,
     )
@@ -154,22 +148,19 @@ def _elements(ident: str, text: str) -> tuple[int, int]:
     return parse_number(first), parse_number(end)
 
 
-_POOL = re.compile(r"pool (\S+) (\S+) (\d+) x (\d+)( counted)?")
-
-
-def _parse_pool(text: str) -> Pool:
-    match = _POOL.fullmatch(text)
-    if match is None or match[2] not in TIERS:
-        raise ScheduleError(f"{text!r}: a pool is written 'pool NAME TIER COUNT x BYTES [counted]'")
-    tier = next(tier for tier in TIERS if tier == match[2])
-    return Pool(
-        name=match[1], tier=tier, count=parse_number(match[3]), size=parse_number(match[4]), backed=match[5] is None
-    )
-
-
+_TIER_OF: dict[str, Tier] = {tier: tier for tier in TIERS}
+_TIER = "|".join(TIERS)
 _HEADER = re.compile(r"schedule (\S+) micro-batches (\d+) chunk (\d+)( speculative)?")
-_FIXED = re.compile(r"fixed (\S+) (\S+) (\d+)")
+_POOL = re.compile(rf"pool (\S+) ({_TIER}) (\d+) x (\d+)( counted)?")
+_FIXED = re.compile(rf"fixed ({_TIER}) (\S+) (\d+)")
 _CARRY = re.compile(r"carry (\S+) (\S+) (\S+)")
+
+
+def _matched(form: re.Pattern[str], line: str, wanted: str) -> re.Match[str]:
+    match = form.fullmatch(line)
+    if match is None:
+        raise ScheduleError(wanted)
+    return match
 
 
 def parse_schedule(text: str, *, first_line: int = 1) -> Schedule:
@@ -181,7 +172,6 @@ def parse_schedule(text: str, *, first_line: int = 1) -> Schedule:
         ScheduleError: names the line.
     """
     header: re.Match[str] | None = None
-    micro_batches = chunk = 0
     fixed: list[tuple[Tier, str, int]] = []
     pools: list[Pool] = []
     carried: list[Carried] = []
@@ -192,23 +182,19 @@ def parse_schedule(text: str, *, first_line: int = 1) -> Schedule:
             continue
         try:
             if header is None:
-                header = _HEADER.fullmatch(line)
-                if header is None:
-                    raise ScheduleError(
-                        "the first line must be 'schedule NAME micro-batches M chunk ELEMENTS [speculative]'"
-                    )
+                wanted = "the first line must be 'schedule NAME micro-batches M chunk ELEMENTS [speculative]'"
+                header = _matched(_HEADER, line, wanted)
                 micro_batches, chunk = parse_number(header[2]), parse_number(header[3])
             elif line.startswith("fixed "):
-                match = _FIXED.fullmatch(line)
-                if match is None or match[1] not in TIERS:
-                    raise ScheduleError(f"{line!r}: write 'fixed TIER WHAT BYTES'")
-                fixed.append((next(tier for tier in TIERS if tier == match[1]), match[2], parse_number(match[3])))
+                match = _matched(_FIXED, line, f"{line!r}: write 'fixed TIER WHAT BYTES'")
+                fixed.append((_TIER_OF[match[1]], match[2], parse_number(match[3])))
             elif line.startswith("pool "):
-                pools.append(_parse_pool(line))
+                wanted = f"{line!r}: a pool is written 'pool NAME TIER COUNT x BYTES [counted]'"
+                name, tier, count, size, counted = _matched(_POOL, line, wanted).groups()
+                room = {"count": parse_number(count), "size": parse_number(size)}
+                pools.append(Pool(name=name, tier=_TIER_OF[tier], **room, backed=counted is None))
             elif line.startswith("carry "):
-                match = _CARRY.fullmatch(line)
-                if match is None:
-                    raise ScheduleError(f"{line!r}: write 'carry NAME-AT-START NAME-AT-END POOL'")
+                match = _matched(_CARRY, line, f"{line!r}: write 'carry NAME-AT-START NAME-AT-END POOL'")
                 carried.append((buffer(match[1]), buffer(match[2]), match[3]))
             else:
                 ops.append(parse_op(line))
@@ -235,9 +221,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     """The inverse of ``format_ranks``; raises ScheduleError."""
     ranks: list[int] = []
     for run in text.split(","):
-        match = _RUN.fullmatch(run)
-        if match is None:
-            raise ScheduleError(f"{text!r} is not a list of ranks: write 0-3,8")
+        match = _matched(_RUN, run, f"{text!r} is not a list of ranks: write 0-3,8")
         first, last = parse_number(match[1]), parse_number(match[2] or match[1])
         if last >= MOST_RANKS:
             raise ScheduleError(f"{text!r}: ranks go up to {MOST_RANKS - 1:,}")
@@ -267,10 +251,8 @@ def parse_world(text: str) -> World:
     said = [i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")]
     if not said or not lines[said[0]].lstrip().startswith("world "):
         return World.of(parse_schedule(text))
-    header = _WORLD.fullmatch(lines[said[0]].strip())
-    if header is None:
-        raise ScheduleError(f"line {said[0] + 1}: the first line must be 'world NAME ranks P'")
     try:
+        header = _matched(_WORLD, lines[said[0]].strip(), "the first line must be 'world NAME ranks P'")
         count = parse_number(header[2])
     except ScheduleError as error:
         raise ScheduleError(f"line {said[0] + 1}: {error}") from None

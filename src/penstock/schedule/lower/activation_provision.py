@@ -81,11 +81,11 @@ class ActivationProvision:
         for i, nbytes in enumerate(self._graph_sizes):
             count = sum(n for k, n in self.graphs.items() if stages[k].graph == nbytes)
             yield Pool(name=f"{GRAPHS}.{i}", tier="device", size=nbytes, count=count, backed=False)
-        if self._in_turn is not None and self._in_turn.split:
+        if self._in_turn is not None and self._in_turn.most["split"]:
             held = max(stage.split or 0 for stage in bodies if self.route.program.has(stage.index))
-            yield Pool(name=SPLIT, tier="device", size=held, count=self._in_turn.split, backed=False)
+            yield Pool(name=SPLIT, tier="device", size=held, count=self._in_turn.most["split"], backed=False)
         if self._away:
-            count = at_once if self._in_turn is None else self._in_turn.restored
+            count = at_once if self._in_turn is None else self._in_turn.most["restored"]
             yield Pool(name=RESTORED, tier="device", size=page_up(size), count=min(count + 1, self._leave))
         if self._away and self.s.place.activations == "disk":
             for name in ("saved_activations_out", "saved_activations_in"):
@@ -96,7 +96,7 @@ class ActivationProvision:
         there. ``stay``: the others are on the device until their backward, as inputs of calls with a graph are."""
         program, at_once = self.route.program, self.route.at_once
         if self._in_turn is not None:
-            return self._in_turn.put_out + self.s.depths.inputs
+            return self._in_turn.most["put_out"] + self.s.depths.inputs
         with_graph = {k - 1: n for k, n in self.graphs.items() if program.stages[k - 1].activation}
         filled = [stage.index for stage in program.stages[:-1] if stage.activation]  # others' outputs stay, as ``kept``
         if program.dealt is None:
@@ -115,7 +115,7 @@ class ActivationProvision:
         if dealt is None:
             return 0
         if self._in_turn is not None:
-            return self._in_turn.received
+            return self._in_turn.most["received"]
         last = len(program.stages) - 2
         stages = program.stages
         inputs = [k for k in range(1, last + 1) if dealt.has(k) and dealt.crosses(k - 1) and stages[k - 1].activation]
@@ -145,7 +145,7 @@ class ActivationProvision:
     def _away(self) -> int:
         """The most saved activations that are off the device at once: in the end of the forward, if that is one."""
         if self._in_turn is not None:
-            return self._in_turn.away
+            return self._in_turn.most["away"]
         everyone = range(self.route.at_once)
         return sum(len(self.leaving(k, everyone)) for k in range(len(self.route.program.stages)))
 

@@ -61,11 +61,8 @@ class Builder:
         """The buffer that a visit adds a group's gradient to. The first of several strands has the sum of all in the
         end."""
         of_visit = visit.name if self._is_of_visit(g) else None
-        return group_buffer("G", g, visit=of_visit, use=-1 if self.is_first(strand) else strand)
-
-    def is_first(self, strand: int) -> bool:
-        """True if a strand is the first that has a micro-batch; strand 0 stands for it."""
-        return not strand or strand == next(iter(strand_firsts(self.s.micro_batches, self.s.strands)))
+        first = not strand or strand == next(iter(strand_firsts(self.s.micro_batches, self.s.strands)))
+        return group_buffer("G", g, visit=of_visit, use=-1 if first else strand)
 
     def strand_of(self, m: int) -> tuple[int, bool]:
         """The strand of a micro-batch, and whether that begins it."""

@@ -12,8 +12,9 @@ serves one after the other. A backward in two parts computes its block again, an
 
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import accumulate
 
-from penstock.schedule.lower.route import Route, Visit
+from penstock.schedule.lower.route import Route
 
 GRAPHS = "graphs"
 """The pools of what graphs of calls hold until their backward, one for each size: blocks may be far from alike."""
@@ -50,13 +51,6 @@ def _most_needed(route: Route) -> tuple[tuple[int, int], ...]:
 
 def _most_under_way(route: Route, stage: int) -> int:
     """The most micro-batches at once between the forward and the backward of a stage."""
-    now = most = 0
-    for visit in route.visits:
-        if visit.stage == stage:
-            now += _counts(visit)
-            most = max(most, now)
-    return most
-
-
-def _counts(visit: Visit) -> int:
-    return len(visit.micro_batches) * ((visit.kind == "F") - (visit.kind == "B"))
+    own = (visit for visit in route.visits if visit.stage == stage)
+    changes = (len(visit.micro_batches) * ((visit.kind == "F") - (visit.kind == "B")) for visit in own)
+    return max(accumulate(changes, initial=0))

@@ -28,10 +28,10 @@ There is always a forward or a backward that can be done: of the first micro-bat
 forwards are allowed, since no more than (runs - 1) x ranks come between them on any rank, and then its backwards.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Final, NamedTuple
 
 from penstock.schedule.ir.references import visit
@@ -250,12 +250,8 @@ def in_turn_route(program: Program, micro_batches: int, *, split: bool = False) 
 
 def _most_under_way(micro_batches: Iterable[int]) -> int:
     """The most of them that are between their first and their last place in a sequence."""
-    sequence = list(micro_batches)
-    ends = {m: i for i, m in enumerate(sequence)}
-    under_way, most = set[int](), 0
-    for i, m in enumerate(sequence):
-        under_way.add(m)
-        most = max(most, len(under_way))
-        if ends[m] == i:
-            under_way.remove(m)
-    return most
+    places = list(enumerate(micro_batches))
+    firsts, lasts = {m: i for i, m in reversed(places)}, {m: i for i, m in places}
+    changes = Counter(firsts.values())
+    changes.subtract(i + 1 for i in lasts.values())
+    return max(accumulate(changes[i] for i, _ in places), default=0)

@@ -32,8 +32,6 @@ def layer_program(sizes: Sizes, layers: int) -> Program:
             activation=sizes.activation if own else 0,
             gradient=sizes.activation_gradient if own else 0,
             kept=sizes.saved if own else 0,
-            forward_peak=0,
-            backward_peak=0,
         )
 
     groups = tuple(GroupSpec(index=n, name=f"layer{n}", trainable=1, frozen=0) for n in range(layers))

@@ -13,9 +13,7 @@ first load of the step:
   earlier would hold state buffers that an earlier block's step needs.
 - In turns with the chunks that are loaded anyway: the optimizer's arithmetic and the state's way back to disk run
   beside such a read. All state first would wait for state buffers, which the slower write lane gives back; all weights
-  first would leave the latency of the steps before the block. Simulated for 65B parameters on the profile a100-40g, the
-  three orders differ by less than 0.1% with the default depths, and taking turns is 1% to 6% faster with one buffer of
-  weights and two chunks of everything else.
+  first would leave the latency of the steps before the block.
 - New weights that are on their way to disk go up to the device from the same buffer: the chunk is not read back. The
   write follows the upload, since the device waits for it and the disk does not.
 

@@ -72,23 +72,18 @@ def lower_program(request: FamilyRequest, streaming: Streaming) -> World:
     Raises:
         ConfigError: an option that is out of range, or micro-batches that cannot be shared evenly.
     """
-    s = settings(request, streaming)
+    s, order = settings(request, streaming), streaming.order
     if streaming.dealt and request.ranks > 1:
-        return _lower_dealt(request, s, streaming.order)
-    program, seat = _part(request, streaming), streaming_seat(request.ranks, s.stage)
+        assert request.program is not None
+        of_stages = stages_dealt(request.program, request.ranks, family=order)
+        seat = streaming_seat(1, pipe=request.ranks)
+        programs = programs_of_ranks(request.program, of_stages, request.ranks)
+        return pipeline_world([_lower(request, program, s, order, seat) for program in programs])
+    seat = streaming_seat(request.ranks, s.stage)
     if streaming.sharding is not None and request.ranks > 1:
         seat = replace(seat, sharding=streaming.sharding)
-    order: Family = "vertical" if streaming.order == "vertical" else "horizontal"
-    return seat.world(_lower(request, program, s, order, seat))
-
-
-def _lower_dealt(request: FamilyRequest, s: Settings, order: Family) -> World:
-    """A pipeline: each rank has some of the blocks, and goes through all micro-batches."""
-    assert request.program is not None
-    of_stages = stages_dealt(request.program, request.ranks, family=order)
-    seat = streaming_seat(1, pipe=request.ranks)
-    programs = programs_of_ranks(request.program, of_stages, request.ranks)
-    return pipeline_world([_lower(request, program, s, order, seat) for program in programs])
+    alone: Family = "vertical" if order == "vertical" else "horizontal"
+    return seat.world(_lower(request, _part(request, streaming), s, alone, seat))
 
 
 def _lower(request: FamilyRequest, program: Program, s: Settings, order: Family, seat: Seat) -> Schedule:
@@ -114,12 +109,12 @@ def settings(request: FamilyRequest, streaming: Streaming) -> Settings:
             f"{request.family}: {request.micro_batches} micro-batches cannot be shared evenly by {request.ranks} "
             f"ranks: ask for a multiple of {request.ranks}"
         )
-    activations = request.activations or streaming.activations
+    program, activations = _part(request, streaming), request.activations or streaming.activations
     return Settings(
         micro_batches=micro_batches,
-        chunk=_chunk(request, streaming, match=delay > 0 and activations == "host"),
+        chunk=_chunk(request, program, match=delay > 0 and activations == "host"),
         form=request.form,
-        place=_placement(request, streaming, activations),
+        place=_placement(request, program, streaming, activations),
         depths=request.depths or Depths(),
         wait=wait,
         delay=delay,
@@ -135,35 +130,31 @@ def _part(request: FamilyRequest, streaming: Streaming) -> Program:
     return Mesh(data=parts).everyone().part(request.program)
 
 
-def _blocks(request: FamilyRequest, streaming: Streaming) -> tuple[int, ...]:
+def _blocks(program: Program) -> tuple[int, ...]:
     """Groups that calls of blocks read, in the order of the forward."""
-    calls = (stage for stage in _part(request, streaming).stages if stage.kind == "call")
-    return tuple(dict.fromkeys(g for stage in calls for g in stage.forward_reads))
+    return tuple(dict.fromkeys(g for stage in program.stages if stage.kind == "call" for g in stage.forward_reads))
 
 
-def _chunk(request: FamilyRequest, streaming: Streaming, *, match: bool) -> int:
+def _chunk(request: FamilyRequest, program: Program, *, match: bool) -> int:
     """Elements of a chunk. ``match``: delayed gradients and saved activations can take turns in one pool where a buffer
     of the one is as large as one of the other, so a chunk's fp32 gradient is made as large as a saved activation if
     nothing else is asked for and that makes a sensible number of chunks.
     """
-    program = _part(request, streaming)
     sizes = [group.numel for group in program.groups]
-    block = max([sizes[g] for g in _blocks(request, streaming)], default=max(sizes))
+    block = max([sizes[g] for g in _blocks(program)], default=max(sizes))
     if request.chunks is not None and not 1 <= request.chunks <= block // ALIGN:
         raise ConfigError(
             f"chunks={request.chunks} must be from 1 to {block // ALIGN}: a chunk has at least {ALIGN} parameters, and "
             f"the largest block{' of a rank' if request.ranks > 1 else ''} {block}"
         )
-    wanted = round_up(-(-block // (request.chunks or _CHUNKS)), ALIGN)
     if match and request.chunks is None:
         activation = max(stage.activation for stage in program.stages) // FP32 // ALIGN * ALIGN
-        if block <= activation * _MOST_CHUNKS and activation <= block:
-            wanted = activation
-    return max(wanted, ALIGN)
+        if ALIGN <= activation <= block <= activation * _MOST_CHUNKS:
+            return activation
+    return max(round_up(-(-block // (request.chunks or _CHUNKS)), ALIGN), ALIGN)
 
 
-def _placement(request: FamilyRequest, family: Streaming, activations: Tier) -> Placement:
-    program = _part(request, family)
+def _placement(request: FamilyRequest, program: Program, family: Streaming, activations: Tier) -> Placement:
     groups, made = program.groups, Counter(g for stage in program.stages for g in stage.gradients)
     weights, state = request.weights or family.weights, request.state or family.state
     pair = f"weights={weights!r} with state={state!r}"
@@ -178,26 +169,15 @@ def _placement(request: FamilyRequest, family: Streaming, activations: Tier) -> 
         raise ConfigError(
             f"ranks={request.ranks} with {pair} cannot work: with several ranks, no weights stay on a device"
         )
-    states = [state] * len(groups)
-    for g in _on_device(request, family):
-        states[g] = "device"
+    blocks = _blocks(program)
+    on_device = ceil(family.device_share * len(blocks)) if request.device_blocks is None else request.device_blocks
+    if not 0 <= on_device <= len(blocks):
+        raise ConfigError(f"device_blocks={on_device} must be from 0 to {len(blocks)}, the number of blocks")
+    # Their gradients come last: nothing of the backward is left that a step on the host could run beside.
+    there = blocks[:on_device]
     return Placement(
         weights=(weights,) * len(groups),
-        state=tuple(states),
+        state=tuple("device" if group.index in there else state for group in groups),
         gradients=request.gradients or "host",
         activations=activations,
     )
-
-
-def _on_device(request: FamilyRequest, family: Streaming) -> tuple[int, ...]:
-    """Blocks whose state lives on the device though the others' does not. Their gradients come last: nothing of the
-    backward is left that a step on the host could run beside.
-    """
-    count = request.device_blocks
-    if count is None:
-        count = ceil(family.device_share * len(_blocks(request, family)))
-    if not 0 <= count <= len(_blocks(request, family)):
-        raise ConfigError(
-            f"device_blocks={count} must be from 0 to {len(_blocks(request, family))}, the number of blocks"
-        )
-    return _blocks(request, family)[:count]

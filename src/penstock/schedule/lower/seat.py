@@ -152,9 +152,9 @@ class Seat:
     def in_step(self, schedule: Schedule) -> World:
         """A world that stands for ``world`` where an op takes as long on each rank: one of them, whose collectives
         begin when it arrives, as all others do then."""
-        world = self.shards.in_step(schedule)
-        more = [group for group in (self.copies, self.hosts, self.near) if group.size > 1]
-        return replace(world, groups={**world.groups, **{group.name: (0,) for group in more}})
+        groups = (self.shards, self.copies, self.hosts, self.near)
+        together = {group.name: (0,) for group in groups if group.size > 1}
+        return World(name=schedule.name, ranks=(schedule,), groups=together)
 
     def of_kinds(self, schedule: Schedule, kinds: int) -> World:
         """A world of one rank on each of so many kinds of host, whose collectives wait for all that they would meet:

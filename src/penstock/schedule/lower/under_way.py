@@ -6,7 +6,6 @@ back. As many are enough (``emitter``).
 """
 
 from collections import Counter
-from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.schedule.lower.route import Message, Route, Visit
@@ -15,57 +14,39 @@ Output = tuple[str, int, int]
 """A or D, stage, micro-batch: what a stage puts out, or the gradient with respect to it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnderWay:
-    """Numbers of activations. ``put_out``: those of this rank's own stages, and gradients that they make, on the
-    device; ``received``: those from other ranks, there; ``restored``: those that have come back there; ``away``: those
-    that have left; ``left``: those that ever do. ``split``: stages whose backward is half done."""
-
-    put_out: int
-    received: int
-    restored: int
-    away: int
-    left: int
-    split: int
-
-
 @lru_cache(maxsize=256)
-def under_way(route: Route, leaving: frozenset[int]) -> UnderWay:
+def under_way(route: Route, leaving: frozenset[int]) -> "UnderWay":
     """``leaving``: the stages whose saved activations leave the device."""
-    walk = _Walk(route, leaving)
-    for step in route.walk:
-        if isinstance(step, Message):
-            walk.cross(step)
-        else:
-            walk.visit(step)
-    most = walk.most
-    return UnderWay(
-        put_out=most["put_out"],
-        received=most["received"],
-        restored=most["restored"],
-        away=most["away"],
-        left=walk.left,
-        split=most["split"],
-    )
+    return UnderWay(route, leaving)
 
 
-class _Walk:
-    """The place of each activation, step by step."""
+class UnderWay:
+    """The place of each activation, step by step.
+
+    ``most``: the most at once of this rank's own stages' on the device, and gradients that they make there
+    (``put_out``); of those ``received`` there from other ranks; of those that have come back there (``restored``); of
+    those that are ``away``; and of stages whose backward is half done (``split``). ``left``: those that are ever away.
+    """
 
     def __init__(self, route: Route, leaving: frozenset[int]) -> None:
         self._stages, self._leaving, self._following = route.program.stages, leaving, iter(route.visits[1:])
         self._places: dict[Output, str] = {}
         self._now, self.most = Counter[str](), Counter[str]()
         self.left = 0
+        for step in route.walk:
+            if isinstance(step, Message):
+                self._cross(step)
+            else:
+                self._visit(step)
 
-    def cross(self, step: Message) -> None:
+    def _cross(self, step: Message) -> None:
         kind, k, m = step.ident.kind, step.ident.stage, step.ident.micro_batch
         if kind in ("RA", "RD"):
             self._take((kind[1], k, m), "received")
         elif kind in ("SA", "SD"):
             self._give((kind[1], k, m))
 
-    def visit(self, step: Visit) -> None:
+    def _visit(self, step: Visit) -> None:
         kind, k, (m,) = step.kind, step.stage, step.micro_batches
         if kind == "F":
             self._take(("A", k, m), "put_out")

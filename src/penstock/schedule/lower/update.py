@@ -28,19 +28,12 @@ them are on disk the step before is complete: ``CM`` commits it, and only then m
 since that overwrites what the commit before names.
 """
 
-from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, VisitId, group_buffer, group_op, single_op, visit
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.chunk_steps import ChunkSteps
 from penstock.schedule.lower.device_steps import DeviceSteps
 from penstock.schedule.lower.emitter import Touched
-from penstock.schedule.lower.pools import (
-    BETWEEN_COPIES,
-    EXCHANGE,
-    SUMS,
-    exchanged_between_copies,
-    exchanged_bytes,
-)
+from penstock.schedule.lower.pools import BETWEEN_COPIES, EXCHANGE, SUMS, exchanged_between_copies, exchanged_bytes
 from penstock.schedule.lower.route import Route, Visit
 from penstock.schedule.lower.updates_of_matrices import MatrixUpdates
 from penstock.schedule.mesh import ProcessGroup
@@ -72,12 +65,6 @@ class Updates:
         self._shared = self.b.seat.sharding.reduce != "none"
         self._sums_all_parts = self.b.provision.sums_all_parts
 
-    def host_gradient(self, g: int, c: Chunk, use: int) -> Take:
-        """Name and pool of the host buffer for one stage's gradient of a chunk."""
-        name = group_buffer("H", g, c.index, use=use)
-        held = self.b.provision.held(g, use, waits=self.s.waits(g) or c.index in self._delayed(g))
-        return name, self.b.provision.held_pool if held else "gradients_out"
-
     def _waits(self, g: int) -> bool:
         """True if a group's step comes after all visits."""
         return self.b.seat.steps != "within" or self.s.waits(g)
@@ -90,7 +77,9 @@ class Updates:
         down = [g for g in route.gradients(visit.kind, stage) if self.s.place.state[g] != "device"]
         summed = [g for g in down if (g, stage) in route.summed]
         for g in summed:  # of all groups before any is stepped: a sum must not wait for a buffer that a step gives back
-            self._group_into_sum(g, visit)
+            trained = self.b.trained_chunks(g)
+            for c in trained:
+                self._into_sum(g, c, visit, last=c is trained[-1])
         for g in down:
             if g not in summed:
                 self._group_down(g, visit, self._added.pop(g, visit.ops()[-1]))
@@ -128,12 +117,6 @@ class Updates:
                 ident = group_op("AD", g, what, visit=visit.name)
                 self._added[g] = self.b.emit(ident, reads=[total, part], writes=[total], gives=[part])
 
-    def _group_into_sum(self, g: int, of: Visit) -> None:
-        """Emit the way of the gradient of a visit's one micro-batch into its sum in host memory."""
-        trained = self.b.trained_chunks(g)
-        for c in trained:
-            self._into_sum(g, c, of, last=c is trained[-1])
-
     def _group_down(self, g: int, of: Visit, after: OpId) -> None:
         """Emit the way of a gradient of all micro-batches to host memory; of several ranks, that of all of them."""
         trained, source = self.b.trained_chunks(g), self.b.gradient_buffer(g, of)
@@ -155,8 +138,10 @@ class Updates:
     def _chunk_down(self, g: int, c: Chunk, of: VisitId, source: Buffer, after: OpId, *, last: bool) -> None:
         """Emit the way of a chunk's gradient, complete for one stage, from the device to the host. ``last``: that of
         ``source``, which is given back."""
-        width = self.b.provision.gradient_bytes(g)
-        name, pool = self.host_gradient(g, c, self._use(g, of))
+        width, use = self.b.provision.gradient_bytes(g), self._use(g, of)
+        name = group_buffer("H", g, c.index, use=use)
+        held = self.b.provision.held(g, use, waits=self.s.waits(g) or c.index in self._delayed(g))
+        pool = self.b.provision.held_pool if held else "gradients_out"
         cast = [group_buffer("c", g, c.index, visit=of)] if width < FP32 else []
         self._down[name] = self.b.emit(
             group_op("DG", g, c.index, visit=of),

@@ -14,21 +14,14 @@ from collections.abc import Callable
 
 from penstock.errors import ScheduleError
 from penstock.schedule.check.order import run_order
-from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.ops import Op, Schedule, refused
 from penstock.schedule.ir.references import COMPUTES
 from penstock.schedule.meaning.between import BetweenRules
 from penstock.schedule.meaning.compute import ComputeRules
 from penstock.schedule.meaning.crossing import CrossingRules
 from penstock.schedule.meaning.fields import check_fields
 from penstock.schedule.meaning.matrices import MatrixRules
-from penstock.schedule.meaning.values import (
-    AFTER,
-    NOW,
-    Activation,
-    Gradient,
-    Needs,
-    refused,
-)
+from penstock.schedule.meaning.values import AFTER, NOW, Activation, Gradient, Needs
 from penstock.schedule.meaning.waiting import WaitingRules
 
 __all__ = ["Needs", "prove"]

@@ -1,20 +1,9 @@
 """Weights and optimizer state on their way from home and back, and what changes them."""
 
-from penstock.schedule.ir.ops import Op, chunk_of
+from penstock.schedule.ir.ops import Op, chunk_of, refused
 from penstock.schedule.ir.references import Buffer, group_buffer
 from penstock.schedule.meaning.ground import Ground
-from penstock.schedule.meaning.values import (
-    AFTER,
-    BEFORE,
-    LEFT,
-    NOW,
-    SHOWN,
-    Gradient,
-    State,
-    Update,
-    Weights,
-    refused,
-)
+from penstock.schedule.meaning.values import AFTER, BEFORE, LEFT, NOW, SHOWN, State, Update, Weights
 from penstock.schedule.place import Chunk
 
 
@@ -156,11 +145,7 @@ class ArrayRules(Ground):
         self._home(op, self.place.state, "host", "disk")
         self._moves(op, self.form.step_bytes(self.needs.program.groups[g], c.numel, self._width(g)))
         self._at(op, op.reads, "gradient, state and weights", count=1 + state + new)
-        late = (
-            self._check_update(op)
-            if g in self.matrices
-            else self._check_step(op, self._of_chunk(op, op.reads[0], Gradient))
-        )
+        late = self._check_update(op) if g in self.matrices else self._check_step(op)
         done, through = NOW if late else AFTER, list(op.reads[1:])
         if op.writes != op.reads[1:]:
             raise refused(op, "changes other buffers than those of the state and the weights that it reads")
@@ -194,9 +179,9 @@ class ArrayRules(Ground):
             raise refused(op, f"takes {op.reads[0]} for its chunk of orthogonal updates, which it is not")
         return update.late
 
-    def _check_step(self, op: Op, gradient: Gradient) -> bool:
+    def _check_step(self, op: Op) -> bool:
         """True if a step is of the gradient that the step before has left; else it is whole, and the norm is known."""
-        tag = chunk_of(op)
+        tag, gradient = chunk_of(op), self._gradient(op, op.reads[0])
         if gradient.sum == LEFT:
             return True
         self._whole(op, gradient)
@@ -206,7 +191,7 @@ class ArrayRules(Ground):
         return False
 
     def _may_step(self, op: Op, *, early: bool) -> None:
-        if self.needs.wait and not early:
+        if self.needs.settings.wait and not early:
             self.accesses.read(op, "norm")
             if not self.normed:
                 raise refused(op, "may run before NORM, which its group waits for")

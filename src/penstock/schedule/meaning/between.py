@@ -1,8 +1,8 @@
 """Ops that ranks share: weights put together from their parts, gradients added up over all, the norm of all."""
 
-from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.ops import Op, refused
 from penstock.schedule.meaning.ground import Ground
-from penstock.schedule.meaning.values import NOW, AllParts, Gradient, OfCopy, OfHost, OfPlace, Weights, refused
+from penstock.schedule.meaning.values import NOW, Gradient, OfPlace, Weights
 from penstock.schedule.place import FP32, NORM_BYTES
 from penstock.schedule.program import ALIGN
 
@@ -18,20 +18,19 @@ class BetweenRules(Ground):
         nbytes = self.needs.program.groups[g].numel * self.form.weight_bytes
         if self.needs.hosts == 1:
             part = self._part(op)
-            self._sends(op, nbytes)
         else:
             of_place = self._value(op, self._at(op, op.reads, "what this rank has of the weights"), OfPlace)
             if op.reads[0] != name or of_place.group != g:
                 raise refused(op, f"takes {op.reads[0]} for the weights of its group, of this rank's place, in place")
             part = Weights(*of_place)
-            self._sends_within(op, nbytes)
-        self._put(op, name, part, "device", self._whole_bytes(g, self.form.weight_bytes))
+        self._sends(op, nbytes, levels=self.needs.hosts > 1)
+        self._put(op, name, part, "device", self._whole_weights(g))
 
     def _gather_of_place(self, op: Op) -> None:
         part, g = self._part(op), op.id.group
         name = self._at(op, op.writes, "the group on the device")
-        self._sends_between(op, self.needs.program.groups[g].numel * self.form.weight_bytes)
-        self._put(op, name, OfPlace(*part), "device", self._whole_bytes(g, self.form.weight_bytes))
+        self._sends(op, self.needs.program.groups[g].numel * self.form.weight_bytes)
+        self._put(op, name, OfPlace(*part), "device", self._whole_weights(g))
 
     def _part(self, op: Op) -> Weights:
         """This rank's part of a group's weights, all of it."""
@@ -45,7 +44,7 @@ class BetweenRules(Ground):
     def _lift(self, op: Op) -> None:
         """All ranks' parts of a chunk from the host to where they are exchanged."""
         c = self._chunk(op, trained=True)
-        value = self._of_chunk(op, self._at(op, op.reads, "the gradient of all ranks' parts"), AllParts)
+        value = self._gradient(op, self._at(op, op.reads, "the gradient of all ranks' parts"), over="ranks")
         name = self._at(op, op.writes, "what is sent")
         self._moves(op, self.needs.parts * c.numel * FP32)
         self._put(op, name, value, "device", op.nbytes)
@@ -61,41 +60,38 @@ class BetweenRules(Ground):
         self._sends(op, (1 if self.needs.cut else 2) * piece * FP32)
         self._room(op, through, "device", 2 * ranks * piece * FP32)
         self._used_up(op, through)
-        of_all = Gradient if self.needs.copies == 1 else OfCopy
-        self._put(op, part, of_all(g, c.index, total), "device", c.numel * FP32)
+        value = Gradient(g, c.index, total, over="" if self.needs.copies == 1 else "copies")
+        self._put(op, part, value, "device", c.numel * FP32)
 
     def _exchange_within(self, op: Op) -> None:
         """Give each rank of a host the sum of its own chunks and those of its place on all hosts, over the host."""
         c, ranks = self._chunk(op, trained=True), self.needs.ranks
         through = self._at(op, op.writes, "what is sent and received")
-        value = OfHost(op.id.group, c.index, self._to_add_up(op, through))
-        self._sends_within(op, c.numel * FP32)
+        value = Gradient(op.id.group, c.index, self._to_add_up(op, through), over="hosts")
+        self._sends(op, c.numel * FP32, levels=True)
         self._put(op, through, value, "device", 2 * ranks * c.numel * FP32)
 
     def _exchange_between(self, op: Op) -> None:
         """Give each rank the sum of its own chunk, from those of each host."""
         c = self._chunk(op, trained=True)
         through = self._at(op, op.reads, "the sums of this host")
-        value = self._value(op, through, OfHost)
+        value = self._gradient(op, through, over="hosts")
         self._at(op, op.writes, "the sum, and what is sent and received", count=2)
-        if op.writes[1] != through or value[:2] != (op.id.group, c.index):
+        if op.writes[1] != through:
             raise refused(op, f"takes {through}, which is a gradient of something else")
-        self._sends_between(op, c.numel * FP32)
+        self._sends(op, c.numel * FP32)
         self._used_up(op, through)
-        self._put(op, op.writes[0], Gradient(*value), "device", c.numel * FP32)
+        self._put(op, op.writes[0], value._replace(over=""), "device", c.numel * FP32)
 
     def _to_add_up(self, op: Op, through: str) -> int:
         """The sum of all micro-batches of one stage, which an op adds up over ranks by way of a buffer."""
         g, source = op.id.group, self._at(op, op.reads, "the gradient on the device")
         if source == through:  # what is sent is there, and not taken from the gradient of a whole group
-            total = self._of_chunk(op, source, AllParts).sum
+            total = self._gradient(op, source, over="ranks").sum
         else:
-            whole = self._value(op, source, Gradient)
-            if (whole.group, whole.chunk) != (g, -1):
-                raise refused(op, f"takes {source}, which is a gradient of something else")
-            total = whole.sum
+            total = self._gradient(op, source, (g, -1)).sum
         stage = -1 if op.id.visit is None else op.id.visit.stage
-        if total != self.sums.whole([stage], self.schedule.micro_batches, self.needs.strands):
+        if total != self.sums.whole([stage], self.schedule.micro_batches, self.needs.settings.strands):
             raise refused(
                 op,
                 f"adds up over ranks what is {self.sums.described(total)}: it has to be the sum of all micro-batches "
@@ -108,14 +104,14 @@ class BetweenRules(Ground):
         c, copies = self._chunk(op, trained=True), self.needs.copies
         name = self._at(op, op.reads, "the sum of this copy")
         self._at(op, op.writes, "the sum, and what is sent and received", count=2)
-        value, through = self._value(op, name, OfCopy), op.writes[1]
-        if op.writes[0] != name or (value.group, value.chunk) != (op.id.group, c.index):
+        value, through = self._gradient(op, name, over="copies"), op.writes[1]
+        if op.writes[0] != name:
             raise refused(op, f"takes {name}, which is a gradient of something else")
         piece = -(-c.numel // copies)
         self._moves(op, 2 * piece * FP32 * (copies - 1))
         self._room(op, through, "device", 2 * copies * piece * FP32)
         self._used_up(op, through)
-        self.values[name] = Gradient(*value)
+        self.values[name] = value._replace(over="")
 
     def _gather_norm(self, op: Op) -> None:
         self._read_partials(op)
@@ -130,7 +126,3 @@ class BetweenRules(Ground):
     def _used_up(self, op: Op, through: str) -> None:
         if through not in op.gives:
             raise refused(op, f"keeps {through}, which is of no use to anybody after it")
-
-    def _sends(self, op: Op, share: int) -> None:
-        """All ranks' shares, but for one: what each sends."""
-        self._moves(op, share * (self.needs.ranks - 1))

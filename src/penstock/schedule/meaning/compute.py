@@ -2,20 +2,10 @@
 
 from collections.abc import Collection, Mapping
 
-from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.ops import Op, refused
 from penstock.schedule.ir.references import Buffer
 from penstock.schedule.meaning.ground import Ground
-from penstock.schedule.meaning.values import (
-    AFTER,
-    BEFORE,
-    NOW,
-    Activation,
-    Gradient,
-    Graph,
-    Half,
-    Weights,
-    refused,
-)
+from penstock.schedule.meaning.values import AFTER, BEFORE, NOW, Activation, Gradient, Graph, Half, Weights
 from penstock.schedule.place import FP32
 from penstock.schedule.program import Stage
 
@@ -164,16 +154,14 @@ class ComputeRules(Ground):
         if len(op.reads) != 2 or name not in op.reads:
             raise refused(op, "needs two buffers, and adds the one that it only reads to the one that it writes")
         (what,) = (other for other in op.reads if other != name)
-        into, part = self._value(op, name, Gradient), self._value(op, what, Gradient)
-        if {into[:2], part[:2]} != {(op.id.group, -1)}:
-            raise refused(op, "adds a gradient of something else")
-        self.values[name] = Gradient(op.id.group, -1, self.sums.added(into.sum, part.sum))
+        into, part = (self._gradient(op, one, (op.id.group, -1)) for one in (name, what))
+        self.values[name] = into._replace(sum=self.sums.added(into.sum, part.sum))
 
     def _sum_on_device(self, op: Op, g: int, taken: Mapping[Buffer, str]) -> None:
         names = tuple(name for name in op.writes if name.kind == "G" and name.group == g)
         name = self._at(op, names, f"the gradient of group {g}")
         new = self.sums.one(op.id.stage, op.id.micro_batch)
         if name not in taken:
-            new = self.sums.added(self._value(op, name, Gradient).sum, new)
+            new = self.sums.added(self._gradient(op, name, (g, -1)).sum, new)
         trained = self.needs.parts * self.needs.program.groups[g].trainable
         self._put(op, name, Gradient(g, -1, new), "device", trained * FP32)

@@ -1,8 +1,8 @@
 """Rules of messages between the ranks of a pipeline: outputs of stages, and gradients with respect to them."""
 
-from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.ops import Op, refused
 from penstock.schedule.meaning.ground import Ground
-from penstock.schedule.meaning.values import Activation, refused
+from penstock.schedule.meaning.values import Activation
 
 
 class CrossingRules(Ground):

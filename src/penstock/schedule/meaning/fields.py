@@ -7,9 +7,8 @@ views of it from the first stage that reads it to the one that gives it back.
 
 from collections.abc import Collection
 
-from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.ops import Op, refused
 from penstock.schedule.ir.references import ALONE, COMPUTES, OF_STAGES, Buffer
-from penstock.schedule.meaning.values import refused
 from penstock.schedule.program import Program
 
 _MOVES_NOTHING = frozenset((*COMPUTES, "AD", "ND", "OD", "NS", "NORM", "CM"))

@@ -1,40 +1,36 @@
 """The knowledge that a proof has of a step so far, and how it looks at what an op takes."""
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 from penstock.config import Tier
 from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
 from penstock.schedule.check.late import late_chunks
-from penstock.schedule.ir.ops import ChunkAt, Op, Pool, Schedule, chunk_of
+from penstock.schedule.ir.ops import ChunkAt, Op, Pool, Schedule, chunk_of, refused
 from penstock.schedule.ir.references import Buffer
 from penstock.schedule.meaning.sums import Sums
 from penstock.schedule.meaning.values import (
     BEFORE,
     LEFT,
     NOW,
+    OVER,
     SHOWN,
     Accesses,
-    AllParts,
     Gradient,
     Needs,
     State,
     V,
     Value,
     Weights,
-    refused,
 )
 from penstock.schedule.place import BF16, FP32, Chunk, chunks
-
-G = TypeVar("G", Gradient, AllParts)
 
 
 class Ground:
     """The values of one step, op by op: what all rules of ops share."""
 
     def __init__(self, schedule: Schedule, needs: Needs, order: list[Op]) -> None:
-        program, self.place, self.form = needs.program, needs.place, needs.form
+        program, self.place, self.form = needs.program, needs.settings.place, needs.settings.form
         self.schedule, self.needs, self.stages = schedule, needs, program.stages
         self.cuts = [chunks(g, schedule.chunk) for g in program.groups]
         self.home = [self.place.home(g) for g in program.groups]
@@ -51,7 +47,7 @@ class Ground:
         uses = {g.index: [s.index for s in makers if g.index in s.gradients] for g in program.groups}
         self.sums = Sums()
         count = schedule.micro_batches
-        self.whole = {g: self.sums.whole(stages, count, needs.strands) for g, stages in uses.items() if stages}
+        self.whole = {g: self.sums.whole(stages, count, needs.settings.strands) for g, stages in uses.items() if stages}
         self.trained = {(g, c.index) for g in self.whole for c in self.cuts[g] if c.trainable}
         self.narrow, self.late = schedule.narrow, late_chunks(schedule, clocks)
         self.stepped_to: dict[ChunkAt, int] = {}
@@ -181,32 +177,30 @@ class Ground:
             need = f"{nbytes} bytes on the {tier}{'' if backed else ', counted'}"
             raise refused(op, f"needs {need} for {name}, and pool {pool.name} is not that")
 
-    def _sends_within(self, op: Op, share: int) -> None:
-        """On two levels, the first: to each other rank of the host the shares of a rank on each host."""
-        self._moves(op, share * self.needs.hosts * (self.needs.on_host - 1))
-
-    def _sends_between(self, op: Op, share: int) -> None:
-        """The second: a share to the rank with this one's place on each other host."""
-        self._moves(op, share * (self.needs.hosts - 1))
+    def _sends(self, op: Op, share: int, *, levels: bool = False) -> None:
+        """All ranks' shares, but for one: what each sends. On two ``levels``, within a host (``net``), to each other
+        rank the shares of a rank on each host; between hosts (``nic``), one to the rank with this one's place."""
+        needs = self.needs
+        within = needs.hosts * (needs.on_host - 1) if levels else needs.ranks - 1
+        self._moves(op, share * (needs.hosts - 1 if op.lane == "nic" else within))
 
     def _home(self, op: Op, tiers: Mapping[int, Tier] | tuple[Tier, ...], *wanted: Tier) -> None:
         if (tier := tiers[op.id.group]) not in wanted:
             what = "weights" if tiers is self.place.weights else "state"
             raise refused(op, f"is for {what} whose home is {' or '.join(wanted)}, and it is {tier}")
 
-    def _of_chunk(self, op: Op, name: str, kind: type[G]) -> G:
-        """The gradient of an op's chunk: in host memory, or of all ranks' parts."""
-        value = self._value(op, name, kind)
-        if value[:2] != chunk_of(op):
+    def _gradient(self, op: Op, name: str, of: ChunkAt | None = None, over: str = "") -> Gradient:
+        """The gradient ``of`` a group's chunk, -1: of all of it; or of the op's own. ``over``: as of ``Gradient``."""
+        value = self.values.get(name)
+        if not isinstance(value, Gradient) or value.over != over:
+            raise refused(op, f"takes {name} for {OVER[over]}, which it is not")
+        if value[:2] != (of or chunk_of(op)):
             raise refused(op, f"takes {name}, which is a gradient of something else")
         return value
 
     def _on_device(self, op: Op) -> None:
         """An op takes the gradient of its group on the device, which is whole."""
-        gradient = self._value(op, self._at(op, op.reads, "the gradient"), Gradient)
-        if (gradient.group, gradient.chunk) != (op.id.group, -1):
-            raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
-        self._whole(op, gradient)
+        self._whole(op, self._gradient(op, self._at(op, op.reads, "the gradient"), (op.id.group, -1)))
 
     def _whole(self, op: Op, gradient: Gradient) -> None:
         if gradient.sum != self.whole[gradient.group]:
@@ -220,9 +214,9 @@ class Ground:
     def _width(self, g: int) -> int:
         return BF16 if g in self.narrow else FP32
 
-    def _whole_bytes(self, g: int, width: int) -> int:
-        """Bytes of all of a group that one rank has a part of."""
-        return self.needs.parts * self.needs.program.groups[g].numel * width
+    def _whole_weights(self, g: int) -> int:
+        """Bytes of all weights of a group that one rank has a part of."""
+        return self.needs.parts * self.needs.program.groups[g].numel * self.form.weight_bytes
 
     def _read_partials(self, op: Op) -> None:
         for g, c in sorted(self.trained):

@@ -1,8 +1,8 @@
 """The way of gradients of matrices, whose steps take them whole: momentum, updates, orthogonal updates."""
 
-from penstock.schedule.ir.ops import Op, chunk_of
+from penstock.schedule.ir.ops import Op, chunk_of, refused
 from penstock.schedule.meaning.arrays import ArrayRules
-from penstock.schedule.meaning.values import AFTER, NOW, Gradient, Momentum, Update, refused
+from penstock.schedule.meaning.values import AFTER, NOW, Momentum, Update
 from penstock.schedule.place import BF16
 
 
@@ -32,7 +32,7 @@ class MatrixRules(ArrayRules):
         self._moves(op, self.form.momentum_step_bytes(self.needs.program.groups[g], c.numel, self._width(g)))
         self._at(op, op.reads, "gradient and momentum", count=1 + on_disk)
         self._at(op, op.writes, "momentum and update", count=1 + on_disk)
-        late = self._check_step(op, self._of_chunk(op, op.reads[0], Gradient))
+        late = self._check_step(op)
         done = NOW if late else AFTER
         if on_disk:
             name = op.reads[1]
@@ -80,17 +80,15 @@ class MatrixRules(ArrayRules):
     def _gather_updates(self, op: Op) -> None:
         """All of a group's updates from all ranks' parts; on two levels, from those of each rank of this host."""
         value, part, name = self._part_of_updates(op)
-        if self.needs.hosts == 1:
-            self._moves(op, part * (self.needs.ranks - 1))
-        else:
-            self._sends_within(op, part)
-            if op.reads[0] != name or value.gathered != "place":
-                raise refused(op, f"takes {op.reads[0]} for the updates of its group, of this rank's place, in place")
+        levels = self.needs.hosts > 1
+        self._sends(op, part, levels=levels)
+        if levels and (op.reads[0] != name or value.gathered != "place"):
+            raise refused(op, f"takes {op.reads[0]} for the updates of its group, of this rank's place, in place")
         self._put(op, name, value._replace(gathered="all"), "device", self.needs.parts * part)
 
     def _gather_updates_of_place(self, op: Op) -> None:
         value, part, name = self._part_of_updates(op)
-        self._sends_between(op, part)
+        self._sends(op, part)
         self._put(op, name, value._replace(gathered="place"), "device", self.needs.parts * part)
 
     def _part_of_updates(self, op: Op) -> tuple[Update, int, str]:

@@ -3,7 +3,8 @@
 A sum of a thousand micro-batches is a thousand sums deep. As numbers they are compared at once, and nothing recurses.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from penstock.schedule.meaning.values import LEFT
 from penstock.schedule.place import strand_ends, strand_sums
@@ -47,16 +48,16 @@ class Sums:
         assert total is not None
         return total
 
-    def described(self, total: int) -> str:
-        """A sum as people read it: ``stage 3 of micro-batches 0 to 7 + (stage 2 of micro-batch 0)``."""
+    def described(self, total: int, *, nested: bool = False) -> str:
+        """A sum as people read it: ``stage 3 of micro-batches 0 to 7 + (stage 2 of micro-batch 0)``. ``nested``: it is
+        itself a part of one, and names no sums among its parts."""
         if total == LEFT:
             return "the step before's"
-        shown: list[str] = []
-        for i, part in enumerate(self._parts(total)):
-            if i == _SHOWN:
-                return f"{' + '.join(shown)} + ..."
-            shown.append(part)
-        return " + ".join(shown)
+        parts = self._added_to(total)
+        if nested and any(self._made[part][0] for part in parts):
+            return f"a sum of {len(parts)} parts"
+        shown = list(islice(self._in_words(parts), _SHOWN + 1))
+        return " + ".join(shown if len(shown) <= _SHOWN else [*shown[:_SHOWN], "..."])
 
     def _number(self, made: tuple[bool, int, int]) -> int:
         if made not in self._numbers:
@@ -72,32 +73,21 @@ class Sums:
             parts.append(part)
         return [total, *reversed(parts)]
 
-    def _parts(self, total: int) -> Iterator[str]:
-        """The parts of a sum in words, with consecutive micro-batches of a stage in one."""
+    def _in_words(self, parts: Sequence[int]) -> Iterator[str]:
+        """Parts of a sum, with consecutive micro-batches of a stage in one."""
         run: tuple[int, int, int] | None = None  # stage, first and last micro-batch
-        for part in self._added_to(total):
-            nested, stage, m = self._made[part]
-            if run is not None and not nested and (run[0], run[2] + 1) == (stage, m):
+        for part in parts:
+            is_sum, stage, m = self._made[part]
+            if run is not None and not is_sum and (run[0], run[2] + 1) == (stage, m):
                 run = stage, run[1], m
                 continue
             if run is not None:
                 yield _run(*run)
-            run = None if nested else (stage, m, m)
-            if nested:
-                yield f"({self._nested(part)})"
+            run = None if is_sum else (stage, m, m)
+            if is_sum:
+                yield f"({self.described(part, nested=True)})"
         if run is not None:
             yield _run(*run)
-
-    def _nested(self, total: int) -> str:
-        """A sum within a sum: its parts, and those that are sums again only as such."""
-        terms = self._added_to(total)
-        ends = [self._made[term] for term in terms]
-        if any(nested for nested, _, _ in ends):
-            return f"a sum of {len(terms)} parts"
-        if all(end == (False, ends[0][1], ends[0][2] + i) for i, end in enumerate(ends)):
-            return _run(ends[0][1], ends[0][2], ends[-1][2])
-        more = " + ..." if len(ends) > _SHOWN else ""
-        return " + ".join(_run(stage, m, m) for _, stage, m in ends[:_SHOWN]) + more
 
 
 def _run(stage: int, first: int, last: int) -> str:

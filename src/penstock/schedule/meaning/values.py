@@ -4,13 +4,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
-from penstock.config import GradDtype
 from penstock.config.step import parts_of
-from penstock.errors import ScheduleError
 from penstock.schedule.check.clocks import Clocks
-from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.ops import Op, refused
 from penstock.schedule.mesh import is_branch
-from penstock.schedule.place import Format, Placement, Settings
+from penstock.schedule.place import Settings
 from penstock.schedule.program import Program
 
 BEFORE, NOW, AFTER = -1, 0, 1
@@ -28,39 +26,26 @@ class Weights(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A group's gradient on the device (``chunk`` -1), or one chunk of it on the host or on disk. ``sum``: how it was
-    added up, a number of the proof's ``Sums``, or LEFT."""
+    """A group's gradient on the device (``chunk`` -1), or one chunk of it.
+
+    ``sum``: how it was added up, a number of the proof's ``Sums``, or LEFT. ``over``: what it is not added up over yet,
+    a key of ``OVER``.
+    """
 
     group: int
     chunk: int
     sum: int
+    over: str = ""
 
 
-class AllParts(NamedTuple):
-    """A chunk of every rank's part of a group's gradient, as one of several ranks has summed it, before they exchange
-    theirs. ``sum``: as of ``Gradient``."""
-
-    group: int
-    chunk: int
-    sum: int
-
-
-class OfCopy(NamedTuple):
-    """A chunk of a gradient, added up over the ranks of one copy of the state, and not over all copies. ``sum``: as of
-    ``Gradient``."""
-
-    group: int
-    chunk: int
-    sum: int
-
-
-class OfHost(NamedTuple):
-    """A chunk of a gradient, of the parts of all ranks with this one's place on their hosts: added up over the ranks of
-    this host, and not over all hosts. ``sum``: as of ``Gradient``."""
-
-    group: int
-    chunk: int
-    sum: int
+OVER = {
+    "": "a gradient",
+    "ranks": "a gradient of all ranks' parts",
+    "copies": "a gradient of one copy",
+    "hosts": "a gradient of one host",
+}
+"""Gradients that are not added up over all yet: of every rank's part, as one of several ranks has summed them; over the
+ranks of one copy of the state; over those of one host, of the parts of all ranks with this one's place on theirs."""
 
 
 class OfPlace(NamedTuple):
@@ -129,50 +114,37 @@ class Kept(NamedTuple):
     parts: int
 
 
-Value = (
-    Weights
-    | Gradient
-    | AllParts
-    | OfCopy
-    | OfHost
-    | OfPlace
-    | State
-    | Momentum
-    | Update
-    | Activation
-    | Half
-    | Graph
-    | Kept
-)
-V = TypeVar(
-    "V", Weights, Gradient, AllParts, OfCopy, OfHost, OfPlace, State, Momentum, Update, Activation, Half, Graph, Kept
-)
+Value = Weights | Gradient | OfPlace | State | Momentum | Update | Activation | Half | Graph | Kept
+V = TypeVar("V", bound=Value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The requirements of a step: what it has to compute, and where its arrays live.
-
-    ``place``: of weights and state; where gradients and saved activations wait is the schedule's own affair. ``wait``:
-    whether the numbers of a step depend on the global norm of its gradients.
-    """
+    """The requirements of a step: what it has to compute, and where its arrays live. Where gradients and saved
+    activations wait is the schedule's own affair, whatever the ``settings`` say."""
 
     program: Program
-    place: Placement
-    form: Format
-    wait: bool
-    grad_dtype: GradDtype = "fp32"
-    train: bool = True
+    settings: Settings
     ranks: int = 1
     """number of ranks that do the same, and share one copy of the state"""
     copies: int = 1
     """number of copies, whose ranks do the same"""
     hosts: int = 1
     """number of hosts that the ranks are on, where collectives have two levels: within each, and between them"""
-    parts: int = 1
-    """parts of every group, of which each rank has one: ``program`` has those of one rank; 1: each has all of it"""
-    strands: int = 1
-    """strands of one rank"""
+
+    @staticmethod
+    def of(program: Program, settings: Settings, ranks: int = 1, copies: int = 1, hosts: int = 1) -> "Needs":
+        """The needs of a step that is built from these settings."""
+        return Needs(program=program, settings=settings, ranks=ranks, copies=copies, hosts=hosts)
+
+    @property
+    def train(self) -> bool:
+        return self.settings.train
+
+    @property
+    def parts(self) -> int:
+        """Parts of every group, of which each rank has one, that in ``program``; 1: each has all of it."""
+        return parts_of(self.settings.stage, self.ranks)
 
     @property
     def shared(self) -> bool:
@@ -204,25 +176,6 @@ class Needs:
         """True if this rank has a part of what the norm is of, and others the rest."""
         return self.cut or self.program.dealt is not None
 
-    @staticmethod
-    def of(program: Program, settings: Settings, ranks: int = 1, copies: int = 1, hosts: int = 1) -> "Needs":
-        """The needs of a step that is built from these settings, of so many ``ranks``, for each of so many ``copies``,
-        on so many ``hosts``, if collectives have two levels."""
-        s = settings
-        return Needs(
-            program=program,
-            place=s.place,
-            form=s.form,
-            wait=s.wait,
-            grad_dtype=s.grad_dtype,
-            train=s.train,
-            ranks=ranks,
-            copies=copies,
-            hosts=hosts,
-            parts=parts_of(s.stage, ranks),
-            strands=s.strands,
-        )
-
 
 class Accesses:
     """Accesses to what is in no buffer: each two to one place are ordered if one of them changes it."""
@@ -246,16 +199,12 @@ class Accesses:
     def _check(self, first: Op, second: Op, place: tuple[str | int, ...]) -> None:
         if not self._clocks.before(first, second):
             where = f"{place[0]} {'.'.join(map(str, place[1:]))}".rstrip()
-            message = f"op {second.id} may run before {first.id}, which it has to come after: both are about {where}"
-            raise ScheduleError(message, op=second.id)
+            raise refused(second, f"may run before {first.id}, which it has to come after: both are about {where}")
 
 
 SHOWN: dict[type, str] = {
     Weights: "weights",
-    Gradient: "a gradient",
-    AllParts: "a gradient of all ranks' parts",
-    OfCopy: "a gradient of one copy",
-    OfHost: "a gradient of one host",
+    Gradient: OVER[""],
     OfPlace: "the weights of one rank of each host",
     State: "optimizer state",
     Momentum: "momentum",
@@ -265,7 +214,3 @@ SHOWN: dict[type, str] = {
     Graph: "a call's graph",
     Kept: "a saved activation",
 }
-
-
-def refused(op: Op, what: str) -> ScheduleError:
-    return ScheduleError(f"op {op.id} {what}", op=op.id)

@@ -1,15 +1,8 @@
 """Gradients and saved activations: what is made in a step, waits, and is used up in it or in the next one."""
 
-from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.ops import Op, refused
 from penstock.schedule.meaning.ground import Ground
-from penstock.schedule.meaning.values import (
-    LEFT,
-    Activation,
-    AllParts,
-    Gradient,
-    Kept,
-    refused,
-)
+from penstock.schedule.meaning.values import LEFT, Activation, Gradient, Kept
 from penstock.schedule.place import BF16, FP32, Chunk, page_up
 
 
@@ -18,17 +11,17 @@ class WaitingRules(Ground):
 
     def _down(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
-        source = self._value(op, self._at(op, op.reads, "the gradient on the device"), Gradient)
-        if self.needs.shared and (source.group, source.chunk) == (g, -1):
-            self._all_parts_down(op, c, source)
+        name, shared = self._at(op, op.reads, "the gradient on the device"), self.needs.shared
+        there = self.values.get(name)
+        if shared and isinstance(there, Gradient) and there[:2] == (g, -1):
+            self._all_parts_down(op, c, there)
             return
         width, cast = self._width(g), g in self.narrow
-        if (source.group, source.chunk) != (g, c.index if self.needs.shared else -1):
-            raise refused(op, f"takes {op.reads[0]}, which is a gradient of something else")
+        source = self._gradient(op, name, (g, c.index if shared else -1))
         name = self._at(op, op.writes, "the gradient", count=1 + cast)
         if cast:
             self._whole(op, source)
-            if self.needs.grad_dtype != "bf16":
+            if self.needs.settings.grad_dtype != "bf16":
                 raise refused(op, "rounds a gradient to bf16: give grad_dtype='bf16'")
             if op.writes[1] not in dict(op.takes):
                 raise refused(op, f"rounds a gradient in {op.writes[1]}, which it has to take for that")
@@ -40,27 +33,23 @@ class WaitingRules(Ground):
         """Bring down a gradient before ranks exchange it: all their parts of it, in fp32, as these are summed first."""
         self._moves(op, self.needs.parts * c.numel * FP32)
         name = self._at(op, op.writes, "the gradient")
-        self._put(op, name, AllParts(op.id.group, c.index, source.sum), "host", op.nbytes)
+        self._put(op, name, Gradient(op.id.group, c.index, source.sum, over="ranks"), "host", op.nbytes)
 
     def _add(self, op: Op) -> None:
         c = self._chunk(op, trained=True)
         into = self._at(op, op.writes, "the sum")
         what = self._at(op, tuple(name for name in op.reads if name != into), "what is added")
-        if self.needs.shared and op.id.visit is not None:  # what is summed of visits is exchanged after that
-            self._moves(op, 3 * self.needs.parts * c.numel * FP32)
-            whole, more = self._of_chunk(op, into, AllParts), self._of_chunk(op, what, AllParts)
-            self.values[into] = AllParts(*whole[:2], self.sums.added(whole.sum, more.sum))
-            return
-        self._moves(op, 3 * c.numel * FP32)
-        total, part = self._of_chunk(op, into, Gradient), self._of_chunk(op, what, Gradient)
-        if LEFT in (total.sum, part.sum) or op.id.group in self.narrow:
+        early = self.needs.shared and op.id.visit is not None  # what is summed of visits is exchanged after that
+        self._moves(op, 3 * c.numel * FP32 * (self.needs.parts if early else 1))
+        total, part = (self._gradient(op, name, over="ranks" if early else "") for name in (into, what))
+        if not early and (LEFT in (total.sum, part.sum) or op.id.group in self.narrow):
             raise refused(op, "adds to a gradient that is whole already")
-        self.values[into] = Gradient(total.group, total.chunk, self.sums.added(total.sum, part.sum))
+        self.values[into] = total._replace(sum=self.sums.added(total.sum, part.sum))
 
     def _measure(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
         self._moves(op, c.numel * self._width(g))
-        self._whole(op, self._of_chunk(op, self._at(op, op.reads, "the gradient"), Gradient))
+        self._whole(op, self._gradient(op, self._at(op, op.reads, "the gradient")))
         self._measured(op, c)
 
     def _measure_on_device(self, op: Op) -> None:
@@ -83,7 +72,7 @@ class WaitingRules(Ground):
         c, g = self._chunk(op, trained=True), op.id.group
         self._moves(op, c.numel * self._width(g))
         self.accesses.write(op, "gradient", g, c.index)
-        self.extents[g, c.index] = self._of_chunk(op, self._at(op, op.reads, "the gradient"), Gradient)
+        self.extents[g, c.index] = self._gradient(op, self._at(op, op.reads, "the gradient"))
 
     def _fetch(self, op: Op) -> None:
         c, g = self._chunk(op, trained=True), op.id.group
@@ -107,15 +96,15 @@ class WaitingRules(Ground):
             raise refused(op, f"takes a saved activation that is not on the device or that stage {k + 1} has not used")
         self.accesses.write(op, "saved activation", k, m)
         del self.activations[k, m]
-        self._hold(op, op.writes, op.nbytes)
+        self._hold(op)
 
-    def _hold(self, op: Op, names: tuple[str, ...], nbytes: int) -> None:
-        """A saved activation is in host buffers, one after the other."""
-        room = sum(self.pool_of[name].size for name in names)
-        if room < nbytes:
-            raise refused(op, f"needs {nbytes} bytes on the host, and its buffers have {room}")
-        for i, name in enumerate(names):
-            self._put(op, name, Kept(op.id.stage, op.id.micro_batch, i, len(names)), "host", 0)
+    def _hold(self, op: Op) -> None:
+        """A saved activation is in the host buffers that an op writes, one after the other."""
+        room = sum(self.pool_of[name].size for name in op.writes)
+        if room < op.nbytes:
+            raise refused(op, f"needs {op.nbytes} bytes on the host, and its buffers have {room}")
+        for i, name in enumerate(op.writes):
+            self._put(op, name, Kept(op.id.stage, op.id.micro_batch, i, len(op.writes)), "host", 0)
 
     def _held(self, op: Op) -> None:
         for i, name in enumerate(op.reads):
@@ -139,7 +128,7 @@ class WaitingRules(Ground):
         if (op.id.stage, op.id.micro_batch) not in self.scratch:
             raise refused(op, "reads what no op has written to disk")
         self._at(op, op.writes, "the saved activation")
-        self._hold(op, op.writes, op.nbytes)
+        self._hold(op)
 
     def _come_back(self, op: Op) -> None:
         k, m = op.id.stage, op.id.micro_batch
