@@ -180,16 +180,13 @@ class Backward:
         made = self._recompute(replace(call, buffers=buffers, context=call.context.copy(), modes=modes), {})
         return self.outputs.are_alike(stage, made)
 
-    def see_buffers(self, stage: int, buffers: tuple[Buffer, ...], attributes: tuple[Attributes, ...]) -> None:
-        """In a probe: keep the buffers that a call has changed, and the plain attributes of their modules, as they were
-        before it, for its recomputation."""
+    def see(
+        self, stage: int, *, buffers: tuple[Buffer, ...], attributes: tuple[Attributes, ...], own: HeldValues
+    ) -> None:
+        """In a probe: keep for its recomputation the buffers that a call has changed, and the plain attributes of their
+        modules, as they were before it, and the micro-batch's own values that it has found."""
         if stage in self.calls:
-            self.calls[stage] = replace(self.calls[stage], buffers=buffers, attributes=attributes)
-
-    def see_own(self, stage: int, own: HeldValues) -> None:
-        """In a probe: keep the micro-batch's own values that a call has found, for its recomputation."""
-        if stage in self.calls:
-            self.calls[stage] = replace(self.calls[stage], own=own)
+            self.calls[stage] = replace(self.calls[stage], buffers=buffers, attributes=attributes, own=own)
 
     def call_elsewise(self, stage: int) -> None:
         """In a probe: run the block on other numbers, as another micro-batch may between a call and its recomputation.
