@@ -102,7 +102,7 @@ def without_caches(
     cache = marks.class_of_caches()
     if cache is None or not any(_has_cache(value, cache) for value in (*args, *kwargs.values())):
         return args, kwargs
-    optional = _optional(forward)
+    optional, others = _optional(forward)
     positional = list(optional)
 
     def left_out(value: Any, parameter: str | None) -> Any:
@@ -117,7 +117,7 @@ def without_caches(
                 "micro-batches; of peft's methods use another one, such as LoRA; where the model makes the cache "
                 "itself, name blocks that it is not handed to, such as the layers' feed-forward parts: blocks=[...]"
             )
-        if parameter is None or not optional.get(parameter, False):
+        if parameter is None or not optional.get(parameter, others):
             raise ModelError(
                 f"block {name!r} was handed a key-value cache, and by its signature it cannot do without: set "
                 "model.config.use_cache = False, or pass use_cache=False with every micro-batch, or name other blocks "
@@ -166,21 +166,12 @@ def _unread() -> ModelError:
     )
 
 
-def _optional(forward: Callable[..., Any]) -> dict[str, bool]:
-    """The parameters of a forward, in order: True where None is the default. A decorated one is looked into."""
+def _optional(forward: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
+    """The parameters of a forward, in order: True where None is the default. And True if it also hands on what it does
+    not name: layers of transformers hand their attention the cache so. A decorated one is looked into."""
     parameters = inspect.signature(forward).parameters.values()
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    found = {p.name: p.default is None for p in parameters if p.kind is not p.VAR_KEYWORD}
-    return _Open(found) if open_ended else found
-
-
-class _Open(dict[str, bool]):
-    """The parameters of a forward that also hands on what it does not name: layers of transformers hand their attention
-    the cache so.
-    """
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return super().get(key, True)
+    named = {p.name: p.default is None for p in parameters if p.kind is not p.VAR_KEYWORD}
+    return named, len(named) < len(parameters)
 
 
 def _has_cache(value: Any, kind: type) -> bool:

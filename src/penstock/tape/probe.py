@@ -422,12 +422,10 @@ class Probe:
     def _run_backward(self, suspended: SuspendedForward) -> None:
         for index in reversed(range(len(self._segments) - 1)):
             segment = self._segments[index]
-            if segment.site is None:
-                with self._measuring(segment.backward):
-                    self._running.backward_code(suspended, index)
-                continue
             with self._measuring(segment.backward):
                 self._running.backward_code(suspended, index)
+            if segment.site is None:
+                continue
             segment.reached = suspended.backward.reached(index)
             if any(segment.reached):
                 with self._measuring(segment.backward, segment.site):
