@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ModelError
-from penstock.tape.blocks import Block
 from penstock.tape.watch import Watch
 from tests.models import MODELS, Case
 from tests.stacks import WEIGHTS, WIDTH, Layer, assert_same_gradients, beside_vertical, stack, unequal
@@ -18,7 +17,7 @@ from tests.tape.test_autograd import HONOURED
 from tests.tape.test_refusals import Smoothed
 from tests.tape.test_rules import drawn_beside
 from tests.tape.test_split import ODD, Products
-from tests.tape_reference import Bench, Order, horizontal, plain_step, vertical, with_graphs
+from tests.tape_reference import Bench, Order, horizontal, vertical, with_graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,7 +105,7 @@ COMPUTED_AGAIN = (
 
 
 @pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
-@pytest.mark.sampled(12, values=False)
+@pytest.mark.sampled(8, values=False)
 @pytest.mark.parametrize("moving", [True, False], ids=["moving", "staying"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_backward_through_a_kept_graph_has_the_bits_of_one_that_computes_again(name: str, moving: bool) -> None:
@@ -117,6 +116,7 @@ def test_a_backward_through_a_kept_graph_has_the_bits_of_one_that_computes_again
         assert any(stage.graph is not None for stage in bench.stages) == (name not in COMPUTED_AGAIN)
 
 
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", ["model llama_sdpa", "model gpt2", "model bert", "used several times", "an adapter"])
 def test_a_block_is_computed_once(name: str) -> None:
     case = CASES[name]
@@ -368,9 +368,7 @@ def test_a_weight_is_cast_in_a_recomputation_as_often_as_in_the_forward(order: O
     assert_same_gradients(found, again)
     case = stack(InFull, in_bf16)
     micro_batches, plain = unequal(case), case.model()
-    modules = dict(plain.named_modules())
-    blocks = [Block(name=b.name, module=modules[b.name]) for b in bench.blocks]
-    _, wanted = plain_step(case, plain, blocks, bench.stages, micro_batches, WEIGHTS)
+    _, wanted = bench.plain_step(plain, micro_batches, WEIGHTS)
     assert_same_gradients(again, wanted)
 
 

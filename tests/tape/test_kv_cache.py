@@ -28,7 +28,7 @@ def configs(model: nn.Module) -> list[Any]:
 def test_a_model_with_its_cache_on_trains_as_one_without(name: str, when: str, tmp_path: Path) -> None:
     """``within``: it is switched on again while the engine has it, so that its blocks are handed caches."""
     case = MODELS[name]
-    steps = steps_of(case, 2, lengths=(12, 8))
+    steps = steps_of(case, 1, lengths=(12, 8))
     with wrap(case, budget(tmp_path / "without")) as engine:
         wanted = run_steps(engine, steps)
     model = case.model()
