@@ -92,17 +92,21 @@ def unequal(case: Case, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list
 
 
 def beside_vertical(
-    case: Case, order: Order, *, splits: bool = False, moving: bool = True
+    case: Case, order: Order, *, splits: bool = False, stays: bool = False
 ) -> tuple[Bench, Gradients, Gradients]:
     """The gradients of a vertical step, and of one in another order, whose losses are the same; weights leave between
-    any two stages, unless they stay (``moving``). ``splits``: as of ``Bench``."""
-    bench = Bench(case, case.model(), moving=moving, splits=splits)
+    any two stages. ``stays``: where they stay, the other order has the same bits, too. ``splits``: as of ``Bench``."""
+    bench = Bench(case, case.model(), moving=True, splits=splits)
     micro_batches = case.micro_batches(3) if case in MODELS.values() else unequal(case)
     bench.probe(micro_batches[0])
-    if not moving:
-        bench.load_all()
     (losses, usual), (others, found) = (bench.step(micro_batches, WEIGHTS, each) for each in (vertical, order))
     assert losses == others
+    if stays:
+        bench.moving = False
+        bench.load_all()
+        others, staying = bench.step(micro_batches, WEIGHTS, order)
+        assert losses == others
+        assert_same_gradients(staying, usual)
     return bench, usual, found
 
 
