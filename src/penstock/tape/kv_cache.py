@@ -12,7 +12,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -133,37 +133,30 @@ def without_caches(
     )
 
 
+def _unread(*_: object) -> NoReturn:
+    raise ModelError(
+        "the model's own code reads a key-value cache after blocks that would write to it. Blocks are run again for "
+        "their gradients, and hand on what they return alone: what such a model reads there would be missing. Pass no "
+        "cache with micro-batches; where the model makes it itself, name blocks that it is not handed to, such as the "
+        "layers' feed-forward parts: blocks=[...]"
+    )
+
+
 class _LeftOut:
     """A cache that blocks were not handed, so that it lacks what they would have written: nobody may look at it."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):
             return object.__getattribute__(self, name)
-        raise _unread()
+        _unread()
 
-    def __len__(self) -> int:
-        raise _unread()
-
-    def __getitem__(self, _: Any) -> Any:
-        raise _unread()
-
-    def __iter__(self) -> Iterator[Any]:
-        raise _unread()
+    __len__ = __getitem__ = __iter__ = _unread
 
 
 def _leave_out(cache: Any) -> None:
     """From here on each look at a cache is an error. It is what the model has made it, but for that."""
     kind = type(cache)
     cache.__class__ = type(kind.__name__, (_LeftOut, kind), {"__module__": kind.__module__})
-
-
-def _unread() -> ModelError:
-    return ModelError(
-        "the model's own code reads a key-value cache after blocks that would write to it. Blocks are run again for "
-        "their gradients, and hand on what they return alone: what such a model reads there would be missing. Pass no "
-        "cache with micro-batches; where the model makes it itself, name blocks that it is not handed to, such as the "
-        "layers' feed-forward parts: blocks=[...]"
-    )
 
 
 def _optional(forward: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
