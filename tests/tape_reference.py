@@ -220,7 +220,7 @@ def plain_step(
         seed(0)
         loss = case.loss_fn(model, micro_batch)
         (loss * weight).backward()
-        losses.append(loss.detach())
+        losses.append(loss.detach().reshape(()))
     for hook in hooks:
         hook.remove()
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
