@@ -158,14 +158,14 @@ def step_of(model: nn.Module, where: Path, tile: int | None, schedule: Any = "ve
         schedule=schedule,
         **settings,
     ) as engine:
-        micro_batches = steps_of(HEADS["mixtral"])[0]
+        micro_batches = steps_of(HEADS["llama"])[0]
         losses = [engine.step(micro_batches).loss for _ in range(2)]
-        return losses, engine.evaluate(micro_batches), master_of(engine), engine.plan.program
+        return losses, engine.evaluate(micro_batches), master_of(engine)
 
 
 def test_the_engine_trains_by_it_alike_in_any_order(tmp_path: Path) -> None:
     whole, one, other = (
-        step_of(built(HEADS["mixtral"]), tmp_path / str(i), tile, schedule)
+        step_of(built(HEADS["llama"]), tmp_path / str(i), tile, schedule)
         for i, (tile, schedule) in enumerate([(None, "vertical"), (5, "vertical"), (5, "horizontal")])
     )
     assert one[0] == pytest.approx(whole[0], rel=LOSS)

@@ -682,11 +682,11 @@ WHOLE: dict[str, tuple[type[nn.Module], Run]] = {
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("name", WHOLE)
-def test_three_steps_equal_a_plain_loop(name: str, schedule: str, tmp_path: Path) -> None:
+def test_steps_equal_a_plain_loop(name: str, schedule: str, tmp_path: Path) -> None:
     case = stack(*WHOLE[name])
     model = case.model()
     plain_model = copy.deepcopy(model)
-    steps = steps_of(case, 3)
+    steps = steps_of(case, 2)
     with wrap(case, budget(tmp_path), model=model, schedule=schedule, clip_grad_norm=1.0) as engine:
         found = run_steps(engine, steps)
         plain = plain_loop(case, plain_model, engine, steps, torch_adamw, 1.0)
