@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.tape.blocks import Block
 from tests.models import MODELS, VOCABULARY, Case, MicroBatch, draw_tokens
-from tests.tape_reference import Bench, Gradients, Order, plain_step, relative_error, vertical
+from tests.tape_reference import Bench, Gradients, Order, relative_error, vertical
 
 WIDTH = 8
 WEIGHTS = (0.2, 0.3, 0.5)
@@ -93,17 +92,21 @@ def unequal(case: Case, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list
 
 
 def beside_vertical(
-    case: Case, order: Order, *, splits: bool = False, moving: bool = True
+    case: Case, order: Order, *, splits: bool = False, stays: bool = False
 ) -> tuple[Bench, Gradients, Gradients]:
     """The gradients of a vertical step, and of one in another order, whose losses are the same; weights leave between
-    any two stages, unless they stay (``moving``). ``splits``: as of ``Bench``."""
-    bench = Bench(case, case.model(), moving=moving, splits=splits)
+    any two stages. ``stays``: where they stay, the other order has the same bits, too. ``splits``: as of ``Bench``."""
+    bench = Bench(case, case.model(), moving=True, splits=splits)
     micro_batches = case.micro_batches(3) if case in MODELS.values() else unequal(case)
     bench.probe(micro_batches[0])
-    if not moving:
-        bench.load_all()
     (losses, usual), (others, found) = (bench.step(micro_batches, WEIGHTS, each) for each in (vertical, order))
     assert losses == others
+    if stays:
+        bench.moving = False
+        bench.load_all()
+        others, staying = bench.step(micro_batches, WEIGHTS, order)
+        assert losses == others
+        assert_same_gradients(staying, usual)
     return bench, usual, found
 
 
@@ -114,10 +117,11 @@ def assert_same_gradients(found: Gradients, wanted: Gradients) -> None:
     assert not any(gradient.isnan().any() for gradient in found.values())
 
 
-def both(
-    case: Case, change: Change = lambda model: None, order: Order = vertical, steps: int = 1
-) -> tuple[list[Gradients], list[Gradients], Bench]:
-    """Each step's gradients by the tape, with everything moving, and by a plain loop. Micro-batches are unequal."""
+def assert_exact(
+    case: Case, change: Change = lambda model: None, orders: Sequence[Order] = (vertical,)
+) -> tuple[Gradients, Bench]:
+    """The gradients of a step in each of the ``orders``, one after the other, with everything moving, are those of a
+    plain loop, for the same parameters. Micro-batches are unequal. Those of the first step, and the bench."""
     model = case.model().double()
     plain = copy.deepcopy(model)
     for one in (model, plain):
@@ -125,24 +129,14 @@ def both(
         change(one)
     bench = Bench(case, model, moving=True)
     bench.probe(unequal(case)[0])
-    modules = dict(plain.named_modules())
-    blocks = [Block(name=b.name, module=modules[b.name]) for b in bench.blocks]
-    found, wanted = [], []
-    for step in range(steps):
+    first: Gradients = {}
+    for step, order in enumerate(orders):
         micro_batches = unequal(case, seed=10 * step)
-        found.append(bench.step(micro_batches, WEIGHTS, order, step)[1])
-        wanted.append(plain_step(case, plain, blocks, bench.stages, micro_batches, WEIGHTS, step)[1])
-    return found, wanted, bench
-
-
-def assert_exact(
-    case: Case, change: Change = lambda model: None, order: Order = vertical, steps: int = 1
-) -> tuple[Gradients, Bench]:
-    """The gradients are those of a plain loop, for the same parameters. Those of the first step, and the bench."""
-    found, wanted, bench = both(case, change, order, steps)
-    for step_found, step_wanted in zip(found, wanted, strict=True):
-        assert relative_error(step_found, step_wanted) <= 1e-12
-    return found[0], bench
+        found = bench.step(micro_batches, WEIGHTS, order, step)[1]
+        _, wanted = bench.plain_step(plain, micro_batches, WEIGHTS, step)
+        assert relative_error(found, wanted) <= 1e-12, f"{order.__name__}, as step {step}"
+        first = first or found
+    return first, bench
 
 
 def refused(case: Case, change: Change = lambda model: None) -> str:

@@ -68,6 +68,7 @@ class Bench:
         splits: bool = False,
         blocks: Sequence[nn.Module] | None = None,
     ) -> None:
+        self.case = case
         first = next(model.parameters())
         self.dtype, self.device = first.dtype, first.device
         self.moving = moving
@@ -136,6 +137,13 @@ class Bench:
         for (_, name), gradient in sums.items():
             total[name] = total[name] + gradient if name in total else gradient
         return losses, total
+
+    def plain_step(
+        self, model: nn.Module, micro_batches: Sequence[MicroBatch], weights: Sequence[float], step: int = 0
+    ) -> tuple[list[torch.Tensor], Gradients]:
+        """``plain_step`` with a copy that the tape does not have."""
+        blocks = [Block(name=b.name, module=model.get_submodule(b.name)) for b in self.blocks]
+        return plain_step(self.case, model, blocks, self.stages, micro_batches, weights, step)
 
     def run(self, order: Order, count: int) -> None:
         """All stages of all micro-batches, with weights and saved activations coming and going."""
@@ -212,7 +220,7 @@ def plain_step(
         seed(0)
         loss = case.loss_fn(model, micro_batch)
         (loss * weight).backward()
-        losses.append(loss.detach())
+        losses.append(loss.detach().reshape(()))
     for hook in hooks:
         hook.remove()
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

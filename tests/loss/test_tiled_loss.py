@@ -158,23 +158,21 @@ def step_of(model: nn.Module, where: Path, tile: int | None, schedule: Any = "ve
         schedule=schedule,
         **settings,
     ) as engine:
-        micro_batches = steps_of(HEADS["mixtral"])[0]
+        micro_batches = steps_of(HEADS["llama"])[0]
         losses = [engine.step(micro_batches).loss for _ in range(2)]
-        return losses, engine.evaluate(micro_batches), master_of(engine), engine.plan.program
+        return losses, engine.evaluate(micro_batches), master_of(engine)
 
 
 def test_the_engine_trains_by_it_alike_in_any_order(tmp_path: Path) -> None:
-    whole, *rest = (
-        step_of(built(HEADS["mixtral"]), tmp_path / str(i), tile, schedule)
-        for i, (tile, schedule) in enumerate([(None, "vertical"), (5, "vertical"), (5, "horizontal"), (5, "vertical")])
+    whole, one, other = (
+        step_of(built(HEADS["llama"]), tmp_path / str(i), tile, schedule)
+        for i, (tile, schedule) in enumerate([(None, "vertical"), (5, "vertical"), (5, "horizontal")])
     )
-    for other in rest:
-        assert other[0] == pytest.approx(whole[0], rel=LOSS)
-        assert other[1] == pytest.approx(whole[1], rel=LOSS)
-        assert relative(other[2], whole[2]) <= 1e-6
-    assert rest[0][:2] == rest[1][:2] == rest[2][:2]
-    assert torch.equal(rest[0][2], rest[1][2])
-    assert torch.equal(rest[0][2], rest[2][2])
+    assert one[0] == pytest.approx(whole[0], rel=LOSS)
+    assert one[1] == pytest.approx(whole[1], rel=LOSS)
+    assert relative(one[2], whole[2]) <= 1e-6
+    assert one[:2] == other[:2]
+    assert torch.equal(one[2], other[2])
 
 
 def peak_of(tmp_path: Path, tile: int | None, rows: int) -> tuple[int, Program]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.tape.holders import Search
 from tests.stacks import WEIGHTS, WIDTH, Layer, Stack, assert_exact, of, stack
-from tests.tape_reference import Order, horizontal, vertical, with_graphs
+from tests.tape_reference import horizontal, vertical, with_graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -123,16 +123,11 @@ def see(model: Any) -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_attributes_are_those_of_the_micro_batch(pattern: Pattern) -> None:
-    assert_exact(of(lambda: Holding(pattern)), see, vertical, steps=2)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-def test_where_graphs_are_kept_too(pattern: Pattern) -> None:
-    assert_exact(of(lambda: Holding(pattern)), order=with_graphs)
+    assert_exact(of(lambda: Holding(pattern)), see, (vertical, with_graphs))
 
 
 def test_a_block_that_is_computed_again_finds_those_of_its_call() -> None:
-    assert_exact(of(lambda: Holding(told_one_after_the_other)), order=horizontal)
+    assert_exact(of(lambda: Holding(told_one_after_the_other)), orders=(horizontal, with_graphs))
 
 
 def a_list_of_its_own(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +169,7 @@ class Keeping(Stack):
 
 @pytest.mark.parametrize("run", [a_list_of_its_own, an_object, a_global_dict, a_global])
 def test_objects_from_before_the_forward_hold_what_is_the_micro_batchs(run: Pattern) -> None:
-    assert_exact(of(lambda: Keeping(run)), steps=2)
+    assert_exact(of(lambda: Keeping(run)), orders=(vertical, horizontal))
 
 
 def a_log(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -193,8 +188,7 @@ def loss_of_features(model: nn.Module, micro_batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("pre", [False, True])
-@pytest.mark.parametrize("order", [vertical, horizontal, with_graphs])
-def test_features_that_hooks_keep_for_the_loss(order: Order, pre: bool) -> None:
+def test_features_that_hooks_keep_for_the_loss(pre: bool) -> None:
     KEPT["features"] = []
 
     def change(model: Any) -> None:
@@ -208,7 +202,7 @@ def test_features_that_hooks_keep_for_the_loss(order: Order, pre: bool) -> None:
         for module in model.layers if pre else (model.embed, *model.layers):
             _ = module.register_forward_pre_hook(before) if pre else module.register_forward_hook(behind)
 
-    assert_exact(replace(stack(), loss_fn=loss_of_features), change, order)
+    assert_exact(replace(stack(), loss_fn=loss_of_features), change, (vertical, horizontal, with_graphs))
 
 
 def counted_twice(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -232,7 +226,7 @@ def test_counts_that_several_stages_go_on_with_lose_nothing(run: Pattern, each: 
         for layer in model.layers:
             layer.shared = [model]
 
-    _, bench = assert_exact(of(lambda: Stack(run=run)), change, steps=2)
+    _, bench = assert_exact(of(lambda: Stack(run=run)), change, (vertical, vertical))
     assert bench.tape.model.count == each * 2 * len(WEIGHTS)  # a probe's are put back
 
 

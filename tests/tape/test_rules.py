@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.tape.blocks import Block
 from tests.models import MODELS, Case, llama
 from tests.stacks import WIDTH, Layer, Run, Stack, assert_exact, refused, stack
-from tests.tape_reference import Bench, Order, horizontal, plain_step, relative_error, vertical, with_graphs
+from tests.tape_reference import Bench, horizontal, relative_error, vertical, with_graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -132,8 +131,7 @@ def test_blocks_can_be_named() -> None:
     micro_batches = case.micro_batches(2)
     bench.probe(micro_batches[0])
     _, found = bench.step(micro_batches, [0.5, 0.5])
-    blocks = [Block(name="down.1", module=plain.down[1]), Block(name="up.0", module=plain.up[0])]
-    _, wanted = plain_step(case, plain, blocks, bench.stages, micro_batches, [0.5, 0.5])
+    _, wanted = bench.plain_step(plain, micro_batches, [0.5, 0.5])
     assert relative_error(found, wanted) <= 1e-12
 
 
@@ -199,9 +197,8 @@ def adapt_frozen(model: Any) -> None:
         layer.adapter = [model.adapter]
 
 
-@pytest.mark.parametrize("order", [vertical, horizontal, with_graphs])
-def test_frozen_blocks_train_a_parameter_that_is_not_their_own(order: Any) -> None:
-    found, _ = assert_exact(stack(Adapted), adapt_frozen, order)
+def test_frozen_blocks_train_a_parameter_that_is_not_their_own() -> None:
+    found, _ = assert_exact(stack(Adapted), adapt_frozen, (vertical, horizontal, with_graphs))
     assert {"adapter.weight", "adapter.bias"} <= found.keys()
 
 
@@ -307,9 +304,7 @@ def test_batch_norm_counts_each_micro_batch_once(order: Any) -> None:
     bench.probe(micro_batches[0])
     bench.load_all()
     bench.step(micro_batches, [1.0] * 3, order)
-    modules = dict(plain.named_modules())
-    blocks = [Block(name=b.name, module=modules[b.name]) for b in bench.blocks]
-    plain_step(case, plain, blocks, bench.stages, micro_batches, [1.0] * 3)
+    bench.plain_step(plain, micro_batches, [1.0] * 3)
     wanted = dict(plain.named_buffers())
     assert int(wanted["down.0.norm.num_batches_tracked"]) == 3
     for name, buffer in model.named_buffers():
@@ -409,7 +404,6 @@ def dynamic_llama() -> Case:
     return replace(MODELS["llama"], build=partial(llama, rope_parameters=rope, max_position_embeddings=9))
 
 
-@pytest.mark.parametrize("order", [vertical, horizontal, with_graphs])
 @pytest.mark.parametrize(
     "case",
     [
@@ -423,10 +417,8 @@ def dynamic_llama() -> Case:
     ],
     ids=["table of a block", "table", "flag of a block", "counts of a block", "count", "new buffer", "dynamic rope"],
 )
-def test_attributes_that_change_with_buffers_or_in_the_models_own_code_are_those_of_a_plain_loop(
-    case: Case, order: Order
-) -> None:
-    assert_exact(case, begin, order, steps=2)
+def test_attributes_that_change_with_buffers_or_in_the_models_own_code_are_those_of_a_plain_loop(case: Case) -> None:
+    assert_exact(case, begin, (vertical, horizontal, with_graphs))
 
 
 def state_beside() -> Any:
@@ -464,12 +456,9 @@ def mask_beside(model: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("order", [vertical, horizontal, with_graphs])
 @pytest.mark.parametrize(("layer", "run"), [(DrawsBeside, None), (Layer, mask_beside)])
-def test_numbers_of_numpy_and_python_depend_on_their_place_alone(
-    layer: type[nn.Module], run: Run | None, order: Order
-) -> None:
-    assert_exact(stack(layer, run), order=order, steps=2)
+def test_numbers_of_numpy_and_python_depend_on_their_place_alone(layer: type[nn.Module], run: Run | None) -> None:
+    assert_exact(stack(layer, run), orders=(vertical, horizontal, with_graphs))
 
 
 def test_steps_draw_different_dropout() -> None:
@@ -499,9 +488,7 @@ def test_autocast_inside_the_model_is_exact() -> None:
     bench.probe(micro_batches[0])
     losses, found = bench.step(micro_batches, [0.5, 0.5])
     assert not torch.is_autocast_enabled("cpu")
-    modules = dict(plain.named_modules())
-    blocks = [Block(name=b.name, module=modules[b.name]) for b in bench.blocks]
-    wanted_losses, wanted = plain_step(case, plain, blocks, bench.stages, micro_batches, [0.5, 0.5])
+    wanted_losses, wanted = bench.plain_step(plain, micro_batches, [0.5, 0.5])
     assert losses == wanted_losses
     assert all(torch.equal(found[name], g) for name, g in wanted.items())
 

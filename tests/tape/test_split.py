@@ -159,7 +159,7 @@ WHOLE = (
 
 
 @pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
-@pytest.mark.sampled(8, values=False)
+@pytest.mark.sampled(6, values=False)
 @pytest.mark.parametrize("name", CASES)
 def test_a_backward_in_two_parts_has_the_bits_of_a_whole_one(name: str) -> None:
     bench, whole, split = beside_vertical(CASES[name], in_two_parts, splits=True)
@@ -204,6 +204,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", ["model llama_sdpa", "model gpt2", "model bert", "used several times", "an adapter"])
 def test_nothing_is_computed_twice(name: str) -> None:
     case = CASES[name]

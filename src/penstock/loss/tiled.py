@@ -59,8 +59,25 @@ def in_tiles(model: nn.Module, tile: int) -> Iterator[None]:
     Raises:
         ModelError: as ``tiled_loss``'s.
     """
-    with _without_logits(plain_head(model, tile), tile):
+    head = plain_head(model, tile)
+    attributes = vars(head)
+    stand_in = attributes.get("forward")
+    if not isinstance(stand_in, Head):
+        if stand_in is not None:
+            raise ModelError(
+                f"loss_tile={tile}: the head's forward has been replaced (by {type(stand_in).__name__}), so it may not "
+                f"be a plain product: {_WHOLE_LOGITS}"
+            )
+        stand_in = attributes["forward"] = Head(head)
+    stand_in.calls += 1
+    token = _TILE.set(tile)
+    try:
         yield
+    finally:
+        _TILE.reset(token)
+        stand_in.calls -= 1
+        if stand_in.calls == 0:
+            del attributes["forward"]
 
 
 def plain_head(model: nn.Module, tile: int) -> nn.Linear:
@@ -111,28 +128,6 @@ class Head:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return Logits(_Source(hidden=hidden, weight=weight, bias=bias, tile=tile))
-
-
-@contextmanager
-def _without_logits(head: nn.Linear, tile: int) -> Iterator[None]:
-    attributes = vars(head)
-    stand_in = attributes.get("forward")
-    if not isinstance(stand_in, Head):
-        if stand_in is not None:
-            raise ModelError(
-                f"loss_tile={tile}: the head's forward has been replaced (by {type(stand_in).__name__}), so it may not "
-                f"be a plain product: {_WHOLE_LOGITS}"
-            )
-        stand_in = attributes["forward"] = Head(head)
-    stand_in.calls += 1
-    token = _TILE.set(tile)
-    try:
-        yield
-    finally:
-        _TILE.reset(token)
-        stand_in.calls -= 1
-        if stand_in.calls == 0:
-            del attributes["forward"]
 
 
 # -- logits that are not there ------------------------------------------------------------------------------------

@@ -55,6 +55,12 @@ class Call:
     own: HeldValues
     graph: KeptGraph | None = None
 
+    def apart(self) -> "Call":
+        """The same call, to be run besides: what it changes is its own."""
+        with unwatched():
+            buffers = copies(self.buffers)
+        return replace(self, buffers=buffers, context=self.context.copy())
+
 
 class Backward:
     """The backward of one micro-batch, and what its forward has noted for it.
@@ -121,10 +127,7 @@ class Backward:
     def try_split(self, stage: int) -> Held | None:
         """In a probe: the first part of a call's backward, of which nothing comes to what was before the call, and
         nothing to what it is run back from as a whole."""
-        call = self.calls[stage]
-        with unwatched():
-            buffers = copies(call.buffers)
-        call = replace(call, buffers=buffers, context=call.context.copy())
+        call = self.calls[stage].apart()
         outputs, self.outputs = self.outputs, None  # they are compared when the call is run back as a whole
         try:
             held, found = self._run_back(stage, call, [leaf.gradient for leaf in call.outputs], Splitting())
@@ -174,22 +177,17 @@ class Backward:
     def is_alike(self, stage: int, *, grad: bool) -> bool:
         """In a probe: True if a call, run again, returns what it did; ``grad``: with a graph, as in a plain loop."""
         assert self.outputs is not None
-        call = self.calls[stage]
-        buffers = copies(call.buffers)
-        modes = replace(call.modes, grad=grad)
-        made = self._recompute(replace(call, buffers=buffers, context=call.context.copy(), modes=modes), {})
+        call = self.calls[stage].apart()
+        made = self._recompute(replace(call, modes=replace(call.modes, grad=grad)), {})
         return self.outputs.are_alike(stage, made)
 
-    def see_buffers(self, stage: int, buffers: tuple[Buffer, ...], attributes: tuple[Attributes, ...]) -> None:
-        """In a probe: keep the buffers that a call has changed, and the plain attributes of their modules, as they were
-        before it, for its recomputation."""
+    def see(
+        self, stage: int, *, buffers: tuple[Buffer, ...], attributes: tuple[Attributes, ...], own: HeldValues
+    ) -> None:
+        """In a probe: keep for its recomputation the buffers that a call has changed, and the plain attributes of their
+        modules, as they were before it, and the micro-batch's own values that it has found."""
         if stage in self.calls:
-            self.calls[stage] = replace(self.calls[stage], buffers=buffers, attributes=attributes)
-
-    def see_own(self, stage: int, own: HeldValues) -> None:
-        """In a probe: keep the micro-batch's own values that a call has found, for its recomputation."""
-        if stage in self.calls:
-            self.calls[stage] = replace(self.calls[stage], own=own)
+            self.calls[stage] = replace(self.calls[stage], buffers=buffers, attributes=attributes, own=own)
 
     def call_elsewise(self, stage: int) -> None:
         """In a probe: run the block on other numbers, as another micro-batch may between a call and its recomputation.
@@ -206,9 +204,9 @@ class Backward:
                 return tensor
             return others.setdefault(id(tensor), tensor.detach().flip(-1) * 0.5)
 
-        buffers = copies(call.buffers)
-        with self._as_it_was(call, buffers):
-            call.context.copy().run(_run_only_again, call, trees.replace(call.inputs, other))
+        call = call.apart()
+        with self._as_it_was(call), torch.no_grad():
+            call.context.run(_called, call, trees.replace(call.inputs, other))
 
     def route(self, source: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient goes to what has made a tensor: a call, or the model's own code."""
@@ -222,10 +220,7 @@ class Backward:
         """In a probe: ``_recompute``, with a look at what the graph saves."""
         assert self.footprint is not None
         self.footprint.refused = not has_plain_arguments(call.inputs)
-        random = RandomState.capture(self._device)
-        with unwatched():
-            buffers = copies(call.buffers)
-        tried = replace(call, buffers=buffers, context=call.context.copy())
+        random, tried = RandomState.capture(self._device), call.apart()
         try:
             with self.footprint.hooks(trees.tensors(call.inputs)):
                 made = self._recompute(tried, fresh)
@@ -243,14 +238,14 @@ class Backward:
         """Run the block again on leaves (noted in ``fresh``). Returns its outputs, in the order of the forward's."""
         _check_unchanged(call)
         live = on_leaves(call.inputs, fresh)
-        with self._as_it_was(call, call.buffers):
+        with self._as_it_was(call):
             return call.context.run(_run_again, call, live)
 
     @contextmanager
-    def _as_it_was(self, call: Call, buffers: tuple[Buffer, ...]) -> Iterator[None]:
-        """Inside, a block has ``buffers``, the attributes beside them, and the values and modes of its call."""
+    def _as_it_was(self, call: Call) -> Iterator[None]:
+        """Inside, a block has the buffers, the attributes beside them, and the values and modes of its call."""
         outer = Modes.capture(self._device_types, self._flags)
-        with held(call.own), placed(buffers, call.attributes):
+        with held(call.own), placed(call.buffers, call.attributes):
             try:
                 call.modes.printing_as(outer).apply(self._flags, outer)
                 yield
@@ -298,22 +293,19 @@ def _run_kept(
     return kept.leaves.values()
 
 
-def _run_only_again(call: Call, live: Any) -> None:
+def _called(call: Call, live: Any) -> Any:
+    """Run a block on arguments in place of its call's. Returns what it returns."""
     args, kwargs, values = live
     for var, value in zip(call.containers, values, strict=True):
         var.set(value)
-    with torch.no_grad():
-        call.site.forward(*args, **kwargs)
+    return call.site.forward(*args, **kwargs)
 
 
 def _run_again(call: Call, live: Any) -> list[torch.Tensor]:
-    """Run a block as it was called, with the grad mode that it was called with."""
-    args, kwargs, values = live
+    """Run a block as it was called. Returns the tensors that it has made, in the order of the forward's."""
     before = trees.snapshot(live)
     passed = {id(t) for t in trees.tensors(before)}
-    for var, value in zip(call.containers, values, strict=True):
-        var.set(value)
-    output = call.site.forward(*args, **kwargs)
+    output = _called(call, live)
     made: dict[int, torch.Tensor] = {}
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:

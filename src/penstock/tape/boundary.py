@@ -52,18 +52,18 @@ def site_of(index: int, block: Block, forward: Callable[..., Any]) -> Site:
     )
 
 
-def install(site: Site, doing: Doing) -> dict[str, Any]:
-    """Put a boundary in front of a block. Returns what the module's ``__dict__`` must get back in the end."""
-    attributes = vars(site.module)
-    replaced = {key: attributes[key] for key in ("forward",) if key in attributes}
-    attributes["forward"] = Boundary(site, doing)
+def install(site: Site, doing: Doing) -> Any:
+    """Put a boundary in front of a block. Returns the forward that the module itself had; None: it had its class's."""
+    replaced = vars(site.module).get("forward")
+    vars(site.module)["forward"] = Boundary(site, doing)
     return replaced
 
 
-def remove(site: Site, replaced: dict[str, Any]) -> None:
+def remove(site: Site, replaced: Any) -> None:
     """Take the boundary away again. ``replaced``: what ``install`` has returned."""
     vars(site.module).pop("forward", None)
-    vars(site.module).update(replaced)
+    if replaced is not None:
+        vars(site.module)["forward"] = replaced
 
 
 def check_installed(site: Site) -> None:

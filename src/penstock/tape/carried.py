@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.compat.torch import generator_key, storage_key
+from penstock.tape import trees
 from penstock.tape.watch import Operand
 
 _ATEN = torch.ops.aten
@@ -91,5 +92,4 @@ class Carried:
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage that a tensor has, with what lies between them."""
     first = int(tensor.storage_offset())
-    last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+    return first * tensor.itemsize, (first + trees.span(tensor.shape, tensor.stride())) * tensor.itemsize

@@ -74,28 +74,25 @@ def begun(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 class Cuts:
     """Cuts each output of one block call, once. An input that is handed through keeps its identity.
 
-    ``outputs``: what the model gets, and ``leaves`` where the gradients of those come to, in order of first sight.
+    In order of first sight: ``outputs``, what the model gets; ``leaves``, where the gradients of those come to; and
+    ``originals``, the tensors that were cut.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], wants_gradient: Callable[[torch.Tensor], bool]) -> None:
         """``wants_gradient(tensor)``: whether an output may get a gradient."""
         self.outputs: list[torch.Tensor] = []
         self.leaves: list[Leaf] = []
+        self.originals: list[torch.Tensor] = []
         self._passed = {id(t): t for t in inputs}
         self._wants_gradient = wants_gradient
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @property
-    def originals(self) -> list[torch.Tensor]:
-        """The tensors that were cut, in the order of ``outputs``."""
-        return [original for original, _ in self._made.values()]
+        self._made: dict[int, torch.Tensor] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in self._passed or isinstance(tensor, nn.Parameter):
             return tensor
         if id(tensor) not in self._made:
-            self._made[id(tensor)] = (tensor, self._cut(tensor))
-        return self._made[id(tensor)][1]
+            self._made[id(tensor)] = self._cut(tensor)
+        return self._made[id(tensor)]
 
     def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
         leaf = Leaf()
@@ -103,6 +100,7 @@ class Cuts:
         new = tensor.detach().clone() if is_view_of_parameter(tensor) else tensor.detach()
         if _can_have_gradient(tensor) and self._wants_gradient(tensor):
             new = begun(new, leaf)
+        self.originals.append(tensor)
         self.leaves.append(leaf)
         self.outputs.append(new)
         return new

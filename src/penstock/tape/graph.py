@@ -22,7 +22,8 @@ from penstock.tape.cut import is_cut
 
 EdgeKey = tuple[Node, int]
 
-_CHECKPOINT = "CheckpointFunctionBackward"
+CHECKPOINT = "CheckpointFunctionBackward"
+"""The name of nodes of ``torch.utils.checkpoint(..., use_reentrant=True)``."""
 
 CHANGED_IN_PLACE = (
     "a tensor of shape {} that the backward needs was changed in place after it was used (x += y, x[i] = y, relu_): "
@@ -75,17 +76,8 @@ class Frontier:
         use too), asking for both would run the nodes in between, and their gradients would be counted twice.
         """
         ends = {node for node, _ in self.leaves} | {edge.node for edge in self.edges}
-        stack = [edge.node for edge in self.edges]
-        seen: set[Node] = set()
-        while stack:
-            for node, _ in stack.pop().next_functions:
-                if node is None or node in seen:
-                    continue
-                if node in ends:
-                    return False
-                seen.add(node)
-                stack.append(node)
-        return True
+        older = nodes_below(edge.node for edge in self.edges)
+        return all(below not in ends for node in older for below, _ in node.next_functions)
 
 
 def nodes_below(roots: Iterable[Node]) -> Iterator[Node]:
@@ -110,7 +102,7 @@ def frontier(roots: Iterable[Node], start: int) -> Frontier:
     reentrant = False
     while stack:
         above = stack.pop()
-        reentrant = reentrant or above.name() == _CHECKPOINT
+        reentrant = reentrant or above.name() == CHECKPOINT
         for node, output in above.next_functions:
             if node is None:
                 continue

@@ -105,19 +105,14 @@ def names_of_state(model: nn.Module) -> Iterator[None]:
         known.names_only = False
 
 
-def _guarded(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        if _GUARD in vars(module):
-            yield name
-
-
 def check_unguarded(model: nn.Module) -> None:
     """Raises:
     ModelError: an engine has taken the values of the model, or of a part of it.
     """
-    for name in _guarded(model):
-        which = f"{name!r}, a part of this model, was" if name else "this model was"
-        raise ModelError(
-            f"{which} wrapped before: its weights are that engine's, and it has none of its own. Use that engine, or "
-            "build the model anew (a store goes on from its last step with any model of the same kind)"
-        )
+    for name, module in model.named_modules():
+        if _GUARD in vars(module):
+            which = f"{name!r}, a part of this model, was" if name else "this model was"
+            raise ModelError(
+                f"{which} wrapped before: its weights are that engine's, and it has none of its own. Use that engine, "
+                "or build the model anew (a store goes on from its last step with any model of the same kind)"
+            )

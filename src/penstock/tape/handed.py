@@ -45,9 +45,7 @@ class Kind:
     @property
     def span(self) -> int:
         """Elements of memory from the first one to the last."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return trees.span(self.shape, self.stride)
 
     @property
     def nbytes(self) -> int:
@@ -282,16 +280,10 @@ def _differences(call: Handed, known: Any, value: Any, place: trees.Place, share
             yield f"its argument {_name(place)} was written to in place since an earlier block was handed it"
     elif type(known) is not type(value):
         yield f"its argument {_name(place)} is of another type"
-    elif isinstance(known, tuple | list):
-        if len(known) != len(value):
-            yield f"its argument {_name(place)} is longer or shorter"
-            return
-        for index, (a, b) in enumerate(zip(known, value, strict=True)):
-            yield from _differences(call, a, b, (*place, index), shared)
-    elif trees.is_mutable_container(known) or trees.is_record(known):
+    elif trees.is_container(known):
         a, b = dict(trees.entries(known)), dict(trees.entries(value))
         if list(a) != list(b):
-            yield f"its argument {_name(place)} has other entries"
+            yield f"its argument {_name(place)} has more, fewer or other entries"
             return
         for key in a:
             yield from _differences(call, a[key], b[key], (*place, key), shared)
@@ -318,13 +310,9 @@ def _strange(value: Any, place: trees.Place = ()) -> str:
     """The first argument that is neither a tensor nor a plain value; empty: there is none."""
     if isinstance(value, (torch.Tensor, *_PLAIN)):
         return ""
-    if isinstance(value, tuple | list):
-        inner: Iterator[tuple[Any, Any]] = iter(enumerate(value))
-    elif trees.is_mutable_container(value) or trees.is_record(value):
-        inner = trees.entries(value)
-    else:
+    if not trees.is_container(value):
         return f"its argument {_name(place)} is an object of class {type(value).__name__}"
-    return next((why for key, item in inner if (why := _strange(item, (*place, key)))), "")
+    return next((why for key, item in trees.entries(value) if (why := _strange(item, (*place, key)))), "")
 
 
 def _name(place: trees.Place) -> str:

@@ -54,17 +54,17 @@ def materialise_buffers(model: nn.Module, device: torch.device, seed: int) -> No
     found = list(_meta_tensors(model))
     if not found:
         return
-    owners = _with_ancestors(model, {id(module) for module, _, _, _ in found})
+    owners = _with_ancestors(model, {id(module) for module, *_ in found})
     results = []
     for fill in (0, 1):  # what no initialiser writes is what differs between the two
-        for module, _, key, tensor in found:
-            _put(module, key, torch.full(tensor.shape, fill, dtype=tensor.dtype, device=device))
+        for _, _, entries, key, tensor in found:
+            entries[key] = torch.full(tensor.shape, fill, dtype=tensor.dtype, device=device)
         with torch.no_grad(), _random(seed, "buffers"), _stand_ins(model, set()):
             for module, initialiser in _initialisers(model):
                 if id(module) in owners:
                     (initialiser or _reset)(module)
-        results.append([_get(module, key) for module, _, key, _ in found])
-    for (_, name, _, _), first, second in zip(found, *results, strict=True):
+        results.append([entries[key] for _, _, entries, key, _ in found])
+    for (_, name, *_), first, second in zip(found, *results, strict=True):
         if not bool((first.eq(second) | (first.ne(first) & second.ne(second))).all()):  # NaN is a value, too
             raise ModelError(f"nothing computes buffer {name!r} of the meta-device model: {_ADVICE}")
 
@@ -166,22 +166,11 @@ def _random(seed: int, name: str) -> Iterator[None]:
         state.restore()
 
 
-def _meta_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
-    """(owner, full name, key, tensor) of every buffer and plain tensor attribute on the meta device."""
+def _meta_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, dict[str, Any], str, torch.Tensor]]:
+    """(owner, full name, dict that it is in, key, tensor) of every buffer and plain tensor attribute on the meta
+    device."""
     for path, module in model.named_modules():
-        for key, value in [*buffers_of(module).items(), *vars(module).items()]:
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                yield module, f"{path}.{key}" if path else key, key, value
-
-
-def _put(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
-    if key in buffers_of(module):
-        buffers_of(module)[key] = tensor
-    else:
-        vars(module)[key] = tensor
-
-
-def _get(module: nn.Module, key: str) -> torch.Tensor:
-    value = buffers_of(module)[key] if key in buffers_of(module) else vars(module)[key]
-    assert isinstance(value, torch.Tensor)
-    return value
+        for entries in (buffers_of(module), vars(module)):
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    yield module, f"{path}.{key}" if path else key, entries, key, value

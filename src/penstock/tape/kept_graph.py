@@ -56,11 +56,12 @@ def on_leaves(value: Any, leaves: Leaves) -> Any:
 class Keeping:
     """The graph of a call is to be kept. ``packer``: of what it saves; None: the weights stay where they are, and it
     saves nothing that others reach (``Facts.reachable``), so that autograd keeps it by itself. ``number``: of the first
-    node that the call makes."""
+    node that the call makes; ``leaves``: those that it is run on."""
 
     def __init__(self, packer: graph.WeightPacker | None, number: int) -> None:
         self._packer = packer
         self.number = number
+        self.leaves: Leaves = {}
         self._saved: list[weakref.ref[graph.SavedTensor]] = []  # a node that is dropped lets go of its own
 
     def hooks(self) -> AbstractContextManager[None]:
@@ -115,7 +116,7 @@ def has_plain_arguments(inputs: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return not (trees.is_mutable_container(value) or trees.is_record(value))
+    return not trees.is_container(value)
 
 
 class Footprint:

@@ -12,7 +12,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -102,7 +102,7 @@ def without_caches(
     cache = marks.class_of_caches()
     if cache is None or not any(_has_cache(value, cache) for value in (*args, *kwargs.values())):
         return args, kwargs
-    optional = _optional(forward)
+    optional, others = _optional(forward)
     positional = list(optional)
 
     def left_out(value: Any, parameter: str | None) -> Any:
@@ -117,7 +117,7 @@ def without_caches(
                 "micro-batches; of peft's methods use another one, such as LoRA; where the model makes the cache "
                 "itself, name blocks that it is not handed to, such as the layers' feed-forward parts: blocks=[...]"
             )
-        if parameter is None or not optional.get(parameter, False):
+        if parameter is None or not optional.get(parameter, others):
             raise ModelError(
                 f"block {name!r} was handed a key-value cache, and by its signature it cannot do without: set "
                 "model.config.use_cache = False, or pass use_cache=False with every micro-batch, or name other blocks "
@@ -133,22 +133,24 @@ def without_caches(
     )
 
 
+def _unread(*_: object) -> NoReturn:
+    raise ModelError(
+        "the model's own code reads a key-value cache after blocks that would write to it. Blocks are run again for "
+        "their gradients, and hand on what they return alone: what such a model reads there would be missing. Pass no "
+        "cache with micro-batches; where the model makes it itself, name blocks that it is not handed to, such as the "
+        "layers' feed-forward parts: blocks=[...]"
+    )
+
+
 class _LeftOut:
     """A cache that blocks were not handed, so that it lacks what they would have written: nobody may look at it."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):
             return object.__getattribute__(self, name)
-        raise _unread()
+        _unread()
 
-    def __len__(self) -> int:
-        raise _unread()
-
-    def __getitem__(self, _: Any) -> Any:
-        raise _unread()
-
-    def __iter__(self) -> Iterator[Any]:
-        raise _unread()
+    __len__ = __getitem__ = __iter__ = _unread
 
 
 def _leave_out(cache: Any) -> None:
@@ -157,30 +159,12 @@ def _leave_out(cache: Any) -> None:
     cache.__class__ = type(kind.__name__, (_LeftOut, kind), {"__module__": kind.__module__})
 
 
-def _unread() -> ModelError:
-    return ModelError(
-        "the model's own code reads a key-value cache after blocks that would write to it. Blocks are run again for "
-        "their gradients, and hand on what they return alone: what such a model reads there would be missing. Pass no "
-        "cache with micro-batches; where the model makes it itself, name blocks that it is not handed to, such as the "
-        "layers' feed-forward parts: blocks=[...]"
-    )
-
-
-def _optional(forward: Callable[..., Any]) -> dict[str, bool]:
-    """The parameters of a forward, in order: True where None is the default. A decorated one is looked into."""
+def _optional(forward: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
+    """The parameters of a forward, in order: True where None is the default. And True if it also hands on what it does
+    not name: layers of transformers hand their attention the cache so. A decorated one is looked into."""
     parameters = inspect.signature(forward).parameters.values()
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    found = {p.name: p.default is None for p in parameters if p.kind is not p.VAR_KEYWORD}
-    return _Open(found) if open_ended else found
-
-
-class _Open(dict[str, bool]):
-    """The parameters of a forward that also hands on what it does not name: layers of transformers hand their attention
-    the cache so.
-    """
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return super().get(key, True)
+    named = {p.name: p.default is None for p in parameters if p.kind is not p.VAR_KEYWORD}
+    return named, len(named) < len(parameters)
 
 
 def _has_cache(value: Any, kind: type) -> bool:

@@ -103,7 +103,7 @@ def _search(value: Any) -> Iterator[tuple[type | None, Any]]:
                 yield type(item), item
         elif not isinstance(item, _PLAIN) and id(item) not in seen:
             seen.add(id(item))
-            known = isinstance(item, tuple | list) or trees.is_mutable_container(item)
+            known = isinstance(item, tuple) or trees.is_mutable_container(item)
             inside = holder if known else holder or type(item)
             stack += [(part, inside) for part in _elements(item)]
             fields = {f.name for f in dataclasses.fields(item)} if trees.is_record(item) else set()

@@ -1,8 +1,8 @@
 """Parameters as they must stay while an engine trains them, and the tape's own hooks on them, behind the user's."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,18 +17,6 @@ from penstock.tape.refusals import COMPILED, refuse_accumulation_hooks
 _AGAIN = "close the engine and wrap the model again"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Hooked:
-    """The tape's two hooks on a parameter."""
-
-    of_tensor: Any
-    after_accumulation: Any
-
-    def remove(self) -> None:
-        self.of_tensor.remove()
-        self.after_accumulation.remove()
-
-
 class GradientHooks:
     """Calls ``of_tensor(parameter, gradient)`` with each gradient of a trainable parameter, after the hooks that others
     have on it, and ``after_accumulation(parameter)`` when one was added to ``.grad``.
@@ -40,10 +28,10 @@ class GradientHooks:
         of_tensor: Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None],
         after_accumulation: Callable[[torch.Tensor], None],
     ) -> None:
-        self._slices = [s for group in groups for s in group.slices]
+        self._slices = list(_slices(groups))
         self._of_tensor = of_tensor
         self._after_accumulation = after_accumulation
-        self._hooked: dict[int, _Hooked] = {}
+        self._hooked: dict[int, tuple[Any, Any]] = {}  # by parameter: the handles of its two hooks
 
     def drop_gradients(self) -> None:
         """Drop what was added to ``.grad`` and not taken from there: the next gradient would be added to it."""
@@ -64,8 +52,8 @@ class GradientHooks:
                 self._install_on(s)
 
     def remove(self) -> None:
-        for hooked in self._hooked.values():
-            hooked.remove()
+        for hook in chain.from_iterable(self._hooked.values()):
+            hook.remove()
         self._hooked.clear()
 
     def has_others(self, parameter: nn.Parameter) -> bool:
@@ -73,29 +61,31 @@ class GradientHooks:
         return len(gradient_hooks(parameter)) > 1
 
     def _install_on(self, s: ParamSlice) -> None:
-        parameter, hooked = s.parameter, self._hooked.get(id(s.parameter))
-        refuse_accumulation_hooks(s.name, parameter, ours=hooked is not None)
-        if hooked is not None and next(reversed(gradient_hooks(parameter))) == hooked.of_tensor.id:
+        parameter, hooks = s.parameter, self._hooked.get(id(s.parameter), ())
+        refuse_accumulation_hooks(s.name, parameter, ours=bool(hooks))
+        if hooks and next(reversed(gradient_hooks(parameter))) == hooks[0].id:
             return
-        if hooked is not None:
-            hooked.remove()
+        for hook in hooks:
+            hook.remove()
         register: Any = parameter.register_hook
         register_after: Any = parameter.register_post_accumulate_grad_hook
-        self._hooked[id(parameter)] = _Hooked(
-            of_tensor=register(partial(self._of_tensor, parameter)),
-            after_accumulation=register_after(self._after_accumulation),
-        )
+        of_tensor = register(partial(self._of_tensor, parameter))
+        self._hooked[id(parameter)] = of_tensor, register_after(self._after_accumulation)
+
+
+def _slices(groups: Sequence[ParamGroup]) -> Iterator[ParamSlice]:
+    return chain.from_iterable(group.slices for group in groups)
 
 
 def versions(groups: Sequence[ParamGroup]) -> list[int]:
     """The number of times that each parameter of the groups was written to in place so far."""
-    return [version(s.parameter) for group in groups for s in group.slices]
+    return [version(s.parameter) for s in _slices(groups)]
 
 
 def refuse_written(groups: Sequence[ParamGroup], before: Sequence[int]) -> None:
     """Raise ModelError if a parameter was written to since it had the version ``before``: what is there between steps
     is a placeholder, or one of several copies."""
-    for s, known in zip((s for group in groups for s in group.slices), before, strict=True):
+    for s, known in zip(_slices(groups), before, strict=True):
         if version(s.parameter) != known:
             raise ModelError(_written(repr(s.name)))
 
@@ -103,7 +93,7 @@ def refuse_written(groups: Sequence[ParamGroup], before: Sequence[int]) -> None:
 def refuse_given_values(groups: Sequence[ParamGroup], dtype: torch.dtype) -> None:
     """Raise ModelError if a parameter has other data between steps than the placeholder that the engine left there
     (``ParamGroup.detach``): ``.data`` counts no versions. Or if it has a gradient, to which a step's would be added."""
-    for s in (s for group in groups for s in group.slices):
+    for s in _slices(groups):
         data = s.parameter.data
         if data.dtype is not dtype or any(data.stride()):
             raise ModelError(
@@ -136,11 +126,11 @@ def refuse_changed(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
     """Raise ModelError if the model has other parameters than those that were wrapped, or was compiled since."""
     if (name := next((name for name, module in model.named_modules() if is_compiled(module)), None)) is not None:
         raise ModelError(f"{repr(name) if name else 'the model'} {COMPILED}")
-    known = {id(s.parameter) for group in groups for s in group.slices}
+    known = {id(s.parameter) for s in _slices(groups)}
     for name, parameter in model.named_parameters():
         if id(parameter) not in known:
             raise ModelError(f"parameter {name!r} was added, or put in another's place, after wrap(): {_AGAIN}")
         known.discard(id(parameter))
-    gone = next((s.name for group in groups for s in group.slices if id(s.parameter) in known), None)
+    gone = next((s.name for s in _slices(groups) if id(s.parameter) in known), None)
     if gone is not None:
         raise ModelError(f"parameter {gone!r} was taken out of the model after wrap(): {_AGAIN}")

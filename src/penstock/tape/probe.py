@@ -30,18 +30,16 @@ from penstock.tape.likeness import FirstOutputs
 from penstock.tape.losses import Losses
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.own_values import Accesses
-from penstock.tape.segments import InTwo, Kept, Seen, Segment, Stages, Usage, see
+from penstock.tape.segments import InTwo, Seen, Segment, Stages, Usage
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, SuspendedForward
 from penstock.tape.waits import Waits
-from penstock.tape.watch import CHANGES, Ahead, Op, Operand, Watch, put_back
+from penstock.tape.watch import CHANGES, Ahead, Birth, Op, Operand, Watch, put_back
 from penstock.tape.weight_views import WeightViews
 
 if TYPE_CHECKING:
     from penstock.tape.tape import Tape
 
-
-TensorAttributes = list[tuple[str, str, torch.Tensor]]
 
 _NOT_A_BLOCK = (
     ". Where it leaves it as it was, name what does so as a block, blocks=[...]. What RWKV does to weights when it is "
@@ -184,7 +182,8 @@ class Probe:
             self._watch.hold(-parameter.numel() * parameter.element_size())
         segment = self._segments[self._watch.segment]
         if segment.site is self._calling:  # and not its recomputation
-            segment.written = tuple(parameter for parameter, _ in self._before.values())
+            written = tuple(parameter for parameter, _ in self._before.values())
+            segment.facts = replace(segment.facts, written=written)
         self._before.clear()
 
     def _refuse_moved(self) -> None:
@@ -280,11 +279,10 @@ class Probe:
     def _note_trained(self, op: Op) -> None:
         """Note if a call reads parameters that train, which need not be its block's own."""
         segment, suspended = self._segments[self._watch.segment], self._tape.suspended[0]
-        if self._calling is None or segment.trains:
+        if self._calling is None or segment.facts.trains:
             return
         if any(id(o.tensor) in self._group_of and o.tensor.requires_grad for o in op.inputs):
-            segment.trains = True
-            suspended.facts = replace(suspended.facts, trains=True)
+            suspended.facts = segment.facts = replace(segment.facts, trains=True)
 
     def _who(self) -> str:
         """The code that runs now, in words."""
@@ -348,20 +346,23 @@ class Probe:
         self.seen.returned(self._watch.segment, returned, suspended.outputs)
         self._made = weakref.ref(suspended.outputs[0]) if len(suspended.outputs) == 1 else None
         del returned
-        changed = before.changed()
-        segment.changed = tuple((b.module, b.name) for b in changed)
-        suspended.backward.see_buffers(
+        changed, finds = before.changed(), tuple(self._accesses.found_by(self._watch.segment))
+        suspended.backward.see(
             self._watch.segment,
-            copies((b.module, b.name, b.value) for b in changed),
-            before.attributes(b.module for b in changed),
+            buffers=copies((b.module, b.name, b.value) for b in changed),
+            attributes=before.attributes(b.module for b in changed),
+            own=suspended.own.now(finds),
         )
-        segment.finds = tuple(self._accesses.found_by(self._watch.segment))
-        suspended.backward.see_own(self._watch.segment, suspended.own.now(segment.finds))
         suspended.own.note(self._accesses.written_in(self._watch.segment))
         segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
         returned_births = {id(seen.birth) for seen in segment.outputs}
-        segment.kept_attributes = self._kept(site, attributes, returned_births)
-        segment.reachable = self._watch.has_left(self._watch.segment, returned_births)
+        segment.left = self._left(site, attributes, returned_births)
+        segment.facts = replace(
+            segment.facts,
+            buffers=tuple((b.module, b.name) for b in changed),
+            reachable=self._watch.has_left(self._watch.segment, returned_births),
+            finds=finds,
+        )
 
     def _note_handed_on(self) -> None:
         """Note behind which segments there are values that later ones read."""
@@ -382,22 +383,22 @@ class Probe:
         place, name = self._watch.segment, arrival.site.name
         self.seen.see(place, name, arrival.inputs, suspended.modes, before=before, born=born)
 
-    def _kept(self, site: Site, before: TensorAttributes, outputs: set[int]) -> list[Kept]:
+    def _left(self, site: Site, before: list[tuple[str, torch.Tensor]], outputs: set[int]) -> list[tuple[str, Birth]]:
         """The tensors that the call just run has left on the block's modules and does not return."""
-        old = {id(t) for _, _, t in before}
+        old = {id(t) for _, t in before}
         found = []
-        for module, attribute, tensor in _tensor_attributes(site):
+        for what, tensor in _tensor_attributes(site):
             birth = self._watch.birth(tensor)
             if id(tensor) not in old and tensor.is_floating_point() and birth is not None and id(birth) not in outputs:
-                found.append(Kept(module=module, attribute=attribute, birth=birth))
+                found.append((what, birth))
         return found
 
     def _refuse_kept(self) -> None:
         for index, segment in enumerate(self._segments):
-            for kept in segment.kept_attributes:
-                if any(self._segments[i].site is not segment.site for i in kept.birth.touched - {index}):
+            for what, birth in segment.left:
+                if any(self._segments[i].site is not segment.site for i in birth.touched - {index}):
                     raise ModelError(
-                        f"attribute {kept.attribute!r} of {kept.module!r} is a tensor that the block computes and that "
+                        f"{what} is a tensor that the block computes and that "
                         "other code reads later. With several micro-batches under way it would be that of another one, "
                         "and its gradient would be lost: let the block return it"
                     )
@@ -408,19 +409,23 @@ class Probe:
         return self._segments[-1]
 
     def _see(self, place: trees.Place, tensor: torch.Tensor) -> Seen:
-        return see(place, tensor, self._watch.birth(tensor), self._tape.device)
+        return Seen(
+            place=place,
+            birth=self._watch.birth(tensor),
+            nbytes=tensor.numel() * tensor.element_size(),
+            movable=trees.is_movable(tensor, self._tape.device),
+            needs_grad=tensor.requires_grad,
+        )
 
     # -- backward -------------------------------------------------------------------------------------------------
 
     def _run_backward(self, suspended: SuspendedForward) -> None:
         for index in reversed(range(len(self._segments) - 1)):
             segment = self._segments[index]
-            if segment.site is None:
-                with self._measuring(segment.backward):
-                    self._running.backward_code(suspended, index)
-                continue
             with self._measuring(segment.backward):
                 self._running.backward_code(suspended, index)
+            if segment.site is None:
+                continue
             segment.reached = suspended.backward.reached(index)
             if any(segment.reached):
                 with self._measuring(segment.backward, segment.site):
@@ -432,7 +437,7 @@ class Probe:
                     self._running.backward_call(suspended, index)
                     if footprint is not None:
                         segment.graph = _graph(footprint, segment)
-                        segment.reachable |= footprint.older
+                        segment.facts = replace(segment.facts, reachable=segment.facts.reachable or footprint.older)
             else:
                 with self._measuring(Usage(), segment.site):
                     self._running.refuse_unlike(suspended, index, segment.site.name)
@@ -460,10 +465,10 @@ def _graph(footprint: Footprint, segment: Segment) -> int | None:
     return max(footprint.nbytes, recomputed - forward, 1)
 
 
-def _tensor_attributes(site: Site) -> TensorAttributes:
-    """(module, attribute, tensor) of the tensors among the plain attributes of a block's modules."""
+def _tensor_attributes(site: Site) -> list[tuple[str, torch.Tensor]]:
+    """The tensors among the plain attributes of a block's modules, each with its attribute in words."""
     return [
-        (f"{site.name}.{path}" if path else site.name, key, tensor)
+        (f"attribute {key!r} of {f'{site.name}.{path}' if path else site.name!r}", tensor)
         for path, module in site.module.named_modules()
         for key, value in attributes_of(module).items()
         for tensor in trees.tensors(value)

@@ -143,7 +143,7 @@ def _refuse_shared(model: nn.Module) -> None:
     """Refuse two parameters in one memory, one of which trains: each gets memory of its own, which unties them."""
     found: dict[int, list[tuple[int, int, str, bool]]] = {}  # storage -> (first byte, the one behind, name, trains)
     for name, parameter in model.named_parameters():
-        span = 1 + sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
+        span = trees.span(parameter.shape, parameter.stride())
         if parameter.is_meta or not parameter.numel() or 0 in parameter.stride():  # as placeholders have it
             continue
         size, start = parameter.element_size(), int(parameter.storage_offset())

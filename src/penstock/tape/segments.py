@@ -8,9 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
-import torch
-from torch import nn
-
 from penstock.schedule.place import end_to_end
 from penstock.schedule.program import Stage
 from penstock.schedule.work import NOTHING, BothWays, Work
@@ -43,15 +40,6 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """A tensor that a block's call left on one of its modules."""
-
-    module: str
-    attribute: str
-    birth: Birth
-
-
-@dataclass(frozen=True, kw_only=True)
 class InTwo:
     """Bytes of a call's backward in two parts: those that are held from the first to the second, and of each the most
     with these, on top of what was there before."""
@@ -65,12 +53,11 @@ class InTwo:
 class Segment:
     """A piece of the forward between two events: a call (of ``site``), or the model's own code (None).
 
-    Of a call: ``changed`` are the buffers that it changed, ``written`` the parameters that it wrote to and left as
-    they were, and ``trains`` says whether it read any that train; for each output, ``needed`` says whether it depends
-    on anything that trains, and ``reached`` whether a gradient came to it; ``in_two`` what its backward takes in two
-    parts, None where it is run as a whole; ``graph`` the bytes that its graph takes if it is kept, None where it cannot
-    be; ``products`` its matrix products, as of ``Watch``; ``reachable`` and ``finds`` are those of ``Facts``, and
-    ``assigned`` that of ``StageFacts``.
+    Of a call: ``facts`` as far as they are known; ``left``: the tensors that it has left on the block's modules, in
+    words; ``reached`` says for each output whether a gradient came to it;
+    ``in_two`` what its backward takes in two parts, None where it is run as a whole; ``graph`` the bytes that its graph
+    takes if it is kept, None where it cannot be; ``products`` its matrix products, as of ``Watch``. ``assigned``: as of
+    ``StageFacts``.
     """
 
     site: Site | None
@@ -79,28 +66,13 @@ class Segment:
     gradients: set[int] = field(default_factory=set)
     inputs: list[Seen] = field(default_factory=list)
     outputs: list[Seen] = field(default_factory=list)
-    changed: tuple[tuple[nn.Module, str], ...] = ()
-    written: tuple[nn.Parameter, ...] = ()
-    trains: bool = False
-    kept_attributes: list["Kept"] = field(default_factory=list)
+    facts: Facts = field(default_factory=Facts)
+    left: list[tuple[str, Birth]] = field(default_factory=list)
     reached: tuple[bool, ...] = ()
     in_two: InTwo | None = None
     graph: int | None = None
     products: list[int] = field(default_factory=list)
-    reachable: bool = False
-    finds: tuple[Holder, ...] = ()
     assigned: set[Holder] = field(default_factory=set)
-
-
-def see(place: trees.Place, tensor: torch.Tensor, birth: Birth | None, device: torch.device) -> Seen:
-    """``device``: the one that blocks run on."""
-    return Seen(
-        place=place,
-        birth=birth,
-        nbytes=tensor.numel() * tensor.element_size(),
-        movable=trees.is_movable(tensor, device),
-        needs_grad=tensor.requires_grad,
-    )
 
 
 class Stages:
@@ -145,18 +117,10 @@ class Stages:
     def facts(self) -> tuple[StageFacts, ...]:
         found = []
         for stage, members in enumerate(self.members):
-            segment = self._segments[members[0]]
-            call = Facts(
-                buffers=segment.changed,
-                written=segment.written,
-                trains=segment.trains,
-                reachable=segment.reachable,
-                finds=segment.finds,
-            )
-            boundary = self._boundary(stage)
+            segment, boundary = self._segments[members[0]], self._boundary(stage)
             offload = tuple(boundary[p].place for p in self._offload[stage])
             assigned = tuple(dict.fromkeys(a for index in members for a in self._segments[index].assigned))
-            found.append(StageFacts(site=segment.site, call=call, offload=offload, assigned=assigned))
+            found.append(StageFacts(site=segment.site, call=segment.facts, offload=offload, assigned=assigned))
         return tuple(found)
 
     # -- which tensors may leave the device -------------------------------------------------------------------------
@@ -245,7 +209,7 @@ class Stages:
             ),
             split=None if in_two is None else max(in_two.held, 1),
             split_peak=max(0, *parts) if parts else 0,
-            graph=None if segments[0].changed or segments[0].written else segments[0].graph,
+            graph=None if segments[0].facts.buffers or segments[0].facts.written else segments[0].graph,
         )
 
 

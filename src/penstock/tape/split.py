@@ -24,9 +24,9 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from penstock.compat.torch import is_of_python, next_number, number_of
+from penstock.tape.graph import CHECKPOINT
 
 _PRODUCTS = frozenset(("AddmmBackward0", "BaddbmmBackward0", "BmmBackward0", "GroupedMmBackward0", "MmBackward0"))
-_CHECKPOINT = "CheckpointFunctionBackward"
 
 Gradients = tuple[torch.Tensor | None, ...]
 """The gradients with respect to the results of a node."""
@@ -148,7 +148,7 @@ class Splitting:
         below = _graph(roots)
         way, weighty, reached = set[Node](), set[Node](), set[int]()
         for node, following in below.items():
-            if node.name() == _CHECKPOINT:
+            if node.name() == CHECKPOINT:
                 raise NotInTwoError
             leaf = getattr(node, "variable", None)
             if id(leaf) in inputs:

@@ -10,7 +10,7 @@ All of it runs in one thread: greenlets are bound to the thread that made them.
 import contextvars
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from penstock.tape.backward import Backward, Call
 from penstock.tape.buffers import Buffer, attributes_beside, attributes_of, copies, replaced
 from penstock.tape.cut import Cuts, SharedMemory
 from penstock.tape.facts import Facts, Site
-from penstock.tape.kept_graph import Keeping, KeptGraph, Leaves, has_plain_arguments, is_closed, on_leaves
+from penstock.tape.kept_graph import Keeping, KeptGraph, has_plain_arguments, is_closed, on_leaves
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.modes import Modes, Stacks, TrainingFlags, refuse_stacked
 from penstock.tape.own_values import OwnValues
@@ -255,15 +255,15 @@ class SuspendedForward:
         beside = [tensor for _, tensor in hidden.values() if tensor is not None]
         numbers = [(t, version(t)) for t in (*inputs, *beside, *self.beside) if _can_lose_gradient(t)]
         keeping, self.keeping = self.keeping, None
-        leaves: Leaves | None = None
-        if keeping is not None and wanted and self._can_keep(before):
-            leaves = {}
-            output = self._run_with_graph(site, args, kwargs, keeping, leaves)
-        else:
-            # Where there is nothing to train it keeps its grad mode, which it may ask for: it is not computed again.
-            enabled = modes.grad and not wanted
-            with self._in_block(site), torch.set_grad_enabled(enabled), _explained(f"block {site.name!r}"):
-                output = site.forward(*args, **kwargs)
+        if keeping is not None and not (wanted and self._can_keep(before)):
+            keeping = None
+        if keeping is not None:  # it is run with the graph that its recomputation would make
+            args, kwargs = on_leaves((args, kwargs), keeping.leaves)
+        # Where there is nothing to train it keeps its grad mode, which it may ask for: it is not computed again.
+        enabled = modes.grad and (keeping is not None or not wanted)
+        hooks = nullcontext() if keeping is None else keeping.hooks()
+        with self._in_block(site), torch.set_grad_enabled(enabled), hooks, _explained(f"block {site.name!r}"):
+            output = site.forward(*args, **kwargs)
         changed = any(version(t) != v for t, v in zip(inputs, versions, strict=True))
         wanted = wanted or (modes.grad and self.facts.trains)  # which a probe has found out
         # Of what it was handed and hands on in passing the graph is not cut, so that its gradient would be lost.
@@ -276,7 +276,7 @@ class SuspendedForward:
         self.backward.starts[self._stage] = next_number()
         # Without grad mode an output has a gradient only if the block has switched it on.
         cuts = Cuts(inputs, lambda tensor: wanted if modes.grad else tensor.requires_grad)
-        sources = {id(leaf): source for source, leaf in leaves.values()} if leaves else {}
+        sources = {} if keeping is None else {id(leaf): source for source, leaf in keeping.leaves.values()}
 
         def outwards(tensor: torch.Tensor) -> torch.Tensor:
             return cuts(sources.get(id(tensor), tensor))
@@ -306,7 +306,7 @@ class SuspendedForward:
                 buffers=saved,
                 attributes=attributes_beside(attributes, saved),
                 own=self.own.now(self.facts.finds),
-                graph=self._kept(cuts.originals, leaves, before, keeping),
+                graph=None if keeping is None else self._kept(cuts.originals, before, keeping),
             )
         return output
 
@@ -314,32 +314,15 @@ class SuspendedForward:
         """True if a call's graph can be kept, as far as can be told before it runs. ``inputs``: as of ``Call``."""
         return not (self.facts.buffers or self.facts.written) and has_plain_arguments(inputs)
 
-    def _run_with_graph(
-        self,
-        site: Site,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        keeping: Keeping,
-        leaves: Leaves,
-    ) -> Any:
-        """Run a block on ``leaves``, which are noted, with the graph that its recomputation would make."""
-        args, kwargs = on_leaves((args, kwargs), leaves)
-        with self._in_block(site), keeping.hooks(), _explained(f"block {site.name!r}"):
-            return site.forward(*args, **kwargs)
-
-    def _kept(
-        self, made: Sequence[torch.Tensor], leaves: Leaves | None, inputs: Any, keeping: Keeping | None
-    ) -> KeptGraph | None:
-        """The graph behind what a call has made, if it was run with one; None: it reaches into that of the model's own
-        code, by what is in the ``containers`` of the call."""
-        if leaves is None or keeping is None:
-            return None
+    def _kept(self, made: Sequence[torch.Tensor], inputs: Any, keeping: Keeping) -> KeptGraph | None:
+        """The graph behind what a call has made; None: it reaches into that of the model's own code, by what is in the
+        ``containers`` of the call."""
         edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in made)
         reads = any(t.requires_grad for t in trees.tensors(inputs[-1]))
         if reads and not is_closed(edges, number=keeping.number):
             return None
         random = TorchState.capture(self._device)
-        return KeptGraph(edges=edges, leaves=leaves, random=random, watched=keeping.watched(made))
+        return KeptGraph(edges=edges, leaves=keeping.leaves, random=random, watched=keeping.watched(made))
 
     @contextmanager
     def _in_block(self, site: Site) -> Iterator[None]:

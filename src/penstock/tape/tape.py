@@ -247,8 +247,8 @@ class Tape:
 
     def _code(self, index: int) -> LossFn:
         """The code that the forward of a micro-batch runs."""
-        runs_model = self.elsewhere is None or self.elsewhere.has(0)
-        return self.loss_fn if runs_model or self.elsewhere is None else self.elsewhere.code(index)
+        elsewhere = self.elsewhere
+        return self.loss_fn if elsewhere is None or elsewhere.has(0) else elsewhere.code(index)
 
     def forward(self, stage: int, mb: int, *, keep: bool = False, stay: bool = False) -> None:
         """Run one stage of one micro-batch; the epilogue's backward too, when training. ``keep``: the graph of a call
@@ -276,14 +276,10 @@ class Tape:
                 suspended.own.clear()
         self._next[mb] = stage + 1
 
-    def backward(self, stage: int, mb: int) -> None:
-        """Run the backward of one stage but the epilogue's."""
-        self._backward(stage, mb)
-
     def backward_inputs(self, stage: int, mb: int) -> None:
         """Run the first part of the backward of a call, and of the code behind it: the gradients of its inputs. Those
         of its weights come with ``backward_weights``, which needs no weights."""
-        self._backward(stage, mb, Splitting())
+        self.backward(stage, mb, Splitting())
 
     def backward_weights(self, stage: int, mb: int) -> None:
         """Run the second part of the backward of a call."""
@@ -293,7 +289,8 @@ class Tape:
         with self._named(stage, mb):
             self.running.run_held(self.suspended[mb], stage, held)
 
-    def _backward(self, stage: int, mb: int, splitting: Splitting | None = None) -> None:
+    def backward(self, stage: int, mb: int, splitting: Splitting | None = None) -> None:
+        """Run the backward of one stage but the epilogue's. ``splitting``: the first part alone."""
         assert self._train
         assert stage < len(self._stages) - 1
         suspended = self.suspended[mb]

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -48,6 +48,11 @@ def is_mutable_container(value: object) -> bool:
     if isinstance(value, (list, dict)):
         return True
     return isinstance(value, MutableMapping) and hasattr(type(value), "__copy__")
+
+
+def is_container(value: object) -> bool:
+    """True of what is looked into: tuples, lists, mappings whose copies have entries of their own, and records."""
+    return _kind_of(value) not in ("tensor", "other")
 
 
 def _kind_of(value: object) -> _Kind:
@@ -91,6 +96,11 @@ def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
         and memory_order(tensor) is not None
         and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     )
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of memory from a tensor's first one to its last."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def places(value: Any) -> dict[Place, torch.Tensor]:
@@ -137,10 +147,7 @@ def _find(value: Any, place: Place, found: dict[int, tuple[Place, torch.Tensor]]
     kind = _kind_of(value)
     if kind == "tensor":
         found.setdefault(id(value), (place, value))
-    elif kind == "tuple":
-        for index, item in enumerate(value):
-            _find(item, (*place, index), found, seen)
-    elif kind != "other" and id(value) not in seen:
+    elif kind == "tuple" or (kind != "other" and id(value) not in seen):
         seen.add(id(value))
         for key, item in entries(value):
             _find(item, (*place, key), found, seen)
@@ -156,10 +163,7 @@ def _walk(
         yield place, value
     if found and not within:
         return
-    if isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from _walk(item, (*place, index), wanted, seen, within=within)
-    elif (is_mutable_container(value) or is_record(value)) and id(value) not in seen:
+    if isinstance(value, tuple) or (is_container(value) and id(value) not in seen):
         seen.add(id(value))
         for key, item in entries(value):
             yield from _walk(item, (*place, key), wanted, seen, within=within)
@@ -217,8 +221,8 @@ def _settle(value: Any, before: Any, fn: Replace, seen: set[int]) -> Any:
 
 
 def entries(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The items of a list, a mapping or a dataclass, with their indices, keys or names."""
-    if isinstance(value, list):
+    """The items of a container, with their indices, keys or names."""
+    if isinstance(value, tuple | list):
         return iter(enumerate(value))
     if type(value) is dict:
         return iter([*value.items()])

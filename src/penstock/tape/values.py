@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from penstock.compat.torch import TorchDispatchMode, WeakTensorKeyDictionary, schema_of, storage_key
+from penstock.compat.torch import TorchDispatchMode, WeakTensorKeyDictionary, storage_key
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.fused import Kind, run_on_meta
+from penstock.tape.watch import written_by
 
 _LARGEST = 1 << 26
 """Elements up to which values are kept: a mask of 8,192 x 8,192."""
@@ -75,7 +76,9 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not known or torch.Tag.nondeterministic_seeded in func.tags:
             if _depends_on_values(func, args):
                 raise ModelError(_NO_VALUES.format(op=func))
-            self._forget_written(func, args, kwargs, values)
+            for tensor in written_by(func, args, kwargs):
+                if (value := values.get(id(tensor))) is not None and tensor.is_meta:
+                    self._lose(value)
             return run_on_meta(func, args, kwargs, self._kind)
 
         def value_of(tensor: torch.Tensor) -> Any:
@@ -93,18 +96,6 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for meta, real in zip(trees.tensors(result), trees.tensors(value), strict=True):
             if meta.is_meta and _is_kept(real):
                 self._values[meta] = real
-
-    def _forget_written(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[int, torch.Tensor | None]
-    ) -> None:
-        for position, argument in enumerate(schema_of(func).arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            written = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in trees.tensors(written):
-                value = values.get(id(tensor))
-                if value is not None and tensor.is_meta:
-                    self._lose(value)
 
     def _lose(self, value: torch.Tensor) -> None:
         key = storage_key(value)

@@ -188,7 +188,12 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         packet = packet_of(func)
         with private.without_functions():  # of ops, and looks of our own, ``Ahead`` and others need not hear
-            inputs, written = self._before(func, args, kwargs)
+            inputs = self._before(args, kwargs)
+            # set_ points elsewhere: peft does so, with the same place, around what it adds to experts.
+            written = [] if packet is _ATEN.set_ else self._operands(written_by(func, args, kwargs))
+            if self._on_write is not None:
+                for operand in written:
+                    self._on_write(operand)
             result = func(*args, **kwargs)
             self.ops += 1
             formula = _FORMULAS.get(id(packet))
@@ -206,10 +211,8 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.traffic += _traffic(packet, inputs, written or _new(inputs, results))
         return result
 
-    def _before(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[list[Operand], list[Operand]]:
-        """The tensors that an op is about to read, and those of them that it changes."""
+    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Operand]:
+        """The tensors that an op is about to read."""
         given = _tensors((*args, *kwargs.values()))
         for tensor in given:
             group = self._parameters.get(id(tensor))
@@ -219,11 +222,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         for operand in inputs:
             if operand.birth is not None:
                 operand.birth.touched.add(self.segment)
-        written = self._operands(_written(func, args, kwargs))
-        if self._on_write is not None:
-            for operand in written:
-                self._on_write(operand)
-        return inputs, written
+        return inputs
 
     def _results(self, inputs: list[Operand], result: Any) -> list[Operand]:
         """The tensors that an op has returned, each of which is followed from here on."""
@@ -324,8 +323,8 @@ def _shape(value: Any) -> Any:
     return type(value)(map(_shape, value)) if type(value) in (list, tuple) else value
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an op changes."""
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an op changes, and that are one piece of memory."""
     places = _places_written(func)
     if not places:
         return []
@@ -345,8 +344,8 @@ def _updated(packet: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
     """Place and name of the arguments that an op changes."""
     schema = schema_of(func)
-    if schema is None or not schema.is_mutable or packet_of(func) is _ATEN.set_:
-        return ()  # set_ points elsewhere: peft does so, with the same place, around what it adds to experts
+    if schema is None or not schema.is_mutable:
+        return ()
     return tuple(
         (place, argument.name)
         for place, argument in enumerate(schema.arguments)
