@@ -15,12 +15,10 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.drives import part_of, spread
 from penstock.hardware.machine import Machine
 from penstock.planner.ask import rated, report
-from penstock.planner.commits import Commits, in_memory
-from penstock.planner.endurance import DAY, EnduranceError, Worn, allowance, written_per_day
+from penstock.planner.endurance import DAY, Commits, EnduranceError, Worn, allowance, in_memory, written_per_day
 from penstock.planner.forecast import forecast
 from penstock.planner.search import Choice, estimate_lasting
 from penstock.planner.task import Task
-from penstock.planner.whole_run import whole_run
 from tests.planner.test_search import MIB, SLOW, task
 from tests.questions import DRIVE, MACHINE, searched
 
@@ -190,7 +188,7 @@ def test_the_days_of_the_drives_count_commits_as_the_whole_run_does() -> None:
     found = forecast(asked, searched(asked.question(2, 4)), 2)
     assert in_memory(found.choice.plan) > 0
     assert found.wear.days is not None
-    run = whole_run(found, 1000)
+    run = found.whole_run(1000)
     assert run.life is not None
     assert found.wear.days == pytest.approx(run.days / run.life)
     assert found.wear.steps == pytest.approx(1000 / run.life)

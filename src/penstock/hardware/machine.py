@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from penstock.config import Tier
 from penstock.documents.text import MalformedError, read_text
 from penstock.errors import ConfigError
 from penstock.schedule.ir.lanes import LANES
@@ -157,6 +158,11 @@ class Crossing:
     step_no_copy: float
     """reads an fp32 gradient as it is, writes no copy beside the master"""
 
+    def at(self, *, down: float, up: float, steps: float) -> "Crossing":
+        """At multiples of its rates: of gradients on their way down, of weights on theirs up, and of steps."""
+        paces = {"grad": down, "weights": up, "step": steps}
+        return at_pace(self, **{name: paces[name.partition("_")[0]] for name in vars(self)})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
@@ -168,7 +174,7 @@ class Network:
 
     def at(self, pace: float) -> "Network":
         """The links at a multiple of their bandwidth."""
-        return replace(self, bandwidth=self.bandwidth * pace)
+        return at_pace(self, bandwidth=pace)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +187,7 @@ class Collectives(Network):
     latency_of_all: float
 
     def at(self, pace: float) -> "Network":
-        rates = {name: getattr(self, name) * pace for name in ("bandwidth", "exchange", "of_all")}
-        return replace(self, **rates)
+        return at_pace(self, bandwidth=pace, exchange=pace, of_all=pace)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +201,20 @@ class Between(Network):
     ranks: int
     contention: Mapping[str, float] = field(default_factory=dict)
     other_bits: tuple[str, ...] = ()
+
+
+Part = TypeVar("Part", bound="Drive | Host | Device | Crossing | Network")
+
+
+def at_pace(part: Part, **paces: float) -> Part:
+    """A part of a machine with some of its rates, or tables of them, at a multiple. What is not known stays so."""
+
+    def at(rate: Any, pace: float) -> Any:
+        if isinstance(rate, Mapping):
+            return {name: at(one, pace) for name, one in rate.items()}
+        return None if rate is None else rate * pace
+
+    return replace(part, **{name: at(getattr(part, name), pace) for name, pace in paces.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +265,25 @@ class Machine:
     file: str = field(default="", compare=False)
     across: Network | None = None
     of_sequence: Network | None = None
+
+    @property
+    def memory(self) -> Mapping[Tier, int]:
+        """Bytes of device and host."""
+        return {"device": self.device.memory, "host": self.host.memory}
+
+    def host_rate(self, optimizer: str) -> float:
+        """Parameters/s of a step on the host, by a key of its rates (``"adamw.bf16"``).
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if optimizer not in self.host.optimizer:
+            known = ", ".join(sorted(self.host.optimizer)) or "none"
+            raise ConfigError(
+                f"the profile of {self.name} has no optimizer rate {optimizer}, only {known}: measure it with penstock "
+                "doctor"
+            )
+        return self.host.optimizer[optimizer]
 
     def to_json(self) -> str:
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_KEPT}

@@ -8,7 +8,7 @@ it fit is found by bisection.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -17,7 +17,7 @@ from penstock.config import TIERS, Family, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.crossing import with_faster_link
 from penstock.hardware.drives import count_of
-from penstock.hardware.machine import Drive
+from penstock.hardware.machine import Drive, at_pace
 from penstock.planner.batches import MOST_MICRO_BATCHES
 from penstock.planner.endurance import EnduranceError
 from penstock.planner.question import Question
@@ -116,10 +116,9 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
         yield from variant(words, machine=drives, disk_free=2 * task.disk_free)
     if machine.device.kind == "cuda":
         yield from variant("a link between host and device twice as fast", machine=with_faster_link(machine, 2.0))
-    copy = machine.device.copy
-    device = replace(machine.device, flops=_twice(machine.device.flops), copy=None if copy is None else 2 * copy)
+    device = at_pace(machine.device, flops=2.0, copy=2.0)
     yield from variant("a device that computes twice as fast", machine=replace(machine, device=device))
-    host = replace(machine.host, optimizer=_twice(machine.host.optimizer))
+    host = at_pace(machine.host, optimizer=2.0)
     words = "an optimizer on the host twice as fast (more cores, faster memory)"
     yield from variant(words, machine=replace(machine, host=host))
     more_m = min(max(count + 1, count * 3 // 2), MOST_MICRO_BATCHES)
@@ -167,10 +166,6 @@ def _more(now: int, step: int) -> int:
     return step if now >= step else now
 
 
-def _twice(rates: Mapping[str, float]) -> dict[str, float]:
-    return {name: 2 * rate for name, rate in rates.items()}
-
-
 # ---- what does not fit
 
 
@@ -181,7 +176,7 @@ def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetEr
     if (never := hopeless(question)) is not None:
         return BudgetError(f"{_cut(task, micro_batch_size, micro_batches)} cannot be planned: {never}")
     for tier in _tiers(task):
-        given = _given(task, tier)
+        given = task.given[tier]
         needed = _verified(task, micro_batch_size, micro_batches, tier, smallest(question, tier))
         if needed is not None and needed > given:
             more = round_up(needed - given)
@@ -209,7 +204,7 @@ def _both(task: Task, size: int, count: int) -> str | None:
         needed = _verified(grown, size, count, tier, smallest(grown.question(size, count), tier))
         if needed is None:
             return None
-        if (more := needed - _given(task, tier)) > 0:
+        if (more := needed - task.given[tier]) > 0:
             words.append(f"{format_size(round_up(more))} more {tier} ({format_size(needed)} in all)")
         grown = _with(task, "device", needed)
     return " and ".join(words)
@@ -301,8 +296,7 @@ def round_up(nbytes: int) -> int:
 def _with(task: Task, tier: Tier, nbytes: int) -> Task:
     if tier == "disk":
         return replace(task, disk_free=nbytes)
-    device, host = (nbytes if tier == name else _given(task, name) for name in TIERS[:2])
-    return replace(task, budget=replace(task.budget, device=device, host=host))
+    return replace(task, budget=replace(task.budget, **{tier: nbytes}))
 
 
 def _fits_on_disk(task: Task, size: int, count: int) -> bool:
@@ -326,7 +320,7 @@ def _tiers(task: Task) -> tuple[Tier, ...]:
 
 
 def _does_not_fit(task: Task, size: int, count: int) -> str:
-    given = ", ".join(f"{format_size(_given(task, tier))} of {tier}" for tier in _tiers(task))
+    given = ", ".join(f"{format_size(task.given[tier])} of {tier}" for tier in _tiers(task))
     question = task.question(size, count)
     large = fits(replace(question, most_ops=None))
     but = f" with a schedule of at most {question.most_ops:,} ops, and larger ones are not planned" if large else ""
@@ -336,10 +330,6 @@ def _does_not_fit(task: Task, size: int, count: int) -> str:
 def _cut(task: Task, size: int, count: int) -> str:
     cut = f"{count} micro-batches" if count > 1 else "one micro-batch"
     return f"{task.shape.name} with {cut} of {size} x {task.sequence_length} tokens"
-
-
-def _given(task: Task, tier: Tier) -> int:
-    return {"device": task.budget.device_bytes, "host": task.budget.host_bytes, "disk": task.disk_free}[tier]
 
 
 def smallest(question: Question, tier: Tier) -> int | None:

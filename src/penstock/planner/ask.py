@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Budget, StepConfig, Tier, fields_of, format_size, parse_size
+from penstock.config import Budget, StepConfig, fields_of, format_size, parse_size
 from penstock.config.meanings import model_and
 from penstock.config.optimizer import NS_STEPS, Orthogonal, moment_count
 from penstock.config.quantities import parse_count
@@ -21,14 +21,13 @@ from penstock.planner.arguments import PlanArguments, PlanSettings, check_drives
 from penstock.planner.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
 from penstock.planner.durability import Weighed, settled, undecided, weigh
 from penstock.planner.endurance import EnduranceError
-from penstock.planner.forecast import Forecast, forecast
+from penstock.planner.forecast import Forecast, WholeRun, forecast
 from penstock.planner.longest import Longest, longest
 from penstock.planner.plan import Plan
 from penstock.planner.question import FAMILIES
 from penstock.planner.roofline import Roofline, roofline
 from penstock.planner.search import Choice, fits, search
 from penstock.planner.task import Task, own_budget
-from penstock.planner.whole_run import WholeRun, steps_for, whole_run
 from penstock.shape.huggingface import model_shape
 from penstock.shape.model import ModelShape
 
@@ -58,7 +57,7 @@ class PlanReport:
 
     @property
     def run(self) -> WholeRun | None:
-        return None if self.steps is None else whole_run(self.forecast, self.steps)
+        return None if self.steps is None else self.forecast.whole_run(self.steps)
 
     @cached_property
     def curve(self) -> tuple[Point, ...]:
@@ -138,7 +137,7 @@ def plan(model: str | Path | Mapping[str, Any] | ModelShape, asked: PlanArgument
     found = report(task, batch=asked.batch, split=asked.split)
     if asked.tokens is None:
         return found
-    return replace(found, steps=steps_for(found.forecast, parse_count("tokens", asked.tokens)))
+    return replace(found, steps=found.forecast.steps_for(parse_count("tokens", asked.tokens)))
 
 
 def task_for(
@@ -301,8 +300,7 @@ def _beyond(found: Forecast) -> Iterator[str]:
     the budget that training keeps to."""
     if found.beyond_machine is not None:
         yield f"it does not fit into the machine: {found.beyond_machine}"
-    given: dict[Tier, int] = {"device": found.task.budget.device_bytes, "host": found.task.budget.host_bytes}
-    for tier, size in given.items():
+    for tier, size in found.task.budget.memory.items():
         for phase, sizes in found.memory.items():
             if sizes[tier] > size:
                 yield f"{phase} takes {format_size(sizes[tier] - size)} of {tier} memory beyond the budget"
@@ -312,11 +310,8 @@ def _notes(task: Task) -> tuple[str, ...]:
     """Sentences that a user should know before trusting the numbers."""
     machine, budget = task.machine, task.budget
     notes = list(machine.warnings)
-    for tier, given, there in (
-        ("device", budget.device_bytes, machine.device.memory),
-        ("host", budget.host_bytes, machine.host.memory),
-    ):
-        if given > there:
+    for tier, there in machine.memory.items():
+        if (given := budget.memory[tier]) > there:
             notes.append(f"budget.{tier} is {format_size(given)}, but the machine has {format_size(there)}")
     if machine.device.kind == "cuda" and budget.host_bytes > machine.host.lockable:
         notes.append(

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from penstock.config import Family
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.endurance import EnduranceError
+from penstock.planner.proposals import EQUAL
 from penstock.planner.question import FAMILIES
-from penstock.planner.search import Choice, estimate, estimate_lasting, search
+from penstock.planner.search import GOOD_ENOUGH, Choice, estimate, estimate_lasting, search
 from penstock.planner.task import MOST_OPS, Task
 
 _LARGEST_BATCH = 4096
@@ -18,10 +19,8 @@ _MICRO_BATCHES = 256
 """A batch is cut into no more than so many: more make schedules too large to be worth a simulation."""
 MOST_MICRO_BATCHES = 1024
 """Above so many even those that are asked for are refused: a plan for them takes too long."""
-_EQUAL = 1.005
 _A_FEW = 4
 _TRIED = 2
-_GOOD_ENOUGH = 1.01
 _WORTH = 1.03
 _SAMPLES = (64, 8, 1)
 """batches that the size of a micro-batch is tried with"""
@@ -52,7 +51,7 @@ def splits(task: Task, batch: int) -> list[Split]:
     """
     found = list(_splits(task, batch))
     least = min((split.seconds for split in found), default=0.0)
-    return sorted(found, key=lambda s: (s.seconds > least * _EQUAL, s.micro_batches < _A_FEW, -s.micro_batch_size))
+    return sorted(found, key=lambda s: (s.seconds > least * EQUAL, s.micro_batches < _A_FEW, -s.micro_batch_size))
 
 
 def _splits(task: Task, batch: int) -> Iterator[Split]:
@@ -103,7 +102,7 @@ def choose(task: Task, batch: int, found: Sequence[Split] | None = None) -> tupl
     tried = worn = 0
     for split in found or [Split(micro_batch_size=first[0], micro_batches=first[1], seconds=0.0)]:
         if best is not None and (
-            tried == _TRIED or split.seconds > least * _EQUAL or best[0].expected_seconds <= least * _GOOD_ENOUGH
+            tried == _TRIED or split.seconds > least * EQUAL or best[0].expected_seconds <= least * GOOD_ENOUGH
         ):
             break
         try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from penstock.config import Budget, Durability
 from penstock.errors import ConfigError
-from penstock.planner.commits import Commits
+from penstock.planner.endurance import Commits
 from penstock.planner.search import Choice, estimate
 from penstock.planner.task import Task
 

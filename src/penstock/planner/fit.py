@@ -152,10 +152,7 @@ def _in_larger_chunks(request: Request, settings: Settings) -> Settings:
     largest = min(sum(sizes) // _OF_STEP, max(sizes) // _OF_GROUP).bit_length() - 1
     for power in range(largest, settings.chunk.bit_length() - 1, -1):
         option = replace(settings, chunk=2**power)
-        if (
-            request.peak_bytes(option, "device") <= request.budget.device_bytes
-            and request.peak_bytes(option, "host") <= request.budget.host_bytes
-        ):
+        if request.exceeded(option) is None:
             return option
     return settings
 

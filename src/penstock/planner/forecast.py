@@ -1,5 +1,6 @@
 """A plan's forecast: time, bottleneck, bytes on every link, memory of every tier, life of the drives."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +40,23 @@ class Wear:
     """terabytes that each drive is rated for; None: not known"""
     days: float | None
     steps: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeRun:
+    """The time and the writes of a whole run. ``written``: bytes on the drives of a rank, repeated steps and commits of
+    state in memory counted, snapshots not. ``life``: the share of what they are rated for; None: nobody says what that
+    is."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    written: float
+    life: float | None
+
+    @property
+    def days(self) -> float:
+        return self.seconds / DAY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +203,7 @@ class Forecast:
         """The phase, or the step, that takes more memory than the machine has, in words; None: none does. A processor
         computes in host memory, which has to do for both tiers."""
         machine = self.task.machine
-        rooms: tuple[Mapping[Tier, int], ...] = ({"device": machine.device.memory}, {"host": machine.host.memory})
-        why = next(filter(None, (beyond(self.memory, room) for room in rooms)), None)
+        why = next(filter(None, (beyond(self.memory, {tier: size}) for tier, size in machine.memory.items())), None)
         both = {phase: sizes["device"] + sizes["host"] for phase, sizes in self.memory.items()}
         most = max(both, key=lambda phase: both[phase])
         if why is not None or machine.device.kind != "cpu" or both[most] <= machine.device.memory:
@@ -251,6 +268,18 @@ class Forecast:
             steps=None if days is None else days * DAY / self.choice.expected_seconds,
             days=days,
         )
+
+    def steps_for(self, tokens: int) -> int:
+        """Steps that train on at least so many tokens."""
+        return math.ceil(tokens / self.tokens)
+
+    def whole_run(self, steps: int) -> WholeRun:
+        """Training without a break; evaluations and the way to the first step are not counted."""
+        seconds = steps * self.choice.expected_seconds
+        written = self.written_per_day * seconds / DAY
+        rated = rated_bytes(self.task.machine.drives)
+        life = None if rated is None else written / rated
+        return WholeRun(steps=steps, tokens=steps * self.tokens, seconds=seconds, written=written, life=life)
 
 
 def forecast(task: Task, choice: Choice, micro_batch_size: int) -> Forecast:

@@ -124,7 +124,7 @@ def _kept(question: Question, keep: Placement) -> Plan:
     least = min(p.estimate for p in found)
     chosen = next(p for p in found if p.estimate <= least * EQUAL)
     sizes = (replace(chosen.settings, chunk=size) for size in reversed(proposals.chunk_sizes(chosen.request)))
-    fitting = [option for option in sizes if proposals.limits.exceeded(chosen.request, option) is None]
+    fitting = [option for option in sizes if chosen.request.exceeded(option, question.disk_free) is None]
     options = [*(proposals.proposal(option, chosen.request, "last") for option in fitting), chosen]
     for proposal in sorted(options, key=lambda p: p.estimate):  # the largest first of those that are equal
         candidates.consider(proposal)
@@ -410,7 +410,7 @@ class _Search:
             others = [g for g in kind.members if (place.weights[g], place.state[g]) != home]
             for g in dict.fromkeys((*others[-1:], *others[:1])):
                 option = replace(settings, place=_with_home(place, g, *home))
-                if self.proposals.limits.exceeded(request, option) is None:
+                if request.exceeded(option, self.q.disk_free) is None:
                     yield self.proposals.proposal(option, request, proposal.pattern)
 
 
