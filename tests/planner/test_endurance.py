@@ -85,7 +85,7 @@ def test_what_nothing_keeps_to_is_refused_with_what_would_help_and_that_does() -
 
 
 def test_where_memory_would_take_the_state_it_is_said_how_much() -> None:
-    asked = replace(lasting(8e10, host=4 * MIB), delay=0.0)
+    asked = replace(lasting(8e10, host=4 * MIB, layers=2), delay=0.0)
     with pytest.raises(BudgetError) as caught:
         report(replace(asked, machine=MACHINE), split=(2, 4))
     host = re.search(r"more host memory \((\d+) MiB in all\) with budget.durability: interval", str(caught.value))

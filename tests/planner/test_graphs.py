@@ -22,7 +22,7 @@ from tests.questions import question
 
 ADAM16 = Format.of("bf16", 2)
 MIB = 1 << 20
-LAYERS, GRAPH = 6, 300_000
+LAYERS, GRAPH = 4, 300_000
 
 
 def asked(device: int, *, compute: float, family: Family = "vertical", recompute: bool | None = None) -> Question:

@@ -52,7 +52,7 @@ PAIRS = list(product((ADAM32, ADAM16), (False, True), (4 * MIB, 9 * MIB), (8 * M
 def test_the_choice_fits_passes_the_checker_and_is_no_slower_than_the_fixed_order(
     form: Format, wait: bool, device: int, host: int
 ) -> None:
-    asked = question(transformer(6, block=40), form=form, wait=wait, device=device, host=host)
+    asked = question(transformer(4, block=40), form=form, wait=wait, device=device, host=host)
     choice = searched(asked)
     check(choice.plan.schedule)
     assert choice.plan.device_bytes <= device
@@ -141,7 +141,7 @@ def test_an_evaluation_holds_no_weights_for_a_second_use() -> None:
 @pytest.mark.parametrize(("form", "wait"), [(ADAM16, False), (ADAM32, True)])
 def test_the_choice_is_within_three_percent_of_a_grid(form: Format, wait: bool) -> None:
     """``bench/lp_vs_brute_force.py`` in small."""
-    asked = question(transformer(3, block=40), form=form, wait=wait, device=5 * MIB, host=10 * MIB, micro_batches=2)
+    asked = question(transformer(2, block=40), form=form, wait=wait, device=5 * MIB, host=10 * MIB, micro_batches=2)
     found = brute_force(asked)
     assert found.simulated > 5
     assert searched(replace(asked, families=("vertical", "horizontal"))).seconds <= found.seconds * (1 + WITHIN)
@@ -167,9 +167,9 @@ def test_a_disk_without_a_drive_in_the_profile_is_refused() -> None:
 
 def test_the_same_question_has_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after another one, with nothing known of what was solved before."""
-    asked = question(transformer(6, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
+    asked = question(transformer(3, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
     first = search(asked)
-    search(question(transformer(3, block=40), form=ADAM32, wait=True, device=4 * MIB, host=12 * MIB))
+    search(question(transformer(2, block=40), form=ADAM32, wait=True, device=4 * MIB, host=12 * MIB))
     monkeypatch.setattr("penstock.planner.optimum.SOLVED", {})
     again = search(asked)
     assert again.plan == first.plan
@@ -199,7 +199,7 @@ def test_a_plan_that_keeps_what_is_placed_has_chunks_as_good_as_a_searchs(interp
 
 
 def test_more_memory_a_faster_disk_and_a_free_choice_of_family_never_make_it_slower() -> None:
-    program = transformer(6, block=40)
+    program = transformer(4, block=40)
     base = searched(question(program, form=ADAM16, device=5 * MIB, host=11 * MIB)).seconds
     fast = replace(MACHINE, drives=(replace(DRIVE, read=4e7, write=2e7, read_both=3e7, write_both=1.8e7),))
     for better in (
@@ -343,9 +343,14 @@ def advised(asked: Task, size: int, count: int) -> dict[str, float]:
     return {a.change: a.gain for a in advice(asked, size, searched(asked.question(size, count)))}
 
 
-def test_advice_is_what_planning_again_gives() -> None:
+def test_advice_is_what_planning_again_gives_and_for_a_large_schedule_not_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = task(host=12 * MIB, machine=SLOW)
-    found = advised(asked, 2, 4)
+    choice = searched(asked.question(2, 4))
+    all_found = advice(asked, 2, choice)
+    assert all_found[0].simulated
+    found = {one.change: one.gain for one in all_found}
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert all(gain >= 1.02 for gain in found.values())
     twice = replace(asked, machine=replace(SLOW, drives=(DRIVE, DRIVE)), disk_free=2 * asked.disk_free)
@@ -354,12 +359,6 @@ def test_advice_is_what_planning_again_gives() -> None:
     assert before / after > 1.5
     assert any("more host memory" in change for change in found)
     assert any("instead of 4" in change for change in found)
-
-
-def test_advice_for_a_large_schedule_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = task(host=12 * MIB, machine=SLOW)
-    choice = searched(asked.question(2, 4))
-    assert all(a.simulated for a in advice(asked, 2, choice)[:1])
     monkeypatch.setattr("penstock.planner.advice.SMALL", 10)
     assert not any(a.simulated for a in advice(asked, 2, choice))
 
@@ -367,7 +366,7 @@ def test_advice_for_a_large_schedule_is_not_simulated(monkeypatch: pytest.Monkey
 def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
     """Never by itself: it changes the numbers, and the advice says so."""
     slow_link = replace(MACHINE, device=replace(MACHINE.device, d2h=3e6, d2h_both=3e6, kind="cuda"))
-    asked = replace(task(host=1 << 28, machine=slow_link, layers=8), delay=0.0)
+    asked = replace(task(host=1 << 28, machine=slow_link), delay=0.0)
     gains = {change: gain for change, gain in advised(asked, 2, 2).items() if change.startswith("grad_dtype bf16")}
     assert len(gains) == 1
     assert "changes the numbers" in next(iter(gains))
@@ -383,7 +382,9 @@ def test_compute_bound_training_is_not_sold_a_drive() -> None:
     assert changes["a device that computes twice as fast"] > 1.3
 
 
-def test_clipping_pins_and_horizontal_are_named_as_what_they_cost() -> None:
+def test_clipping_pins_and_horizontal_are_named_as_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the linear program: that a simulated gain is true is another matter."""
+    monkeypatch.setattr("penstock.planner.advice.SMALL", 0)
     asked = task(host=12 * MIB, machine=SLOW, waits=True)
     pinned = replace(asked, budget=replace(asked.budget, host=40 * MIB, weights="disk", state="disk"))
     changes = advised(pinned, 2, 2)

@@ -296,7 +296,8 @@ def round_up(nbytes: int) -> int:
 def _with(task: Task, tier: Tier, nbytes: int) -> Task:
     if tier == "disk":
         return replace(task, disk_free=nbytes)
-    return replace(task, budget=replace(task.budget, **{tier: nbytes}))
+    grown: dict[str, Any] = {tier: nbytes}
+    return replace(task, budget=replace(task.budget, **grown))
 
 
 def _fits_on_disk(task: Task, size: int, count: int) -> bool:
