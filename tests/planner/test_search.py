@@ -21,11 +21,11 @@ from penstock.planner.advice import advice, refusal, round_up, smallest
 from penstock.planner.ask import plan, report
 from penstock.planner.batches import choose, curve, cuts, saturating, splits
 from penstock.planner.fit import CHUNKS, base_placement, fit, fitted, settings_of
-from penstock.planner.forecast import forecast
+from penstock.planner.forecast import Forecast
 from penstock.planner.plan import Plan
 from penstock.planner.request import DEVICE_TEMPORARIES, Request
 from penstock.planner.roofline import moved_per_parameter, roofline
-from penstock.planner.search import best, estimate, fits, search
+from penstock.planner.search import Choice, best, estimate, fits, search
 from penstock.planner.task import Task, own_budget
 from penstock.schedule.check import check
 from penstock.schedule.check.worlds import check_world
@@ -149,10 +149,10 @@ def test_the_choice_is_within_three_percent_of_a_grid(form: Format, wait: bool) 
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_with_delays_to_choose_from_the_schedule_is_safe_fits_and_is_no_slower(wait: bool) -> None:
-    asked = question(transformer(6, block=40), form=ADAM16, wait=wait, device=5 * MIB, host=14 * MIB)
+    asked = question(transformer(4, block=40), form=ADAM16, wait=wait, device=5 * MIB, host=10 * MIB)
     free = searched(replace(asked, request=replace(asked.request, delay=None)))
     check(free.plan.schedule)
-    assert free.plan.host_bytes <= 14 * MIB
+    assert free.plan.host_bytes <= 10 * MIB
     assert free.seconds <= searched(asked).seconds * 1.01
     if wait:
         assert free.plan.settings.delay > 0
@@ -199,7 +199,7 @@ def test_a_plan_that_keeps_what_is_placed_has_chunks_as_good_as_a_searchs(interp
 
 
 def test_more_memory_a_faster_disk_and_a_free_choice_of_family_never_make_it_slower() -> None:
-    program = transformer(4, block=40)
+    program = transformer(6, block=40)
     base = searched(question(program, form=ADAM16, device=5 * MIB, host=11 * MIB)).seconds
     fast = replace(MACHINE, drives=(replace(DRIVE, read=4e7, write=2e7, read_both=3e7, write_both=1.8e7),))
     for better in (
@@ -275,6 +275,11 @@ def task(
     )
 
 
+def forecast(asked: Task, choice: Choice) -> Forecast:
+    """In micro-batches of two sequences."""
+    return Forecast(task=asked, choice=choice, micro_batch_size=2)
+
+
 SLOW = replace(MACHINE, device=replace(MACHINE.device, flops={"fp32": 1e11}))
 """bound by its disk"""
 
@@ -293,7 +298,7 @@ def test_of_experts_those_count_that_a_token_goes_to() -> None:
 def test_a_forecast_adds_up() -> None:
     asked = task(host=12 * MIB, machine=SLOW)
     choice = searched(asked.question(2, 4))
-    found = forecast(asked, choice, 2)
+    found = forecast(asked, choice)
     assert found.tokens == 2 * 4 * 128
     assert found.tokens_per_second == pytest.approx(found.tokens / choice.seconds)
     assert found.model_flops == pytest.approx(4 * asked.profile(2).model_flops / choice.seconds)
@@ -320,15 +325,18 @@ def test_a_forecast_adds_up() -> None:
 
 
 def test_a_drive_without_a_rating_has_no_life_to_tell() -> None:
-    asked = task(host=12 * MIB, machine=replace(SLOW, drives=(replace(DRIVE, tbw=None),)))
-    assert forecast(asked, searched(asked.question(2, 2)), 2).wear.days is None
+    asked = task(host=12 * MIB, machine=SLOW)
+    choice = searched(asked.question(2, 4))
+    assert forecast(asked, choice).wear.days is not None
+    unrated = replace(asked, machine=replace(SLOW, drives=(replace(DRIVE, tbw=None),)))
+    assert forecast(unrated, choice).wear.days is None
 
 
 def test_a_plan_for_state_on_disk_writes_at_the_sustained_rate() -> None:
     half = Sustained(write=DRIVE.write / 2, read_both=DRIVE.read_both, write_both=DRIVE.write_both / 2, after=1 << 30)
     slower = replace(SLOW, drives=(replace(DRIVE, sustained=half),))
     asked = [task(host=12 * MIB, machine=machine) for machine in (SLOW, slower)]
-    first, later = (forecast(one, searched(one.question(2, 4)), 2) for one in asked)
+    first, later = (forecast(one, searched(one.question(2, 4))) for one in asked)
     rates = [found.lanes["write"].nbytes / found.lanes["write"].work for found in (first, later)]
     assert rates == pytest.approx([DRIVE.write, DRIVE.write / 2], rel=0.02)
 
@@ -343,10 +351,16 @@ def advised(asked: Task, size: int, count: int) -> dict[str, float]:
     return {a.change: a.gain for a in advice(asked, size, searched(asked.question(size, count)))}
 
 
+@pytest.fixture
+def estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice by the linear program alone: that what is simulated is true is another matter."""
+    monkeypatch.setattr("penstock.planner.advice.SMALL", 0)
+
+
 def test_advice_is_what_planning_again_gives_and_for_a_large_schedule_not_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = task(host=12 * MIB, machine=SLOW)
+    asked = task(host=8 * MIB, machine=SLOW, layers=2)
     choice = searched(asked.question(2, 4))
     all_found = advice(asked, 2, choice)
     assert all_found[0].simulated
@@ -363,10 +377,11 @@ def test_advice_is_what_planning_again_gives_and_for_a_large_schedule_not_simula
     assert not any(a.simulated for a in advice(asked, 2, choice))
 
 
+@pytest.mark.usefixtures("estimated")
 def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
     """Never by itself: it changes the numbers, and the advice says so."""
     slow_link = replace(MACHINE, device=replace(MACHINE.device, d2h=3e6, d2h_both=3e6, kind="cuda"))
-    asked = replace(task(host=1 << 28, machine=slow_link), delay=0.0)
+    asked = replace(task(host=1 << 28, machine=slow_link, layers=8), delay=0.0)
     gains = {change: gain for change, gain in advised(asked, 2, 2).items() if change.startswith("grad_dtype bf16")}
     assert len(gains) == 1
     assert "changes the numbers" in next(iter(gains))
@@ -375,6 +390,7 @@ def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
     assert not any("grad_dtype" in change for change in advised(replace(asked, grad_dtype="bf16"), 2, 2))
 
 
+@pytest.mark.usefixtures("estimated")
 def test_compute_bound_training_is_not_sold_a_drive() -> None:
     fast_disk = replace(MACHINE, drives=(replace(DRIVE, read=2e10, write=2e10, read_both=2e10, write_both=2e10),))
     changes = advised(task(machine=fast_disk), 2, 8)
@@ -382,10 +398,9 @@ def test_compute_bound_training_is_not_sold_a_drive() -> None:
     assert changes["a device that computes twice as fast"] > 1.3
 
 
-def test_clipping_pins_and_horizontal_are_named_as_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the linear program: that a simulated gain is true is another matter."""
-    monkeypatch.setattr("penstock.planner.advice.SMALL", 0)
-    asked = task(host=12 * MIB, machine=SLOW, waits=True)
+@pytest.mark.usefixtures("estimated")
+def test_clipping_pins_and_horizontal_are_named_as_what_they_cost() -> None:
+    asked = task(host=8 * MIB, machine=SLOW, waits=True, layers=2)
     pinned = replace(asked, budget=replace(asked.budget, host=40 * MIB, weights="disk", state="disk"))
     changes = advised(pinned, 2, 2)
     assert "tiers chosen by the planner instead of budget.weights, budget.state" in changes
@@ -593,7 +608,7 @@ def test_a_budget_of_all_host_memory_leaves_room_for_a_snapshots_buffer() -> Non
     small = replace(MACHINE, host=replace(MACHINE.host, memory=24 * MIB))
     asked = task(machine=small, host=24 * MIB)
     choice = searched(asked.question(2, 2))
-    found = forecast(asked, choice, 2)
+    found = forecast(asked, choice)
     assert found.beyond_machine is None
     assert found.memory["save"]["host"] <= 24 * MIB
     assert forecast(
@@ -635,13 +650,13 @@ def test_a_processor_has_one_memory_for_both_tiers() -> None:
     """Of each it has enough, and not of both."""
     asked = task()
     choice = searched(asked.question(2, 2))
-    taken = forecast(asked, choice, 2).memory.values()
+    taken = forecast(asked, choice).memory.values()
     both, each = max(s["device"] + s["host"] for s in taken), max(max(s["device"], s["host"]) for s in taken)
     assert each < both - 1
 
     def beyond(memory: int) -> str | None:
         device, host = (replace(part, memory=memory) for part in (MACHINE.device, MACHINE.host))
-        return forecast(replace(asked, machine=replace(MACHINE, device=device, host=host)), choice, 2).beyond_machine
+        return forecast(replace(asked, machine=replace(MACHINE, device=device, host=host)), choice).beyond_machine
 
     assert beyond(both) is None
     assert "of device and host memory together, and the machine has" in (beyond(both - 1) or "")

@@ -129,7 +129,8 @@ def test_speculation_that_cannot_be_is_refused_with_the_reason_and_not_chosen(
         with pytest.raises(ConfigError, match=f"speculate=True cannot be: .*{said}"):
             ask()
     assert not replace(request, speculate=None).speculates
-    assert not searched(replace(asked, request=replace(request, speculate=None))).plan.settings.speculate
+    open_ = replace(asked, request=replace(request, speculate=None), simulated_ops=1)  # any plan does
+    assert not searched(open_).plan.settings.speculate
 
 
 def test_copies_of_weights_in_memory_do_not_stand_in_the_way_of_speculation() -> None:
@@ -359,11 +360,11 @@ def test_the_search_weighs_how_many_blocks_state_lives_on_the_device() -> None:
     """More device memory moves the state of some blocks there, not of all or none, and that is faster."""
     asked = question(transformer(6, block=40), form=ADAM16, wait=True, host=14 * MIB, machine=WRITES_HALF)
     counts, seconds = [], []
-    for device in (3, 5, 7, 9):
+    for device in (3, 6, 9):
         budget = replace(asked.request.budget, device=device * MIB)
         choice = searched(forced(asked, budget=budget, speculate=None, delay=0.0))
         counts.append(sum(tier == "device" for tier in choice.plan.settings.place.state[2:]))
         seconds.append(choice.expected_seconds)
     assert counts == sorted(counts)
-    assert len({*counts}) > 2, counts
+    assert len({*counts}) == 3, counts
     assert seconds[-1] < seconds[0] * 0.9

@@ -76,7 +76,7 @@ def alternatives(choice: Choice) -> Alternatives:
     if settings.delay:
         undelayed = _cost(choice, own, replace(_pinned(request, own), delay=0.0))
     if undelayed is not None:
-        gain = undelayed.seconds / (chosen.seconds if undelayed.simulated else choice.estimate)
+        gain = undelayed.seconds / (chosen.seconds if undelayed.simulated else choice.proposal.estimate)
     others.sort(key=lambda costs: costs.seconds)
     return Alternatives(chosen=chosen, others=tuple(others), undelayed=undelayed, gain_of_delay=gain)
 

@@ -75,7 +75,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
         "advice": [asdict(one) for one in report.advice],
         "notes": list(report.notes),
         "search": {
-            "estimate_seconds": f.choice.estimate,
+            "estimate_seconds": f.choice.proposal.estimate,
             "considered": f.choice.considered,
             "simulated": f.choice.simulated,
         },

@@ -21,7 +21,7 @@ from penstock.planner.arguments import PlanArguments, PlanSettings, check_drives
 from penstock.planner.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
 from penstock.planner.durability import Weighed, settled, undecided, weigh
 from penstock.planner.endurance import EnduranceError
-from penstock.planner.forecast import Forecast, WholeRun, forecast
+from penstock.planner.forecast import Forecast, WholeRun
 from penstock.planner.longest import Longest, longest
 from penstock.planner.plan import Plan
 from penstock.planner.question import FAMILIES
@@ -71,7 +71,7 @@ class PlanReport:
     def roofline(self) -> Roofline:
         f = self.forecast
         plan = f.choice.plan
-        tokens = f.task.profile(f.micro_batch_size).tokens
+        tokens = f.profile.tokens
         most = roofline(f.choice.question, tokens, 1.0 if f.choice.request.most_graphs else 0.0)
         found = roofline(f.choice.question, tokens, plan.graphs_kept / max(plan.calls, 1))
         return replace(found, compute_tokens_per_second=most.compute_tokens_per_second)  # other batches may keep more
@@ -208,7 +208,7 @@ def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | Non
         BudgetError: it does not fit; says the smallest change that makes it fit.
     """
     task, choice, size, weighed = _settled(task, batch, split)
-    found = forecast(task, choice, size)
+    found = Forecast(task=task, choice=choice, micro_batch_size=size)
     return PlanReport(forecast=found, notes=(*_notes(task), *_beyond(found)), weighed=weighed)
 
 

@@ -18,6 +18,7 @@ from penstock.planner.search import Choice
 from penstock.planner.task import Task
 from penstock.schedule.ir.lanes import STREAM_LANES, Lane
 from penstock.schedule.place import Depths
+from penstock.shape.model import ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +64,26 @@ class WholeRun:
 class Forecast:
     """A chosen plan and what follows from it. Seconds, bytes, tokens per second.
 
-    ``micro_batch_size``: sequences in a micro-batch; ``tokens``: of a step, of all ranks. What is said of lanes, memory
-    and disk is of one rank.
+    ``micro_batch_size``: sequences in a micro-batch. What is said of lanes, memory and disk is of one rank.
     """
 
     task: Task
     choice: Choice
     micro_batch_size: int
-    tokens: int
-    parameters: int
+
+    @property
+    def profile(self) -> ModelProfile:
+        """Of the model, in such micro-batches."""
+        return self.task.profile(self.micro_batch_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, of all ranks."""
+        return self.task.size * self.profile.tokens * self.micro_batches
+
+    @property
+    def parameters(self) -> int:
+        return self.profile.parameters
 
     @property
     def micro_batches(self) -> int:
@@ -130,7 +142,7 @@ class Forecast:
     def model_flops(self) -> float:
         """FLOP/s of the model, of all ranks, counted as a run counts them: op by op, none of what is computed a second
         time. Of experts those that a token goes to, and none of an embedding, which is looked up."""
-        flop = self.task.profile(self.micro_batch_size).model_flops * self.task.size * self.micro_batches
+        flop = self.profile.model_flops * self.task.size * self.micro_batches
         return flop / self.choice.expected_seconds
 
     @cached_property
@@ -280,15 +292,3 @@ class Forecast:
         rated = rated_bytes(self.task.machine.drives)
         life = None if rated is None else written / rated
         return WholeRun(steps=steps, tokens=steps * self.tokens, seconds=seconds, written=written, life=life)
-
-
-def forecast(task: Task, choice: Choice, micro_batch_size: int) -> Forecast:
-    """The forecast for a task with a choice of a plan, in micro-batches of so many sequences."""
-    profile = task.profile(micro_batch_size)
-    return Forecast(
-        task=task,
-        choice=choice,
-        micro_batch_size=micro_batch_size,
-        tokens=task.size * profile.tokens * choice.request.micro_batches,
-        parameters=profile.parameters,
-    )
