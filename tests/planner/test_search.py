@@ -13,11 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.config import Budget, Family, GradDtype, Tier, format_size
+from penstock.config.sizes import parse_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine, Network, Sustained
 from penstock.hardware.profiles import machine_named
 from penstock.hardware.sharing import room_of_each
-from penstock.planner.advice import advice, refusal, round_up, smallest
+from penstock.planner.advice import advice, refusal, round_up
 from penstock.planner.ask import plan, report
 from penstock.planner.batches import choose, curve, cuts, saturating, splits
 from penstock.planner.fit import CHUNKS, base_placement, fit, fitted, settings_of
@@ -409,6 +410,11 @@ def test_clipping_pins_and_horizontal_are_named_as_what_they_cost() -> None:
     assert "schedule: vertical instead of horizontal" in advised(across, 1, 8)
 
 
+def in_all(refused: str) -> dict[str, int]:
+    """The sizes of tiers that a refusal says would do."""
+    return {tier: parse_size(size) for tier, size in re.findall(r"more (\w+) \(([^()]+) in all\)", refused)}
+
+
 @pytest.mark.parametrize(("device", "host"), [(1 * MIB, 40 * MIB), (40 * MIB, 1 * MIB)])
 def test_the_smallest_change_works_and_a_hundredth_less_does_not(device: int, host: int) -> None:
     asked = task(device=device, host=host)
@@ -416,11 +422,9 @@ def test_the_smallest_change_works_and_a_hundredth_less_does_not(device: int, ho
         report(asked, split=(2, 2))
     text = str(caught.value)
     assert "does not fit in" in text
-    for tier in ("device", "host"):
-        if f"more {tier} (" not in text:
-            continue
-        size = smallest(asked.question(2, 2), tier)
-        assert size is not None
+    found = in_all(text)
+    assert found
+    for tier, size in found.items():
         searched(replace(asked, budget=replace(asked.budget, **{tier: size})).question(2, 2))
         with pytest.raises(BudgetError):
             searched(replace(asked, budget=replace(asked.budget, **{tier: int(size * 0.99)})).question(2, 2))
@@ -433,14 +437,8 @@ def test_where_two_tiers_are_too_small_both_are_said_and_are_enough() -> None:
         report(asked, split=(2, 2))
     text = str(caught.value)
     assert "does not fit in" in text
-    found = re.search(
-        r"More of one tier alone does not help\. What makes it fit: "
-        r".* more device \((.*) in all\) and .* more host \((.*) in all\)\.$",
-        text,
-    )
-    assert found is not None, text
-    enough = Budget(device=found[1], host=found[2])
-    grown = replace(asked, budget=replace(asked.budget, device=enough.device, host=enough.host))
+    assert re.search(r"More of one tier alone does not help\. What makes it fit: .* device .* and .* in all\)\.$", text)
+    grown = replace(asked, budget=replace(asked.budget, **in_all(text)))
     searched(grown.question(2, 2))
     for tier in ("device", "host"):
         less = replace(grown, budget=replace(grown.budget, **{tier: getattr(asked.budget, tier)}))
@@ -666,11 +664,9 @@ def test_the_smallest_change_for_a_large_model_is_one_that_the_search_can_use() 
     asked = large("gpt-65b", "a100-40g", host=500 * MIB)
     question = asked.question(1, 16)
     text = str(refusal(asked, 1, 16, BudgetError("-")))
-    size = float(text.split("more host (")[1].split(" GiB in all")[0])
-    assert fits(
-        replace(question, request=replace(question.request, budget=replace(asked.budget, host=int(size * 2**30))))
-    )
-    assert f"{format_size(round_up(int(size * 2**30) - 500 * MIB))} more host" in text
+    size = in_all(text)["host"]
+    assert fits(replace(question, request=replace(question.request, budget=replace(asked.budget, host=size))))
+    assert f"{format_size(round_up(size - 500 * MIB))} more host" in text
 
 
 @given(st.integers(min_value=1, max_value=1 << 50))
@@ -689,8 +685,7 @@ def test_small_chunks_are_tried_where_nothing_else_fits(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("penstock.planner.search.fitted", nothing)
     asked = task(device=8 * MIB, host=MIB)
-    least = smallest(asked.question(2, 2), "host")
-    assert least is not None
+    least = in_all(str(refusal(asked, 2, 2, BudgetError("-"))))["host"]
     tight = replace(asked, budget=replace(asked.budget, host=least)).question(2, 2)
     choice = search(replace(tight, simulated_ops=400))
     assert len(choice.plan.schedule.ops) > 400 // 4, "more than what several simulations have room for"

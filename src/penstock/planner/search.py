@@ -28,7 +28,7 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.planner.endurance import EnduranceError, worn_by
 from penstock.planner.fit import fit, fitted, with_keep
 from penstock.planner.phase_memory import beyond
-from penstock.planner.placement_lp import PlacementLP, Waits
+from penstock.planner.placement_lp import Waits
 from penstock.planner.plan import Plan
 from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promised, Proposal, Proposals
 from penstock.planner.question import Question
@@ -211,14 +211,6 @@ def hopeless(question: Question) -> str | None:
     if question.unstartable is None and all(proposals.smallest(request) is None for request in question.requests):
         return proposals.too_many_ops()
     return question.unstartable
-
-
-def smallest_programs(question: Question) -> list[PlacementLP]:
-    """The linear programs that ask for the least memory of those that the search may use: the smallest chunks, and no
-    more buffers than a step needs. Empty: even the largest chunks make too many ops.
-    """
-    proposals = Proposals(question)
-    return [lp for request in question.requests if (lp := proposals.smallest(request)) is not None]
 
 
 class _Search:
