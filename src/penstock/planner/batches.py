@@ -1,7 +1,7 @@
 """The number of sequences that a step should have, and their cut into micro-batches; vertical against horizontal."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config import Family
@@ -49,20 +49,15 @@ def splits(task: Task, batch: int) -> list[Split]:
 
     Of equal ones the largest micro-batches, which have the fewest ops, that leave a few to overlap with each other.
     """
-    found = list(_splits(task, batch))
-    least = min((split.seconds for split in found), default=0.0)
-    return sorted(found, key=lambda s: (s.seconds > least * EQUAL, s.micro_batches < _A_FEW, -s.micro_batch_size))
-
-
-def _splits(task: Task, batch: int) -> Iterator[Split]:
-    fits = False
+    found: list[Split] = []
     for size, count in cuts(batch):
         seconds = estimate(task.question(size, count), task.families[0])
-        if seconds is None and fits:  # larger ones hold more at once, and have no more ops
-            return
         if seconds is not None:
-            fits = True
-            yield Split(micro_batch_size=size, micro_batches=count, seconds=seconds)
+            found.append(Split(micro_batch_size=size, micro_batches=count, seconds=seconds))
+        elif found:  # larger ones hold more at once, and have no more ops
+            break
+    least = min((split.seconds for split in found), default=0.0)
+    return sorted(found, key=lambda s: (s.seconds > least * EQUAL, s.micro_batches < _A_FEW, -s.micro_batch_size))
 
 
 def cuts(batch: int) -> list[tuple[int, int]]:

@@ -180,6 +180,12 @@ class Proposals:
         sizes = [] if least is None else [chunk for chunk in CHUNKS[::-1] if chunk >= least]
         return next((found for chunk in sizes if (found := self.at(request, chunk, delay))), [])
 
+    def hopeless(self) -> str | None:
+        """The reason that nothing fits whatever the sizes of tiers are, and what to do; None: their sizes decide."""
+        if self.q.unstartable is None and all(self.least_chunk(request) is None for request in self.q.requests):
+            return self.too_many_ops()
+        return self.q.unstartable
+
     def fits(self) -> bool:
         """True if the search would find anything, without a simulation."""
         if self.q.unstartable is not None:

@@ -26,7 +26,7 @@ from itertools import product
 from penstock.config import Family, Tier
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.endurance import EnduranceError, worn_by
-from penstock.planner.fit import fit, fitted, with_keep
+from penstock.planner.fit import fit, fitted, with_home, with_keep
 from penstock.planner.phase_memory import beyond
 from penstock.planner.placement_lp import Waits
 from penstock.planner.plan import Plan
@@ -207,10 +207,7 @@ def fits(question: Question) -> bool:
 
 def hopeless(question: Question) -> str | None:
     """The reason that nothing fits whatever the sizes of tiers are, and what to do; None: their sizes decide."""
-    proposals = Proposals(question)
-    if question.unstartable is None and all(proposals.smallest(request) is None for request in question.requests):
-        return proposals.too_many_ops()
-    return question.unstartable
+    return Proposals(question).hopeless()
 
 
 class _Search:
@@ -227,10 +224,8 @@ class _Search:
         self.misplaced: str | None = None
 
     def run(self) -> Choice:
-        if self.q.unstartable is not None:
-            raise BudgetError(self.q.unstartable)
-        if all(self.proposals.least_chunk(request) is None for request in self.q.requests):
-            raise BudgetError(self.proposals.too_many_ops())
+        if (why := self.proposals.hopeless()) is not None:
+            raise BudgetError(why)
         promising = self.proposals.promising()
         self.delays = tuple(dict.fromkeys(delay for _, delays in promising for delay in delays))
         relaxed = (self.proposals.least_relaxed(request, delays) for request, delays in promising)
@@ -389,17 +384,9 @@ class _Search:
         for home in kind.homes:
             others = [g for g in kind.members if (place.weights[g], place.state[g]) != home]
             for g in dict.fromkeys((*others[-1:], *others[:1])):
-                option = replace(settings, place=_with_home(place, g, *home))
+                option = replace(settings, place=with_home(place, g, *home))
                 if request.exceeded(option, self.q.disk_free) is None:
                     yield self.proposals.proposal(option, request, proposal.pattern)
-
-
-def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placement:
-    return replace(
-        place,
-        weights=(*place.weights[:g], weights, *place.weights[g + 1 :]),
-        state=(*place.state[:g], state, *place.state[g + 1 :]),
-    )
 
 
 def ahead(settings: Settings) -> tuple[int, int]:
