@@ -267,7 +267,7 @@ def _least(task: Task, size: int, count: int, tier: Tier) -> int | None:
         return None
     low = high = round_up(max(task.given[tier], 1 << 20))
     while not enough(high):
-        low, high = high, round_up(2 * high)
+        low, high = high, round_up(4 * high)
     while high - low > low // 128 and (middle := round_up((low + high) // 2)) < high:
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high

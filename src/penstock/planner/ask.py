@@ -1,8 +1,8 @@
 """``penstock.plan(...)``: the best way to run a model on a machine, and what to expect of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +201,20 @@ def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | Non
     Raises:
         BudgetError: it does not fit; says the smallest change that makes it fit.
     """
-    task, choice, size, weighed = _settled(task, batch, split)
+    try:
+        task, choice, size, weighed = _settled(task, batch, split)
+    except _NoPlanError as refused:
+        raise refused.error() from None
     found = Forecast(task=task, choice=choice, micro_batch_size=size)
     return PlanReport(forecast=found, notes=(*_notes(task), *_beyond(found)), weighed=weighed)
+
+
+class _NoPlanError(Exception):
+    """Nothing fits, or lasts. ``error``: makes the error that says what would help, which takes a while to find out."""
+
+    def __init__(self, error: Callable[[], BudgetError]) -> None:
+        super().__init__()
+        self.error = error
 
 
 def _settled(task: Task, batch: int | None, split: tuple[int, int] | None) -> tuple[Task, Choice, int, Weighed | None]:
@@ -220,12 +231,12 @@ def _settled(task: Task, batch: int | None, split: tuple[int, int] | None) -> tu
     named = settled(task, "step")
     try:
         choice, size = _found(named, batch, split)
-    except BudgetError as error:
+    except _NoPlanError as first:
         named = settled(task, "interval")
         try:
             choice, size = _found(named, batch, split)
-        except BudgetError:
-            raise error from None
+        except _NoPlanError:
+            raise first from None
     weighed = weigh(task, size, choice.request.micro_batches)
     if weighed.default == "interval" and named.budget.durability == "step":
         named = settled(task, "interval")
@@ -243,27 +254,27 @@ def _found(task: Task, batch: int | None, split: tuple[int, int] | None) -> tupl
     try:
         return search(task.question(*split)), split[0]
     except EnduranceError as error:
-        raise worn_out(task, *split, error) from None
+        raise _NoPlanError(partial(worn_out, task, *split, error)) from None
     except BudgetError as error:
-        raise refusal(task, *split, error) from None
+        raise _NoPlanError(partial(refusal, task, *split, error)) from None
 
 
 def _chosen(task: Task, batch: int | None) -> tuple[Choice, Split]:
     """``choose`` for a batch; None: for the saturating one, or half of it and so on, where no whole groups fit."""
-    refusal: BudgetError | None = None
+    refused: _NoPlanError | None = None
     try:
         tried = [batch] if batch is not None else [first := saturating(task), *_halves(first)]
     except BudgetError as error:
-        raise refused_batch(task, 1, error) from None
+        raise _NoPlanError(partial(refused_batch, task, 1, error)) from None
     for sequences in tried:
         try:
             return choose(task, sequences)
         except BudgetError as error:
-            refusal = refusal or refused_batch(task, sequences, error)
+            refused = refused or _NoPlanError(partial(refused_batch, task, sequences, error))
             if isinstance(error, EnduranceError):  # a smaller batch writes no less in a step that is shorter
                 break
-    assert refusal is not None
-    raise refusal
+    assert refused is not None
+    raise refused
 
 
 def refused_batch(task: Task, batch: int, why: BudgetError) -> BudgetError:
