@@ -26,7 +26,7 @@ from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.probes import Probes
 from penstock.planner.question import Question
 from penstock.planner.request import Request
-from penstock.planner.rounding import PATTERNS, Limits, assign
+from penstock.planner.rounding import PATTERNS, assign
 from penstock.planner.search import search
 from penstock.planner.task import Task
 from penstock.schedule.ir.worlds import World
@@ -115,7 +115,6 @@ PAIRS = (
 
 def grid(question: Question) -> Iterator[tuple[Request, Settings]]:
     """Every point of the grid that fits."""
-    limits = Limits.of(question.request, question.disk_free)
     families: tuple[Family, ...] = ("vertical", "horizontal")
     for family in families:
         request = replace(question.request, family=family)
@@ -124,7 +123,7 @@ def grid(question: Question) -> Iterator[tuple[Request, Settings]]:
             base = settings_of(request, base_placement(request), chunk, depths)
             for placed in _placed(base, classes, question):
                 for settings in dict.fromkeys((placed, with_keep(request, placed))):
-                    if limits.exceeded(request, settings) is None:
+                    if request.exceeded(settings, question.disk_free) is None:
                         yield request, settings
 
 

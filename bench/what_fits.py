@@ -16,7 +16,6 @@ import penstock
 from penstock.config.optimizer import Moments
 from penstock.errors import BudgetError
 from penstock.hardware.profiles import shipped_machine
-from penstock.planner.whole_run import steps_for, whole_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "what-fits.md"
 MODELS = ("llama-8b", "qwen3-8b", "gpt-13b", "qwen3-14b", "gpt-oss-20b", "gpt-30b", "llama-70b", "gpt-175b")
@@ -40,7 +39,7 @@ def planned(model: str, machine: str) -> Row:
             found = penstock.plan(model, machine=machine, moments=moments, clip_grad_norm=1.0).forecast
         except BudgetError:
             continue
-        run = whole_run(found, steps_for(found, _TOKENS))
+        run = found.whole_run(found.steps_for(_TOKENS))
         life = "–" if run.life is None else f"{_number(100 * run.life)}%"
         seconds, rate = _number(found.choice.expected_seconds), _number(found.tokens_per_second)
         return model, moments, f"{found.tokens:,}", seconds, rate, _number(run.days), life

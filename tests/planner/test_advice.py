@@ -12,6 +12,7 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.profiles import shipped_machine
 from penstock.planner.advice import advice
 from penstock.planner.ask import PlanReport, plan
+from penstock.planner.forecast import Forecast
 from tests.questions import MACHINE
 
 LLAMA = {
@@ -33,9 +34,13 @@ def planned(pins: dict[str, Any], **settings: Any) -> PlanReport:
     return plan(LLAMA, machine=MACHINE, budget=budget, schedule="vertical", **cut, **settings)
 
 
-def test_every_task_gets_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def found() -> Forecast:
+    return planned({}).forecast
+
+
+def test_every_task_gets_its_advice(found: Forecast, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is estimated is no matter here: the tasks that are compared have to be possible."""
-    found = planned({}).forecast
     asked: list[object] = []
 
     def estimate(question: object, family: object) -> float:
@@ -63,21 +68,22 @@ def test_every_task_gets_its_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) > 500
 
 
-def test_no_clipping_is_advised_with_the_pin_that_it_leaves_without_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_clipping_is_advised_with_the_pin_that_it_leaves_without_effect(
+    found: Forecast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """How much each gains is no matter here."""
     monkeypatch.setattr("penstock.planner.advice.WORTH_SAYING", 0.0)
     monkeypatch.setattr("penstock.planner.advice.SMALL", 0)
-    changes = [advice.change for advice in planned({"gradients": "disk"}, clip_grad_norm=1.0).advice]
-    assert any(change.startswith("no gradient clipping and no budget.gradients, so") for change in changes)
-    delayed = [advice.change for advice in planned({"gradients": "disk"}, clip_grad_norm=1.0, delay=0.5).advice]
-    assert any(change.startswith("no gradient clipping, so") for change in delayed)
+    pinned = replace(found.task, budget=replace(found.task.budget, gradients="disk"), clip_grad_norm=1.0)
+    for delay, words in ((None, "no gradient clipping and no budget.gradients, so"), (0.5, "no gradient clipping, so")):
+        changes = [one.change for one in advice(replace(pinned, delay=delay), 1, found.choice)]
+        assert any(change.startswith(words) for change in changes)
 
 
 @pytest.mark.parametrize(("most", "advised"), [(2, set()), (3, {"M = 3"}), (4, {"M = 3", "4 micro-batches"})])
 def test_no_more_micro_batches_are_advised_than_can_be_planned(
-    most: int, advised: set[str], monkeypatch: pytest.MonkeyPatch
+    most: int, advised: set[str], found: Forecast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = planned({}).forecast
     monkeypatch.setattr("penstock.planner.advice.estimate", lambda asked, family: 1.0 / asked.request.micro_batches)
     monkeypatch.setattr("penstock.planner.advice.SMALL", 0)
     monkeypatch.setattr("penstock.planner.advice.MOST_MICRO_BATCHES", most)
@@ -88,12 +94,13 @@ def test_no_more_micro_batches_are_advised_than_can_be_planned(
 @pytest.mark.parametrize("host", ["0B", "20MiB"])
 def test_the_smallest_change_is_found_where_loading_takes_several_times_what_the_program_asks_for(host: str) -> None:
     """Without a disk state starts in host memory, or on a device that is too small for it."""
-    model = LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 2048}
+    model = LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 2048}
     gpu = shipped_machine("rtx4090-24g")
 
     def asked(host: str) -> PlanReport:
         budget = Budget(device="64MiB", host=host)
-        return plan(model, machine=gpu, budget=budget, micro_batches=2, micro_batch_size=1, sequence_length=64)
+        cut = {"micro_batches": 2, "micro_batch_size": 1, "sequence_length": 64}
+        return plan(model, machine=gpu, budget=budget, schedule="vertical", **cut)
 
     with pytest.raises(BudgetError, match=r"The smallest change that makes it fit") as caught:
         asked(host)

@@ -85,6 +85,7 @@ def test_a_delay_is_chosen_where_memory_is_too_small_for_the_usual_buffers_besid
             micro_batch_size=4,
             sequence_length=128,
             precision="fp32",
+            schedule="vertical",
             delay=delay,
         ).forecast.step_seconds
         for delay in (None, 0.2)

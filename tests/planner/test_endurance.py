@@ -15,14 +15,14 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.drives import part_of, spread
 from penstock.hardware.machine import Machine
 from penstock.planner.ask import rated, report
-from penstock.planner.commits import Commits, in_memory
-from penstock.planner.endurance import DAY, EnduranceError, Worn, allowance, written_per_day
-from penstock.planner.forecast import forecast
+from penstock.planner.endurance import DAY, Commits, EnduranceError, Worn, allowance, in_memory, written_per_day
 from penstock.planner.search import Choice, estimate_lasting
 from penstock.planner.task import Task
-from penstock.planner.whole_run import whole_run
-from tests.planner.test_search import MIB, SLOW, task
+from tests.planner.test_search import MIB, SLOW, forecast, task
 from tests.questions import DRIVE, MACHINE, searched
+
+TIGHT: dict[str, Any] = {"host": 5 * MIB, "layers": 2}
+"""Memory for a part of the state."""
 
 
 def lasting(per_day: float, **where: Any) -> Task:
@@ -40,14 +40,14 @@ def per_day(asked: Task, found: Choice) -> float:
 @pytest.fixture(scope="module")
 def free() -> tuple[Choice, float]:
     """The best plan of all, and what it writes in a day."""
-    asked = task(machine=SLOW, host=8 * MIB)
+    asked = task(machine=SLOW, **TIGHT)
     found = searched(asked.question(2, 4))
     return found, per_day(asked, found)
 
 
 def test_a_plan_that_writes_less_than_it_may_is_the_plan_without_a_limit(free: tuple[Choice, float]) -> None:
     best, written = free
-    found = searched(lasting(1.01 * written, host=8 * MIB).question(2, 4))
+    found = searched(lasting(1.01 * written, **TIGHT).question(2, 4))
     assert found.plan.settings == best.plan.settings
     assert found.question.written_per_day(found.plan, found.seconds) == pytest.approx(written)
 
@@ -55,7 +55,7 @@ def test_a_plan_that_writes_less_than_it_may_is_the_plan_without_a_limit(free: t
 @pytest.mark.parametrize("share", [0.95, 0.8])
 def test_a_plan_that_writes_too_much_gives_way_to_one_that_does_not(free: tuple[Choice, float], share: float) -> None:
     _, written = free
-    asked = lasting(share * written, host=8 * MIB)
+    asked = lasting(share * written, **TIGHT)
     found = searched(asked.question(2, 4))
     assert per_day(asked, found) <= share * written
 
@@ -87,7 +87,7 @@ def test_what_nothing_keeps_to_is_refused_with_what_would_help_and_that_does() -
 
 
 def test_where_memory_would_take_the_state_it_is_said_how_much() -> None:
-    asked = replace(lasting(8e10, host=4 * MIB), delay=0.0)
+    asked = replace(lasting(8e10, host=4 * MIB, layers=2), delay=0.0)
     with pytest.raises(BudgetError) as caught:
         report(replace(asked, machine=MACHINE), split=(2, 4))
     host = re.search(r"more host memory \((\d+) MiB in all\) with budget.durability: interval", str(caught.value))
@@ -187,10 +187,10 @@ def test_a_commit_writes_what_steps_change_and_leave_in_memory() -> None:
 def test_the_days_of_the_drives_count_commits_as_the_whole_run_does() -> None:
     asked = task(machine=SLOW)
     asked = replace(asked, budget=replace(asked.budget, durability="interval", interval=1))
-    found = forecast(asked, searched(asked.question(2, 4)), 2)
+    found = forecast(asked, searched(asked.question(2, 4)))
     assert in_memory(found.choice.plan) > 0
     assert found.wear.days is not None
-    run = whole_run(found, 1000)
+    run = found.whole_run(1000)
     assert run.life is not None
     assert found.wear.days == pytest.approx(run.days / run.life)
     assert found.wear.steps == pytest.approx(1000 / run.life)

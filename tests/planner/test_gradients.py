@@ -14,13 +14,12 @@ from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.roofline import roofline
-from penstock.planner.search import search
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Format, Side
 from penstock.sim.simulate import simulate
 from tests.programs import transformer
-from tests.questions import MACHINE, question, times_for
+from tests.questions import MACHINE, question, searched, times_for
 
 ADAM16 = Format.of("bf16", 2)
 MIB = 1 << 20
@@ -54,16 +53,16 @@ def asked(on: Machine = FAST, **more: object) -> Question:
 
 @pytest.mark.parametrize(("on", "side"), [(FAST, "device"), (SLOW, "host")])
 def test_the_faster_side_rounds(on: Machine, side: Side) -> None:
-    choice = search(asked(on))
+    choice = searched(asked(on))
     assert choice.plan.settings.cast == side
     other: Side = "host" if side == "device" else "device"
-    assert choice.seconds < search(asked(on, cast=other)).seconds
-    assert search(asked(on, cast=other)).plan.settings.cast == other, "what is forced is kept"
+    assert choice.seconds < searched(asked(on, cast=other)).seconds
+    assert searched(asked(on, cast=other)).plan.settings.cast == other, "what is forced is kept"
 
 
 def test_half_the_bytes_take_less_where_the_link_bounds() -> None:
     full = question(transformer(4, block=40), form=ADAM16, device=5 * MIB, machine=FAST)
-    assert search(asked()).seconds < 0.75 * search(full).seconds
+    assert searched(asked()).seconds < 0.75 * searched(full).seconds
 
 
 def ops(request: Request, kind: str) -> Iterator[Op]:
@@ -119,7 +118,7 @@ def test_what_waits_on_disk_has_an_extent_for_each_micro_batch(family: Family) -
 
 def test_the_costs_of_a_plan_are_those_that_it_was_chosen_by() -> None:
     found = asked()
-    choice = search(found)
+    choice = searched(found)
     plan = choice.plan
     costs = machine_costs(
         FAST,

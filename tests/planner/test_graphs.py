@@ -22,7 +22,7 @@ from tests.questions import question
 
 ADAM16 = Format.of("bf16", 2)
 MIB = 1 << 20
-LAYERS, GRAPH = 6, 300_000
+LAYERS, GRAPH = 4, 300_000
 
 
 def asked(device: int, *, compute: float, family: Family = "vertical", recompute: bool | None = None) -> Question:
@@ -45,18 +45,18 @@ def program_of(q: Question) -> PlacementLP:
     return PlacementLP(request, settings_of(request, fitted(request).place, 1 << 16, Depths()), q.costs)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("compute", [1e-3, 1e-2, 1e-1])
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 @pytest.mark.parametrize("device", [2 * MIB, 3 * MIB, 6 * MIB, 12 * MIB])
-def test_a_plan_that_may_keep_graphs_is_never_slower(device: int, family: Family) -> None:
+def test_a_plan_that_may_keep_graphs_is_never_slower(device: int, family: Family, compute: float) -> None:
     """The best plan is compared with the best that computes all again; it keeps to the same budget."""
-    for compute in (1e-3, 1e-2, 1e-1):
-        without = search(asked(device, compute=compute, family=family, recompute=True))
-        free = search(asked(device, compute=compute, family=family))
-        assert free.seconds <= without.seconds * 1.01
-        assert free.plan.device_bytes <= device
-        assert kept(without.plan.schedule) == 0
-        assert free.plan.graphs_kept == kept(free.plan.schedule)
+    without = search(asked(device, compute=compute, family=family, recompute=True))
+    free = search(asked(device, compute=compute, family=family))
+    assert free.seconds <= without.seconds * 1.01
+    assert free.plan.device_bytes <= device
+    assert kept(without.plan.schedule) == 0
+    assert free.plan.graphs_kept == kept(free.plan.schedule)
 
 
 def test_where_compute_is_the_bound_weights_and_state_make_room_for_graphs() -> None:

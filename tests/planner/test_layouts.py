@@ -11,10 +11,10 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.hosts import Hosts, Kind
 from penstock.hardware.machine import Between, Machine, Network
 from penstock.hardware.sharing import room_of_each
-from penstock.planner.comparison import Comparison, compared, layouts
+from penstock.planner.comparison import compared, layouts
 from penstock.planner.endurance import EnduranceError
 from penstock.planner.fit import fit
-from penstock.planner.layouts import Asked, Layout, asked_seat, planned, shared_by_all
+from penstock.planner.layouts import Asked, Layout, Outcome, asked_seat, planned, shared_by_all
 from penstock.planner.pipelines import pipeline, simulated, views_of
 from penstock.planner.task import Task
 from penstock.schedule.check.worlds import check_world
@@ -60,7 +60,8 @@ def asked(*kinds: tuple[Machine, int], each: int = 2, layers: int = 6, batch: in
     return Asked(task=task, hosts=hosts, batch=batch)
 
 
-ALIKE, DIFFERENT = asked((FAST, 2)), asked((FAST, 1), (SLOW, 1))
+BOTH = (FAST, 1), (SLOW, 1)
+ALIKE, DIFFERENT = asked((FAST, 2)), asked(*BOTH)
 
 
 def as_pipelines(what: Asked, stages: int | None = None) -> tuple[Asked, Layout, list[Machine]]:
@@ -101,11 +102,11 @@ def test_bytes_that_leave_a_host_are_those_of_the_formulas() -> None:
     """In fp32, of N parameters and N' gradients, which each stage that uses a group makes: (4 N + 4 N') (H - 1) / H in
     stage 2, 8 N' (H - 1) / H in stage 0 and with copies. Gradients of 3 ranks go on one level."""
     for each in (2, 3):
-        what = asked((FAST, 2), each=each, batch=12)
+        what = replace(asked((FAST, 2), each=each, layers=3, batch=4 * each), size=2)
         sent = {
             layout.name: shared_by_all(what, layout).hosts[0].sent
             for layout in layouts(what)
-            if layout.kind != "pipeline"
+            if layout.kind == "shared" or (layout.kind == "copies" and layout.stage == 3 and each == 2)
         }
         flat, shared = 1 if each == 2 else 3, f"dp_shard {2 * each}, stage "
         n, made = elements(what, 2 * each)
@@ -161,37 +162,38 @@ def test_the_first_of_pipelines_beside_each_other_takes_as_long_as_all_of_them()
 
 
 def test_a_slower_host_has_fewer_blocks_and_its_step_is_shorter_for_it() -> None:
-    layout = next(layout for layout in layouts(ALIKE) if layout.kind == "pipeline")
-    found = pipeline(asked((FAST, 1), (SLOW, 1), layers=18), layout)
+    def dealt(*kinds: tuple[Machine, int], layers: int = 9, **more: Any) -> Outcome:
+        what, layout, _ = as_pipelines(replace(asked(*kinds, each=1, layers=layers, batch=8, **more), size=1))
+        return pipeline(what, layout)
+
+    found = dealt(*BOTH)
     fast, slow = found.hosts
     assert found.by_compute is not None
     assert found.seconds < 0.9 * found.by_compute
-    assert sum(found.deal) == 18 == fast.blocks + slow.blocks
+    assert sum(found.deal) == 9 == fast.blocks + slow.blocks
     assert fast.blocks > slow.blocks
     assert found.settings["deal"] == list(found.deal)
-    forced = pipeline(replace(DIFFERENT, task=asked((FAST, 1), layers=18, deal=found.deal).task), layout)
+    forced = dealt(*BOTH, deal=found.deal)
     assert (forced.seconds, forced.deal) == (found.seconds, found.deal)
-    alike = pipeline(asked((FAST, 2), layers=18), layout)
+    alike = dealt((FAST, 2), layers=4)
     assert (alike.deal, alike.by_compute) == ((), None)
 
 
-@pytest.fixture(scope="module")
-def comparison() -> Comparison:
-    return compared(asked((FAST, 1), (SLOW, 1), batch=16))
-
-
-def test_shares_in_proportion_would_be_faster_where_hosts_differ_and_are_no_slower_than_the_fast(
-    comparison: Comparison,
-) -> None:
-    for one in comparison.outcomes:
-        if one.layout.kind == "pipeline":
-            continue
-        fast = shared_by_all(ALIKE, one.layout)
+def test_shares_in_proportion_would_be_faster_where_hosts_differ_and_are_no_slower_than_the_fast() -> None:
+    alike, different = (replace(asked(*kinds, layers=2, batch=8), size=1) for kinds in (((FAST, 2),), BOTH))
+    for layout in SHARED[::2]:  # each stage, and copies
+        fast, one = shared_by_all(alike, layout), shared_by_all(different, layout)
         assert one.in_proportion is not None
         assert 0.98 * fast.seconds <= one.in_proportion <= one.seconds
         assert fast.in_proportion is None
-    seconds = [one.seconds for one in comparison.outcomes]
-    assert seconds == sorted(seconds)
+
+
+def test_the_fastest_layout_comes_first() -> None:
+    found = compared(replace(asked((FAST, 2), layers=2, batch=8, stage=2), size=1))
+    assert {one.layout.kind for one in found.outcomes} == {"shared", "copies"}
+    seconds = [one.seconds for one in found.outcomes]
+    assert seconds == sorted(set(seconds))
+    assert found.fastest is found.outcomes[0]
 
 
 def test_what_cannot_be_is_refused_with_why() -> None:
@@ -204,24 +206,18 @@ def test_what_cannot_be_is_refused_with_why() -> None:
     assert found.fastest is None
 
 
-@pytest.mark.parametrize(
-    ("small", "said"),
-    [
-        (
-            replace(FAST, device=replace(FAST.device, memory=2 << 20)),
-            "a rank takes .* of device memory, and less has 1",
-        ),
-        (replace(FAST, host=replace(FAST.host, memory=1 << 20)), "a host takes .* of host memory, and less has 1"),
-    ],
-    ids=["device", "host"],
-)
-def test_a_layout_that_takes_more_memory_than_a_host_has_is_refused(small: Machine, said: str) -> None:
+def test_a_layout_that_takes_more_memory_than_a_host_has_is_refused() -> None:
     """The budget of a file is for whatever machine."""
-    what = asked((FAST, 1), (replace(small, name="less"), 1))
-    for layout, outcome in ((SHARED[0], shared_by_all), (as_pipelines(what)[1], pipeline)):
-        assert outcome(DIFFERENT, layout).seconds > 0
-        with pytest.raises(BudgetError, match=f"{said} MiB: lower budget"):
-            outcome(what, layout)
+    device = replace(FAST, name="less", device=replace(FAST.device, memory=2 << 20))
+    host = replace(FAST, name="less", host=replace(FAST.host, memory=1 << 20))
+    for layout, outcome in ((SHARED[0], shared_by_all), (as_pipelines(ALIKE)[1], pipeline)):
+        plain, *less = (
+            replace(asked((FAST, 1), (other, 1), layers=3, batch=8), size=1) for other in (SLOW, device, host)
+        )
+        assert outcome(plain, layout).seconds > 0
+        for what, who in zip(less, ("a rank takes .* of device", "a host takes .* of host"), strict=True):
+            with pytest.raises(BudgetError, match=f"{who} memory, and less has 1 MiB: lower budget"):
+                outcome(what, layout)
 
 
 def test_ranks_have_the_room_on_disk_of_the_one_with_the_least() -> None:

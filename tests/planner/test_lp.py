@@ -18,7 +18,7 @@ from penstock.planner.costs import machine_costs
 from penstock.planner.fit import fitted, settings_of, tied_groups
 from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.placement_lp import PlacementLP
-from penstock.planner.rounding import PATTERNS, Limits, Rounding, assign
+from penstock.planner.rounding import PATTERNS, Rounding, assign
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.lower.provision import narrow_groups
 from penstock.schedule.place import Depths, Format
@@ -180,9 +180,8 @@ def test_rounded_shares_fit(form: Format, family: str) -> None:
     for device, host in itertools.product((low, 2 * low, 5 * low), (4 * low, 6 * low, 12 * low)):
         request = replace(asked.request, budget=replace(asked.request.budget, device=device, host=host))
         lp = PlacementLP(request, settings_of(request, fitted(request).place, 1 << 16, Depths()), asked.costs)
-        limits = Limits.of(request, None)
         for shares, pattern in itertools.product(lp.solve_whole(), PATTERNS):
-            settings = Rounding(lp, shares, limits).settings(pattern)
+            settings = Rounding(lp, shares).settings(pattern)
             if settings is not None:
                 fitting += 1
                 peaks = request.peaks(settings)
@@ -198,7 +197,7 @@ def test_a_budget_for_everything_on_the_device_is_used() -> None:
     device, _ = asked.request.peaks(alone)
     request = replace(asked.request, budget=replace(asked.request.budget, device=device), recompute=True)
     lp = PlacementLP(request, settings_of(request, alone.place, 1 << 16, Depths()), asked.costs)
-    placed = Rounding(lp, lp.solve_whole()[0], Limits.of(request, None)).settings("last")
+    placed = Rounding(lp, lp.solve_whole()[0]).settings("last")
     assert placed is not None
     assert placed.place.weights == alone.place.weights
     assert placed.place.state == alone.place.state
@@ -212,7 +211,7 @@ def test_pins_are_constraints() -> None:
         request = replace(asked.request, budget=replace(asked.request.budget, **{kind: tier}))
         lp = PlacementLP(request, settings_of(request, fitted(request).place, 1 << 16, Depths()), asked.costs)
         for shares in lp.solve_whole():
-            settings = Rounding(lp, shares, Limits.of(request, None)).settings("last")
+            settings = Rounding(lp, shares).settings("last")
             assert settings is not None
             found = getattr(settings.place, kind)
             assert (set(found) if isinstance(found, tuple) else {found}) == {tier}

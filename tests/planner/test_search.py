@@ -13,19 +13,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.config import Budget, Family, GradDtype, Tier, format_size
+from penstock.config.sizes import parse_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine, Network, Sustained
 from penstock.hardware.profiles import machine_named
 from penstock.hardware.sharing import room_of_each
-from penstock.planner.advice import advice, refusal, round_up, smallest
+from penstock.planner.advice import advice, refusal, round_up
 from penstock.planner.ask import plan, report
 from penstock.planner.batches import choose, curve, cuts, saturating, splits
 from penstock.planner.fit import CHUNKS, base_placement, fit, fitted, settings_of
-from penstock.planner.forecast import forecast
+from penstock.planner.forecast import Forecast
 from penstock.planner.plan import Plan
 from penstock.planner.request import DEVICE_TEMPORARIES, Request
 from penstock.planner.roofline import moved_per_parameter, roofline
-from penstock.planner.search import best, estimate, fits, search
+from penstock.planner.search import Choice, best, estimate, fits, search
 from penstock.planner.task import Task, own_budget
 from penstock.schedule.check import check
 from penstock.schedule.check.worlds import check_world
@@ -52,7 +53,7 @@ PAIRS = list(product((ADAM32, ADAM16), (False, True), (4 * MIB, 9 * MIB), (8 * M
 def test_the_choice_fits_passes_the_checker_and_is_no_slower_than_the_fixed_order(
     form: Format, wait: bool, device: int, host: int
 ) -> None:
-    asked = question(transformer(6, block=40), form=form, wait=wait, device=device, host=host)
+    asked = question(transformer(4, block=40), form=form, wait=wait, device=device, host=host)
     choice = searched(asked)
     check(choice.plan.schedule)
     assert choice.plan.device_bytes <= device
@@ -141,7 +142,7 @@ def test_an_evaluation_holds_no_weights_for_a_second_use() -> None:
 @pytest.mark.parametrize(("form", "wait"), [(ADAM16, False), (ADAM32, True)])
 def test_the_choice_is_within_three_percent_of_a_grid(form: Format, wait: bool) -> None:
     """``bench/lp_vs_brute_force.py`` in small."""
-    asked = question(transformer(3, block=40), form=form, wait=wait, device=5 * MIB, host=10 * MIB, micro_batches=2)
+    asked = question(transformer(2, block=40), form=form, wait=wait, device=5 * MIB, host=10 * MIB, micro_batches=2)
     found = brute_force(asked)
     assert found.simulated > 5
     assert searched(replace(asked, families=("vertical", "horizontal"))).seconds <= found.seconds * (1 + WITHIN)
@@ -149,10 +150,10 @@ def test_the_choice_is_within_three_percent_of_a_grid(form: Format, wait: bool) 
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_with_delays_to_choose_from_the_schedule_is_safe_fits_and_is_no_slower(wait: bool) -> None:
-    asked = question(transformer(6, block=40), form=ADAM16, wait=wait, device=5 * MIB, host=14 * MIB)
+    asked = question(transformer(3, block=40), form=ADAM16, wait=wait, device=5 * MIB, host=8 * MIB)
     free = searched(replace(asked, request=replace(asked.request, delay=None)))
     check(free.plan.schedule)
-    assert free.plan.host_bytes <= 14 * MIB
+    assert free.plan.host_bytes <= 8 * MIB
     assert free.seconds <= searched(asked).seconds * 1.01
     if wait:
         assert free.plan.settings.delay > 0
@@ -167,9 +168,9 @@ def test_a_disk_without_a_drive_in_the_profile_is_refused() -> None:
 
 def test_the_same_question_has_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after another one, with nothing known of what was solved before."""
-    asked = question(transformer(6, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
+    asked = question(transformer(3, block=40), form=ADAM16, device=5 * MIB, host=12 * MIB)
     first = search(asked)
-    search(question(transformer(3, block=40), form=ADAM32, wait=True, device=4 * MIB, host=12 * MIB))
+    search(question(transformer(2, block=40), form=ADAM32, wait=True, device=4 * MIB, host=12 * MIB))
     monkeypatch.setattr("penstock.planner.optimum.SOLVED", {})
     again = search(asked)
     assert again.plan == first.plan
@@ -185,7 +186,7 @@ def test_best_is_the_search_with_the_requests_family_and_keeps_what_is_placed() 
     assert (again.settings.place.weights, again.settings.place.state) == (kept.weights, kept.state)
 
 
-@pytest.mark.parametrize("interpreter", [0.0, 1e-3, 5e-2])
+@pytest.mark.parametrize("interpreter", [0.0, 5e-2])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_plan_that_keeps_what_is_placed_has_chunks_as_good_as_a_searchs(interpreter: float, tier: Tier) -> None:
     machine = replace(MACHINE, interpreter=interpreter)
@@ -275,6 +276,11 @@ def task(
     )
 
 
+def forecast(asked: Task, choice: Choice) -> Forecast:
+    """In micro-batches of two sequences."""
+    return Forecast(task=asked, choice=choice, micro_batch_size=2)
+
+
 SLOW = replace(MACHINE, device=replace(MACHINE.device, flops={"fp32": 1e11}))
 """bound by its disk"""
 
@@ -293,7 +299,7 @@ def test_of_experts_those_count_that_a_token_goes_to() -> None:
 def test_a_forecast_adds_up() -> None:
     asked = task(host=12 * MIB, machine=SLOW)
     choice = searched(asked.question(2, 4))
-    found = forecast(asked, choice, 2)
+    found = forecast(asked, choice)
     assert found.tokens == 2 * 4 * 128
     assert found.tokens_per_second == pytest.approx(found.tokens / choice.seconds)
     assert found.model_flops == pytest.approx(4 * asked.profile(2).model_flops / choice.seconds)
@@ -320,15 +326,18 @@ def test_a_forecast_adds_up() -> None:
 
 
 def test_a_drive_without_a_rating_has_no_life_to_tell() -> None:
-    asked = task(host=12 * MIB, machine=replace(SLOW, drives=(replace(DRIVE, tbw=None),)))
-    assert forecast(asked, searched(asked.question(2, 2)), 2).wear.days is None
+    asked = task(host=12 * MIB, machine=SLOW)
+    choice = searched(asked.question(2, 4))
+    assert forecast(asked, choice).wear.days is not None
+    unrated = replace(asked, machine=replace(SLOW, drives=(replace(DRIVE, tbw=None),)))
+    assert forecast(unrated, choice).wear.days is None
 
 
 def test_a_plan_for_state_on_disk_writes_at_the_sustained_rate() -> None:
     half = Sustained(write=DRIVE.write / 2, read_both=DRIVE.read_both, write_both=DRIVE.write_both / 2, after=1 << 30)
     slower = replace(SLOW, drives=(replace(DRIVE, sustained=half),))
     asked = [task(host=12 * MIB, machine=machine) for machine in (SLOW, slower)]
-    first, later = (forecast(one, searched(one.question(2, 4)), 2) for one in asked)
+    first, later = (forecast(one, searched(one.question(2, 4))) for one in asked)
     rates = [found.lanes["write"].nbytes / found.lanes["write"].work for found in (first, later)]
     assert rates == pytest.approx([DRIVE.write, DRIVE.write / 2], rel=0.02)
 
@@ -343,27 +352,33 @@ def advised(asked: Task, size: int, count: int) -> dict[str, float]:
     return {a.change: a.gain for a in advice(asked, size, searched(asked.question(size, count)))}
 
 
-def test_advice_is_what_planning_again_gives() -> None:
-    asked = task(host=12 * MIB, machine=SLOW)
-    found = advised(asked, 2, 4)
+@pytest.fixture
+def estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice by the linear program alone: that what is simulated is true is another matter."""
+    monkeypatch.setattr("penstock.planner.advice.SMALL", 0)
+
+
+def test_advice_is_what_planning_again_gives_and_for_a_large_schedule_not_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = task(host=8 * MIB, machine=SLOW, layers=2)
+    choice = searched(asked.question(2, 2))
+    all_found = advice(asked, 2, choice)
+    assert all_found[0].simulated
+    found = {one.change: one.gain for one in all_found}
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert all(gain >= 1.02 for gain in found.values())
     twice = replace(asked, machine=replace(SLOW, drives=(DRIVE, DRIVE)), disk_free=2 * asked.disk_free)
-    before, after = (searched(t.question(2, 4)).seconds for t in (asked, twice))
+    before, after = (searched(t.question(2, 2)).seconds for t in (asked, twice))
     assert found["a second drive like the first"] == pytest.approx(before / after, rel=0.02)
     assert before / after > 1.5
     assert any("more host memory" in change for change in found)
-    assert any("instead of 4" in change for change in found)
-
-
-def test_advice_for_a_large_schedule_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = task(host=12 * MIB, machine=SLOW)
-    choice = searched(asked.question(2, 4))
-    assert all(a.simulated for a in advice(asked, 2, choice)[:1])
+    assert any("instead of 2" in change for change in found)
     monkeypatch.setattr("penstock.planner.advice.SMALL", 10)
     assert not any(a.simulated for a in advice(asked, 2, choice))
 
 
+@pytest.mark.usefixtures("estimated")
 def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
     """Never by itself: it changes the numbers, and the advice says so."""
     slow_link = replace(MACHINE, device=replace(MACHINE.device, d2h=3e6, d2h_both=3e6, kind="cuda"))
@@ -376,6 +391,7 @@ def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
     assert not any("grad_dtype" in change for change in advised(replace(asked, grad_dtype="bf16"), 2, 2))
 
 
+@pytest.mark.usefixtures("estimated")
 def test_compute_bound_training_is_not_sold_a_drive() -> None:
     fast_disk = replace(MACHINE, drives=(replace(DRIVE, read=2e10, write=2e10, read_both=2e10, write_both=2e10),))
     changes = advised(task(machine=fast_disk), 2, 8)
@@ -383,14 +399,20 @@ def test_compute_bound_training_is_not_sold_a_drive() -> None:
     assert changes["a device that computes twice as fast"] > 1.3
 
 
+@pytest.mark.usefixtures("estimated")
 def test_clipping_pins_and_horizontal_are_named_as_what_they_cost() -> None:
-    asked = task(host=12 * MIB, machine=SLOW, waits=True)
+    asked = task(host=8 * MIB, machine=SLOW, waits=True, layers=2)
     pinned = replace(asked, budget=replace(asked.budget, host=40 * MIB, weights="disk", state="disk"))
     changes = advised(pinned, 2, 2)
     assert "tiers chosen by the planner instead of budget.weights, budget.state" in changes
     assert "no gradient clipping, so that the optimizer need not wait" in changes
     across = replace(asked, families=("horizontal",), budget=replace(asked.budget, host=60 * MIB))
-    assert "schedule: vertical instead of horizontal" in advised(across, 1, 8)
+    assert "schedule: vertical instead of horizontal" in advised(across, 1, 4)
+
+
+def in_all(refused: str) -> dict[str, int]:
+    """The sizes of tiers that a refusal says would do."""
+    return {tier: parse_size(size) for tier, size in re.findall(r"more (\w+) \(([^()]+) in all\)", refused)}
 
 
 @pytest.mark.parametrize(("device", "host"), [(1 * MIB, 40 * MIB), (40 * MIB, 1 * MIB)])
@@ -400,11 +422,9 @@ def test_the_smallest_change_works_and_a_hundredth_less_does_not(device: int, ho
         report(asked, split=(2, 2))
     text = str(caught.value)
     assert "does not fit in" in text
-    for tier in ("device", "host"):
-        if f"more {tier} (" not in text:
-            continue
-        size = smallest(asked.question(2, 2), tier)
-        assert size is not None
+    found = in_all(text)
+    assert found
+    for tier, size in found.items():
         searched(replace(asked, budget=replace(asked.budget, **{tier: size})).question(2, 2))
         with pytest.raises(BudgetError):
             searched(replace(asked, budget=replace(asked.budget, **{tier: int(size * 0.99)})).question(2, 2))
@@ -417,14 +437,8 @@ def test_where_two_tiers_are_too_small_both_are_said_and_are_enough() -> None:
         report(asked, split=(2, 2))
     text = str(caught.value)
     assert "does not fit in" in text
-    found = re.search(
-        r"More of one tier alone does not help\. What makes it fit: "
-        r".* more device \((.*) in all\) and .* more host \((.*) in all\)\.$",
-        text,
-    )
-    assert found is not None, text
-    enough = Budget(device=found[1], host=found[2])
-    grown = replace(asked, budget=replace(asked.budget, device=enough.device, host=enough.host))
+    assert re.search(r"More of one tier alone does not help\. What makes it fit: .* device .* and .* in all\)\.$", text)
+    grown = replace(asked, budget=replace(asked.budget, **in_all(text)))
     searched(grown.question(2, 2))
     for tier in ("device", "host"):
         less = replace(grown, budget=replace(grown.budget, **{tier: getattr(asked.budget, tier)}))
@@ -516,10 +530,9 @@ def test_the_roofline_reads_frozen_weights_as_often_as_a_step_does() -> None:
 
 
 def test_a_large_model_on_a_shipped_machine() -> None:
-    found = plan("gpt-13b", machine="a100-40g", batch=16)
+    found = plan("gpt-13b", machine="a100-40g", micro_batches=8, micro_batch_size=2)
     f = found.forecast
     assert f.choice.request.family == "vertical"
-    assert f.micro_batches * f.micro_batch_size == 16
     assert f.parameters == pytest.approx(13e9, rel=0.02)
     assert f.mfu is not None
     assert 0.3 < f.mfu < f.of_product < 0.75
@@ -567,6 +580,7 @@ def large(name: str, machine: str, host: int | None = None) -> Task:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 @pytest.mark.parametrize("device", [3, 4, 6, 12])
 def test_no_size_fits_that_is_larger_than_one_which_does_not(device: int, family: Family) -> None:
@@ -592,12 +606,10 @@ def test_a_budget_of_all_host_memory_leaves_room_for_a_snapshots_buffer() -> Non
     small = replace(MACHINE, host=replace(MACHINE.host, memory=24 * MIB))
     asked = task(machine=small, host=24 * MIB)
     choice = searched(asked.question(2, 2))
-    found = forecast(asked, choice, 2)
+    found = forecast(asked, choice)
     assert found.beyond_machine is None
     assert found.memory["save"]["host"] <= 24 * MIB
-    assert forecast(
-        replace(asked, machine=replace(small, host=replace(small.host, memory=MIB))), choice, 2
-    ).beyond_machine
+    assert forecast(replace(asked, machine=replace(small, host=replace(small.host, memory=MIB))), choice).beyond_machine
 
 
 def test_a_batch_fits_that_is_chosen_or_advised() -> None:
@@ -634,13 +646,13 @@ def test_a_processor_has_one_memory_for_both_tiers() -> None:
     """Of each it has enough, and not of both."""
     asked = task()
     choice = searched(asked.question(2, 2))
-    taken = forecast(asked, choice, 2).memory.values()
+    taken = forecast(asked, choice).memory.values()
     both, each = max(s["device"] + s["host"] for s in taken), max(max(s["device"], s["host"]) for s in taken)
     assert each < both - 1
 
     def beyond(memory: int) -> str | None:
         device, host = (replace(part, memory=memory) for part in (MACHINE.device, MACHINE.host))
-        return forecast(replace(asked, machine=replace(MACHINE, device=device, host=host)), choice, 2).beyond_machine
+        return forecast(replace(asked, machine=replace(MACHINE, device=device, host=host)), choice).beyond_machine
 
     assert beyond(both) is None
     assert "of device and host memory together, and the machine has" in (beyond(both - 1) or "")
@@ -650,11 +662,9 @@ def test_the_smallest_change_for_a_large_model_is_one_that_the_search_can_use() 
     asked = large("gpt-65b", "a100-40g", host=500 * MIB)
     question = asked.question(1, 16)
     text = str(refusal(asked, 1, 16, BudgetError("-")))
-    size = float(text.split("more host (")[1].split(" GiB in all")[0])
-    assert fits(
-        replace(question, request=replace(question.request, budget=replace(asked.budget, host=int(size * 2**30))))
-    )
-    assert f"{format_size(round_up(int(size * 2**30) - 500 * MIB))} more host" in text
+    size = in_all(text)["host"]
+    assert fits(replace(question, request=replace(question.request, budget=replace(asked.budget, host=size))))
+    assert f"{format_size(round_up(size - 500 * MIB))} more host" in text
 
 
 @given(st.integers(min_value=1, max_value=1 << 50))
@@ -673,8 +683,7 @@ def test_small_chunks_are_tried_where_nothing_else_fits(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("penstock.planner.search.fitted", nothing)
     asked = task(device=8 * MIB, host=MIB)
-    least = smallest(asked.question(2, 2), "host")
-    assert least is not None
+    least = in_all(str(refusal(asked, 2, 2, BudgetError("-"))))["host"]
     tight = replace(asked, budget=replace(asked.budget, host=least)).question(2, 2)
     choice = search(replace(tight, simulated_ops=400))
     assert len(choice.plan.schedule.ops) > 400 // 4, "more than what several simulations have room for"

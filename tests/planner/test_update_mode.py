@@ -88,7 +88,7 @@ def test_a_step_that_is_run_again_has_read_the_weights_in_memory_that_it_has_cha
 def test_the_better_update_mode_is_chosen_at_every_share() -> None:
     asked = open_question()
     early, late = (searched(forced(asked, speculate=early)) for early in (True, False))
-    for share in (0.0, 0.02, 0.05, 0.1, 0.3, 1.0):
+    for share in (0.0, 0.05, 0.3, 1.0):
         chosen = searched(replace(asked, repeats=share))
         assert chosen.expected_seconds <= min(early.seconds * (1 + share), late.seconds) * 1.01
 
@@ -129,7 +129,8 @@ def test_speculation_that_cannot_be_is_refused_with_the_reason_and_not_chosen(
         with pytest.raises(ConfigError, match=f"speculate=True cannot be: .*{said}"):
             ask()
     assert not replace(request, speculate=None).speculates
-    assert not searched(replace(asked, request=replace(request, speculate=None))).plan.settings.speculate
+    open_ = replace(asked, request=replace(request, speculate=None), simulated_ops=1)  # any plan does
+    assert not searched(open_).plan.settings.speculate
 
 
 def test_copies_of_weights_in_memory_do_not_stand_in_the_way_of_speculation() -> None:
@@ -357,13 +358,13 @@ def test_alternatives_of_a_large_schedule_are_estimated(monkeypatch: pytest.Monk
 
 def test_the_search_weighs_how_many_blocks_state_lives_on_the_device() -> None:
     """More device memory moves the state of some blocks there, not of all or none, and that is faster."""
-    asked = question(transformer(8, block=40), form=ADAM16, wait=True, host=14 * MIB, machine=WRITES_HALF)
+    asked = question(transformer(6, block=40), form=ADAM16, wait=True, host=14 * MIB, machine=WRITES_HALF)
     counts, seconds = [], []
-    for device in (3, 5, 7, 9, 11):
+    for device in (3, 6, 9):
         budget = replace(asked.request.budget, device=device * MIB)
         choice = searched(forced(asked, budget=budget, speculate=None, delay=0.0))
         counts.append(sum(tier == "device" for tier in choice.plan.settings.place.state[2:]))
         seconds.append(choice.expected_seconds)
     assert counts == sorted(counts)
-    assert len({*counts}) > 2, counts
+    assert len({*counts}) == 3, counts
     assert seconds[-1] < seconds[0] * 0.9

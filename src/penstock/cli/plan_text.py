@@ -13,12 +13,11 @@ from penstock.planner.as_json import shares
 from penstock.planner.ask import PlanReport
 from penstock.planner.batches import Point
 from penstock.planner.durability import kill_seconds
-from penstock.planner.forecast import Forecast
+from penstock.planner.forecast import Forecast, WholeRun
 from penstock.planner.longest import SHORTEST, Longest
 from penstock.planner.plan import Plan
 from penstock.planner.task import Task
 from penstock.planner.update_mode import steps_early
-from penstock.planner.whole_run import WholeRun
 from penstock.report.sentence import format_long_time, format_time, share_of_life
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.place import FP32, Settings

@@ -1,7 +1,7 @@
 """Settings of the memory that a run may take, of the disk that has the rest, and of its durability."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +55,11 @@ class Budget:
     durability: Durability | None = None
     interval: int | str | None = None
     endurance: Endurance | None = None
+
+    @property
+    def memory(self) -> Mapping[Tier, int]:
+        """Bytes of device and host."""
+        return {"device": self.device_bytes, "host": self.host_bytes}
 
     @cached_property
     def device_bytes(self) -> int:

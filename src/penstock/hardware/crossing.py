@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from penstock.hardware.machine import Crossing, Machine
+from penstock.hardware.machine import Crossing, Machine, at_pace
 from penstock.schedule.place import Side
 
 Reads = Literal["fp32", "bf16", "rounded"]
@@ -114,8 +114,7 @@ def step_rate(machine: Machine, optimizer: str, reads: Reads) -> float:
 def with_faster_link(machine: Machine, factor: float) -> Machine:
     """The machine with a link between host and device ``factor`` times as fast; casts take as long as before."""
     old, crossing = machine.device, crossing_of(machine)
-    rates = ("h2d", "d2h", "h2d_both", "d2h_both")
-    device = replace(old, **{name: factor * getattr(old, name) for name in rates})
+    device = at_pace(old, h2d=factor, d2h=factor, h2d_both=factor, d2h_both=factor)
     if old.kind == "cpu":  # what is copied and cast in one memory crosses no link
         return replace(machine, device=device)
     spared = 1 - 1 / factor

@@ -9,6 +9,7 @@ from fractions import Fraction
 from penstock.hardware.machine import HEAVIEST, Drive
 
 TB = 1e12
+_RATES = ("read", "write", "read_both", "write_both")
 _SAME = 0.93
 """Share of the best rate that is as good: what two measurements of the same drive may differ by."""
 _NEAR = 0.97
@@ -28,12 +29,7 @@ class Together:
 def together(drives: Sequence[Drive]) -> Together:
     """The rates of a stripe over one drive or several, with their weights; the sustained ones, where they are known."""
     weights, steady = stripe_weights(drives), [drive.steady for drive in drives]
-    return Together(
-        read=spread([drive.read for drive in steady], weights),
-        write=spread([drive.write for drive in steady], weights),
-        read_both=spread([drive.read_both for drive in steady], weights),
-        write_both=spread([drive.write_both for drive in steady], weights),
-    )
+    return Together(**{name: spread([getattr(drive, name) for drive in steady], weights) for name in _RATES})
 
 
 def spread(each: Sequence[float], weights: Sequence[int]) -> float:
@@ -65,10 +61,9 @@ def count_of(drives: Sequence[Drive]) -> int:
 
 def part_of(drive: Drive, users: int) -> Drive:
     """The part of a drive that each of so many users has, which all use it at the same time."""
-    rates, left = ("read", "write", "read_both", "write_both"), drive.sustained
-    less = {name: getattr(drive, name) / users for name in rates}
+    left, less = drive.sustained, {name: getattr(drive, name) / users for name in _RATES}
     if left is not None:
-        left = replace(left, **{name: getattr(left, name) / users for name in rates[1:]})
+        left = replace(left, **{name: getattr(left, name) / users for name in _RATES[1:]})
     tbw = None if drive.tbw is None else drive.tbw / users
     return replace(drive, free=drive.free // users, tbw=tbw, sustained=left, **less)
 

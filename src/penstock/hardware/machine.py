@@ -8,11 +8,13 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from penstock.config import Tier
 from penstock.documents.text import MalformedError, read_text
 from penstock.errors import ConfigError
 from penstock.schedule.ir.lanes import LANES
@@ -156,6 +158,11 @@ class Crossing:
     step_no_copy: float
     """reads an fp32 gradient as it is, writes no copy beside the master"""
 
+    def at(self, *, down: float, up: float, steps: float) -> "Crossing":
+        """At multiples of its rates: of gradients on their way down, of weights on theirs up, and of steps."""
+        paces = {"grad": down, "weights": up, "step": steps}
+        return at_pace(self, **{name: paces[name.partition("_")[0]] for name in vars(self)})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
@@ -167,7 +174,7 @@ class Network:
 
     def at(self, pace: float) -> "Network":
         """The links at a multiple of their bandwidth."""
-        return replace(self, bandwidth=self.bandwidth * pace)
+        return at_pace(self, bandwidth=pace)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +187,7 @@ class Collectives(Network):
     latency_of_all: float
 
     def at(self, pace: float) -> "Network":
-        rates = {name: getattr(self, name) * pace for name in ("bandwidth", "exchange", "of_all")}
-        return replace(self, **rates)
+        return at_pace(self, bandwidth=pace, exchange=pace, of_all=pace)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +201,20 @@ class Between(Network):
     ranks: int
     contention: Mapping[str, float] = field(default_factory=dict)
     other_bits: tuple[str, ...] = ()
+
+
+Part = TypeVar("Part", bound="Drive | Host | Device | Crossing | Network")
+
+
+def at_pace(part: Part, **paces: float) -> Part:
+    """A part of a machine with some of its rates, or tables of them, at a multiple. What is not known stays so."""
+
+    def at(rate: Any, pace: float) -> Any:
+        if isinstance(rate, Mapping):
+            return {name: at(one, pace) for name, one in rate.items()}
+        return None if rate is None else rate * pace
+
+    return replace(part, **{name: at(getattr(part, name), pace) for name, pace in paces.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +266,25 @@ class Machine:
     across: Network | None = None
     of_sequence: Network | None = None
 
+    @property
+    def memory(self) -> Mapping[Tier, int]:
+        """Bytes of device and host."""
+        return {"device": self.device.memory, "host": self.host.memory}
+
+    def host_rate(self, optimizer: str) -> float:
+        """Parameters/s of a step on the host, by a key of its rates (``"adamw.bf16"``).
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if optimizer not in self.host.optimizer:
+            known = ", ".join(sorted(self.host.optimizer)) or "none"
+            raise ConfigError(
+                f"the profile of {self.name} has no optimizer rate {optimizer}, only {known}: measure it with penstock "
+                "doctor"
+            )
+        return self.host.optimizer[optimizer]
+
     def to_json(self) -> str:
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_KEPT}
         return json.dumps(kept, indent=2, sort_keys=True) + "\n"
@@ -287,28 +326,9 @@ def load_machine(path: Path) -> Machine:
     return replace(parse_machine(text, str(path)), file=str(path))
 
 
-_PARTS: dict[str, type] = {
-    "host": Host,
-    "device": Device,
-    "network": Network,
-    "nic": Network,
-    "crossing": Crossing,
-    "sustained": Sustained,
-    "measured": Measured,
-}
-_MAY_BE_NULL = {"network", "nic", "crossing", "sustained", "measured"}
-_KINDS = {Drive: ("ssd", "hdd", "tmpfs", "network", "unknown"), Device: ("cuda", "cpu")}
-_LISTS: dict[str, type] = {"drives": Drive, "between": Between}
-_WHOLE = {"cores", "memory", "lockable", "free", "room", "node", "nodes", "ranks", "after", "weight", "directories"}
 _MAY_BE_ZERO = {"latency", "overhead", "interpreter", "dispatch", "free", "lockable", "node", "contention", "load"}
-_MOST = {
-    "load": 1e6,
-    "latency": 1e6,
-    "overhead": 1e6,
-    "interpreter": 1e6,
-    "dispatch": 1e6,
-    "contention": 1e6,
-    "weight": HEAVIEST,
+_MOST = dict.fromkeys(("load", "latency", "overhead", "interpreter", "dispatch", "contention"), 1e6) | {
+    "weight": HEAVIEST
 }
 _MOST_OF_OTHERS = 1e21
 """No machine is near these limits, and what is within them neither overflows nor takes for ever to simulate."""
@@ -317,14 +337,11 @@ _MOST_OF_OTHERS = 1e21
 def _build(kind: type, data: Any, where: str, at: str) -> Any:
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: {at or 'the profile'} must be an object with keys, not {_shown(data)}")
-    known = {f.name: f for f in fields(kind) if f.name not in _NOT_KEPT}
+    known = {name: hint for name, hint in get_type_hints(kind).items() if name not in _NOT_KEPT}
     prefix = f"{at}." if at else ""
     if unknown := sorted(data.keys() - known.keys()):
         raise ConfigError(f"{where}: unknown key {prefix}{unknown[0]}. Known: {', '.join(known)}")
-    values = {}
-    for name in known:
-        if name in data:
-            values[name] = _value(kind, name, data[name], where, f"{prefix}{name}")
+    values = {name: _value(known[name], name, data[name], where, f"{prefix}{name}") for name in known if name in data}
     try:
         return kind(**values)
     except TypeError:
@@ -332,36 +349,36 @@ def _build(kind: type, data: Any, where: str, at: str) -> Any:
         raise ConfigError(f"{where}: key {prefix}{needed[0]} is missing") from None
 
 
-def _value(kind: type, name: str, value: Any, where: str, at: str) -> Any:
-    if name in _PARTS:
-        return None if value is None and name in _MAY_BE_NULL else _build(_PARTS[name], value, where, at)
-    if name in _LISTS:
-        return tuple(_build(_LISTS[name], one, where, f"{at}[{i}]") for i, one in enumerate(_list(value, where, at)))
-    if name == "other_bits":
-        if value is None and kind is Device:
-            return None
-        return tuple(str(item) for item in _list(value, where, at))
-    if name == "warnings":
-        return tuple(str(item) for item in _list(value, where, at))
-    if name in ("flops", "peak", "optimizer", "contention"):
+def _value(hint: Any, name: str, value: Any, where: str, at: str) -> Any:
+    """A value of a field called ``name`` with this type."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return None
+    kind, within = kinds[0], get_args(kinds[0])
+    if is_dataclass(kind):
+        return _build(cast(type, kind), value, where, at)
+    if get_origin(kind) is tuple:
+        items = _list(value, where, at)
+        if within[0] is str:
+            return tuple(map(str, items))
+        return tuple(_build(within[0], item, where, f"{at}[{i}]") for i, item in enumerate(items))
+    if get_origin(kind) is Mapping:
         if not isinstance(value, dict) or (name == "flops" and not value):
             raise ConfigError(f"{where}: {at} must be an object of numbers, not {_shown(value)}")
         if name == "contention" and (wrong := [key for key in value if not _is_pair(key)]):
             raise ConfigError(f"{where}: {at}.{wrong[0]}: a pair of lanes is written 'cpu+read'")
         return {key: _number(v, where, f"{at}.{key}", name) for key, v in value.items()}
+    if get_origin(kind) is Literal:
+        if value not in within:
+            raise ConfigError(f"{where}: {at}={_shown(value)} is not {' or '.join(within)}")
+        return value
     if name == "at":
         return _time(value, where, at)
-    if value is None and (name in ("tbw", "node", "room", "weight", "mount") or (name == "copy" and kind is Device)):
-        return None
-    if name in ("name", "path", "source", "mount"):
-        if not isinstance(value, str):
-            raise ConfigError(f"{where}: {at}={_shown(value)} is not a text")
-        return value
-    if name == "kind":
-        if value not in _KINDS[kind]:
-            raise ConfigError(f"{where}: {at}={_shown(value)} is not {' or '.join(_KINDS[kind])}")
-        return value
-    return _number(value, where, at, name)
+    if kind is not str:
+        return _number(value, where, at, name, whole=kind is int)
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: {at}={_shown(value)} is not a text")
+    return value
 
 
 def _time(value: Any, where: str, at: str) -> str:
@@ -384,8 +401,8 @@ def _list(value: Any, where: str, at: str) -> list[Any]:
     return value
 
 
-def _number(value: Any, where: str, at: str, name: str) -> float:
-    """A number in the range of a key called ``name``; a whole one is an int."""
+def _number(value: Any, where: str, at: str, name: str, *, whole: bool = False) -> float:
+    """A number in the range of a key called ``name``."""
     shown, most = _shown(value), _MOST.get(name, _MOST_OF_OTHERS)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == math.inf:
         raise ConfigError(f"{where}: {at}={shown} is not a number")
@@ -394,9 +411,9 @@ def _number(value: Any, where: str, at: str, name: str) -> float:
         raise ConfigError(f"{where}: {at}={shown} must be {'at least' if zero else 'more than'} 0: measure it anew")
     if value > most or (value < 1 and not zero):
         raise ConfigError(f"{where}: {at}={shown} must be from {0 if zero else 1} to {most:g}: measure it anew")
-    if name in _WHOLE and value != int(value):
+    if whole and value != int(value):
         raise ConfigError(f"{where}: {at}={shown} must be a whole number")
-    return int(value) if name in _WHOLE else float(value)
+    return int(value) if whole else float(value)
 
 
 def _shown(value: Any) -> str:

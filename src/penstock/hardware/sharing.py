@@ -33,12 +33,9 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.hardware.drives import part_of, spread, stripe_weights, striped_room, together
-from penstock.hardware.machine import Between, Collectives, Device, Drive, Host, Machine, Network
+from penstock.hardware.machine import Between, Collectives, Device, Drive, Host, Machine, Network, at_pace
 from penstock.hardware.profiles import file_system
 from penstock.schedule.mesh import is_branch
-
-_LINK = ("grad_bf16", "grad_fp32", "weights_bf16", "weights_fp32")
-_STEPS = ("step", "step_grad_bf16", "step_grad_rounded", "step_no_copy")
 
 
 def knows_ranks(machine: Machine, ranks: int, hosts: int = 1, copies: int = 1) -> bool:
@@ -96,17 +93,13 @@ def _of_host(machine: Machine, ranks: int, threads: int | None) -> Machine:
     part = min(1 / ranks, threads / cores)
     device = machine.device
     link = _reached(machine, ranks, max(device.h2d, device.d2h)) if device.kind == "cpu" else 1.0
-    crossing = machine.crossing
-    if crossing is not None:
-        factors = dict.fromkeys(_LINK, link) | dict.fromkeys(_STEPS, part)
-        crossing = replace(crossing, **{name: getattr(crossing, name) * by for name, by in factors.items()})
     found = within_host(machine, ranks)
     return replace(
         machine,
         host=_host(machine.host, ranks, part),
         device=_device(machine, ranks, part, link),
         drives=_slowest([drives_of(machine.drives, rank, ranks) for rank in range(ranks)]),
-        crossing=crossing,
+        crossing=machine.crossing and machine.crossing.at(down=link, up=link, steps=part),
         contention={**machine.contention, **(found.contention if isinstance(found, Between) else {})},
     )
 
@@ -234,12 +227,11 @@ def _reached(machine: Machine, copiers: int, alone: float) -> float:
 
 def _host(host: Host, ranks: int, part: float) -> Host:
     return replace(
-        host,
+        at_pace(host, optimizer=part),
         cores=max(1, host.cores // ranks),
         memory=host.memory // ranks,
         lockable=host.lockable // ranks,
         copy=host.copy / ranks,
-        optimizer={name: rate * part for name, rate in host.optimizer.items()},
     )
 
 
@@ -249,15 +241,9 @@ def _device(machine: Machine, ranks: int, part: float, link: float) -> Device:
         return device
     both = _reached(machine, 2 * ranks, max(device.h2d_both, device.d2h_both))
     return replace(
-        device,
+        at_pace(device, flops=part, optimizer=part, h2d=link, d2h=link, h2d_both=both, d2h_both=both),
         memory=device.memory // ranks,
-        flops={name: rate * part for name, rate in device.flops.items()},
         copy=None if device.copy is None else device.copy / ranks,
-        h2d=device.h2d * link,
-        d2h=device.d2h * link,
-        h2d_both=device.h2d_both * both,
-        d2h_both=device.d2h_both * both,
-        optimizer={name: rate * part for name, rate in device.optimizer.items()},
     )
 
 

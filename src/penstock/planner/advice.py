@@ -8,20 +8,19 @@ it fit is found by bisection.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from penstock.config import TIERS, Family, Tier, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.crossing import with_faster_link
 from penstock.hardware.drives import count_of
-from penstock.hardware.machine import Drive
+from penstock.hardware.machine import Drive, at_pace
 from penstock.planner.batches import MOST_MICRO_BATCHES
 from penstock.planner.endurance import EnduranceError
 from penstock.planner.question import Question
-from penstock.planner.search import Choice, estimate, estimate_lasting, fits, hopeless, search, smallest_programs
+from penstock.planner.search import Choice, estimate, estimate_lasting, fits, hopeless, search
 from penstock.planner.task import Task
 
 WORTH_SAYING = 1.02
@@ -32,7 +31,6 @@ _SIMULATED, _OPS = 3, 8_000
 _MORE_HOST, _MORE_DEVICE = 32 << 30, 16 << 30
 _MOST = 1 << 52
 """bytes beyond which a tier is no answer"""
-_STEPS = 16
 _DOUBLED, _DRIVES = 7, 8
 """Doublings of host memory, and multiples of the drives, that are tried to see whether the drives last then."""
 _KINDS = ("weights", "state", "gradients", "activations")
@@ -116,10 +114,9 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
         yield from variant(words, machine=drives, disk_free=2 * task.disk_free)
     if machine.device.kind == "cuda":
         yield from variant("a link between host and device twice as fast", machine=with_faster_link(machine, 2.0))
-    copy = machine.device.copy
-    device = replace(machine.device, flops=_twice(machine.device.flops), copy=None if copy is None else 2 * copy)
+    device = at_pace(machine.device, flops=2.0, copy=2.0)
     yield from variant("a device that computes twice as fast", machine=replace(machine, device=device))
-    host = replace(machine.host, optimizer=_twice(machine.host.optimizer))
+    host = at_pace(machine.host, optimizer=2.0)
     words = "an optimizer on the host twice as fast (more cores, faster memory)"
     yield from variant(words, machine=replace(machine, host=host))
     more_m = min(max(count + 1, count * 3 // 2), MOST_MICRO_BATCHES)
@@ -167,24 +164,18 @@ def _more(now: int, step: int) -> int:
     return step if now >= step else now
 
 
-def _twice(rates: Mapping[str, float]) -> dict[str, float]:
-    return {name: 2 * rate for name, rate in rates.items()}
-
-
 # ---- what does not fit
 
 
 def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetError | None) -> BudgetError:
     """The error for what does not fit: each tier's smallest growth that makes it fit, the smallest one first."""
     growth: list[tuple[int, str]] = []
-    question = task.question(micro_batch_size, micro_batches)
-    if (never := hopeless(question)) is not None:
+    if (never := hopeless(task.question(micro_batch_size, micro_batches))) is not None:
         return BudgetError(f"{_cut(task, micro_batch_size, micro_batches)} cannot be planned: {never}")
     for tier in _tiers(task):
-        given = _given(task, tier)
-        needed = _verified(task, micro_batch_size, micro_batches, tier, smallest(question, tier))
-        if needed is not None and needed > given:
-            more = round_up(needed - given)
+        needed = _least(task, micro_batch_size, micro_batches, tier)
+        if needed is not None and needed > task.given[tier]:
+            more = round_up(needed - task.given[tier])
             growth.append((more, f"{format_size(more)} more {tier} ({format_size(needed)} in all)"))
     if not growth:
         words = " More of one tier alone does not help."
@@ -206,10 +197,10 @@ def _both(task: Task, size: int, count: int) -> str | None:
     any of the host, and the least of the host beside that. None: there is none."""
     grown, words = _with(task, "host", _MOST), list[str]()
     for tier in ("device", "host"):
-        needed = _verified(grown, size, count, tier, smallest(grown.question(size, count), tier))
+        needed = _least(grown, size, count, tier)
         if needed is None:
             return None
-        if (more := needed - _given(task, tier)) > 0:
+        if (more := needed - task.given[tier]) > 0:
             words.append(f"{format_size(round_up(more))} more {tier} ({format_size(needed)} in all)")
         grown = _with(task, "device", needed)
     return " and ".join(words)
@@ -265,24 +256,19 @@ def _doubled(count: int, most: int) -> Iterator[int]:
         yield count
 
 
-def _verified(task: Task, size: int, count: int, tier: Tier, needed: int | None) -> int | None:
-    """A size of a tier as it is printed, not below ``needed``, with which the search does find something, to one part
-    in 64. What phases outside of steps take, which the linear program does not know, may be several times as much."""
-    if needed is None:
-        return None
+def _least(task: Task, size: int, count: int, tier: Tier) -> int | None:
+    """The least size of a tier with which the search finds something, no less than there is: as it is printed, to one
+    part in 128. None: none does."""
 
     def enough(nbytes: int) -> bool:
         return fits(_with(task, tier, nbytes).question(size, count))
 
-    low = high = round_up(needed)
-    step = max(high // 64, 1)
-    for _ in range(_STEPS):
-        if enough(high):
-            break
-        low, high, step = high, round_up(high + step), 2 * step
-    else:
+    if not enough(_MOST):
         return None
-    while high - low > low // 64 and (middle := round_up((low + high) // 2)) < high:
+    low = high = round_up(max(task.given[tier], 1 << 20))
+    while not enough(high):
+        low, high = high, round_up(4 * high)
+    while high - low > low // 128 and (middle := round_up((low + high) // 2)) < high:
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
 
@@ -301,8 +287,8 @@ def round_up(nbytes: int) -> int:
 def _with(task: Task, tier: Tier, nbytes: int) -> Task:
     if tier == "disk":
         return replace(task, disk_free=nbytes)
-    device, host = (nbytes if tier == name else _given(task, name) for name in TIERS[:2])
-    return replace(task, budget=replace(task.budget, device=device, host=host))
+    grown: dict[str, Any] = {tier: nbytes}
+    return replace(task, budget=replace(task.budget, **grown))
 
 
 def _fits_on_disk(task: Task, size: int, count: int) -> bool:
@@ -326,7 +312,7 @@ def _tiers(task: Task) -> tuple[Tier, ...]:
 
 
 def _does_not_fit(task: Task, size: int, count: int) -> str:
-    given = ", ".join(f"{format_size(_given(task, tier))} of {tier}" for tier in _tiers(task))
+    given = ", ".join(f"{format_size(task.given[tier])} of {tier}" for tier in _tiers(task))
     question = task.question(size, count)
     large = fits(replace(question, most_ops=None))
     but = f" with a schedule of at most {question.most_ops:,} ops, and larger ones are not planned" if large else ""
@@ -336,42 +322,3 @@ def _does_not_fit(task: Task, size: int, count: int) -> str:
 def _cut(task: Task, size: int, count: int) -> str:
     cut = f"{count} micro-batches" if count > 1 else "one micro-batch"
     return f"{task.shape.name} with {cut} of {size} x {task.sequence_length} tokens"
-
-
-def _given(task: Task, tier: Tier) -> int:
-    return {"device": task.budget.device_bytes, "host": task.budget.host_bytes, "disk": task.disk_free}[tier]
-
-
-def smallest(question: Question, tier: Tier) -> int | None:
-    """The smallest size of a tier with which something fits, to one part in 256 upwards; None if none does."""
-    programs = smallest_programs(question)
-    if not programs:
-        return None
-    index = TIERS.index(tier)
-
-    def enough(nbytes: int, *, integer: bool = False) -> bool:
-        for lp in programs:
-            lp.budget[index] = nbytes
-            for tiers in product(lp.activation_tiers, lp.gradient_tiers):
-                if lp.solve(*tiers, integer=integer) is not None:
-                    return True
-        return False
-
-    size = _bisect(enough, max(int(programs[0].budget[index]), 1 << 20))
-    for _ in range(_STEPS):  # shares fit in a little less than whole groups
-        if size is None or enough(size, integer=True):
-            return size
-        size += size // 256
-    return size
-
-
-def _bisect(fits: Callable[[int], bool], low: int) -> int | None:
-    if not fits(_MOST):
-        return None
-    high = low
-    while not fits(high):
-        low, high = high, 2 * high
-    while high - low > high // 256:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high

@@ -70,12 +70,13 @@ def alternatives(choice: Choice) -> Alternatives:
         disk_bytes=round((1 + choice.repeats) * (moved["read"] + moved["write"]) + back),
         simulated=True,
     )
-    others = [found for other in _forced(request) if other.mode != own and (found := _cost(choice, other)) is not None]
+    modes = [mode for mode in _modes(request) if mode != own]
+    others = [found for mode in modes if (found := _cost(choice, mode, _pinned(request, mode))) is not None]
     undelayed = gain = None
     if settings.delay:
-        undelayed = _cost(choice, _Forced(mode=own, request=replace(_pinned(request, own), delay=0.0)))
+        undelayed = _cost(choice, own, replace(_pinned(request, own), delay=0.0))
     if undelayed is not None:
-        gain = undelayed.seconds / (chosen.seconds if undelayed.simulated else choice.estimate)
+        gain = undelayed.seconds / (chosen.seconds if undelayed.simulated else choice.proposal.estimate)
     others.sort(key=lambda costs: costs.seconds)
     return Alternatives(chosen=chosen, others=tuple(others), undelayed=undelayed, gain_of_delay=gain)
 
@@ -89,47 +90,38 @@ def update_mode_of(request: Request, settings: Settings) -> UpdateMode:
     return "wait, gradients on disk" if settings.place.gradients == "disk" else "wait, gradients in host memory"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Forced:
-    """An update mode, and the request that forces it."""
-
-    mode: UpdateMode
-    request: Request
-
-
-def _forced(request: Request) -> Iterator[_Forced]:
-    if not request.wait:
-        return
-    names: list[UpdateMode] = ["speculate"] * request.may_speculate
-    if request.budget.gradients != "disk":
-        names.append("wait, gradients in host memory")
-    if request.budget.gradients != "host" and request.bottom == "disk":
-        names.append("wait, gradients on disk")
-    for mode in names:
-        yield _Forced(mode=mode, request=_pinned(request, mode))
+def _modes(request: Request) -> Iterator[UpdateMode]:
+    """The update modes that a request may have, where the numbers need the norm."""
+    if request.may_speculate:
+        yield "speculate"
+    if request.wait and request.budget.gradients != "disk":
+        yield "wait, gradients in host memory"
+    if request.wait and request.budget.gradients != "host" and request.bottom == "disk":
+        yield "wait, gradients on disk"
 
 
 def _pinned(request: Request, mode: UpdateMode) -> Request:
+    """The request that forces an update mode."""
     if mode in ("speculate", "no norm needed"):
         return replace(request, speculate=mode == "speculate")
     tier: Literal["host", "disk"] = "disk" if mode == "wait, gradients on disk" else "host"
     return replace(request, speculate=False, budget=replace(request.budget, gradients=tier))
 
 
-def _cost(choice: Choice, other: _Forced) -> ModeCosts | None:
+def _cost(choice: Choice, mode: UpdateMode, request: Request) -> ModeCosts | None:
     """The costs of a mode; None if it does not fit, or turns out to be another mode (nothing is left to speculate)."""
-    question = replace(choice.question, request=other.request, families=(other.request.family,))
+    question = replace(choice.question, request=request, families=(request.family,))
     simulated = len(choice.plan.schedule.ops) <= SMALL
     found = _searched(question) if simulated else _estimated(question, choice.plan.settings)
-    if found is None or update_mode_of(other.request, found[0]) != other.mode:
+    if found is None or update_mode_of(request, found[0]) != mode:
         return None
     settings, seconds, back = found
-    lanes = by_lane(PhaseCosts(other.request, settings, _BYTES).of(settings.place))
+    lanes = by_lane(PhaseCosts(request, settings, _BYTES).of(settings.place))
     return ModeCosts(
-        mode=other.mode,
+        mode=mode,
         delay=settings.delay,
         seconds=seconds,
-        held_bytes=_held_bytes(other.request, settings),
+        held_bytes=_held_bytes(request, settings),
         disk_bytes=round((1 + question.repeated(settings)) * (lanes["read"] + lanes["write"]) + back),
         simulated=simulated,
     )

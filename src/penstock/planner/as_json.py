@@ -45,11 +45,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             lane: {"bytes": x.nbytes, "work_seconds": x.work, "busy_seconds": x.busy} for lane, x in f.lanes.items()
         },
         "memory": {
-            "budget": {
-                "device": task.budget.device_bytes,
-                "host": task.budget.host_bytes,
-                "disk": task.disk_free,
-            },
+            "budget": dict(task.given),
             **{phase: dict(sizes) for phase, sizes in f.memory.items()},
             "simulated_peak": dict(f.simulated_peak),
         },
@@ -79,7 +75,7 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
         "advice": [asdict(one) for one in report.advice],
         "notes": list(report.notes),
         "search": {
-            "estimate_seconds": f.choice.estimate,
+            "estimate_seconds": f.choice.proposal.estimate,
             "considered": f.choice.considered,
             "simulated": f.choice.simulated,
         },

@@ -1,12 +1,12 @@
 """``penstock.plan(...)``: the best way to run a model on a machine, and what to expect of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Budget, StepConfig, Tier, fields_of, format_size, parse_size
+from penstock.config import Budget, StepConfig, fields_of, format_size, parse_size
 from penstock.config.meanings import model_and
 from penstock.config.optimizer import NS_STEPS, Orthogonal, moment_count
 from penstock.config.quantities import parse_count
@@ -21,14 +21,13 @@ from penstock.planner.arguments import PlanArguments, PlanSettings, check_drives
 from penstock.planner.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
 from penstock.planner.durability import Weighed, settled, undecided, weigh
 from penstock.planner.endurance import EnduranceError
-from penstock.planner.forecast import Forecast, forecast
+from penstock.planner.forecast import Forecast, WholeRun
 from penstock.planner.longest import Longest, longest
 from penstock.planner.plan import Plan
 from penstock.planner.question import FAMILIES
 from penstock.planner.roofline import Roofline, roofline
 from penstock.planner.search import Choice, fits, search
 from penstock.planner.task import Task, own_budget
-from penstock.planner.whole_run import WholeRun, steps_for, whole_run
 from penstock.shape.huggingface import model_shape
 from penstock.shape.model import ModelShape
 
@@ -58,7 +57,7 @@ class PlanReport:
 
     @property
     def run(self) -> WholeRun | None:
-        return None if self.steps is None else whole_run(self.forecast, self.steps)
+        return None if self.steps is None else self.forecast.whole_run(self.steps)
 
     @cached_property
     def curve(self) -> tuple[Point, ...]:
@@ -72,7 +71,7 @@ class PlanReport:
     def roofline(self) -> Roofline:
         f = self.forecast
         plan = f.choice.plan
-        tokens = f.task.profile(f.micro_batch_size).tokens
+        tokens = f.profile.tokens
         most = roofline(f.choice.question, tokens, 1.0 if f.choice.request.most_graphs else 0.0)
         found = roofline(f.choice.question, tokens, plan.graphs_kept / max(plan.calls, 1))
         return replace(found, compute_tokens_per_second=most.compute_tokens_per_second)  # other batches may keep more
@@ -138,7 +137,7 @@ def plan(model: str | Path | Mapping[str, Any] | ModelShape, asked: PlanArgument
     found = report(task, batch=asked.batch, split=asked.split)
     if asked.tokens is None:
         return found
-    return replace(found, steps=steps_for(found.forecast, parse_count("tokens", asked.tokens)))
+    return replace(found, steps=found.forecast.steps_for(parse_count("tokens", asked.tokens)))
 
 
 def task_for(
@@ -146,7 +145,7 @@ def task_for(
 ) -> Task:
     """The task of a model on a machine, of which no step is planned yet; raises as ``plan``."""
     return Task(
-        shape=_shape_of(model, machine),
+        shape=model_shape(model, kind=machine.device.kind) if isinstance(model, str | Path | Mapping) else model,
         machine=machine,
         budget=budget,
         sequence_length=asked.sequence_length,
@@ -196,21 +195,26 @@ def measured(paths: tuple[Path, ...], *, kind: DeviceKind | None = None) -> Mach
     return found
 
 
-def _shape_of(model: str | Path | Mapping[str, Any] | ModelShape, machine: Machine) -> ModelShape:
-    if isinstance(model, str | Path | Mapping):
-        return model_shape(model, kind=machine.device.kind)
-    return model
-
-
 def report(task: Task, *, batch: int | None = None, split: tuple[int, int] | None = None) -> PlanReport:
     """Plan a task. ``batch``: sequences; ``split``: (sequences in a micro-batch, micro-batches), instead of ``batch``.
 
     Raises:
         BudgetError: it does not fit; says the smallest change that makes it fit.
     """
-    task, choice, size, weighed = _settled(task, batch, split)
-    found = forecast(task, choice, size)
+    try:
+        task, choice, size, weighed = _settled(task, batch, split)
+    except _NoPlanError as refused:
+        raise refused.error() from None
+    found = Forecast(task=task, choice=choice, micro_batch_size=size)
     return PlanReport(forecast=found, notes=(*_notes(task), *_beyond(found)), weighed=weighed)
+
+
+class _NoPlanError(Exception):
+    """Nothing fits, or lasts. ``error``: makes the error that says what would help, which takes a while to find out."""
+
+    def __init__(self, error: Callable[[], BudgetError]) -> None:
+        super().__init__()
+        self.error = error
 
 
 def _settled(task: Task, batch: int | None, split: tuple[int, int] | None) -> tuple[Task, Choice, int, Weighed | None]:
@@ -227,12 +231,12 @@ def _settled(task: Task, batch: int | None, split: tuple[int, int] | None) -> tu
     named = settled(task, "step")
     try:
         choice, size = _found(named, batch, split)
-    except BudgetError as error:
+    except _NoPlanError as first:
         named = settled(task, "interval")
         try:
             choice, size = _found(named, batch, split)
-        except BudgetError:
-            raise error from None
+        except _NoPlanError:
+            raise first from None
     weighed = weigh(task, size, choice.request.micro_batches)
     if weighed.default == "interval" and named.budget.durability == "step":
         named = settled(task, "interval")
@@ -250,27 +254,27 @@ def _found(task: Task, batch: int | None, split: tuple[int, int] | None) -> tupl
     try:
         return search(task.question(*split)), split[0]
     except EnduranceError as error:
-        raise worn_out(task, *split, error) from None
+        raise _NoPlanError(partial(worn_out, task, *split, error)) from None
     except BudgetError as error:
-        raise refusal(task, *split, error) from None
+        raise _NoPlanError(partial(refusal, task, *split, error)) from None
 
 
 def _chosen(task: Task, batch: int | None) -> tuple[Choice, Split]:
     """``choose`` for a batch; None: for the saturating one, or half of it and so on, where no whole groups fit."""
-    refusal: BudgetError | None = None
+    refused: _NoPlanError | None = None
     try:
         tried = [batch] if batch is not None else [first := saturating(task), *_halves(first)]
     except BudgetError as error:
-        raise refused_batch(task, 1, error) from None
+        raise _NoPlanError(partial(refused_batch, task, 1, error)) from None
     for sequences in tried:
         try:
             return choose(task, sequences)
         except BudgetError as error:
-            refusal = refusal or refused_batch(task, sequences, error)
+            refused = refused or _NoPlanError(partial(refused_batch, task, sequences, error))
             if isinstance(error, EnduranceError):  # a smaller batch writes no less in a step that is shorter
                 break
-    assert refusal is not None
-    raise refusal
+    assert refused is not None
+    raise refused
 
 
 def refused_batch(task: Task, batch: int, why: BudgetError) -> BudgetError:
@@ -301,8 +305,7 @@ def _beyond(found: Forecast) -> Iterator[str]:
     the budget that training keeps to."""
     if found.beyond_machine is not None:
         yield f"it does not fit into the machine: {found.beyond_machine}"
-    given: dict[Tier, int] = {"device": found.task.budget.device_bytes, "host": found.task.budget.host_bytes}
-    for tier, size in given.items():
+    for tier, size in found.task.budget.memory.items():
         for phase, sizes in found.memory.items():
             if sizes[tier] > size:
                 yield f"{phase} takes {format_size(sizes[tier] - size)} of {tier} memory beyond the budget"
@@ -312,11 +315,8 @@ def _notes(task: Task) -> tuple[str, ...]:
     """Sentences that a user should know before trusting the numbers."""
     machine, budget = task.machine, task.budget
     notes = list(machine.warnings)
-    for tier, given, there in (
-        ("device", budget.device_bytes, machine.device.memory),
-        ("host", budget.host_bytes, machine.host.memory),
-    ):
-        if given > there:
+    for tier, there in machine.memory.items():
+        if (given := budget.memory[tier]) > there:
             notes.append(f"budget.{tier} is {format_size(given)}, but the machine has {format_size(there)}")
     if machine.device.kind == "cuda" and budget.host_bytes > machine.host.lockable:
         notes.append(

@@ -1,14 +1,15 @@
 """The number of sequences that a step should have, and their cut into micro-batches; vertical against horizontal."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config import Family
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.endurance import EnduranceError
+from penstock.planner.proposals import EQUAL
 from penstock.planner.question import FAMILIES
-from penstock.planner.search import Choice, estimate, estimate_lasting, search
+from penstock.planner.search import GOOD_ENOUGH, Choice, estimate, estimate_lasting, search
 from penstock.planner.task import MOST_OPS, Task
 
 _LARGEST_BATCH = 4096
@@ -18,10 +19,8 @@ _MICRO_BATCHES = 256
 """A batch is cut into no more than so many: more make schedules too large to be worth a simulation."""
 MOST_MICRO_BATCHES = 1024
 """Above so many even those that are asked for are refused: a plan for them takes too long."""
-_EQUAL = 1.005
 _A_FEW = 4
 _TRIED = 2
-_GOOD_ENOUGH = 1.01
 _WORTH = 1.03
 _SAMPLES = (64, 8, 1)
 """batches that the size of a micro-batch is tried with"""
@@ -50,20 +49,15 @@ def splits(task: Task, batch: int) -> list[Split]:
 
     Of equal ones the largest micro-batches, which have the fewest ops, that leave a few to overlap with each other.
     """
-    found = list(_splits(task, batch))
-    least = min((split.seconds for split in found), default=0.0)
-    return sorted(found, key=lambda s: (s.seconds > least * _EQUAL, s.micro_batches < _A_FEW, -s.micro_batch_size))
-
-
-def _splits(task: Task, batch: int) -> Iterator[Split]:
-    fits = False
+    found: list[Split] = []
     for size, count in cuts(batch):
         seconds = estimate(task.question(size, count), task.families[0])
-        if seconds is None and fits:  # larger ones hold more at once, and have no more ops
-            return
         if seconds is not None:
-            fits = True
-            yield Split(micro_batch_size=size, micro_batches=count, seconds=seconds)
+            found.append(Split(micro_batch_size=size, micro_batches=count, seconds=seconds))
+        elif found:  # larger ones hold more at once, and have no more ops
+            break
+    least = min((split.seconds for split in found), default=0.0)
+    return sorted(found, key=lambda s: (s.seconds > least * EQUAL, s.micro_batches < _A_FEW, -s.micro_batch_size))
 
 
 def cuts(batch: int) -> list[tuple[int, int]]:
@@ -103,7 +97,7 @@ def choose(task: Task, batch: int, found: Sequence[Split] | None = None) -> tupl
     tried = worn = 0
     for split in found or [Split(micro_batch_size=first[0], micro_batches=first[1], seconds=0.0)]:
         if best is not None and (
-            tried == _TRIED or split.seconds > least * _EQUAL or best[0].expected_seconds <= least * _GOOD_ENOUGH
+            tried == _TRIED or split.seconds > least * EQUAL or best[0].expected_seconds <= least * GOOD_ENOUGH
         ):
             break
         try:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection
 
 from penstock.config import GradDtype
-from penstock.errors import ConfigError
 from penstock.hardware.crossing import compact_pace, crossing_of, step_rate
 from penstock.hardware.drives import Together, together
 from penstock.hardware.machine import Collectives, Machine, Network
@@ -75,12 +74,7 @@ def machine_costs(
         ConfigError: the machine has no rate for this optimizer.
     """
     touched = form.step_bytes_each()
-    if optimizer not in machine.host.optimizer:
-        known = ", ".join(sorted(machine.host.optimizer)) or "none"
-        raise ConfigError(
-            f"the profile of {machine.name} has no optimizer rate {optimizer}, only {known}: measure it "
-            "with penstock doctor"
-        )
+    host = machine.host_rate(optimizer) * touched
     pace, on_device = (
         compact_pace(rates, optimizer, form.form) for rates in (machine.host.optimizer, machine.device.optimizer)
     )
@@ -89,7 +83,6 @@ def machine_costs(
     if narrow:
         steps[True] = step_rate(machine, optimizer, "bf16") * pace * form.step_bytes_each(BF16)
         rounded_down = BF16 * crossing_of(machine).grad_bf16
-    host = machine.host.optimizer[optimizer] * touched
     device = machine.device.optimizer.get(optimizer, 0.0) * on_device or host / touched
     disk = together(machine.drives) if machine.drives else None
     piece = 0 if machine.device.kind == "cpu" else message_piece(program)

@@ -283,8 +283,7 @@ def _choices(first: Request) -> Iterable[tuple[bool | None, float | None]]:
     if first.train:
         if first.early is None and first.may_speculate:
             speculates = [None, False]
-        may_delay = first.family == "vertical" and not (first.bottom == "disk" and first.budget.slots == 1)
-        if first.delay is None and may_delay:
+        if first.delay is None and first.may_delay:
             delays = list(DELAYS)
     return product(speculates, delays)
 

@@ -5,12 +5,11 @@ more.
 Weighed by the linear program, so that ``penstock plan`` and ``penstock train`` come to the same answer in no time.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 from penstock.config import Budget, Durability
 from penstock.errors import ConfigError
-from penstock.planner.commits import Commits
+from penstock.planner.endurance import Commits
 from penstock.planner.search import Choice, estimate
 from penstock.planner.task import Task
 
@@ -31,7 +30,9 @@ class Weighed:
     @property
     def default(self) -> Durability:
         """The durability of a run whose settings name none."""
-        return "interval" if self._cost(self.step, self.interval) > TOO_MUCH else "step"
+        if self.interval is None:
+            return "step"
+        return "interval" if self.step is None or self.step / self.interval - 1 > TOO_MUCH else "step"
 
     def gain(self, durability: Durability) -> tuple[float, float] | None:
         """The gain of giving ``durability`` up altogether: seconds a step, and their share of it. None: unknown."""
@@ -39,12 +40,6 @@ class Weighed:
         if now is None or self.none is None or durability == "none":
             return None
         return max(now - self.none, 0.0), max(1 - self.none / now, 0.0) if now else 0.0
-
-    @staticmethod
-    def _cost(one: float | None, other: float | None) -> float:
-        if other is None:
-            return 0.0
-        return math.inf if one is None else one / other - 1
 
 
 def weigh(task: Task, micro_batch_size: int, micro_batches: int) -> Weighed:

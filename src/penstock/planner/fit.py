@@ -152,10 +152,7 @@ def _in_larger_chunks(request: Request, settings: Settings) -> Settings:
     largest = min(sum(sizes) // _OF_STEP, max(sizes) // _OF_GROUP).bit_length() - 1
     for power in range(largest, settings.chunk.bit_length() - 1, -1):
         option = replace(settings, chunk=2**power)
-        if (
-            request.peak_bytes(option, "device") <= request.budget.device_bytes
-            and request.peak_bytes(option, "host") <= request.budget.host_bytes
-        ):
+        if request.exceeded(option) is None:
             return option
     return settings
 
@@ -255,15 +252,20 @@ def _raise(request: Request, settings: Settings, tier: Tier, groups: Sequence[in
     """Move the weights of groups up to a tier, or their ``state``, in the given order, each if the step still fits."""
     limit = request.budget.device_bytes if tier == "device" else request.budget.host_bytes
     for g in groups:
-        place = settings.place
-        if state:
-            place = replace(place, state=(*place.state[:g], tier, *place.state[g + 1 :]))
-        else:
-            place = replace(place, weights=(*place.weights[:g], tier, *place.weights[g + 1 :]))
-        option = replace(settings, place=place)
+        home = (settings.place.weights[g], tier) if state else (tier, settings.place.state[g])
+        option = replace(settings, place=with_home(settings.place, g, *home))
         if request.peak_bytes(option, tier) <= limit:
             settings = option
     return settings
+
+
+def with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placement:
+    """A placement with the weights and the state of a group on these tiers."""
+    return replace(
+        place,
+        weights=(*place.weights[:g], weights, *place.weights[g + 1 :]),
+        state=(*place.state[:g], state, *place.state[g + 1 :]),
+    )
 
 
 def _last_first(program: Program) -> list[GroupSpec]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.hardware.drives import together
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import Machine, at_pace
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.references import COMPUTES
 from penstock.schedule.place import Format, Placement
@@ -194,37 +194,16 @@ def corrected(machine: Machine, factors: Mapping[str, float]) -> Machine:
     def by(lane: Lane) -> float:
         return 1.0 / factors.get(lane, 1.0)
 
-    device, host = machine.device, machine.host
     down, up, steps = by("d2h"), by("h2d"), by("cpu")
-    crossing, of_crossing = machine.crossing, {"grad": down, "weights": up, "step": steps}
-    network, across = machine.network, machine.across
+    drive = {"read": by("read"), "read_both": by("read"), "write": by("write"), "write_both": by("write")}
     return replace(
         machine,
-        drives=tuple(
-            replace(
-                drive,
-                read=drive.read * by("read"),
-                read_both=drive.read_both * by("read"),
-                write=drive.write * by("write"),
-                write_both=drive.write_both * by("write"),
-            )
-            for drive in (drive.steady for drive in machine.drives)
-        ),
-        device=replace(
-            device,
-            h2d=device.h2d * up,
-            h2d_both=device.h2d_both * up,
-            d2h=device.d2h * down,
-            d2h_both=device.d2h_both * down,
-        ),
-        host=replace(host, optimizer={name: rate * steps for name, rate in host.optimizer.items()}),
-        crossing=None
-        if crossing is None  # it is derived from the other rates
-        else replace(
-            crossing, **{name: rate * of_crossing[name.partition("_")[0]] for name, rate in vars(crossing).items()}
-        ),
-        network=None if network is None else network.at(by("net")),
-        across=None if across is None else across.at(by("nic")),
+        drives=tuple(at_pace(one.steady, **drive) for one in machine.drives),
+        device=at_pace(machine.device, h2d=up, h2d_both=up, d2h=down, d2h_both=down),
+        host=at_pace(machine.host, optimizer=steps),
+        crossing=machine.crossing and machine.crossing.at(down=down, up=up, steps=steps),  # else the other rates tell
+        network=machine.network and machine.network.at(by("net")),
+        across=machine.across and machine.across.at(by("nic")),
         contention={pair: value / _less(*_both(pair), factors) for pair, value in machine.contention.items()},
     )
 

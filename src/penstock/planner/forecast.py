@@ -1,5 +1,6 @@
 """A plan's forecast: time, bottleneck, bytes on every link, memory of every tier, life of the drives."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from penstock.planner.search import Choice
 from penstock.planner.task import Task
 from penstock.schedule.ir.lanes import STREAM_LANES, Lane
 from penstock.schedule.place import Depths
+from penstock.shape.model import ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +44,46 @@ class Wear:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WholeRun:
+    """The time and the writes of a whole run. ``written``: bytes on the drives of a rank, repeated steps and commits of
+    state in memory counted, snapshots not. ``life``: the share of what they are rated for; None: nobody says what that
+    is."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    written: float
+    life: float | None
+
+    @property
+    def days(self) -> float:
+        return self.seconds / DAY
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forecast:
     """A chosen plan and what follows from it. Seconds, bytes, tokens per second.
 
-    ``micro_batch_size``: sequences in a micro-batch; ``tokens``: of a step, of all ranks. What is said of lanes, memory
-    and disk is of one rank.
+    ``micro_batch_size``: sequences in a micro-batch. What is said of lanes, memory and disk is of one rank.
     """
 
     task: Task
     choice: Choice
     micro_batch_size: int
-    tokens: int
-    parameters: int
+
+    @property
+    def profile(self) -> ModelProfile:
+        """Of the model, in such micro-batches."""
+        return self.task.profile(self.micro_batch_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, of all ranks."""
+        return self.task.size * self.profile.tokens * self.micro_batches
+
+    @property
+    def parameters(self) -> int:
+        return self.profile.parameters
 
     @property
     def micro_batches(self) -> int:
@@ -112,7 +142,7 @@ class Forecast:
     def model_flops(self) -> float:
         """FLOP/s of the model, of all ranks, counted as a run counts them: op by op, none of what is computed a second
         time. Of experts those that a token goes to, and none of an embedding, which is looked up."""
-        flop = self.task.profile(self.micro_batch_size).model_flops * self.task.size * self.micro_batches
+        flop = self.profile.model_flops * self.task.size * self.micro_batches
         return flop / self.choice.expected_seconds
 
     @cached_property
@@ -185,8 +215,7 @@ class Forecast:
         """The phase, or the step, that takes more memory than the machine has, in words; None: none does. A processor
         computes in host memory, which has to do for both tiers."""
         machine = self.task.machine
-        rooms: tuple[Mapping[Tier, int], ...] = ({"device": machine.device.memory}, {"host": machine.host.memory})
-        why = next(filter(None, (beyond(self.memory, room) for room in rooms)), None)
+        why = next(filter(None, (beyond(self.memory, {tier: size}) for tier, size in machine.memory.items())), None)
         both = {phase: sizes["device"] + sizes["host"] for phase, sizes in self.memory.items()}
         most = max(both, key=lambda phase: both[phase])
         if why is not None or machine.device.kind != "cpu" or both[most] <= machine.device.memory:
@@ -252,14 +281,14 @@ class Forecast:
             days=days,
         )
 
+    def steps_for(self, tokens: int) -> int:
+        """Steps that train on at least so many tokens."""
+        return math.ceil(tokens / self.tokens)
 
-def forecast(task: Task, choice: Choice, micro_batch_size: int) -> Forecast:
-    """The forecast for a task with a choice of a plan, in micro-batches of so many sequences."""
-    profile = task.profile(micro_batch_size)
-    return Forecast(
-        task=task,
-        choice=choice,
-        micro_batch_size=micro_batch_size,
-        tokens=task.size * profile.tokens * choice.request.micro_batches,
-        parameters=profile.parameters,
-    )
+    def whole_run(self, steps: int) -> WholeRun:
+        """Training without a break; evaluations and the way to the first step are not counted."""
+        seconds = steps * self.choice.expected_seconds
+        written = self.written_per_day * seconds / DAY
+        rated = rated_bytes(self.task.machine.drives)
+        life = None if rated is None else written / rated
+        return WholeRun(steps=steps, tokens=steps * self.tokens, seconds=seconds, written=written, life=life)

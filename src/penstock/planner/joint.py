@@ -50,36 +50,26 @@ class Pipelined:
     @staticmethod
     def of(requests: Sequence[Request], times: Callable[[int], StageTimes]) -> "Pipelined":
         """``times``: of all stages, by rank. Nothing is computed again that need not be: what it takes at least."""
-        works = [_Work.of(request, times(rank)) for rank, request in enumerate(requests)]
-        fill = sum(work.once for work in works) - max(work.once for work in works)
-        whole, there = max(work.forward + work.backward for work in works) + fill, max(work.forward for work in works)
+        works = [_work(request, times(rank)) for rank, request in enumerate(requests)]
+        fill = sum(once for _, _, once in works) - max(once for _, _, once in works)
+        whole, there = max(f + b for f, b, _ in works) + fill, max(f for f, _, _ in works)
         if requests[0].route.takes_turns:
-            waits = tuple({"backward": whole - work.forward - work.backward} for work in works)
+            waits = tuple({"backward": whole - f - b} for f, b, _ in works)
         else:
-            waits = tuple(
-                {"forward": there - work.forward, "backward": max(whole - there - work.backward, 0.0)} for work in works
-            )
+            waits = tuple({"forward": there - f, "backward": max(whole - there - b, 0.0)} for f, b, _ in works)
         return Pipelined(seconds=whole, waits=waits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """Seconds of a rank's compute. ``backward``: with the epilogue; ``once``: of a block for one micro-batch."""
-
-    forward: float
-    backward: float
-    once: float
-
-    @staticmethod
-    def of(request: Request, times: StageTimes) -> "_Work":
-        program, count, keeps = request.program, request.micro_batches, request.most_graphs > 0
-        last = len(program.stages) - 1
-        stages = [stage for stage in program.stages[:last] if program.has(stage.index)]
-        there = [times.forward[s.index] for s in stages]
-        back = [times.kept(s.index) if keeps and s.graph is not None else times.backward[s.index] for s in stages]
-        calls = (f + b for stage, f, b in zip(stages, there, back, strict=True) if stage.kind == "call")
-        end = times.forward[last] if program.has(last) else 0.0
-        return _Work(forward=count * sum(there), backward=count * (sum(back) + end), once=max(calls, default=0.0))
+def _work(request: Request, times: StageTimes) -> tuple[float, float, float]:
+    """Seconds of a rank's compute: forward; backward, with the epilogue; of a block, both, for one micro-batch."""
+    program, count, keeps = request.program, request.micro_batches, request.most_graphs > 0
+    last = len(program.stages) - 1
+    stages = [stage for stage in program.stages[:last] if program.has(stage.index)]
+    there = [times.forward[s.index] for s in stages]
+    back = [times.kept(s.index) if keeps and s.graph is not None else times.backward[s.index] for s in stages]
+    calls = (f + b for stage, f, b in zip(stages, there, back, strict=True) if stage.kind == "call")
+    end = times.forward[last] if program.has(last) else 0.0
+    return count * sum(there), count * (sum(back) + end), max(calls, default=0.0)
 
 
 class JointSearch:
@@ -176,7 +166,7 @@ class JointSearch:
             if change is not _off_the_device:
                 one = next(proposals.again(one.settings, one.request, (one.pattern,)), before)
                 one = _off_the_device(one) if _off_the_device(before) == before else one
-            if proposals.limits.exceeded(one.request, one.settings) is None:
+            if one.request.exceeded(one.settings, proposals.q.disk_free) is None:
                 found[kind] = proposals.proposal(one.settings, one.request, one.pattern)
         return tuple(found)
 

@@ -115,6 +115,7 @@ class PlacementLP:
         None: any. ``prices``: see ``PhaseCosts``."""
         self.request = request
         self.s = settings
+        self.disk_free = disk_free
         self.most_writing = most_writing
         self.loads = PhaseCosts(request, settings, costs, prices)
         self._costs = costs
@@ -225,12 +226,8 @@ class PlacementLP:
         """Bytes that are there wherever the groups are: pools, inputs, working memory, saved activations."""
         key = (activations, gradients)
         if key not in self._bases:
-            self._bases[key] = self._base_sizes(activations, gradients)
+            self._bases[key] = self.lowest_sizes(activations, gradients) - self._at_the_bottom(gradients)
         return self._bases[key]
-
-    def _base_sizes(self, activations: Tier, gradients: Waits) -> Sizes:
-        found: Sizes = self.lowest_sizes(activations, gradients) - self._at_the_bottom(gradients)
-        return found
 
     def lowest_sizes(self, activations: Tier, gradients: Waits) -> Sizes:
         """Bytes that a step takes with every group as low as it goes."""

@@ -15,7 +15,7 @@ from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.probes import Probes
 from penstock.planner.question import Question
 from penstock.planner.request import Request
-from penstock.planner.rounding import PATTERNS, Limits, Pattern, Rounding
+from penstock.planner.rounding import PATTERNS, Pattern, Rounding
 from penstock.planner.update_mode import DELAY_STEP
 from penstock.schedule.place import Depths, Settings
 from penstock.sim.costs import Costs
@@ -70,7 +70,6 @@ class Proposals:
 
     def __init__(self, question: Question) -> None:
         self.q = question
-        self.limits = Limits.of(question.request, question.disk_free)
         self.considered = 0
         self._programs: dict[tuple[object, ...], PlacementLP] = {}
         self._probes: dict[tuple[object, ...], Probes] = {}
@@ -181,6 +180,12 @@ class Proposals:
         sizes = [] if least is None else [chunk for chunk in CHUNKS[::-1] if chunk >= least]
         return next((found for chunk in sizes if (found := self.at(request, chunk, delay))), [])
 
+    def hopeless(self) -> str | None:
+        """The reason that nothing fits whatever the sizes of tiers are, and what to do; None: their sizes decide."""
+        if self.q.unstartable is None and all(self.least_chunk(request) is None for request in self.q.requests):
+            return self.too_many_ops()
+        return self.q.unstartable
+
     def fits(self) -> bool:
         """True if the search would find anything, without a simulation."""
         if self.q.unstartable is not None:
@@ -221,8 +226,8 @@ class Proposals:
             except BudgetError as error:
                 refusal = error
                 continue
-            if self.limits.exceeded(request, settings) is not None:
-                refusal = BudgetError(_too_little_disk(request, settings, self.limits))
+            if request.exceeded(settings, self.q.disk_free) is not None:
+                refusal = BudgetError(_too_little_disk(request, settings, self.q.disk_free))
             elif self.q.most_ops is not None and self.size(request, settings) > self.q.most_ops:
                 refusal = BudgetError(self.too_many_ops())
             else:
@@ -264,7 +269,7 @@ class Proposals:
     def rounded(self, lp: PlacementLP, shares: Shares, patterns: Iterable[Pattern]) -> Iterator[Proposal]:
         """Whole groups for the tiers of saved activations and gradients that shares have, near the optimum."""
         whole = lp.solve(shares.activation_tier, shares.gradient_tier, integer=True)
-        rounding = Rounding(lp, whole or shares, self.limits)
+        rounding = Rounding(lp, whole or shares)
         for pattern in patterns:
             placed = rounding.settings(pattern)
             if placed is not None:
@@ -384,10 +389,10 @@ def _best_delays(screened: Iterable[tuple[float, float]]) -> tuple[float, ...]:
     return tuple(dict.fromkeys((middle, *others[:_OTHERS], *(delay for _, delay in by_seconds if not delay))))
 
 
-def _too_little_disk(request: Request, settings: Settings, limits: Limits) -> str:
+def _too_little_disk(request: Request, settings: Settings, free: int | None) -> str:
     needed = request.space_bytes(settings)
-    assert limits.disk is not None
+    assert free is not None
     return (
         f"{format_size(needed)} ({needed} bytes) of disk are needed for weights, state and scratch space, and "
-        f"{format_size(limits.disk)} are free. Free {format_size(needed - limits.disk)} more, or add a drive"
+        f"{format_size(free)} are free. Free {format_size(needed - free)} more, or add a drive"
     )

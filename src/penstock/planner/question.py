@@ -82,9 +82,7 @@ class Question:
         """The delay ratios to begin with: the one that is forced, or those that the family can have."""
         if request.delay is not None:
             return (request.delay,)
-        # With one slot a step that is pending leaves the store in pieces between steps, where it is whole otherwise.
-        in_place = request.bottom == "disk" and request.budget.slots == 1
-        return (0.0,) if request.order != "vertical" or in_place else self.delays
+        return self.delays if request.may_delay else (0.0,)
 
     def repeated(self, settings: Settings) -> float:
         """The share of steps with these settings that is expected to be run twice; 0 if nothing speculates."""

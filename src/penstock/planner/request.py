@@ -87,6 +87,15 @@ class Request(StreamConfig):
         fixed, (device, host) = self.fixed(settings.place), _pooled(self.route, settings, self.seat(settings))
         return device + peak_bytes((), fixed, "device"), host + peak_bytes((), fixed, "host")
 
+    def exceeded(self, settings: Settings, disk_free: int | None = None) -> Tier | None:
+        """The first tier that a step needs more of than there is. ``disk_free``: bytes of disk; None: enough."""
+        device, host = self.peaks(settings)
+        if device > self.budget.device_bytes:
+            return "device"
+        if host > self.budget.host_bytes:
+            return "host"
+        return "disk" if disk_free is not None and self.space_bytes(settings) > disk_free else None
+
     def world(self, schedule: Schedule) -> World:
         """The world to simulate for a schedule that all ranks have."""
         return streaming_seat(self.ranks, copies=self.copies, hosts=self.hosts).in_step(schedule)
@@ -109,6 +118,12 @@ class Request(StreamConfig):
     def may_speculate(self) -> bool:
         """True if anything could, if it is not forbidden."""
         return self.train and no_speculation(self.budget, wait=self.wait) is None
+
+    @property
+    def may_delay(self) -> bool:
+        """True if a step may leave a part of itself to the next one. With one slot a step that is pending leaves the
+        store in pieces between steps, where it is whole otherwise."""
+        return self.order == "vertical" and not (self.bottom == "disk" and self.budget.slots == 1)
 
     @cached_property
     def casts_on_device(self) -> bool:

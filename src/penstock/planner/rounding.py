@@ -1,13 +1,12 @@
 """From the linear program's shares to a placement of whole groups that fits: its pools are added up, not estimated."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from penstock.config import Tier
 from penstock.planner.classes import GroupClass, Home
 from penstock.planner.placement_lp import PlacementLP, Shares
-from penstock.planner.request import Request
 from penstock.schedule.place import Placement, Settings
 
 Pattern = Literal["last", "spread"]
@@ -23,36 +22,12 @@ def height(home: Home) -> tuple[int, int]:
     return _HEIGHT[home[0]] + _HEIGHT[home[1]], _HEIGHT[home[0]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The most bytes of each tier; ``disk`` None: enough."""
-
-    device: int
-    host: int
-    disk: int | None
-
-    @staticmethod
-    def of(request: Request, disk_free: int | None) -> "Limits":
-        return Limits(device=request.budget.device_bytes, host=request.budget.host_bytes, disk=disk_free)
-
-    def exceeded(self, request: Request, settings: Settings) -> Tier | None:
-        """The first tier that a step needs more of than there is."""
-        device, host = request.peaks(settings)
-        if device > self.device:
-            return "device"
-        if host > self.host:
-            return "host"
-        disk = request.space_bytes(settings)
-        return "disk" if self.disk is not None and disk > self.disk else None
-
-
 class Rounding:
     """Whole groups for one linear program's shares. ``counts[k]``: home -> number of groups of class k."""
 
-    def __init__(self, lp: PlacementLP, shares: Shares, limits: Limits) -> None:
+    def __init__(self, lp: PlacementLP, shares: Shares) -> None:
         assert shares.whole
         self.lp = lp
-        self.limits = limits
         self.activations = shares.activation_tier
         self.gradients = shares.gradient_tier
         self._graphs = int(shares.graphs + 1e-6)
@@ -84,16 +59,16 @@ class Rounding:
             together = {max(used, key=height): len(kind.members)}
             if len(used) > 1:
                 option = self._settings([*counts[:k], together, *counts[k + 1 :]], pattern)
-                if self.limits.exceeded(self.lp.request, option) is None:
+                if self._exceeded(option) is None:
                     counts[k], settled = together, option
         top = self._settings([{kind.homes[0]: len(kind.members)} for kind in self.lp.classes], pattern)
-        return top if self.limits.exceeded(self.lp.request, top) is None else settled
+        return top if self._exceeded(top) is None else settled
 
     def _lowered(self, counts: list[dict[Home, int]], pattern: Pattern) -> Settings | None:
         """Move groups down, one by one, from a tier that is too full."""
         for _ in range(sum(len(kind.members) for kind in self.lp.classes) * 4):
             settings = self._settings(counts, pattern)
-            full = self.limits.exceeded(self.lp.request, settings)
+            full = self._exceeded(settings)
             if full is None:
                 return settings
             if full == "disk" or not self._lower(counts, full):
@@ -119,7 +94,10 @@ class Rounding:
             {**found, kind.homes[-1]: found.get(kind.homes[-1], 0) + len(kind.members) - sum(found.values())}
             for kind, found in zip(self.lp.classes, counts, strict=True)
         ]
-        return self.limits.exceeded(self.lp.request, self._settings(filled, pattern)) is None
+        return self._exceeded(self._settings(filled, pattern)) is None
+
+    def _exceeded(self, settings: Settings) -> Tier | None:
+        return self.lp.request.exceeded(settings, self.lp.disk_free)
 
     def _settings(self, counts: Sequence[Mapping[Home, int]], pattern: Pattern) -> Settings:
         homes: dict[int, Home] = {}

@@ -20,15 +20,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 
 from penstock.config import Family, Tier
 from penstock.errors import BudgetError, ConfigError
 from penstock.planner.endurance import EnduranceError, worn_by
-from penstock.planner.fit import fit, fitted, with_keep
+from penstock.planner.fit import fit, fitted, with_home, with_keep
 from penstock.planner.phase_memory import beyond
-from penstock.planner.placement_lp import PlacementLP, Waits
+from penstock.planner.placement_lp import Waits
 from penstock.planner.plan import Plan
 from penstock.planner.proposals import CHUNKS, EQUAL, FIRST, Promised, Proposal, Proposals
 from penstock.planner.question import Question
@@ -55,26 +55,28 @@ _SLOWER = (1.0, 1.3, 2.0, 4.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The best plan found, and its simulation.
+    """The best plan found, what it was proposed as, and its simulation.
 
     ``considered``: settings weighed; ``simulated``: how many of them were built and simulated.
     """
 
     question: Question
-    request: Request
+    proposal: Proposal
     plan: Plan
     simulation: Simulation
-    pattern: Pattern
-    estimate: float
-    considered: int
-    simulated: int
+    considered: int = 0
+    simulated: int = 0
+
+    @property
+    def request(self) -> Request:
+        return self.proposal.request
 
     @property
     def seconds(self) -> float:
         """Simulated seconds of a step that is run once."""
         return self.simulation.time
 
-    @property
+    @cached_property
     def expected_seconds(self) -> float:
         """Seconds of a step on average: some are run twice if anything speculates."""
         return self.question.expected(self.seconds, self.plan)
@@ -124,13 +126,13 @@ def _kept(question: Question, keep: Placement) -> Plan:
     least = min(p.estimate for p in found)
     chosen = next(p for p in found if p.estimate <= least * EQUAL)
     sizes = (replace(chosen.settings, chunk=size) for size in reversed(proposals.chunk_sizes(chosen.request)))
-    fitting = [option for option in sizes if proposals.limits.exceeded(chosen.request, option) is None]
+    fitting = [option for option in sizes if chosen.request.exceeded(option, question.disk_free) is None]
     options = [*(proposals.proposal(option, chosen.request, "last") for option in fitting), chosen]
     for proposal in sorted(options, key=lambda p: p.estimate):  # the largest first of those that are equal
         candidates.consider(proposal)
     if candidates.best is None:
         return chosen.request.plan(chosen.request.roomiest(chosen.settings))
-    return candidates.best[2]
+    return candidates.best.plan
 
 
 @no_collection()
@@ -205,18 +207,7 @@ def fits(question: Question) -> bool:
 
 def hopeless(question: Question) -> str | None:
     """The reason that nothing fits whatever the sizes of tiers are, and what to do; None: their sizes decide."""
-    proposals = Proposals(question)
-    if question.unstartable is None and all(proposals.smallest(request) is None for request in question.requests):
-        return proposals.too_many_ops()
-    return question.unstartable
-
-
-def smallest_programs(question: Question) -> list[PlacementLP]:
-    """The linear programs that ask for the least memory of those that the search may use: the smallest chunks, and no
-    more buffers than a step needs. Empty: even the largest chunks make too many ops.
-    """
-    proposals = Proposals(question)
-    return [lp for request in question.requests if (lp := proposals.smallest(request)) is not None]
+    return Proposals(question).hopeless()
 
 
 class _Search:
@@ -228,15 +219,13 @@ class _Search:
         self.proposals = Proposals(question)
         self.ops = 0
         self.seen: set[tuple[Family, Settings]] = set()
-        self.best: tuple[float, Proposal, Plan, Simulation] | None = None
+        self.best: Choice | None = None
         self.delays: tuple[float, ...] = ()
         self.misplaced: str | None = None
 
     def run(self) -> Choice:
-        if self.q.unstartable is not None:
-            raise BudgetError(self.q.unstartable)
-        if all(self.proposals.least_chunk(request) is None for request in self.q.requests):
-            raise BudgetError(self.proposals.too_many_ops())
+        if (why := self.proposals.hopeless()) is not None:
+            raise BudgetError(why)
         promising = self.proposals.promising()
         self.delays = tuple(dict.fromkeys(delay for _, delays in promising for delay in delays))
         relaxed = (self.proposals.least_relaxed(request, delays) for request, delays in promising)
@@ -247,8 +236,7 @@ class _Search:
             found = [p for request, delays in promising for p in self.proposals.small(request, delays[0])]
         possible = self._first(found, possible)
         if not self._settled(possible) and not self._beaten():  # what may be best by the time that was simulated
-            best = math.inf if self.best is None else self.best[0]
-            possible = self._first(self._kept(waiting, best), possible)
+            possible = self._first(self._kept(waiting, self.least), possible)
         if not self._settled(possible):
             worth = self.q.requests if self.best is None else [request for request, _ in promising]
             for proposal in self.proposals.greedy(worth, needed=self.best is None):
@@ -258,17 +246,12 @@ class _Search:
                 pass
         if self.best is None:
             raise BudgetError(self.misplaced or "nothing fits")
-        _, proposal, plan, simulation = self.best
-        return Choice(
-            question=self.q,
-            request=proposal.request,
-            plan=plan,
-            simulation=simulation,
-            pattern=proposal.pattern,
-            estimate=proposal.estimate,
-            considered=self.proposals.considered,
-            simulated=len(self.seen),
-        )
+        return replace(self.best, considered=self.proposals.considered, simulated=len(self.seen))
+
+    @property
+    def least(self) -> float:
+        """Expected seconds of the best; infinite: there is none."""
+        return math.inf if self.best is None else self.best.expected_seconds
 
     def _kept(self, waiting: deque[Promised], best: float | None = None) -> list[Proposal]:
         """Whole groups for what promises, least first, to be as good as what takes ``best`` seconds; None: as the best
@@ -299,42 +282,39 @@ class _Search:
 
     def _delays_beside(self, proposal: Proposal) -> bool:
         """True if the best delays and this one does not: a delay is worth what it costs where it is the faster one."""
-        return self.best is not None and self.best[1].settings.delay > 0 and proposal.settings.delay == 0
+        return self.best is not None and self.best.proposal.settings.delay > 0 and proposal.settings.delay == 0
 
     def _beaten(self) -> bool:
         """True if the plan for another question, which was found before, is better."""
-        return self.best is not None and self.best[0] > self.beat * GOOD_ENOUGH
+        return self.best is not None and self.least > self.beat * GOOD_ENOUGH
 
     def _settled(self, possible: float) -> bool:
         """True if the best takes as long as the least estimate says that it must."""
-        return self.best is not None and self.best[0] <= possible * GOOD_ENOUGH
-
-    def _size(self, proposal: Proposal) -> int:
-        return self.proposals.size(proposal.request, proposal.settings)
+        return self.best is not None and self.least <= possible * GOOD_ENOUGH
 
     # ---- simulation
 
     def consider(self, proposal: Proposal) -> bool:
         """Simulate a proposal unless that is known or hopeless; whether it is the best now."""
-        key = (proposal.request.family, proposal.settings)
-        if key in self.seen or self._is_hopeless(proposal.estimate) or self._spent(self._size(proposal)):
+        request, key = proposal.request, (proposal.request.family, proposal.settings)
+        if key in self.seen or proposal.estimate >= self.least * HOPELESS:
             return False
-        settings = proposal.request.roomiest(proposal.settings)
-        if self._beyond(proposal.request, settings) is not None:
+        if self._spent(self.proposals.size(request, proposal.settings)):
+            return False
+        settings = request.roomiest(proposal.settings)
+        if self._beyond(request, settings) is not None:
             settings = proposal.settings
-        if (why := self._beyond(proposal.request, settings)) is not None:
+        if (why := self._beyond(request, settings)) is not None:
             self.misplaced = why
             return False
-        plan = proposal.request.plan(settings)
-        simulation = simulate(proposal.request.world(plan.schedule), self.q.costs_of(proposal.request))
+        plan = request.plan(settings)
+        simulation = simulate(request.world(plan.schedule), self.q.costs_of(request))
         self.ops += len(plan.schedule.ops)
         self.seen.add(key)
-        expected = self.q.expected(simulation.time, plan)
-        if self._wears(plan, simulation.time):
+        found = Choice(question=self.q, proposal=proposal, plan=plan, simulation=simulation)
+        if self._wears(plan, simulation.time) or found.expected_seconds >= self.least * BETTER:
             return False
-        if self.best is not None and expected >= self.best[0] * BETTER:
-            return False
-        self.best = (expected, proposal, plan, simulation)
+        self.best = found
         return True
 
     def _wears(self, plan: Plan, seconds: float) -> bool:
@@ -343,10 +323,6 @@ class _Search:
         if self.q.most_written is None or allowed is None:
             return False
         return self.q.written_per_day(plan, seconds) > allowed
-
-    def _is_hopeless(self, estimate: float) -> bool:
-        """True if what is estimated like this is not worth a simulation, nor shares so good their rounding."""
-        return self.best is not None and estimate >= self.best[0] * HOPELESS
 
     def _beyond(self, request: Request, settings: Settings) -> str | None:
         """The phase for which the machine has no room with these settings; None: it has room for all."""
@@ -362,7 +338,7 @@ class _Search:
     def _improve(self) -> bool:
         """Simulate the neighbours of the best until one is better."""
         assert self.best is not None
-        of, size = self.best[1], len(self.best[2].schedule.ops)
+        of, size = self.best.proposal, len(self.best.plan.schedule.ops)
         # A neighbour has as many ops, or half of them with chunks twice as large.
         return any(self.consider(neighbour) for neighbour in self._affordable(of, size // 2))
 
@@ -397,9 +373,8 @@ class _Search:
         self, settings: Settings, request: Request, patterns: Iterable[Pattern], activations: Tier, gradients: Waits
     ) -> Iterator[Proposal]:
         """Proposals with these tiers of saved activations and gradients, placed anew for changed settings."""
-        best = math.inf if self.best is None else self.best[0]
         place = replace(settings.place, activations=activations, gradients=gradients)
-        return self.proposals.again(replace(settings, place=place), request, patterns, below=best * HOPELESS)
+        return self.proposals.again(replace(settings, place=place), request, patterns, below=self.least * HOPELESS)
 
     def _moved(self, proposal: Proposal) -> Iterator[Proposal]:
         """One group of the largest class up or down."""
@@ -409,17 +384,9 @@ class _Search:
         for home in kind.homes:
             others = [g for g in kind.members if (place.weights[g], place.state[g]) != home]
             for g in dict.fromkeys((*others[-1:], *others[:1])):
-                option = replace(settings, place=_with_home(place, g, *home))
-                if self.proposals.limits.exceeded(request, option) is None:
+                option = replace(settings, place=with_home(place, g, *home))
+                if request.exceeded(option, self.q.disk_free) is None:
                     yield self.proposals.proposal(option, request, proposal.pattern)
-
-
-def _with_home(place: Placement, g: int, weights: Tier, state: Tier) -> Placement:
-    return replace(
-        place,
-        weights=(*place.weights[:g], weights, *place.weights[g + 1 :]),
-        state=(*place.state[:g], state, *place.state[g + 1 :]),
-    )
 
 
 def ahead(settings: Settings) -> tuple[int, int]:

@@ -63,12 +63,7 @@ class Task(StepConfig, MomentsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_with(self.budget)
-        if self.rate_name not in self.machine.host.optimizer:
-            known = ", ".join(sorted(self.machine.host.optimizer)) or "none"
-            raise ConfigError(
-                f"the profile of {self.machine.name} has no optimizer rate {self.rate_name}, only {known}: measure it "
-                "with penstock doctor"
-            )
+        self.machine.host_rate(self.rate_name)  # which refuses a profile without it
         check_update_mode(self, self.budget, wait=self.needs_norm, delays="vertical" in self.families)
         if self.budget.disk_paths and not self.machine.drives:
             raise ConfigError(f"the profile of {self.machine.name} has no drives, but a directory on disk is given")
@@ -140,11 +135,12 @@ class Task(StepConfig, MomentsConfig):
     @property
     def room(self) -> Mapping[Tier, int]:
         """Bytes of memory that phases outside of steps may take: the machine's, or a budget that is larger."""
-        machine, budget = self.machine, self.budget
-        return {
-            "device": max(budget.device_bytes, machine.device.memory),
-            "host": max(budget.host_bytes, machine.host.memory),
-        }
+        return {tier: max(size, self.machine.memory[tier]) for tier, size in self.budget.memory.items()}
+
+    @property
+    def given(self) -> Mapping[Tier, int]:
+        """Bytes of each tier that a plan may use."""
+        return {**self.budget.memory, "disk": self.disk_free}
 
     @property
     def step_budget(self) -> Budget:
@@ -168,11 +164,8 @@ def own_budget(machine: Machine, *, device: str | float | None, host: str | floa
         host=int(machine.host.memory * shares[1]) if host is None else host,
         disk=[drive.path for drive in machine.drives] or None,
     )
-    for tier, given, there in (
-        ("device", budget.device_bytes, machine.device.memory),
-        ("host", budget.host_bytes, machine.host.memory),
-    ):
-        if given > there:
+    for tier, there in machine.memory.items():
+        if (given := budget.memory[tier]) > there:
             raise ConfigError(
                 f"{tier}={format_size(given)}: {machine.name} has {format_size(there)} of {tier} memory. To see what "
                 "more would do, change the machine's profile"
