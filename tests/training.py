@@ -94,7 +94,11 @@ def abandon(engine: penstock.Engine) -> None:
 
 def run_steps(engine: penstock.Engine, steps: Sequence[MicroBatches]) -> Result:
     """Run the steps on an engine and look at it; leaves it open."""
-    stats = [engine.step(micro_batches) for micro_batches in steps]
+    return result_of(engine, [engine.step(micro_batches) for micro_batches in steps])
+
+
+def result_of(engine: penstock.Engine, stats: list[penstock.StepStats]) -> Result:
+    """Of an engine that has taken steps, and does nothing more."""
     arrays = engine.inside.resources.arrays
     return Result(
         losses=[s.loss for s in stats],

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -21,7 +22,18 @@ from penstock.state.memory import HostSlab
 from tests.accelerator import DEVICE
 from tests.models import MODELS, causal_lm, llama
 from tests.stacks import Layer, Stack, stack
-from tests.training import Result, assert_same, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
+from tests.training import (
+    Result,
+    assert_same,
+    assert_same_state,
+    budget,
+    result_of,
+    run_steps,
+    state_of,
+    steps_of,
+    train,
+    wrap,
+)
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("deterministic")]
 
@@ -53,6 +65,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float 
 
 VARIANTS: dict[str, tuple[Where, Setting]] = {
     "disk": (lambda p: budget(p), {}),
+    "disk_delayed": (lambda p: budget(p), {"delay": 0.5}),
+    "disk_all_delayed": (lambda p: budget(p, activations="disk", gradients="disk"), {"delay": 0.5}),
+    "weights_on_device_delayed": (lambda p: budget(p, weights="device"), {"delay": 0.5}),
+    "striped_delayed": (lambda p: budget([p / "a", p / "b"]), {"io_threads": 1, "delay": 0.5}),
+    "six_threads": (lambda p: budget(p), {"io_threads": 6}),
     "disk_horizontal": (lambda p: budget(p), {"schedule": "horizontal"}),
     "disk_all": (lambda p: budget(p, activations="disk", gradients="disk"), {}),
     "disk_all_horizontal": (lambda p: budget(p, activations="disk", gradients="disk"), {"schedule": "horizontal"}),
@@ -79,7 +96,7 @@ def possible(name: str, precision: str, clip: float | None) -> bool:
 COMBINATIONS = [(name, *kind) for kind in FORMATS for name in VARIANTS if possible(name, *kind)]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(12, values=False)
 @pytest.mark.parametrize(("name", "precision", "clip"), COMBINATIONS)
 def test_same_bits_as_the_oracle(
     name: str, precision: str, clip: float | None, reference: Callable[[str, float | None], Result], tmp_path: Path
@@ -87,7 +104,19 @@ def test_same_bits_as_the_oracle(
     """Also: the optimizer on the device gives the bits of the optimizer on the host."""
     where, settings = VARIANTS[name]
     common: Setting = {"precision": precision, "clip_grad_norm": clip, "device": DEVICE}
+    (tmp_path / "store").mkdir()
     assert_same(train(CASE, where(tmp_path / "store"), STEPS, **common, **settings), reference(precision, clip))
+
+
+def rounded(precision: str) -> Setting:
+    return {"precision": precision, "grad_dtype": "bf16", "clip_grad_norm": CLIP, "device": DEVICE}
+
+
+@cache
+def rounded_on_host(precision: str) -> Result:
+    with TemporaryDirectory() as folder:
+        where, serial = budget(Path(folder, "store")), {"schedule": "horizontal", "overlap": False}
+        return train(CASE, where, STEPS, **serial, **rounded(precision))
 
 
 @pytest.mark.sampled(5)
@@ -96,10 +125,8 @@ def test_same_bits_as_the_oracle(
 def test_gradients_are_rounded_to_the_same_bits_on_either_side(name: str, precision: str, tmp_path: Path) -> None:
     """Horizontal sums on the host, which rounds; vertical rounds on the device what is complete there."""
     where, settings = VARIANTS[name]
-    common: Setting = {"precision": precision, "grad_dtype": "bf16", "clip_grad_norm": CLIP, "device": DEVICE}
-    on_host = train(CASE, budget(tmp_path / "host"), STEPS, schedule="horizontal", overlap=False, **common)
-    with wrap(CASE, where(tmp_path / "found"), **settings, **common) as engine:
-        assert_same(on_host, run_steps(engine, STEPS))
+    with wrap(CASE, where(tmp_path / "found"), **settings, **rounded(precision)) as engine:
+        assert_same(rounded_on_host(precision), run_steps(engine, STEPS))
         assert engine.plan.settings.cast == "device"
 
 
@@ -222,17 +249,15 @@ def test_steps_on_another_stream_than_the_engine_was_made_on(
 ) -> None:
     """Copies of inputs come after what made their micro-batches, and before what is done with these later."""
     device = torch.device(DEVICE, 0)
-    its, losses, norms = accelerator.of(device), [], []
+    its, stats = accelerator.of(device), []
     with wrap(CASE, budget(tmp_path / "store"), device=DEVICE, precision="bf16", clip_grad_norm=CLIP) as engine:
         with its.queued_on(its.stream(device)):
             for step in STEPS:
                 micro_batches = [{k: t.to(device, non_blocking=True) for k, t in mb.items()} for mb in step]
-                stats = engine.step(micro_batches)
-                losses.append(stats.loss)
-                norms.append(stats.grad_norm)
+                stats.append(engine.step(micro_batches))
                 for micro_batch in micro_batches:
                     micro_batch["input_ids"].zero_()
-        found = Result(losses=losses, norms=norms, state=state_of(engine))
+        found = result_of(engine, stats)
     assert_same(found, reference("bf16", CLIP))
 
 

@@ -62,6 +62,7 @@ def three_steps() -> Result:
         return train(CASE, budget(Path(folder, "store")), STEPS, delay=0.0, **COMMON)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("error", [StoreError("injected"), KeyboardInterrupt()], ids=["drive", "interrupt"])
 @pytest.mark.parametrize("where", ["frozen", "trace"])
 def test_a_step_that_ends_after_its_last_op_never_was(

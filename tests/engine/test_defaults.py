@@ -1,5 +1,6 @@
 """Settings of torch for a whole process change no number."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def trained(precision: Any, moments: Any, dtype: torch.dtype) -> tuple[float, di
             return engine.step(STEPS[0]).loss, dict(engine.master_parameters())
 
 
+@cache
+def usual(precision: Any, moments: Any, native: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """``trained`` with torch's own default dtype; ``native``: whether the kernels are, as the caller has seen to."""
+    return trained(precision, moments, torch.float32)
+
+
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("precision", "moments"), [("fp32", "fp32"), ("bf16", "int8")])
@@ -38,7 +45,7 @@ def test_the_default_dtype_changes_no_number(
     """Neither of a step, also where its kernels are torch's own, nor of what is read."""
     if not native:
         monkeypatch.setattr(library, "native", lambda: None)
-    loss, wanted = trained(precision, moments, torch.float32)
+    loss, wanted = usual(precision, moments, native)
     found_loss, found = trained(precision, moments, dtype)
     assert found_loss == loss
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}

@@ -56,6 +56,16 @@ def partly_frozen(scale: float) -> nn.Module:
     return model
 
 
+@pytest.fixture(scope="module")
+def frozen_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, Result]:
+    """A snapshot of another run after its first step, and that run then, and a step later."""
+    folder = tmp_path_factory.mktemp("frozen")
+    with wrap(CASE, budget(folder / "store"), model=partly_frozen(1.5), delay=0.0, **COMMON) as engine:
+        first = run_steps(engine, STEPS[:1])
+        engine.save(folder / "snapshot")
+        return folder / "snapshot", first, run_steps(engine, STEPS[1:2])
+
+
 @pytest.mark.parametrize(
     "places",
     [
@@ -65,17 +75,16 @@ def partly_frozen(scale: float) -> nn.Module:
     ],
     ids=["host", "device", "interval"],
 )
-def test_frozen_weights_in_memory_that_a_snapshot_brings_outlive_a_kill(tmp_path: Path, places: dict[str, Any]) -> None:
+def test_frozen_weights_in_memory_that_a_snapshot_brings_outlive_a_kill(
+    tmp_path: Path, places: dict[str, Any], frozen_elsewhere: tuple[Path, Result, Result]
+) -> None:
     """Frozen weights follow from nothing that a step writes."""
     settings: dict[str, Any] = COMMON | {"delay": 0.0}
-    with wrap(CASE, budget(tmp_path / "other"), model=partly_frozen(1.5), **settings) as engine:
-        wanted = run_steps(engine, STEPS[:1])
-        engine.save(tmp_path / "snapshot")
-        later = run_steps(engine, STEPS[1:2])
+    snapshot, wanted, later = frozen_elsewhere
     with wrap(CASE, budget(tmp_path / "run", **places), model=partly_frozen(1.0), **settings) as engine:
         engine.step(STEPS[0])
         assert {part.trainable for part in engine.inside.resources.arrays.parts.values() if part.group == 1} == {0}
-        engine.load(tmp_path / "snapshot")
+        engine.load(snapshot)
         loaded = killed(tmp_path / "run", tmp_path / "loaded")
         engine.step(STEPS[1])
         engine.inside.rest()
@@ -85,6 +94,7 @@ def test_frozen_weights_in_memory_that_a_snapshot_brings_outlive_a_kill(tmp_path
             assert_same_state(state_of(engine), result.state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weights", ["host", "device"])
 @pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_copies_of_weights_in_memory_follow_from_what_is_on_disk(tmp_path: Path, weights: str, delay: float) -> None:
@@ -101,6 +111,7 @@ def test_copies_of_weights_in_memory_follow_from_what_is_on_disk(tmp_path: Path,
         assert_same_state(run_steps(engine, STEPS[engine.step_count :]).state, wanted().state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", [{"weights": "host", "state": "host"}, {"weights": "device", "state": "device"}])
 @pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_state_in_memory_is_committed_every_interval(tmp_path: Path, place: dict[str, Any], delay: float) -> None:
@@ -116,6 +127,7 @@ def test_state_in_memory_is_committed_every_interval(tmp_path: Path, place: dict
         assert_same_state(run_steps(engine, STEPS[2:]).state, wanted().state)
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_a_mixed_placement_is_committed_every_interval(tmp_path: Path, delay: float) -> None:
     where: dict[str, Any] = {"durability": "interval", "interval": 2, "weights": None, "state": None}
@@ -261,6 +273,7 @@ def test_a_store_without_a_commit_is_not_made_anew_where_a_drive_may_not_be_moun
     assert not list(places[1].iterdir())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_a_step_writes_what_it_changes_before_a_commit_in_the_background_has_come_to_it(

@@ -26,12 +26,12 @@ from tests.engine.test_prediction import machine
 from tests.models import MODELS
 from tests.other_plans import other_plans
 from tests.ranks.worlds import together
-from tests.training import Result, assert_same, budget, run_steps, steps_of, wrap
+from tests.training import Result, assert_same, budget, result_of, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = MODELS["gpt2"]
-STEPS = steps_of(CASE, 9)
+STEPS = steps_of(CASE, 9, lengths=(8, 6))
 TIGHT = {"weights": None, "state": None, "durability": "none", "device": 1_000_000, "host": 1_500_000}
 SLOW = 50.0
 
@@ -85,10 +85,7 @@ def run(folder: Path, slow: range = range(0), **settings: Any) -> Result:
             for i, micro_batches in enumerate(STEPS):
                 drive.pace = SLOW if i in slow else 1.0
                 results.append(engine.step(micro_batches))
-            last = run_steps(engine, [])
-    return Result(
-        losses=[s.loss for s in results], norms=[s.grad_norm for s in results], state=last.state, stats=results
-    )
+            return result_of(engine, results)
 
 
 def test_the_plan_follows_a_drive_that_becomes_slow_once_and_changes_no_bit(tmp_path: Path) -> None:
@@ -111,12 +108,12 @@ def test_one_slow_step_is_no_other_drive(tmp_path: Path) -> None:
 def test_noise_changes_no_plan_and_a_drive_that_is_fast_again_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drive, known = Drive(noise=0.1), machine(tmp_path)
+    drive, known, steps = Drive(noise=0.1), machine(tmp_path), steps_of(CASE, 9)
     drive.install(monkeypatch)
     with wrap(CASE, budget(tmp_path / "store", **TIGHT), plan=known, clip_grad_norm=None) as engine:
 
-        def changed(steps: int) -> list[int]:
-            found = [engine.step(STEPS[i % len(STEPS)]).plan_change for i in range(steps)]
+        def changed(count: int) -> list[int]:
+            found = [engine.step(steps[i % len(steps)]).plan_change for i in range(count)]
             return [i for i, change in enumerate(found) if change is not None]
 
         for pace, another in ((1.0, False), (SLOW, True), (1.0, True)):

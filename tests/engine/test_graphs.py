@@ -36,7 +36,7 @@ def test_as_many_graphs_as_there_is_room_for_change_no_bit(schedule: str) -> Non
         least = engine.plan.device_bytes
         assert engine.plan.graphs_kept == 0
     kept = []
-    for share in (0.0, 0.3, 0.7, 1.0):
+    for share in (0.0, 0.5, 1.0):
         device = round(least + share * (most - least))
         with wrap(CASE, budget(None, **ON_HOST, device=f"{device}B"), schedule=schedule) as engine:
             result = run_steps(engine, STEPS)
@@ -44,7 +44,7 @@ def test_as_many_graphs_as_there_is_room_for_change_no_bit(schedule: str) -> Non
             assert max(stats.peak_bytes["device"] for stats in result.stats) <= engine.plan.device_bytes <= device
             kept.append(engine.plan.graphs_kept)
     assert kept == sorted(kept)
-    assert kept[0] < kept[2] < CALLS == kept[3]
+    assert kept[0] < kept[1] < CALLS == kept[2]
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:

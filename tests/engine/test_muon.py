@@ -34,8 +34,8 @@ from tests.training import (
     budget,
     master_of,
     plain_loop,
+    result_of,
     run_steps,
-    state_of,
     steps_of,
     train,
     wrap,
@@ -108,6 +108,7 @@ def test_an_accelerator_gives_the_bits_of_the_oracle_on_it(variant: str, tmp_pat
     assert_same(found, wanted(numbers, DEVICE))
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("numbers", [NUMBERS[0], NUMBERS[1]])
 def test_plans_in_any_order_give_the_bits_of_one(numbers: Numbers, tmp_path: Path) -> None:
     where = budget(tmp_path, weights=None, state=None, durability="none")
@@ -117,11 +118,11 @@ def test_plans_in_any_order_give_the_bits_of_one(numbers: Numbers, tmp_path: Pat
         for micro_batches in steps("gpt2"):
             engine.inside.planning.change(next(plans))
             stats.append(engine.step(micro_batches))
-        losses, norms = [s.loss for s in stats], [s.grad_norm for s in stats]
-        found = Result(losses=losses, norms=norms, state=state_of(engine), stats=stats)
+        found = result_of(engine, stats)
     assert_same(found, wanted(numbers))
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("delay", [0.0, 1.0])
 def test_a_run_goes_on_after_a_kill_and_from_a_snapshot(delay: float, tmp_path: Path) -> None:
     numbers = NUMBERS[1]

@@ -194,6 +194,7 @@ def test_running_statistics_do_not_see_what_was_skipped_or_refused(fault: int, t
         assert_same_state(state_of(engine), before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("delay", [0.5, 1.0])
 @pytest.mark.parametrize("places", [{"slots": 1}, {"durability": "interval", "interval": 50}], ids=str)
 def test_what_the_step_before_had_left_does_not_count_against_a_step_that_is_skipped(

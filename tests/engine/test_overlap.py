@@ -110,32 +110,36 @@ def test_any_delay_gives_the_same_bits_without_a_norm_to_wait_for(
     assert_same(wanted("bf16", common["clip_grad_norm"]), found)
 
 
+def looked_at(folder: Path, delay: float, *, overlap: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of an evaluation after the first step, and the parameters after the last one. ``folder`` has a snapshot
+    after the second step then, and the store."""
+    with wrap(CASE, budget(folder / "store"), delay=delay, clip_grad_norm=1.0, overlap=overlap) as engine:
+        engine.step(STEPS[0])
+        evaluated = engine.evaluate(STEPS[0])
+        engine.step(STEPS[1])
+        engine.save(folder / "snapshot")
+        engine.step(STEPS[2])
+        return evaluated, {name: p.clone() for name, p in engine.master_parameters()}
+
+
+@cache
+def looked_at_with_nothing_pending() -> tuple[float, dict[str, torch.Tensor]]:
+    with TemporaryDirectory() as folder:
+        return looked_at(Path(folder), 0.0, overlap=True)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_pending_is_done_before_the_state_is_looked_at(tmp_path: Path, overlap: bool) -> None:
     """Evaluation, a snapshot, the parameters, and the end of the run."""
-    serial = wanted("fp32", 1.0)
-    after: list[Any] = []
-    for delay in (0.0, 0.7):
-        with wrap(CASE, budget(tmp_path / f"store{delay}"), delay=delay, clip_grad_norm=1.0, overlap=overlap) as engine:
-            seen: list[Any] = []
-            for i, micro_batches in enumerate(STEPS):
-                engine.step(micro_batches)
-                if i == 0:
-                    seen.append(engine.evaluate(micro_batches))
-                if i == 1:
-                    engine.save(tmp_path / f"snapshot{delay}")
-                if i == 2:
-                    seen.append({name: p.clone() for name, p in engine.master_parameters()})
-            after.append(seen)
-        with wrap(CASE, budget(tmp_path / f"store{delay}"), delay=delay, clip_grad_norm=1.0) as engine:
-            assert engine.step_count == len(STEPS)
-            found = run_steps(engine, [])
-            assert_same_state(serial.state, found.state)
-        with wrap(CASE, budget(tmp_path / f"other{delay}"), delay=delay, clip_grad_norm=1.0) as engine:
-            engine.load(tmp_path / f"snapshot{delay}")
-            assert_same_state(serial.state, run_steps(engine, STEPS[2:]).state)
-    assert after[0][0] == after[1][0]
-    assert_same_state(after[0][1], after[1][1])
+    serial, (loss, parameters) = wanted("fp32", 1.0), looked_at_with_nothing_pending()
+    found_loss, found = looked_at(tmp_path, 0.7, overlap=overlap)
+    assert found_loss == loss
+    assert_same_state(found, parameters)
+    with wrap(CASE, budget(tmp_path / "store"), delay=0.7, clip_grad_norm=1.0) as engine:
+        assert engine.step_count == len(STEPS)
+        assert_same_state(serial.state, run_steps(engine, []).state)
+        engine.load(tmp_path / "snapshot")
+        assert_same_state(serial.state, run_steps(engine, STEPS[2:]).state)
 
 
 def test_micro_batches_of_another_shape_find_what_was_pending_done(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ from tests.training import budget, items, master_of, plain_loop, relative, run_s
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CLIP = {"llama": 1.28, "qwen3": 1.48, "gpt2": 1.7, "mixtral": 1.27, "bert": 1.9, "t5": 2.9, "skips": 1.0}
-"""A limit that lies between the gradient norms of the first three steps, so that some are clipped and some are not."""
+CLIP = {"gpt2": 1.7, "mixtral": 1.27, "bert": 1.9, "t5": 2.9, "skips": 1.0}
+"""A limit that lies between the gradient norms of the first three steps, so that some are clipped and some are not.
+Of llama and qwen3 other tests here say the same."""
 
 TorchOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 

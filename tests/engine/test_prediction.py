@@ -94,6 +94,7 @@ def test_a_stored_profile_is_used_by_default_and_no_profile_predicts_nothing(tmp
             assert engine.prediction is not None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("delay", [0, 0.3])
 @pytest.mark.parametrize("weights", ["disk", "host"])
 def test_a_step_that_is_run_twice_is_expected_to_take_two_runs(

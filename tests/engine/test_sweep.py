@@ -18,7 +18,7 @@ pytestmark = [
 
 TABLE = read()
 TRIED = sorted(name for name, r in TABLE.items() if r.verdict == "equal" and r.type not in packages.NEED_THEM)
-SAMPLE = random.Random(11).sample(TRIED, 2)
+SAMPLE = random.Random(11).sample(TRIED, 1)
 """seeded, so that a failure comes again"""
 
 

@@ -249,6 +249,7 @@ def smallest(where: penstock.Budget, tier: str, **settings: Any) -> int:
     return int(found[1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_refused_budget_names_the_smallest_that_works(tier: str, schedule: str, tmp_path: Path) -> None:

@@ -118,8 +118,13 @@ def check_types(arguments: StreamConfig) -> None:
         ConfigError: one is not what it must be; with what to write instead, where that is known.
     """
     for key, hint in hints_of(type(arguments)).items():
+        value = getattr(arguments, key)
         if key in _CHECKS:
-            _CHECKS[key](getattr(arguments, key))
+            _CHECKS[key](value)
+        elif key in _OPTIONAL:
+            fits, what = _OPTIONAL[key]
+            if value is not None and not fits(value):
+                raise ConfigError(f"{key} is {_a(value)}: give {what}")
         else:
             check_field(arguments, key, hint, key)
 
@@ -172,14 +177,6 @@ def _translated(optimizer: torch.optim.Optimizer) -> str | None:
     return f"penstock.{type(spec).__name__}({settings}{overrides})"
 
 
-def _mesh(value: Any) -> None:
-    if value is not None and not isinstance(value, DeviceMesh):
-        raise ConfigError(
-            f"mesh is {_a(value)}: give penstock.torchrun_mesh() in each process that torchrun has started, one of "
-            "torch.distributed.device_mesh.init_device_mesh, or None"
-        )
-
-
 def _budget(value: Any) -> None:
     if isinstance(value, Budget):
         return
@@ -190,21 +187,14 @@ def _budget(value: Any) -> None:
     raise ConfigError(f"budget={shown(value)}{which}: give a budget, as {written}")
 
 
-def _blocks(value: Any) -> None:
-    wrong = not isinstance(value, Iterable) or isinstance(value, str | type)
-    if value is not None and (wrong or not all(isinstance(block, nn.Module) for block in value)):
-        raise ConfigError(f"blocks is {_a(value)}: give a list of the model's own modules, or None to have them found")
+def _are_modules(value: Any) -> bool:
+    several = isinstance(value, Iterable) and not isinstance(value, str | type)
+    return several and all(isinstance(block, nn.Module) for block in value)
 
 
-def _loss_fn(value: Any) -> None:
-    if value is not None and not callable(value):
-        raise ConfigError(f"loss_fn is {_a(value)}: give a function of (model, micro-batch), or None")
-
-
-def _weights(value: Any) -> None:
-    source = callable(getattr(value, "fill", None)) and hasattr(type(value), "__contains__")
-    if value is not None and (isinstance(value, type) or not source):
-        raise ConfigError(f"weights is {_a(value)}: give penstock.hf.load(folder).weights, or None")
+def _is_source(value: Any) -> bool:
+    known = callable(getattr(value, "fill", None)) and hasattr(type(value), "__contains__")
+    return known and not isinstance(value, type)
 
 
 def _schedule(value: Any) -> None:
@@ -237,11 +227,20 @@ def _a(value: Any) -> str:
 _CHECKS: Mapping[str, Callable[[Any], None]] = {
     "optimizer": _optimizer,
     "budget": _budget,
-    "blocks": _blocks,
-    "loss_fn": _loss_fn,
-    "weights": _weights,
     "compile": check_compile,
     "schedule": _schedule,
-    "mesh": _mesh,
     "plan": _plan,
 }
+_OPTIONAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "mesh": (
+        lambda value: isinstance(value, DeviceMesh),
+        (
+            "penstock.torchrun_mesh() in each process that torchrun has started, one of "
+            "torch.distributed.device_mesh.init_device_mesh, or None"
+        ),
+    ),
+    "blocks": (_are_modules, "a list of the model's own modules, or None to have them found"),
+    "loss_fn": (callable, "a function of (model, micro-batch), or None"),
+    "weights": (_is_source, "penstock.hf.load(folder).weights, or None"),
+}
+"""Of what may be None, whether another value is one, and what to give instead where it is not."""

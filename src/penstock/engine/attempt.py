@@ -55,8 +55,6 @@ class Attempt:
     resources: EngineResources
     before: ModulesBefore
     """the model's buffers and plain attributes, from before the step"""
-    skips: bool
-    """True: a step that is not finite is skipped; else it is an error"""
     flops: float
     """FLOP that the model computes in it, on all ranks"""
     began: float
@@ -141,28 +139,24 @@ class Attempt:
         changed = sorted({name for names in said for name in names})
         if not changed:
             return
+        refused = None
         if ranks.are_pipeline:
-            raise ranks.of_all(
-                ModelError(
-                    f"the forward changes {changed[0]!r}, and of a pipeline each rank would have its own. Let it be "
-                    "(module.eval()), or train with ranks that share all state (without a pipeline)"
-                )
+            refused = (
+                f"{changed[0]!r}, and of a pipeline each rank would have its own. Let it be (module.eval()), or train "
+                "with ranks that share all state (without a pipeline)"
             )
-        if resources.sync_buffers is None:
-            raise ranks.of_all(
-                ModelError(
-                    f"the forward changes {changed[0]!r}, each rank in its own way. Say what all go on with, "
-                    "sync_buffers='mean' or 'first', or let it be (module.eval())"
-                )
+        elif resources.settings.sync_buffers is None:
+            refused = (
+                f"{changed[0]!r}, each rank in its own way. Say what all go on with, sync_buffers='mean' or 'first', "
+                "or let it be (module.eval())"
             )
-        differs = buffers.synchronise(changed, ranks, resources.sync_buffers)
-        if differs is not None:
-            raise ranks.of_all(
-                ModelError(
-                    f"the forward changes {differs!r} to other whole numbers on each rank, of which there is no mean: "
-                    "sync_buffers='first' takes the first rank's"
-                )
+        elif (differs := buffers.synchronise(changed, ranks, resources.settings.sync_buffers)) is not None:
+            refused = (
+                f"{differs!r} to other whole numbers on each rank, of which there is no mean: sync_buffers='first' "
+                "takes the first rank's"
             )
+        if refused is not None:
+            raise ranks.of_all(ModelError(f"the forward changes {refused}"))
 
     def _drop(self) -> Event:
         began = time.perf_counter()
@@ -188,12 +182,11 @@ class Attempt:
         self._run_once(search)
         first = sharing.rank // sharing.cp * len(self.micro_batches)
         mine = None if search.found is None else replace(search.found, micro_batch=first + search.found.micro_batch)
-        found = [
-            one for one in self.resources.ranks.gather_objects("gradient that is not finite", mine) if one is not None
-        ]
+        of_all = self.resources.ranks.gather_objects("gradient that is not finite", mine)
+        found = [one for one in of_all if one is not None]
         self.non_finite = min(found, key=lambda one: (-one.stage, one.micro_batch), default=None)
         self.before.put_back()
-        if not self.skips:
+        if not self.resources.settings.needs_norm:  # else it is skipped
             raise NonFiniteError(
                 f"{self._not_finite()}. Nothing was updated; with clip_grad_norm set such a step is skipped"
             )
@@ -206,16 +199,17 @@ class Attempt:
 
     def _fill(self) -> Event:
         self._report()
-        self.resources.arrays.complete_step(self.runner.late)
+        self.resources.arrays.complete_step(self.runner.bound.late_elements)
         return Event.FILLED
 
     def _flip(self) -> Event:
-        self.resources.arrays.flip_step(self.runner.late, groups_of(self.context.update.touched, self.resources.groups))
+        touched = groups_of(self.context.update.touched, self.resources.groups)
+        self.resources.arrays.flip_step(self.runner.bound.late_elements, touched)
         return Event.FILLED
 
     def _count(self) -> Event:
         self.count(self)
-        if self.skipped or not self.runner.late:
+        if self.skipped or not self.runner.bound.late_elements:
             return Event.COUNTED
         self.durability.hold(self.context.step, self.context.update, self.resources.buffers.tensors())
         return Event.DELAYED

@@ -42,6 +42,8 @@ from penstock.tape.handed import refusal
 
 T = TypeVar("T")
 
+_SHARING = "ranks that share all state (without a pipeline)"
+
 
 def deal_blocks(
     groups: Sequence[GroupSpec],
@@ -188,19 +190,22 @@ def _refuse_assigned(facts: Sequence[StageFacts], of_stages: Sequence[int]) -> N
                     who = "the model's own code" if fact.site is None else f"block {fact.site.name!r}"
                     raise ModelError(
                         f"{who} assigns attribute {holder.key!r} of block {site.name!r}, which another rank of the "
-                        "pipeline has: hand it to the block as an argument, or train with ranks that share all state "
-                        "(without a pipeline)"
+                        f"pipeline has: hand it to the block as an argument, or train with {_SHARING}"
                     )
 
 
 def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[int]) -> None:
     """Raise ModelError where a pipeline cannot send what a block is handed, or puts out."""
     for k, call in enumerate(handed.calls):
-        if call is None:
-            _refuse_code_between(handed, k, of_stages)
+        before = of_stages[k - 1]
+        if call is None:  # the last one is sent what it is to have
+            between = handed.calls[k - 1] if 0 < k < len(handed.calls) - 1 else None
+            if between is not None and before:
+                raise ModelError(
+                    f"block {between.block!r}: the model's code computes with weights between it and the next block, "
+                    f"and not on its rank: a pipeline cannot send that. Train with {_SHARING}"
+                )
             continue
-        site, before = facts[k].site, of_stages[k - 1]
-        assert site is not None
         if of_stages[k] or before:
             follows = before != 0
             why = refusal(call, direct=follows) if of_stages[k] else follows and refusal(call, direct=True)
@@ -209,29 +214,18 @@ def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[i
             if facts[k - 1].offload != (call.of_input,):
                 raise ModelError(
                     f"block {call.block!r}: what it is handed is read by others than it, or is no tensor of its own: "
-                    "a pipeline sends it away. Train with ranks that share all state (without a pipeline)"
+                    f"a pipeline sends it away. Train with {_SHARING}"
                 )
         if of_stages[k] and facts[k].call.buffers:
             raise ModelError(
                 f"block {call.block!r} changes its buffer {facts[k].call.buffers[0][1]!r}, and of a pipeline each rank "
-                "would have its own. Train with ranks that share all state (without a pipeline)"
+                f"would have its own. Train with {_SHARING}"
             )
     last = handed.calls[-2]
     if last is not None and of_stages[-2] and len(facts[-2].offload) != 1:
         raise ModelError(
             f"block {last.block!r}: what it puts out is no tensor of its own: a pipeline sends it away. Train with "
-            "ranks that share all state (without a pipeline)"
-        )
-
-
-def _refuse_code_between(handed: HandedOn, k: int, of_stages: Sequence[int]) -> None:
-    """Raise ModelError where a stage of the model's own code is to have what another rank's block has put out, and is
-    not the last one, for which that is sent."""
-    before = handed.calls[k - 1] if 0 < k < len(handed.calls) - 1 else None
-    if before is not None and of_stages[k - 1]:
-        raise ModelError(
-            f"block {before.block!r}: the model's code computes with weights between it and the next block, and not on "
-            "its rank: a pipeline cannot send that. Train with ranks that share all state (without a pipeline)"
+            + _SHARING
         )
 
 

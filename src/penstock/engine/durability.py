@@ -200,7 +200,7 @@ class Durability:
         """All of the state has been replaced by the snapshot at ``path``. ``runner``: that is there, if one is."""
         self._commit(f"{path} is loaded", _LATER[0].upper() + _LATER[1:])
         if self._due is not None:
-            self._write_in_background(() if runner is None else runner.stepped)
+            self._write_in_background(() if runner is None else runner.bound.stepped)
             self._wait_written()
         return Event.DURABLE
 
@@ -252,7 +252,7 @@ class Durability:
             with holding(True):
                 self._flush(runner)
                 try:
-                    self._write_in_background(runner.stepped)
+                    self._write_in_background(runner.bound.stepped)
                 except Exception as error:
                     if ranks.size > 1:  # the others are waiting for this rank's part, and not for its next step
                         raise

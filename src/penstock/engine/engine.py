@@ -21,7 +21,6 @@ from penstock.engine.attempt import Attempt
 from penstock.engine.due import Due
 from penstock.engine.durability import Durability
 from penstock.engine.fate import Event, State
-from penstock.engine.fixed import Fixed
 from penstock.engine.inside import Inside
 from penstock.engine.interrupt import holding, whole_steps
 from penstock.engine.planning import Planning
@@ -44,16 +43,16 @@ from penstock.tape.modes import TrainingFlags
 
 _OF_ALL = (KeyboardInterrupt, SystemExit, NonFiniteError)
 """Errors that end all ranks alike, as far as anybody knows: a signal that each gets, numbers that all found bad."""
+_FIXED = ("model", "budget", "device", "optimizer")
+"""Attributes that say what an engine was made of: to assign another one would change what is read there alone."""
 
 
-class Engine(Fixed):
+class Engine:
     """Trains a model whose state lives on device, host and disk. Made by ``wrap``; a context manager. One that is
     dropped without ``close`` ends as by a kill: what is not committed is lost.
 
     Calls of all engines of a process take turns; two calls of one at once are refused, and calls in a forked child.
     """
-
-    _fixed = frozenset(("model", "budget", "device", "optimizer"))
 
     def __init__(
         self,
@@ -77,8 +76,6 @@ class Engine(Fixed):
         self.counters: Sequence[MemorySample] = ()
         """Bytes in use per tier over the last step."""
         self._began = time.perf_counter()
-        self._waits = settings.needs_norm
-        self._clip = settings.clip_grad_norm
         self._ranks = ranks
         self._resources = open_resources(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
         try:
@@ -86,7 +83,7 @@ class Engine(Fixed):
             self._progress, commits = self._resources.progress, self._resources.commits
             self._durability = Durability(commits, self._progress, Due.of(settings.budget))
             self._snapshots = Snapshots(self._resources, self._durability)
-            self._planning = Planning(self._resources, settings, before_change=self._durability.rest_of_all)
+            self._planning = Planning(self._resources, before_change=self._durability.rest_of_all)
             commits.commit(self._progress.record())
             self._written = commits.written
             self._forget = dropped.watch(self, self._planning, self._durability, self._resources)
@@ -176,7 +173,6 @@ class Engine(Fixed):
             durability=self._durability,
             resources=self._resources,
             before=self._resources.tape.before(),
-            skips=self._waits,
             flops=flops,
             began=began,
             origin=self._began,
@@ -239,7 +235,7 @@ class Engine(Fixed):
                 missed=progress.missed,
                 grad_scale=1.0 / progress.scale.value,
             ),
-            clip=self._clip,
+            clip=self._resources.settings.clip_grad_norm,
             loss_scale=progress.scale.value,
             left=None if pending is None else pending.update,
             completed=None if pending is None else self._durability.complete,
@@ -482,6 +478,11 @@ class Engine(Fixed):
     def inside(self) -> Inside:
         """The engine's parts, for tests and benchmarks; they may be other ones in any version."""
         return Inside(resources=self._resources, durability=self._durability, planning=self._planning, rest=self._rest)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and name in vars(self):
+            raise ConfigError(f"engine.{name} is what the engine was made with: wrap the model anew for another one")
+        super().__setattr__(name, value)
 
     def __enter__(self) -> Self:
         return self

@@ -233,26 +233,25 @@ def _order_of_moves(plan: Plan, new: Placement) -> bool:
 def differences(old: Settings, new: Settings) -> str:
     """The differences between one plan's settings and another's, in words."""
     a, b = old.place, new.place
+    others = (
+        (a.activations != b.activations, f"saved activations go to {b.activations}"),
+        (a.gradients != b.gradients, f"gradients wait on {b.gradients}"),
+        (old.delay != new.delay, f"delay {old.delay:g} -> {new.delay:g}"),
+        (
+            old.speculate != new.speculate,
+            "steps " + ("before the norm is known" if new.speculate else "wait for the norm"),
+        ),
+        (old.cast != new.cast, f"gradients are rounded on the {new.cast}"),
+        (old.stage != new.stage, f"ZeRO stage {old.stage} -> {new.stage}"),
+        (old.keep != new.keep, f"weights {'stay' if new.keep else 'do not stay'} in host memory until their step"),
+        (
+            old.depths.graphs != new.depths.graphs,
+            f"buffers for {old.depths.graphs} -> {new.depths.graphs} graphs of blocks' calls",
+        ),
+        (old.chunk != new.chunk, f"chunks of {format_size(old.chunk * FP32)} -> {format_size(new.chunk * FP32)}"),
+    )
     parts = [*_moves("weights", a.weights, b.weights), *_moves("state", a.state, b.state)]
-    if a.activations != b.activations:
-        parts.append(f"saved activations go to {b.activations}")
-    if a.gradients != b.gradients:
-        parts.append(f"gradients wait on {b.gradients}")
-    if old.delay != new.delay:
-        parts.append(f"delay {old.delay:g} -> {new.delay:g}")
-    if old.speculate != new.speculate:
-        parts.append("steps before the norm is known" if new.speculate else "steps wait for the norm")
-    if old.cast != new.cast:
-        parts.append(f"gradients are rounded on the {new.cast}")
-    if old.stage != new.stage:
-        parts.append(f"ZeRO stage {old.stage} -> {new.stage}")
-    if old.keep != new.keep:
-        parts.append(f"weights {'stay' if new.keep else 'do not stay'} in host memory until their step")
-    if old.depths.graphs != new.depths.graphs:
-        parts.append(f"buffers for {old.depths.graphs} -> {new.depths.graphs} graphs of blocks' calls")
-    if old.chunk != new.chunk:
-        parts.append(f"chunks of {format_size(old.chunk * FP32)} -> {format_size(new.chunk * FP32)}")
-    return ", ".join(parts) or "other numbers of buffers"
+    return ", ".join([*parts, *(text for differs, text in others if differs)]) or "other numbers of buffers"
 
 
 def _moves(what: str, old: Sequence[Tier], new: Sequence[Tier]) -> list[str]:

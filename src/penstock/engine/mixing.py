@@ -36,11 +36,11 @@ def check_on_first(shared: EngineResources, spans: Spans) -> None:
         ModelError: it cannot, on all of them.
     """
     said = None
-    weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share)
+    weights = VisitingWeights(shared)
     with shared.tape.undo.after(weights.close):
         if shared.ranks.rank == 0:
             try:
-                check_mixes_nothing(shared.tape, spans, shared.arrays.dtype, weights.load, weights.unload)
+                check_mixes_nothing(shared.tape, spans, shared.arrays.dtype, weights)
             except ModelError as error:
                 said = str(error)
         weights.ended()
@@ -49,15 +49,8 @@ def check_on_first(shared: EngineResources, spans: Spans) -> None:
         raise shared.ranks.of_all(ModelError(said))
 
 
-def check_mixes_nothing(
-    tape: Tape,
-    spans: Spans,
-    dtype: torch.dtype,
-    load: Callable[[int], None],
-    unload: Callable[[int], None],
-) -> None:
-    """``dtype``: of the weights as they compute. ``load(group)`` attaches a group's weights on the device,
-    ``unload(group)`` detaches them.
+def check_mixes_nothing(tape: Tape, spans: Spans, dtype: torch.dtype, weights: VisitingWeights) -> None:
+    """``dtype``: of the weights as they compute.
 
     Raises:
         ModelError: a block, or the model's own code, mixes tokens; or its loss is another one than is asked for.
@@ -71,10 +64,10 @@ def check_mixes_nothing(
     clean = torch.zeros(2, tokens, dtype=torch.bool, device=tape.device)
     clean[0, tokens // 2 :] = clean[1, : tokens // 2] = True
     mixed: list[str] = []
-    with spans.apart(), _spoilt(embedding, clean) as spoilt, _looking(tape.sites, clean, mixed):
+    with spans.ulysses.apart(), _spoilt(embedding, clean) as spoilt, _looking(tape.sites, clean, mixed):
         try:
             with unequal_dtypes_told(model, dtype):
-                tape.probe(_micro_batch(clean, table.shape[0]), load, unload, train=False)
+                tape.probe(_micro_batch(clean, table.shape[0]), weights.load, weights.unload, train=False)
         except (BudgetError, ConfigError, ModelError, RankError, StoreError):
             raise
         except Exception as error:  # the model's own, of any class

@@ -12,7 +12,6 @@ import torch
 
 from penstock.config import Family, Tier, fields_of
 from penstock.engine import batch
-from penstock.engine.arguments import WrapArguments
 from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, repeat_of_all, schedules_of, times_of_all
 from penstock.engine.following import Following, Searched, Step, better, change_in_words, wear_in_words
 from penstock.engine.interrupt import holding
@@ -24,6 +23,7 @@ from penstock.engine.resources import EngineResources
 from penstock.engine.runner import Runner
 from penstock.errors import BudgetError, ConfigError, ModelError, StoreError, is_out_of_memory
 from penstock.hardware.drives import together
+from penstock.hardware.machine import Network
 from penstock.hardware.sharing import link_of_messages, of_each_rank, of_pipeline
 from penstock.optim.agreement import KINDS, other_bits
 from penstock.planner.costs import contention, costs_of_plan
@@ -45,7 +45,7 @@ from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
-from penstock.tape.facts import Facts, StageFacts
+from penstock.tape.facts import StageFacts
 from penstock.tape.parameters import refuse_given_values
 
 log = logging.getLogger("penstock")
@@ -94,9 +94,7 @@ _OFTEN = 0.5
 class Planning:
     """Holds the plans made so far (one for training, one for evaluation) and the one runner that has memory."""
 
-    def __init__(
-        self, resources: EngineResources, settings: WrapArguments, *, before_change: Callable[[Runner], None]
-    ) -> None:
+    def __init__(self, resources: EngineResources, *, before_change: Callable[[Runner], None]) -> None:
         """``before_change``: called before a runner gives its memory back, with it: what it has left to do is to be
         done now."""
         self._before_change = before_change
@@ -104,20 +102,19 @@ class Planning:
         self.probing = Probing(resources, make_room=self.close)
         self.labels = self.probing.labels
         self._shared = resources
-        self._asked = settings
+        self._asked = settings = resources.settings
         self._schedule = settings.schedule
         ranks, whole = resources.ranks, resources.machine
         threads = max(ranks.gather_objects("threads", resources.threads))
-        seen = whole
-        if whole is not None and ranks.are_pipeline:
-            seen = of_pipeline(whole, ranks.size, threads, ranks.hosts, ranks.each, ranks.cp)
-        elif whole is not None:
-            seen = of_each_rank(whole, ranks.size, threads, ranks.hosts, ranks.copies, ranks.cp)
-        self._machine = seen
+        self._machine = whole
         """the machine as each rank sees it, corrected by what steps have shown; None: nothing is predicted"""
-        links = whole is not None and ranks.are_pipeline
-        self._link = link_of_messages(whole, ranks.size, ranks.hosts, ranks.each) if whole and links else None
+        self._link: Network | None = None
         """the link of messages, where pipelines are beside each other"""
+        if whole is not None and ranks.are_pipeline:
+            self._machine = of_pipeline(whole, ranks.size, threads, ranks.hosts, ranks.each, ranks.cp)
+            self._link = link_of_messages(whole, ranks.size, ranks.hosts, ranks.each)
+        elif whole is not None:
+            self._machine = of_each_rank(whole, ranks.size, threads, ranks.hosts, ranks.copies, ranks.cp)
         follows = settings.follows_machine and self._machine is not None and not ranks.are_pipeline
         self._following = Following() if follows else None
         self.changed: str | None = None
@@ -259,7 +256,7 @@ class Planning:
             times=times,
             optimizer=shared.rate,
             families=(request.family,),
-            io_threads=shared.io_threads,
+            io_threads=self._asked.io_threads,
             repeats=self.repeats.planned,
             disk_free=shared.disk_free(request),
         )
@@ -345,7 +342,7 @@ class Planning:
         assert self._machine is not None
         if shared.ranks.are_pipeline:
             return predicted_of_all(shared.ranks, plan, self._pace(times))
-        costs = costs_of_plan(plan, self._machine, times, shared.rate, io_threads=shared.io_threads)
+        costs = costs_of_plan(plan, self._machine, times, shared.rate, io_threads=self._asked.io_threads)
         return simulate(request.world(plan.schedule), costs)
 
     def close(self) -> None:
@@ -376,13 +373,9 @@ class Planning:
 
     def _join_ranks(self, probed: Sequence[Probed]) -> tuple[Stage, ...]:
         """Stages that have room for every rank's micro-batches. What their tape has to know is each rank's own."""
-        found = self._shared.ranks.gather_objects(
-            "stages", [(p.stages, [fact.offload for fact in p.facts]) for p in probed]
-        )
-        others = [both for by_rank in found for both in by_rank]
-        unknown = StageFacts(site=None, call=Facts(), offload=())
-        known = [tuple(replace(unknown, offload=places) for places in offloads) for _, offloads in others]
-        return join([stages for stages, _ in others], known)
+        own = [(p.stages, tuple(fact.offload for fact in p.facts)) for p in probed]
+        every = [both for by_rank in self._shared.ranks.gather_objects("stages", own) for both in by_rank]
+        return join([stages for stages, _ in every], [movable for _, movable in every])
 
     def _program(
         self, stages: Sequence[Stage], facts: Sequence[StageFacts], calls: Mapping[batch.Shapes, HandedOn]
@@ -455,7 +448,7 @@ class Planning:
             times=lambda _: times,
             optimizer=shared.rate,
             link=None if link is None else lambda *_: link,
-            io_threads=shared.io_threads,
+            io_threads=self._asked.io_threads,
             repeats=self.repeats.planned,
         )
 
@@ -473,9 +466,7 @@ class Planning:
         """The placement of weights and state that a plan for a request had better keep; None: nothing is placed yet."""
         keep = self.placed
         on_disk = self._shared.arrays.store is not None
-        if (
-            keep is None and not request.train and on_disk
-        ):  # nothing has been placed: evaluate from where the state is at home
+        if keep is None and not request.train and on_disk:  # evaluate from where the state is at home
             disk: Tier = "disk"
             home = (disk,) * len(request.program.groups)
             keep = Placement(weights=home, state=home, gradients="host", activations="device")

@@ -27,8 +27,12 @@ def within(
     return any(other != shape and covers(other, shape) for other in others)
 
 
-def join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, ...]]) -> tuple[Stage, ...]:
-    """Stages that have room for each of several micro-batches, whose ``facts`` are known.
+Places = tuple[trees.Place, ...]
+"""The tensors of a stage's saved activation that can be moved."""
+
+
+def join(probed: Sequence[tuple[Stage, ...]], movable: Sequence[tuple[Places, ...]]) -> tuple[Stage, ...]:
+    """Stages that have room for each of several micro-batches. ``movable``: for each of these, by stage.
 
     Raises:
         ModelError: they went different ways through the model.
@@ -40,7 +44,7 @@ def join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, 
             "micro-batches that take the same way"
         )
     joined = []
-    for same, known in zip(zip(*probed, strict=True), zip(*facts, strict=True), strict=True):
+    for same, known in zip(zip(*probed, strict=True), zip(*movable, strict=True), strict=True):
         stage = replace(
             same[0],
             forward_reads=tuple(sorted({g for s in same for g in s.forward_reads})),
@@ -50,7 +54,7 @@ def join(probed: Sequence[tuple[Stage, ...]], facts: Sequence[tuple[StageFacts, 
             split=_most([s.split for s in same]),
             graph=_most([s.graph for s in same]),
         )
-        if len({f.offload for f in known}) > 1:  # what only some of them can move stays for the others
+        if len(set(known)) > 1:  # what only some of them can move stays for the others
             stage = replace(stage, kept=stage.kept + stage.activation + stage.gradient)
             if not _movable_for_all(known):
                 stage = replace(stage, activation=0, gradient=0)
@@ -64,11 +68,10 @@ def _most(sizes: Sequence[int | None]) -> int | None:
     return max(known) if len(known) == len(sizes) else None
 
 
-def _movable_for_all(known: Sequence[StageFacts]) -> tuple[trees.Place, ...]:
-    """The places of a stage's saved activation that every micro-batch can move: the size of an output can decide
-    whether it has memory of its own or is a view.
-    """
-    return tuple(place for place in known[0].offload if all(place in f.offload for f in known))
+def _movable_for_all(known: Sequence[Places]) -> Places:
+    """The places that every micro-batch can move: the size of an output can decide whether it has memory of its own or
+    is a view."""
+    return tuple(place for place in known[0] if all(place in places for places in known))
 
 
 def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ...]:
@@ -85,7 +88,8 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
             finds=tuple(dict.fromkeys(h for f in same for h in f.call.finds)),
         )
         assigned = tuple(dict.fromkeys(a for f in same for a in f.assigned))
-        joined.append(replace(same[0], call=call, offload=_movable_for_all(same), assigned=assigned))
+        offload = _movable_for_all([f.offload for f in same])
+        joined.append(replace(same[0], call=call, offload=offload, assigned=assigned))
     return tuple(joined)
 
 

@@ -98,9 +98,9 @@ class Probing:
     def _visiting(self) -> Iterator[VisitingWeights]:
         """The weights for probes, in which all ranks take part. What one has learned of labels, then all know."""
         shared = self._shared
-        weights = VisitingWeights(shared.groups, shared.arrays, shared.ranks, shared.share)
+        weights = VisitingWeights(shared)
         with shared.tape.undo.after(weights.close):
-            with nullcontext() if shared.spans is None else shared.spans.by_itself(), holding(False):
+            with nullcontext() if shared.spans is None else shared.spans.ulysses.by_itself(), holding(False):
                 yield weights
             weights.ended()
         self.labels.agree(shared.ranks)
@@ -132,7 +132,7 @@ class Probing:
                 # From here on all compute at once. Of pipelines beside each other each has shapes of its own to probe,
                 # and neighbours bring weights together: there nobody may wait for all.
                 shared.ranks.gather_objects("beginning of the times", None)
-            times = time_stages(shared.tape, program, facts, fresh, weights.load, weights.unload)
+            times = time_stages(shared.tape, program, facts, fresh, weights)
             times = replace(times, orthogonal=self._orthogonal)
             times = with_exchanges(times, shared.tape.work, machine)  # nobody has waited for the others
         return Probed(

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.compat.marks import buffer_dtypes
 from penstock.config import Precision
-from penstock.config.step import SPLIT, SyncBuffers, check_strands
+from penstock.config.step import SPLIT, check_strands
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments
 from penstock.engine.dealt import deal_blocks
@@ -28,7 +28,7 @@ from penstock.optim.spec import OptimizerSpec
 from penstock.planner.request import Request
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import Share
-from penstock.runtime.streams import DeviceStreams, HostStreams, streams_for
+from penstock.runtime.streams import Streams, streams_for
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.matrices import Piece, pieces
 from penstock.schedule.place import Format
@@ -77,18 +77,17 @@ class EngineResources:
     """in a pipeline, the rank that has each block"""
     spans: Spans | None
     """the cut of micro-batches for ranks that share each sequence; None: each rank has its own"""
-    sync_buffers: SyncBuffers | None
+    settings: WrapArguments
+    """as ``wrap`` was asked, and what counts where nothing was"""
     strands: int
     """strands of all ranks together"""
     device: torch.device
-    streams: HostStreams | DeviceStreams
+    streams: Streams
     scratch_paths: tuple[Path, ...]
     users: tuple[int, ...]
     """the number of directories of this host's stores on the file system of each of this one's"""
-    io_threads: int
     threads: int
     """threads of the optimizer"""
-    overlap: bool
     machine: Machine | None
     """the machine that plans are made for; None: nothing is predicted"""
     rate: str
@@ -261,15 +260,13 @@ def open_resources(
             share=share,
             dealt=tuple(dealt),
             spans=spans,
-            sync_buffers=settings.sync_buffers,
+            settings=settings,
             strands=description.get("strands", 1),
             device=device,
             streams=streams_for(device),
             scratch_paths=tuple(path.absolute() / SCRATCH for path in budget.disk_paths),
             users=users_of(commits.store, ranks),
-            io_threads=settings.io_threads,
             threads=numa.thread_count(device),
-            overlap=settings.overlap,
             machine=as_striped(machine, commits.store, ranks.size),
             rate=rate_name(spec, precision),
         )

@@ -33,7 +33,6 @@ from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.program import ALIGN
 from penstock.sim.result import covered
-from penstock.state.arrays import Late
 from penstock.state.numa import binding_for
 from penstock.store.facts import store_exists
 from penstock.store.layout import Layout
@@ -122,14 +121,14 @@ class Runner:
 
     def _executor_of(self, schedule: Schedule, order: Sequence[Op] | None = None) -> Executor | SerialExecutor:
         shared = self._shared
-        if not shared.overlap:
+        if not shared.settings.overlap:
             return SerialExecutor(schedule, self.pools, self.actions, self._streams, order)
         return Executor(
             schedule,
             self.pools,
             self.actions,
             self._streams,
-            io_workers=max(1, shared.io_threads // 2),
+            io_workers=max(1, shared.settings.io_threads // 2),
             binding=binding_for(shared.device),
             failed=shared.ranks.fail,
         )
@@ -143,20 +142,10 @@ class Runner:
     def _order(self) -> Sequence[Op] | None:
         """The order in which this rank of a pipeline runs one op at a time, by which no two wait for each other: what
         is sent is received at once. None: any in which one rank could run its ops. All ranks come here."""
-        if self._shared.overlap or not self._ranks.are_pipeline:
+        if self._shared.settings.overlap or not self._ranks.are_pipeline:
             return None
         world = schedules_of(self._ranks, self.plan.schedule)
         return run_orders(world)[self._ranks.pipe.rank]
-
-    @property
-    def stepped(self) -> tuple[int, ...]:
-        """Groups in the order in which a step changes them."""
-        return self.bound.stepped
-
-    @property
-    def late(self) -> Late:
-        """The elements that a step leaves to the next one, by group; empty where it leaves none."""
-        return self.bound.late_elements
 
     def flush(self, context: StepContext) -> None:
         """Step the chunks that the step before has left, by ``context.left``.

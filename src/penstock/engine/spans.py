@@ -9,7 +9,6 @@ model's loss heeds them.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -49,14 +48,6 @@ class Spans:
         self.cp, self._place = ranks.cp, ranks.rank % ranks.cp
         self.ulysses = Ulysses(model, ranks.cp, ranks.of_sequence.exchange)
         """the model's attention from now on"""
-
-    def by_itself(self) -> AbstractContextManager[None]:
-        """Inside, this rank's attention waits for no other (``Ulysses.by_itself``)."""
-        return self.ulysses.by_itself()
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Inside, attention mixes no tokens (``Ulysses.apart``)."""
-        return self.ulysses.apart()
 
     def loss_fn(self, loss_fn: LossFn) -> LossFn:
         """A loss function of micro-batches that are cut."""

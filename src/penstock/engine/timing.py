@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from penstock.config.optimizer import NS_STEPS
+from penstock.engine.visiting import VisitingWeights
 from penstock.optim.orthogonal import orthogonalise
 from penstock.schedule.matrices import Piece, orthogonal_flop
 from penstock.schedule.program import Program, Stage
@@ -28,18 +29,16 @@ def time_stages(
     program: Program,
     facts: tuple[StageFacts, ...],
     fresh: Callable[[], Mapping[str, Any]],
-    load: Callable[[int], None],
-    unload: Callable[[int], None],
+    visiting: VisitingWeights,
 ) -> StageTimes:
     """Seconds of every stage for the micro-batch that ``fresh`` makes, with its tensors on the device. Changes nothing
     of the model.
 
-    ``load(group)`` attaches a group's weights on the device, ``unload(group)`` detaches them. Stages that are alike
-    (the blocks of a transformer) count with their median, so that one interruption does not tell. A short pass is made
-    several times, and one counts that a quarter of them are faster than: a slow spell of the machine does not tell,
-    either, nor does a moment in which others who compute here stood still.
+    Stages that are alike (the blocks of a transformer) count with their median, so that one interruption does not tell.
+    A short pass is made several times, and one counts that a quarter of them are faster than: a slow spell of the
+    machine does not tell, either, nor does a moment in which others who compute here stood still.
     """
-    timed = partial(_pass, tape, program, facts, fresh, load, unload)
+    timed = partial(_pass, tape, program, facts, fresh, visiting)
     if tape.compiled:  # what is compiled on the way is compiled once
         timed()
     began, passes = time.perf_counter(), [timed()]
@@ -57,16 +56,10 @@ def orthogonal_rate(matrices: Sequence[Piece], device: torch.device) -> float | 
     for (count, rows, columns), times in Counter((p.count, p.rows, p.columns) for p in matrices).items():
         piece = Piece(dim=0, start=0, size=rows, count=count, rows=rows, columns=columns)
         update = torch.randn(count, rows, columns, dtype=torch.bfloat16, device=device, generator=generator)
-        passes = [
-            _timed(device, partial(orthogonalise, update, [piece], NS_STEPS), (), _nothing, _nothing) for _ in "12"
-        ]
+        passes = [_seconds(device, partial(orthogonalise, update, [piece], NS_STEPS)) for _ in "12"]
         flop += times * orthogonal_flop(piece, NS_STEPS)
         seconds += times * min(passes)
     return flop / seconds if seconds else None
-
-
-def _nothing(group: int) -> None:
-    """No weights are needed."""
 
 
 _FEW, _SHORT = 3, 2.0
@@ -80,8 +73,7 @@ def _pass(
     program: Program,
     facts: tuple[StageFacts, ...],
     fresh: Callable[[], Mapping[str, Any]],
-    load: Callable[[int], None],
-    unload: Callable[[int], None],
+    visiting: VisitingWeights,
 ) -> StageTimes:
     stages = program.stages
     forward, backward, weights = ([0.0] * len(stages) for _ in range(3))
@@ -99,13 +91,17 @@ def _pass(
         tape.on_gradient, tape.facts = sink, facts
         tape.begin(0, [fresh()], [1.0], stages=stages)
         for k, stage in enumerate(stages):
-            forward[k] = _timed(tape.device, partial(tape.forward, k, 0), _needs(stage, k, stages), load, unload)
+            # The epilogue runs backward at once, so it needs what its backward reads, too.
+            reads = stage.forward_reads if k < len(stages) - 1 else (*stage.forward_reads, *stage.backward_reads)
+            with visiting.there(reads):
+                forward[k] = _seconds(tape.device, partial(tape.forward, k, 0))
         for k, stage in reversed(list(enumerate(stages[:-1]))):
             reads = (*stage.backward_reads, *stage.gradients)
             run = tape.backward if stage.split is None else tape.backward_inputs
-            backward[k] = _timed(tape.device, partial(run, k, 0), reads, load, unload)
+            with visiting.there(reads):
+                backward[k] = _seconds(tape.device, partial(run, k, 0))
             if stage.split is not None:
-                weights[k] = _timed(tape.device, partial(tape.backward_weights, k, 0), (), load, unload)
+                weights[k] = _seconds(tape.device, partial(tape.backward_weights, k, 0))
                 backward[k] += weights[k]
     return StageTimes(
         forward=_typical(stages, program, forward),
@@ -114,31 +110,12 @@ def _pass(
     )
 
 
-def _needs(stage: Stage, k: int, stages: Sequence[Stage]) -> tuple[int, ...]:
-    """The epilogue runs backward at once, so it needs what its backward reads, too."""
-    return stage.forward_reads if k < len(stages) - 1 else (*stage.forward_reads, *stage.backward_reads)
-
-
-def _timed(
-    device: torch.device,
-    work: Callable[[], None],
-    groups: Sequence[int],
-    load: Callable[[int], None],
-    unload: Callable[[int], None],
-) -> float:
-    """Seconds of ``work`` with the groups' weights on the device."""
-    wanted = sorted(set(groups))
-    try:
-        for g in wanted:
-            load(g)
-        _settle(device)
-        began = time.perf_counter()
-        work()
-        _settle(device)
-        return time.perf_counter() - began
-    finally:
-        for g in wanted:
-            unload(g)
+def _seconds(device: torch.device, work: Callable[[], None]) -> float:
+    _settle(device)
+    began = time.perf_counter()
+    work()
+    _settle(device)
+    return time.perf_counter() - began
 
 
 def _settle(device: torch.device) -> None:

@@ -95,7 +95,12 @@ def in_turn(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[S
 
     @functools.wraps(method)
     def call(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        check_process(self)
+        if is_foreign(self):
+            raise ConfigError(
+                f"this engine belongs to process {self._process}, and this is process {os.getpid()}, forked from it: "
+                "an engine's threads and its store stay with the process that made it. Make one here, with a store of "
+                "its own"
+            )
         with alone(self), self._around_call():
             return method(self, *args, **kwargs)
 
@@ -105,14 +110,3 @@ def in_turn(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[S
 def is_foreign(owned: Owned) -> bool:
     """True if this process is another than the one that made it: a forked child of it."""
     return owned._process != os.getpid()
-
-
-def check_process(owned: Owned) -> None:
-    """Raises:
-    ConfigError: this is a forked child of the process that made it.
-    """
-    if is_foreign(owned):
-        raise ConfigError(
-            f"this engine belongs to process {owned._process}, and this is process {os.getpid()}, forked from it: an "
-            "engine's threads and its store stay with the process that made it. Make one here, with a store of its own"
-        )

@@ -1,13 +1,13 @@
 """Weights that visit the device one group at a time, for what runs a model outside a plan: the probe and its timing."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 
-from penstock.ranks.group import Ranks
-from penstock.ranks.share import Share
+from penstock.engine.resources import EngineResources
 from penstock.schedule.place import FP32
-from penstock.state.arrays import StateArrays
 from penstock.state.memory import BOUNCE, DeviceSlab, HostSlab
-from penstock.tape.groups import ParamGroup
 
 _NOTHING = -1
 
@@ -19,14 +19,14 @@ class VisitingWeights:
     get it together, and others in turn. They need not ask in the same order, or as often: who needs no more ``ended``.
     """
 
-    def __init__(self, groups: tuple[ParamGroup, ...], arrays: StateArrays, ranks: Ranks, share: Share) -> None:
-        self._groups = groups
-        self._arrays = arrays
-        self._ranks = ranks.sharing
-        self._share = share
+    def __init__(self, resources: EngineResources) -> None:
+        self._groups = resources.groups
+        self._arrays = resources.arrays
+        self._ranks = resources.ranks.sharing
+        self._share = resources.share
         self._slabs: dict[int, DeviceSlab] = {}
         self._attached: set[int] = set()
-        self.bounce = HostSlab(BOUNCE, beside=arrays.device)
+        self.bounce = HostSlab(BOUNCE, beside=resources.device)
         """memory that copies which are waited for go through"""
 
     def load(self, g: int) -> None:
@@ -52,6 +52,18 @@ class VisitingWeights:
         slab = self._slabs.pop(g, None)
         if slab is not None:
             slab.close()
+
+    @contextmanager
+    def there(self, groups: Iterable[int]) -> Iterator[None]:
+        """Within, groups' weights are on the device."""
+        wanted = sorted(set(groups))
+        try:
+            for g in wanted:
+                self.load(g)
+            yield
+        finally:
+            for g in wanted:
+                self.unload(g)
 
     def ended(self) -> None:
         """This rank needs no more; those that do are sent its parts. Returns once no rank needs any."""

@@ -1,6 +1,7 @@
 """The access of actions to the schedule's buffers, arrays at home and scratch space. What is moved is counted here."""
 
 import threading
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -52,11 +53,25 @@ class Access:
         dtype = torch.bfloat16 if op.id.group in self.bound.schedule.narrow else torch.float32
         return self.view(name, self.bound.chunk(op).numel, dtype)
 
-    def idle(self, op: Op) -> bool:
-        """True if an op on a chunk's way has nothing to do: it is not stepped, or was when the step before ended."""
+    def state(self, op: Op, names: Iterable[str], buffer: str | None) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """An op's chunk of arrays of state, each with the element that it begins at: one behind the other in a
+        ``buffer``, or (None) in memory."""
+        c, offset = self.bound.chunk(op), 0
+        for name in names:
+            part = self.arrays.parts[name]
+            own = part.own(c.start, c.numel)
+            if buffer is None:
+                yield name, own.start, self.arrays.array(name)[own]
+            else:
+                yield name, own.start, self.view(buffer, own.stop - own.start, part.dtype, offset)
+                offset += (own.stop - own.start) * part.dtype.itemsize
+
+    def update(self, op: Op) -> Update | None:
+        """The update that an op's chunk is stepped with; None: it is not stepped, or was when the step before ended,
+        and an op on its way has nothing to do."""
         if self.bound.is_late(op):
-            return self.context.left is None
-        return self.context.idle
+            return self.context.left
+        return None if self.context.idle else self.context.update
 
     # ---- bytes
 

@@ -14,7 +14,7 @@ from penstock.schedule.check.rules import check_buffers
 from penstock.schedule.ir.ops import ChunkAt, Op, Schedule
 from penstock.schedule.ir.references import OF_UPDATES, Buffer, OpId
 from penstock.schedule.place import BF16, FP32, Chunk, chunks, grain
-from penstock.schedule.program import Program
+from penstock.schedule.program import GroupSpec, Program
 from penstock.state.arrays import Late
 from penstock.store.layout import Grid, Region
 
@@ -69,6 +69,10 @@ class Bound:
         """The first of this rank's trained elements of a group."""
         return self.share.number * self.program.groups[g].trainable
 
+    def group(self, op: Op) -> GroupSpec:
+        """This rank's part of an op's group."""
+        return self.program.groups[op.id.group]
+
     def chunk(self, op: Op) -> Chunk:
         """The elements that an op is about."""
         chunk = self._cuts[op.id.group][op.id.chunk]
@@ -82,7 +86,7 @@ class Bound:
 
     @cached_property
     def late_elements(self) -> Late:
-        """The trained elements that a step leaves to the next one to step, by group."""
+        """The trained elements that a step leaves to the next one to step, by group; empty where it leaves none."""
         late: dict[int, list[range]] = {}
         for g, index in sorted(self.late):
             c = self._cuts[g][index]
@@ -101,7 +105,7 @@ class Bound:
         for op in self.schedule.lanes["write"]:
             if op.id.kind == "WG":
                 width = BF16 if op.id.group in self.schedule.narrow else FP32
-                numel, name = self.program.groups[op.id.group].trainable, gradient_extent(op)
+                numel, name = self.group(op).trainable, gradient_extent(op)
                 sizes[name] = numel * width
                 grids[name] = (Region(nbytes=numel * width, block=grain(numel) * width),)
             elif op.id.kind == "WC":

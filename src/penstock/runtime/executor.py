@@ -17,7 +17,7 @@ from functools import partial
 
 from penstock.runtime.lanes import Gate, LaneState, Turn, lanes_of
 from penstock.runtime.pools import Pools
-from penstock.runtime.streams import DeviceStreams, HostStreams, Mark, settle
+from penstock.runtime.streams import Mark, Streams, settle
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.state.numa import Binding
@@ -36,7 +36,7 @@ class Executor:
         schedule: Schedule,
         pools: Pools,
         act: Action,
-        streams: HostStreams | DeviceStreams,
+        streams: Streams,
         *,
         io_workers: int = 2,
         binding: Binding | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from penstock.runtime.streams import DeviceStreams, HostStreams, Mark
+from penstock.runtime.streams import Mark, Streams
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.references import OpId
@@ -54,7 +54,7 @@ class LaneState:
         self.open = len(self.turns)
 
 
-def lanes_of(schedule: Schedule, streams: HostStreams | DeviceStreams) -> dict[Lane, LaneState]:
+def lanes_of(schedule: Schedule, streams: Streams) -> dict[Lane, LaneState]:
     """A schedule's lanes, with nothing started."""
     lanes = {lane: LaneState(lane) for lane in schedule.lanes}
     places = {op.id: place for ops in schedule.lanes.values() for place, op in enumerate(ops)}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from penstock.runtime.pools import Pools
-from penstock.runtime.streams import DeviceStreams, HostStreams, Mark, settle
+from penstock.runtime.streams import Mark, Streams, settle
 from penstock.schedule.check.order import run_order
 from penstock.schedule.ir.ops import Op, Schedule
 
@@ -17,7 +17,7 @@ class SerialExecutor:
         schedule: Schedule,
         pools: Pools,
         act: Callable[[Op], int],
-        streams: HostStreams | DeviceStreams,
+        streams: Streams,
         order: Sequence[Op] | None = None,
     ) -> None:
         """``order``: one in which the ops can run; None: found."""

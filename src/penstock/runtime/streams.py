@@ -166,11 +166,14 @@ class DeviceStreams:
                 own.wait_stream(compute)
 
 
-def streams_for(device: torch.device) -> HostStreams | DeviceStreams:
+Streams = HostStreams | DeviceStreams
+
+
+def streams_for(device: torch.device) -> Streams:
     return HostStreams() if device.type == "cpu" else DeviceStreams(device)
 
 
-def settle(streams: HostStreams | DeviceStreams, error: BaseException) -> None:
+def settle(streams: Streams, error: BaseException) -> None:
     """Wait for what is queued, when a step has failed: a device that fails then, too, hides no first error, nor does an
     interrupt, before which buffers cannot be given back."""
     while True:

@@ -22,7 +22,7 @@ from penstock.runtime.bound import Bound, refuse_others
 from penstock.runtime.pools import Pools
 from penstock.runtime.staging import Staging
 from penstock.runtime.stepping import Stepping
-from penstock.runtime.streams import DeviceStreams, HostStreams
+from penstock.runtime.streams import Streams
 from penstock.schedule.ir.ops import Op
 from penstock.state.arrays import StateArrays
 from penstock.store.store import Store
@@ -50,7 +50,7 @@ class Actions:
         arrays: StateArrays,
         tape: Tape,
         scratch: Store | None,
-        streams: HostStreams | DeviceStreams,
+        streams: Streams,
         stepping: Stepping,
         ranks: Ranks,
         staging: Staging | None,
@@ -72,7 +72,7 @@ class Actions:
             Gradients(self.access, stepping).kinds(),
             self.norm.kinds(),
             self._optimizer.kinds(),
-            MatrixUpdates(self.access, self.norm, stepping, ranks).kinds(),
+            MatrixUpdates(self.access, self.norm, stepping).kinds(),
             SavedActivations(self.access, tape, streams).kinds(),
             Between(self.access, self._compute, self.norm, ranks).kinds(),
             self._crossing.kinds(),

@@ -1,6 +1,6 @@
 """The actions that ranks do together: weights put together, gradients added up, and what all need to know of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -30,10 +30,10 @@ class Between:
         self._host, self._place = ranks.of_host, ranks.of_place
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
-        on_levels = self._host.size > 1
+        gather = self.gather_within if self._host.size > 1 else self.gather
         return {
-            "GW": self.gather_within if on_levels else self.gather,
-            "HW": self.gather_between,
+            **dict.fromkeys(("GW", "GU"), gather),
+            **dict.fromkeys(("HW", "HU"), self.gather_between),
             "SG": self.exchange,
             "HG": self.exchange_between,
             "AR": self.add_up_for_all,
@@ -42,48 +42,46 @@ class Between:
         }
 
     def gather(self, op: Op) -> None:
-        """A group's weights, trainable part first, from the parts of all ranks."""
-        for part, whole in zip(self._parts(op), self._wholes(op), strict=True):
-            if part.numel():
-                self._copy.gather(whole, part)
-                self._sent(part, self._copy)
+        """What ranks have parts of, from the parts of all."""
+        for part, whole in self._parts(op):
+            self._copy.gather(whole, part)
+            self._sent(part, self._copy)
 
     def gather_between(self, op: Op) -> None:
-        """A group's weights as far as the ranks with this one's place on all hosts have them."""
-        for part, whole in zip(self._parts(op), self._wholes(op), strict=True):
-            if part.numel():
-                levels.gather_between(self._place, whole, part)
-                self._sent(part, self._place)
+        """The same as far as the ranks with this one's place on all hosts have it."""
+        for part, whole in self._parts(op):
+            levels.gather_between(self._place, whole, part)
+            self._sent(part, self._place)
 
     def gather_within(self, op: Op) -> None:
-        """A group's weights from what the ranks of this host have of it."""
-        for whole in self._wholes(op):
-            if whole.numel():
-                levels.gather_within(self._host, self._place.size, whole)
-                self._sent(whole[: whole.numel() // self._host.size], self._host)
+        """All of it, from what the ranks of this host have of it."""
+        for whole in self._cut(op, op.writes[0], self._copy.size):
+            levels.gather_within(self._host, self._place.size, whole)
+            self._sent(whole[: whole.numel() // self._host.size], self._host)
 
-    def _parts(self, op: Op) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's parts of a group's trainable and frozen weights."""
-        own = self._to.bound.program.groups[op.id.group]
-        part = self._to.view(op.reads[0], own.numel, self._to.arrays.dtype)
-        return part[: own.trainable], part[own.trainable :]
+    def _parts(self, op: Op) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's parts of what an op puts together, and where all ranks' go."""
+        return zip(self._cut(op, op.reads[0], 1), self._cut(op, op.writes[0], self._copy.size), strict=True)
 
-    def _wholes(self, op: Op) -> tuple[torch.Tensor, torch.Tensor]:
-        """A group's trainable and frozen weights, of all ranks' parts."""
-        own, size = self._to.bound.program.groups[op.id.group], self._copy.size
-        whole = self._to.view(op.writes[0], size * own.numel, self._to.arrays.dtype)
-        return whole[: size * own.trainable], whole[size * own.trainable :]
+    def _cut(self, op: Op, name: str, ranks: int) -> list[torch.Tensor]:
+        """The parts of so many ranks in a buffer: a group's weights, first those that are trained, and then the others,
+        if it has any; or updates of matrices."""
+        group = self._to.bound.group(op)
+        if op.id.kind in ("GU", "HU"):
+            return [self._to.view(name, ranks * group.trainable, torch.bfloat16)]
+        flat = self._to.view(name, ranks * group.numel, self._to.arrays.dtype)
+        return [part for part in (flat[: ranks * group.trainable], flat[ranks * group.trainable :]) if part.numel()]
 
     def exchange(self, op: Op) -> None:
         """A chunk of this rank's part of a gradient, from all ranks' gradients; each sends every other one its part. On
         two levels the sums of this host, of the chunks of all ranks with this one's place."""
-        g, size, c = op.id.group, self._copy.size, self._to.bound.chunk(op)
+        size, c = self._copy.size, self._to.bound.chunk(op)
         if c.start == 0:
             self._tell(op)
         through = op.writes[-1]
         into, out = self._to.view(through, 2 * size * c.numel).view(2, size, c.numel)
         if op.reads[0] != through:  # else it is there already, summed on the host
-            own = self._to.bound.program.groups[g].trainable
+            own = self._to.bound.group(op).trainable
             gradient = self._to.view(op.reads[0], size * own).view(size, own)
             into.copy_(gradient[:, c.start : c.start + c.numel])
         if len(op.writes) > 1:
@@ -152,39 +150,26 @@ class Between:
             )
 
     def gather_norm(self, op: Op) -> None:
-        """The sums of squares of all ranks' parts of the gradients."""
+        """The sums of squares of all ranks' parts of the gradients; in pipelines of the groups that each has, and each
+        sends as many as the rank that has most."""
         self._norm.bring()
-        context, share = self._to.context, self._to.bound.share
-        if share.holders is not None:
-            self._gather_norm_of_groups(share.holders, share.size)
-            return
-        by_rank = [context.partials[g].reshape(share.size, -1) for g in self._to.bound.trained]
-        part = torch.from_numpy(np.concatenate([parts[share.rank] for parts in by_rank])).to(self._to.arrays.device)
-        found = torch.empty(share.size * part.numel(), dtype=part.dtype, device=part.device)
-        self._copy.gather(found, part)
-        self._sent(part, self._copy)
-        all_parts, begin = found.view(share.size, -1).cpu().numpy(), 0
-        for parts in by_rank:
-            parts[:] = all_parts[:, begin : begin + parts.shape[1]]
-            begin += parts.shape[1]
-
-    def _gather_norm_of_groups(self, holders: Sequence[int], parts: int) -> None:
-        """The sums of squares of all ranks' groups, in pipelines: of the part that each has, of so many. Each sends as
-        many as the rank that has most."""
-        partials, size, dealt = self._to.context.partials, self._ranks.size, self._to.bound.program.dealt
-        assert dealt is not None
-        of_rank: list[list[NDArray[np.float64]]] = [[] for _ in range(size)]
-        for g in sorted(partials):
-            for number, sums in enumerate(partials[g].reshape(parts, -1)):
-                of_rank[holders[g] * parts + number].append(sums)
-        own = np.concatenate([*of_rank[self._ranks.rank], np.zeros(0)])
-        part = torch.from_numpy(np.pad(own, (0, dealt.partials - own.size))).to(self._to.arrays.device)
-        found = torch.empty(size * part.numel(), dtype=part.dtype, device=part.device)
-        self._ranks.gather(found, part)
-        self._sent(part, self._ranks)
-        for row, groups in zip(found.view(size, -1).cpu().numpy(), of_rank, strict=True):
+        partials, bound = self._to.context.partials, self._to.bound
+        share, dealt = bound.share, bound.program.dealt
+        ranks, groups = (self._copy, bound.trained) if share.holders is None else (self._ranks, sorted(partials))
+        of_rank: list[list[NDArray[np.float64]]] = [[] for _ in range(ranks.size)]
+        for g in groups:
+            first = 0 if share.holders is None else share.holders[g] * share.size
+            for number, sums in enumerate(partials[g].reshape(share.size, -1), first):
+                of_rank[number].append(sums)
+        own = np.concatenate([*of_rank[share.rank], np.zeros(0)])
+        most = own.size if dealt is None else dealt.partials
+        part = torch.from_numpy(np.pad(own, (0, most - own.size))).to(self._to.arrays.device)
+        found = torch.empty(ranks.size * most, dtype=part.dtype, device=part.device)
+        ranks.gather(found, part)
+        self._sent(part, ranks)
+        for row, parts in zip(found.view(ranks.size, -1).cpu().numpy(), of_rank, strict=True):
             begin = 0
-            for sums in groups:
+            for sums in parts:
                 sums[:] = row[begin : begin + sums.size]
                 begin += sums.size
 

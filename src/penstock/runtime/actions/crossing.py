@@ -25,7 +25,7 @@ from penstock.errors import NonFiniteError
 from penstock.ranks.group import Ranks
 from penstock.runtime.access import Access
 from penstock.runtime.staging import Staging
-from penstock.runtime.streams import DeviceStreams, HostStreams
+from penstock.runtime.streams import Streams
 from penstock.schedule.ir.ops import Op
 from penstock.tape.elsewhere import Elsewhere, Way
 from penstock.tape.handed import Kind
@@ -49,7 +49,7 @@ class Crossing:
         access: Access,
         tape: Tape,
         ranks: Ranks,
-        streams: HostStreams | DeviceStreams,
+        streams: Streams,
         staging: Staging | None,
     ) -> None:
         """``staging``: where messages pass through host memory; None: they are there."""

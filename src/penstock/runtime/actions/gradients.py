@@ -42,7 +42,7 @@ class Gradients:
         """Copy a chunk of each rank's part [ranks, chunk] out of a whole group's gradient [ranks, own], to be
         summed."""
         c, size = self._to.bound.chunk(op), self._to.bound.share.size
-        own = self._to.bound.program.groups[op.id.group].trainable
+        own = self._to.bound.group(op).trainable
         parts = self._to.view(op.reads[0], size * own).view(size, own)
         target = self._to.view(op.writes[0], size * c.numel).view(size, c.numel)
         for into, part in zip(target, parts, strict=True):
@@ -68,7 +68,7 @@ class Gradients:
 
     def fetch(self, op: Op) -> None:
         """Back from there."""
-        if self._to.idle(op):
+        if self._to.update(op) is None:
             return
         gradient = self._to.gradient(op, op.writes[0])
         self._to.read_scratch(gradient_extent(op), self._offset(op, gradient), gradient)

@@ -22,7 +22,7 @@ class Norm:
         self._on_device: dict[int, torch.Tensor] = {}
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
-        return {"NG": self.of_chunk, "ND": self.of_group, "NORM": self.decide}
+        return {"NG": self.of_chunk, "ND": self.of_group, "NORM": self.judge}
 
     def of_chunk(self, op: Op) -> None:
         """The sums of a chunk in host memory."""
@@ -33,7 +33,7 @@ class Norm:
     def of_group(self, op: Op) -> None:
         """The sums of a group whose gradient is on the device."""
         g = op.id.group
-        gradient = self._to.view(op.reads[0], self._to.bound.program.groups[g].trainable)
+        gradient = self._to.view(op.reads[0], self._to.bound.group(op).trainable)
         if gradient.device.type == "cpu":
             self._stepping.partial_norms(gradient, self._to.context.partials[g])
         else:
@@ -53,12 +53,9 @@ class Norm:
             self._to.context.partials[g][:] = partials.cpu().numpy()
         self._on_device.clear()
 
-    def decide(self, op: Op) -> None:
-        """The norm, the factor that every gradient is multiplied by, and whether the step is skipped."""
-        self.judge()
-
-    def judge(self) -> None:
-        """Add up the sums of all groups: what follows from the norm is known from here on."""
+    def judge(self, op: Op | None = None) -> None:
+        """Add up the sums of all groups: the norm, the factor that every gradient is multiplied by, and whether the
+        step is skipped are known from here on."""
         context = self._to.context
         self.bring()
         norm = grad_norm(context.partials[g] for g in sorted(context.partials)) / context.loss_scale

@@ -40,14 +40,8 @@ class OptimizerSteps:
         names = {name.holds: name for name in (*op.reads, *op.writes)}
         return names.get("state"), names.get("new weights")
 
-    def _in_buffer(self, op: Op, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The arrays of a chunk's state, with their part of its buffer."""
-        c, offset = self._to.bound.chunk(op), 0
-        for array in self._arrays.parts_of_step(op.id.group):
-            part = self._arrays.parts[array]
-            own = part.own(c.start, c.numel)
-            yield array, self._to.view(name, own.stop - own.start, part.dtype, offset)
-            offset += (own.stop - own.start) * part.dtype.itemsize
+    def _state(self, op: Op, buffer: Buffer | None) -> Iterator[tuple[str, int, torch.Tensor]]:
+        return self._to.state(op, self._arrays.parts_of_step(op.id.group), buffer)
 
     def _weights(self, op: Op, name: Buffer | None) -> torch.Tensor:
         """The weights of an op's chunk that a step on the host changes: in a buffer, or in memory."""
@@ -73,78 +67,68 @@ class OptimizerSteps:
                 self._read(op, state, new, before=False)
 
     def _read(self, op: Op, state: Buffer | None, new: Buffer | None, *, before: bool) -> None:
-        c = self._to.bound.chunk(op)
         if state is not None:
-            for array, view in self._in_buffer(op, state):
-                self._to.read(array, self._arrays.parts[array].own(c.start, c.numel).start, view, before=before)
+            for array, start, view in self._state(op, state):
+                self._to.read(array, start, view, before=before)
         if new is not None and self._arrays.form.steps_weights:
-            self._to.read(f"weights.{op.id.group}", c.start, self._weights(op, new), before=before)
+            start = self._to.bound.chunk(op).start
+            self._to.read(f"weights.{op.id.group}", start, self._weights(op, new), before=before)
 
     def write_state(self, op: Op) -> None:
-        if self._to.idle(op):
-            return
-        c = self._to.bound.chunk(op)
-        for array, view in self._in_buffer(op, op.reads[0]):
-            self._to.write(array, self._arrays.parts[array].own(c.start, c.numel).start, view)
+        if self._to.update(op) is not None:
+            for array, start, view in self._state(op, op.reads[0]):
+                self._to.write(array, start, view)
 
     def write_weights(self, op: Op) -> None:
-        if self._to.idle(op):
-            return
-        _, new = self._buffers(op)
-        self._to.write(f"weights.{op.id.group}", self._to.bound.chunk(op).start, self._weights(op, new))
+        if self._to.update(op) is not None:
+            _, new = self._buffers(op)
+            self._to.write(f"weights.{op.id.group}", self._to.bound.chunk(op).start, self._weights(op, new))
 
     def step(self, op: Op) -> None:
         """One chunk, in host memory."""
         g, c, arrays = op.id.group, self._to.bound.chunk(op), self._arrays
         arrays.about_to_change(g, c.start, c.numel)
         buffer, new = self._buffers(op)
-        if buffer is not None:
-            state = [view for _, view in self._in_buffer(op, buffer)]
-        else:
-            state = [arrays.array(name)[arrays.parts[name].own(c.start, c.numel)] for name in arrays.parts_of_step(g)]
-        late = self._to.bound.is_late(op)
-        in_passing = not (late or self._to.bound.normed or arrays.groups[g].whole)
+        state = [view for _, _, view in self._state(op, buffer)]
+        in_passing = not (self._to.bound.is_late(op) or self._to.bound.normed or arrays.groups[g].whole)
         if arrays.groups[g].whole:
             gradient = self._to.view(op.reads[0], c.numel, torch.bfloat16)
         else:
             gradient = self._to.gradient(op, op.reads[0])
-        self._update(g, c.start, gradient, self._weights(op, new), state, late=late, in_passing=in_passing)
+        self._update(op, c.start, gradient, self._weights(op, new), state, in_passing=in_passing)
 
     def step_on_device(self, op: Op) -> None:
         """A whole group, where its state is."""
         g, arrays = op.id.group, self._arrays
-        numel = self._to.bound.program.groups[g].trainable
+        numel = self._to.bound.group(op).trainable
         gradient = self._to.view(op.reads[0], numel)
         arrays.about_to_change(g, 0, numel)
-        in_passing = not self._to.bound.normed
         weights, state = arrays.array(f"weights.{g}")[:numel], [arrays.array(n) for n in arrays.parts_of_state(g)]
-        self._update(g, 0, gradient, weights, state, late=False, in_passing=in_passing)
+        self._update(op, 0, gradient, weights, state, in_passing=not self._to.bound.normed)
 
     def _update(
         self,
-        g: int,
+        op: Op,
         start: int,
         gradient: torch.Tensor,
         weights: torch.Tensor,
         state: list[torch.Tensor],
         *,
-        late: bool,
         in_passing: bool,
     ) -> None:
         """The optimizer on elements ``[start, start + n)`` of a group. Of matrices that step in host memory, whose
         ``state`` is without momentum, ``gradient`` is their orthogonal update.
 
-        ``late``: with what the step before has left; it may be stepped by now, and only the weights are wanted.
-        ``in_passing``: whether the gradient's sums of squares are computed, too.
+        What the step before has left may be stepped by now, and only the weights are wanted. ``in_passing``: whether
+        the gradient's sums of squares are computed, too.
         """
-        context = self._to.context
+        g, update = op.id.group, self._to.update(op)
         rest = state.pop(0) if self._arrays.form.rest_bytes else None
         moments = as_moments(state, weights.numel())
-        update = context.left if late else None if context.idle else context.update
         if update is None:
             self._stepping.restore(weights, rest)
             return
-        self._arrays.note_step(g, late=late)
+        self._arrays.note_step(g, late=self._to.bound.is_late(op))
         norms = self._norm.in_passing(g, start, gradient) if in_passing else None
         if not self._arrays.groups[g].whole:
             self._stepping.step(update, g, start, gradient, weights, rest, moments, norms)

@@ -7,7 +7,7 @@ import torch
 from penstock.errors import ModelError
 from penstock.runtime.access import Access
 from penstock.runtime.bound import activation_extent
-from penstock.runtime.streams import DeviceStreams, HostStreams
+from penstock.runtime.streams import Streams
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.place import end_to_end
 from penstock.tape.tape import Tape
@@ -16,7 +16,7 @@ from penstock.tape.tape import Tape
 class SavedActivations:
     """Moves what the tape has kept of a stage for a micro-batch: all of its tensors, one behind the other."""
 
-    def __init__(self, access: Access, tape: Tape, streams: HostStreams | DeviceStreams) -> None:
+    def __init__(self, access: Access, tape: Tape, streams: Streams) -> None:
         self._to = access
         self._tape = tape
         self._streams = streams
