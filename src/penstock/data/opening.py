@@ -26,11 +26,10 @@ from penstock.data.identity import (
     fingerprint,
     identity_in,
     require_place,
-    require_unchanged,
 )
 from penstock.data.mixture import Mixture
 from penstock.data.pieces import Cuts, Pieces, continuous_pieces, pieces_of
-from penstock.data.prepare import Opened, prepare
+from penstock.data.prepare import Opened, made_of, prepare
 from penstock.data.sources.find import left_out, open_source
 from penstock.data.sources.hub import HubDataset
 from penstock.data.sources.reader import Reader, Renamed
@@ -38,7 +37,7 @@ from penstock.data.sources.walk import ending
 from penstock.data.stream import Prepared, Stream
 from penstock.data.streamed import Streamed, StreamSource
 from penstock.data.token_files import TokenFile
-from penstock.errors import ConfigError, StoreError
+from penstock.errors import ConfigError
 
 log = logging.getLogger("penstock")
 
@@ -93,7 +92,8 @@ def open_data(
         )
     template = own.chat_template is not None if own is not None else config.chat_template is not None
     opened, forms = _opened(config.each_source, template, known, streaming=stream)
-    held_out, held_out_forms = _validation(config, template, known)
+    apart = config.validation.sources if config.validation is not None else None
+    held_out, held_out_forms = _opened(each_source(apart or ()), template, known, streaming=False)
     if known is None:
         _check_loss_on(config, [*opened, *held_out])
     before, trained_on = known.files if known else (), [p for one in opened for p in one.files]
@@ -156,7 +156,7 @@ def _check_loss_on(config: DataConfig, opened: Sequence[Opened]) -> None:
     """Raises:
     ConfigError: ``loss_on`` is given, and no source has prompts.
     """
-    if config.loss_on is not None and all(one.form is None or one.form.kind == "text" for one in opened):
+    if config.loss_on is not None and all(one.kind in ("text", "tokens") for one in opened):
         raise ConfigError(
             f"data.loss_on={config.loss_on!r} has no effect on text, which counts whole, nor on token ids, which say "
             "themselves what counts: drop it"
@@ -165,7 +165,7 @@ def _check_loss_on(config: DataConfig, opened: Sequence[Opened]) -> None:
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], config: DataConfig) -> Iterator[str]:
     """Words for documents that no token ends, as the tokenizer has none. A chat ends as its template says."""
-    paths = [one.source.path for one in opened if one.form is not None and one.form.kind != "chat"]
+    paths = [one.source.path for one in opened if one.kind in ("text", "completion")]
     if paths and not ends_of(tokenizer)[1]:
         runs_on = ", and one runs on into the next" if config.packing == "continuous" else ""
         yield (
@@ -250,12 +250,6 @@ def _is_local(source: SourceConfig) -> bool:
     return source.path == "stdlib" or path.exists() or any(c in source.path for c in "*?[")
 
 
-def _validation(config: DataConfig, template: bool, known: Identity | None) -> tuple[list[Opened], list[str]]:
-    if config.validation is None or config.validation.sources is None:
-        return [], []
-    return _opened(each_source(config.validation.sources), template, known, streaming=False)
-
-
 def _opened(
     sources: Sequence[SourceConfig], template: bool, known: Identity | None, *, streaming: bool
 ) -> tuple[list[Opened], list[str]]:
@@ -315,24 +309,15 @@ def _tokenizer(
     if config.training is None:
         assert own is not None
         return (own,)
-    kinds = [one.form.kind if one.form else None for one in opened]  # as a template decides, too
-    made_of = {"train": asdict(config.training), **_texts(opened, facts), "kinds": kinds, "version": _VERSION}
-    place = folder / f"tokenizer-{fingerprint(made_of)}"
+    kinds = [one.kind for one in opened]  # as a template decides, too
+    source = {"train": asdict(config.training), **_texts(opened, facts), "kinds": kinds, "version": _VERSION}
+    place = folder / f"tokenizer-{fingerprint(source)}"
     if not place.is_dir():
         say(f"Training a tokenizer of {config.training.vocabulary:,} tokens")
         found = tokenizers.train(config.training, _sample(opened, config.training.sample_bytes))
-        try:
-            with files.made_once(place, private=config.prepared is None) as under_way:
-                tokenizers.save(found, under_way)
-                require_unchanged([path for one in opened for path in one.files], facts)
-        except StoreError:
-            raise
-        except OSError as error:
-            said = error.strerror or error
-            raise ConfigError(
-                f"data: cannot keep the tokenizer that was trained in {place}: {said}: make {folder} writable, with "
-                "room in it, or give another folder (data.prepared)"
-            ) from None
+        private = config.prepared is None
+        with made_of(opened, facts, place, "the tokenizer that was trained", private=private) as under_way:
+            tokenizers.save(found, under_way)
     return tokenizers.with_template(tokenizers.load(str(place)), config), place
 
 
@@ -377,7 +362,7 @@ def _day(tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], known: Id
     """The day that a chat template writes which asks for it, for as long as the run goes on: that on which it began.
     None: there are no such chats, or the run began with a version that has not kept it.
     """
-    if not asks_for_day(tokenizer) or all(one.form is None or one.form.kind != "chat" for one in opened):
+    if not asks_for_day(tokenizer) or all(one.kind != "chat" for one in opened):
         return None
     if known is None:
         return date.today()
@@ -415,23 +400,22 @@ def _prepared(
     seed: int | None,
 ) -> tuple[Prepared, Prepared | None, int, Path]:
     """Data to train on, data held out of them, the largest id, and the folder that was prepared."""
-    made_of = {
+    source = {
         **_texts(opened, facts),
         "tokenizer": tokenizers.digest(tokenizer),
         "loss_on": config.loss_on,
         "share": share,
         "version": _PREPARED,
     }
-    if day is not None and any(one.form is not None and one.form.kind == "chat" for one in opened):
-        made_of["day"] = day.isoformat()
-    place = folder / fingerprint(made_of)
+    if day is not None and any(one.kind == "chat" for one in opened):
+        source["day"] = day.isoformat()
+    place = folder / fingerprint(source)
     parts = prepare(opened, facts, tokenizer, config, place, share, day)
     largest = tokenizers.largest_id(tokenizer)
-    for one, (train, held) in zip(opened, parts, strict=True):
-        if isinstance(one.reader, tuple):
-            largest = max([largest, *(file.largest() for file in [*train, *held])])
     trained, weights = [], []
-    for one, (train, _) in zip(opened, parts, strict=True):
+    for one, (train, held) in zip(opened, parts, strict=True):
+        if one.kind == "tokens":
+            largest = max([largest, *(file.largest() for file in [*train, *held])])
         pieces = _usable(config, one.source.path, train)
         tokens = sum(p.cuts.tokens for p in pieces)
         trained += pieces

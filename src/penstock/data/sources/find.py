@@ -16,11 +16,14 @@ from penstock.data.sources.text import TextFiles, in_order, stdlib
 from penstock.data.sources.walk import ending, is_packed
 from penstock.errors import ConfigError
 
-_JSON = {".jsonl", ".json", ".ndjson"}
-_CSV = {".csv", ".tsv"}
-_TOKENS = {".tokens", ".bin"}
-_TEXT = {".txt", ".md"}
-_NAMED = _JSON | _CSV | _TOKENS | _TEXT | {".parquet"}
+_KINDS = {
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "JSON"),
+    **dict.fromkeys((".csv", ".tsv"), "CSV"),
+    **dict.fromkeys((".tokens", ".bin"), "tokens"),
+    ".parquet": "Parquet",
+    **dict.fromkeys((".txt", ".md"), "text"),
+}
+"""Kinds of files by the endings that are those of data; others are read as text where a pattern names them."""
 _REFUSED = {
     **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth", ".joblib"), "pickle runs whatever code the file holds"),
     **dict.fromkeys((".npy", ".npz"), "write token ids with penstock.data.write_tokens"),
@@ -62,7 +65,7 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
             raise ConfigError(f"data: {source.path!r} has no file that is read: {left}")
         if Path(os.path.expanduser(source.path)).is_dir():
             raise ConfigError(f"data: {source.path!r} is a folder without a file, but for hidden ones")
-        if not _HUB_NAME.fullmatch(source.path) or ending(Path(source.path)) in _NAMED:
+        if not _HUB_NAME.fullmatch(source.path) or ending(Path(source.path)) in _KINDS:
             raise ConfigError(f"data: {source.path!r} matches no file (relative to {os.getcwd()})")
         _check_keys(source, hub=True, rows=True)
         return None
@@ -71,7 +74,7 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
     if group == "tokens":
         if source.kind not in (None, "tokens"):
             raise ConfigError(f"data: {source.path!r} holds token ids, not kind: {source.kind}")
-        return tuple(path for path in files if ending(path) in _TOKENS)
+        return tuple(path for path in files if _kind(path) == "tokens")
     if source.kind == "tokens":
         raise ConfigError(f"data: {source.path!r} holds {group}, not kind: tokens")
     if group == "text":
@@ -136,7 +139,7 @@ def _inside(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _is_data(path: Path) -> bool:
-    return _kind(path) != "text" or (ending(path) in _TEXT and not is_packed(path))
+    return _kind(path) != "text" or (ending(path) in _KINDS and not is_packed(path))
 
 
 def left_out(source: SourceConfig) -> str | None:
@@ -172,14 +175,7 @@ _MOST_NAMED = 5
 
 
 def _kind(path: Path) -> str:
-    suffix = ending(path)
-    if suffix in _JSON:
-        return "JSON"
-    if suffix in _CSV:
-        return "CSV"
-    if suffix in _TOKENS:
-        return "tokens"
-    return "Parquet" if suffix == ".parquet" else "text"
+    return _KINDS.get(ending(path), "text")
 
 
 def _refused(path: Path) -> str | None:
