@@ -22,14 +22,14 @@ from penstock.errors import ScheduleError
 from penstock.report.prediction import Prediction
 from penstock.report.run_page import Report, run_page
 from penstock.report.simulated_page import simulated_page
-from penstock.report.trace_file import MeasuredStep, Ran
+from penstock.report.trace_file import MeasuredStep
 from penstock.schedule.ir.ops import Op, Pool, Schedule
 from penstock.schedule.ir.references import LANE_OF, OpId
 from penstock.schedule.ir.text import buffer, op_id
 from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
-from tests.reports import offload_schedule, simulated, write_run
+from tests.reports import offload_schedule, ran_as, simulated, write_lines, write_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MISSING = "the report is tested in a browser, and there is no Chromium: apt-get install chromium"
@@ -392,17 +392,14 @@ def _large(count: int) -> Schedule:
 
 
 def test_fifty_thousand_ops_stay_usable(tab: Any, tmp_path: Path) -> None:
-    schedule = _large(50_000)
-    simulation = simulated(schedule, 1)
-    ops = tuple(
-        Ran(id=t.op.id, lane=t.op.lane, start=t.start, end=t.end, nbytes=t.op.nbytes) for t in simulation.timed(0)
-    )
+    simulation = simulated(_large(50_000), 1)
+    ops = tuple(ran_as(simulation))
     report = Report(
         name="large",
         description="",
         step=MeasuredStep(step=1, ops=ops, memory={}, whole=True, file="trace.json"),
         metrics=[],
-        prediction=Prediction.of(simulated(schedule, 2)),
+        prediction=Prediction.of(simulation),
         budget={},
     )
     path = tmp_path / "large.html"
@@ -477,8 +474,8 @@ def _seconds(op: Op) -> float:
     return {"F": 1.0, "B": 2.0}.get(op.id.kind, 0.1)
 
 
-def _simulated_page(folder: Path, ranks: int) -> Path:
-    simulation = simulate(_pipeline(ranks, 8), Costs(name="unit", seconds=_seconds))
+def _simulated_page(folder: Path, ranks: int, micro_batches: int = 8) -> Path:
+    simulation = simulate(_pipeline(ranks, micro_batches), Costs(name="unit", seconds=_seconds))
     path = folder / "simulated.html"
     path.write_text(simulated_page(simulation, title="gpipe <8>", unit="", costs="one"), encoding="utf-8")
     return path
@@ -504,7 +501,7 @@ def test_a_simulated_schedule_has_a_row_per_rank_that_unfolds_into_lanes(tab: An
 
 
 def test_a_thousand_ranks_scroll_and_draw_only_what_is_seen(tab: Any, tmp_path: Path) -> None:
-    page = Page(tab, _simulated_page(tmp_path, 1024))
+    page = Page(tab, _simulated_page(tmp_path, 1024, micro_batches=2))
     assert page.js("() => penstock.timeline.bands.length") == 1024
     seen = page.js("() => penstock.timeline.visibleBands().length")
     assert 0 < seen < 400
@@ -559,7 +556,7 @@ def test_curves_of_many_steps_are_a_line_over_the_band_of_its_steps_with_gaps(ta
     line = json.loads(metrics.read_text())
     gone = {*range(1000, 1501), *range(1506, 2000)}
     lines = [line | {"step": n, "loss": None if n in gone else 3.0 + n % 2} for n in range(1, 5001)]
-    metrics.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    write_lines(metrics, lines)
     assert main(["report", str(tmp_path)]) == 0
     page = Page(tab, tmp_path / "report.html")
     assert page.js("() => document.querySelectorAll('#loss .measured:is(polyline, polygon)').length") == 6
