@@ -147,9 +147,6 @@ class TrainConfig(RunConfig, LayoutConfig):
             self.lr_schedule.phases(self.steps)
 
     def _check_pipeline(self) -> None:
-        """Raises:
-        ConfigError: a setting is not for the ranks of a pipeline.
-        """
         asked = f"pipeline={self.pipeline}"
         if isinstance(self.schedule, Path):
             raise ConfigError(
@@ -196,11 +193,7 @@ class TrainConfig(RunConfig, LayoutConfig):
             )
 
     def _check_evaluation(self) -> None:
-        """Check that the times of evaluations and their data are given together.
-
-        Raises:
-            ConfigError: ``evaluate`` without ``data.validation``, or sources to evaluate on without ``evaluate``.
-        """
+        """The times of evaluations and their data are given together."""
         if self.evaluate is not None and self.data.validation is None:
             raise ConfigError(
                 "evaluate needs data.validation, what to evaluate on: {share: 0.02} of the documents, or sources"

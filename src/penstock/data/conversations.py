@@ -121,11 +121,7 @@ def _translated(turn: Message, speaker: str, place: str) -> Message:
 
 
 def _calls(text: str, place: str) -> list[Message]:
-    """The calls of tools in a turn, as chat templates take them.
-
-    Raises:
-        ConfigError: the text is not JSON of one call or of several.
-    """
+    """The calls of tools in a turn, as chat templates take them."""
     value = _parsed(text, f"{place} is a call of a tool, and its 'value' is not JSON")
     calls: list[Any] = value if isinstance(value, list) and value else [value]
     for call in calls:
@@ -145,9 +141,7 @@ def _arguments(call: Message, place: str) -> Any:
 
 
 def _parsed(text: str, otherwise: str) -> Any:
-    """Raises:
-    ConfigError: the text is not JSON, which is what is said ``otherwise``.
-    """
+    """The value of a text of JSON; ``otherwise``: said of one that is none."""
     try:
         return parse_json(text, finite=False)
     except MalformedError as error:

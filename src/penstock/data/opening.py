@@ -153,9 +153,6 @@ def _known(run: Path, position: Mapping[str, Any] | None) -> Identity | None:
 
 
 def _check_loss_on(config: DataConfig, opened: Sequence[Opened]) -> None:
-    """Raises:
-    ConfigError: ``loss_on`` is given, and no source has prompts.
-    """
     if config.loss_on is not None and all(one.kind in ("text", "tokens") for one in opened):
         raise ConfigError(
             f"data.loss_on={config.loss_on!r} has no effect on text, which counts whole, nor on token ids, which say "
@@ -258,10 +255,6 @@ def _opened(
 
     A run that goes on in the middle of a source reads what it began with, and so in the same form. ``known``: what that
     was; a data set on the hub is read from the same commit, whatever has been added since.
-
-    Raises:
-        ConfigError: there is no such source, it is empty, or its first example has not the fields that it should have,
-            or of one that is streamed the first rows have not.
     """
     opened, said = [], []
     for source in sources:
@@ -445,9 +438,7 @@ def _pieces(config: DataConfig, files: Sequence[TokenFile]) -> list[Pieces]:
 
 
 def _usable(config: DataConfig, path: str, files: Sequence[TokenFile]) -> list[Pieces]:
-    """Raises:
-    ConfigError: there is nothing in a source that a model could be trained on.
-    """
+    """The pieces of a source, which has some that a model can be trained on."""
     found = _pieces(config, files)
     if any(len(pieces) for pieces in found):
         return [pieces for pieces in found if len(pieces)]

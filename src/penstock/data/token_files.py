@@ -193,9 +193,7 @@ def write_tokens(
 
 
 def _ids(ids: Any, number: int) -> NDArray[Any]:
-    """Raises:
-    ConfigError: what is given for document ``number`` is no list of token ids.
-    """
+    """The token ids that are given for document ``number``, as an array."""
     try:
         found = np.asarray(ids)
         found = np.asarray(found.tolist()) if found.dtype == object else found  # a row of such a table, of numbers
@@ -209,9 +207,7 @@ def _ids(ids: Any, number: int) -> NDArray[Any]:
 
 
 def _answers(counts: Any, tokens: int, number: int) -> NDArray[np.uint8] | None:
-    """Raises:
-    ConfigError: what is said of the tokens of document ``number`` is not 0 or 1 for each.
-    """
+    """The 0 or 1 that is given for each of the tokens of document ``number``, as an array."""
     if counts is None:
         return None
     found = np.asarray(counts)
