@@ -130,35 +130,26 @@ def prepare(
         StoreError: what is there is damaged.
     """
     if any(one.needs(number) for number, one in enumerate(opened)) and not folder.is_dir():
+        dtype = "uint16" if largest_id(tokenizer) < 1 << 16 else "uint32"
         with made_of(opened, facts, folder, "what is tokenised", private=config.prepared is None) as partial:
             for number, one in enumerate(opened):
                 if isinstance(one.reader, tuple):
                     one.write_sums(partial, number)
                 else:
-                    _write(one, number, tokenizer, config, partial, share, day)
+                    assert one.form is not None
+                    encoder = Encoder(tokenizer, config, one.form, alone=True, day=day)
+                    _write(one.reader, encoder, partial, number, dtype, share)
     return [_files(one, number, folder, share) for number, one in enumerate(opened)]
 
 
-def _write(
-    one: Opened,
-    number: int,
-    tokenizer: PreTrainedTokenizerBase,
-    config: DataConfig,
-    folder: Path,
-    share: float | None,
-    day: date | None,
-) -> None:
-    assert not isinstance(one.reader, tuple)
-    assert one.form is not None
-    encoder = Encoder(tokenizer, config, one.form, alone=True, day=day)
-    documents = encoder.documents(one.reader.read(None))
-    first = next(documents)
-    dtype = "uint16" if largest_id(tokenizer) < 1 << 16 else "uint32"
+def _write(reader: Reader, encoder: Encoder, folder: Path, number: int, dtype: str, share: float | None) -> None:
+    documents = encoder.documents(reader.read(None))
+    first, _ = next(documents)
     with (
         TokenWriter(folder / f"train-{number}.tokens", dtype, loss=encoder.answers) as train,
         TokenWriter(folder / f"validation-{number}.tokens", dtype, loss=encoder.answers) as validation,
     ):
-        train.write(first[0])
+        train.write(first)
         for count, (document, _) in enumerate(documents, start=1):
             held = share is not None and _held_out(number, count, share)
             (train if held else validation).part()
