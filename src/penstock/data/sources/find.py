@@ -57,7 +57,7 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
         ConfigError: as ``open_source``.
     """
     if source.path == "stdlib":
-        _check_keys(source, text=True)
+        _check_keys(source, "text")
         return TextFiles(files=stdlib(), limit=source.limit_bytes)
     files = _files(source.path)
     if not files:
@@ -67,19 +67,13 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
             raise ConfigError(f"data: {source.path!r} is a folder without a file, but for hidden ones")
         if not _HUB_NAME.fullmatch(source.path) or ending(Path(source.path)) in _KINDS:
             raise ConfigError(f"data: {source.path!r} matches no file (relative to {os.getcwd()})")
-        _check_keys(source, hub=True, rows=True)
+        _check_keys(source, "hub")
         return None
     group = _group(source.path, files)
-    _check_keys(source, text=group == "text", rows=group not in ("text", "tokens"))
+    _check_keys(source, group)
     if group == "tokens":
-        if source.kind not in (None, "tokens"):
-            raise ConfigError(f"data: {source.path!r} holds token ids, not kind: {source.kind}")
         return tuple(path for path in files if _kind(path) == "tokens")
-    if source.kind == "tokens":
-        raise ConfigError(f"data: {source.path!r} holds {group}, not kind: tokens")
     if group == "text":
-        if source.kind not in (None, "text"):
-            raise ConfigError(f"data: {source.path!r} is plain text, not kind: {source.kind}")
         return TextFiles(files=in_order(_named(files)), limit=source.limit_bytes)
     if group == "JSON":
         return _renamed(source, JsonLines(files=files, wanted=wanted(source.fields)))
@@ -96,16 +90,19 @@ def _named(files: tuple[Path, ...]) -> dict[str, Path]:
     return {path.relative_to(root).as_posix() if root else path.as_posix(): path for path in files}
 
 
-def _check_keys(source: SourceConfig, *, text: bool = False, rows: bool = False, hub: bool = False) -> None:
-    """A setting that has no effect on this kind of source is refused."""
-    if source.fields is not None and not rows:
-        what = "is plain text" if text else "holds token ids"
+def _check_keys(source: SourceConfig, group: str) -> None:
+    """A setting that has no effect on a source of this group is refused, and a kind that its documents are not of."""
+    words = {"text": "is plain text", "tokens": "holds token ids", "hub": "is a data set on the hub"}
+    what, without_fields = words.get(group, f"holds {group}"), group in ("text", "tokens")
+    if source.fields is not None and without_fields:
         raise ConfigError(f"data: fields has no effect on {source.path!r}, which {what} and has no fields: drop it")
-    if source.limit is not None and not text:
+    if source.limit is not None and group != "text":
         raise ConfigError(f"data: limit has no effect on {source.path!r}: it is for plain text only")
     for key in ("split", "subset", "revision"):
-        if getattr(source, key) is not None and not hub:
+        if getattr(source, key) is not None and group != "hub":
             raise ConfigError(f"data: {key} has no effect on {source.path!r}: it is for data sets on the hub only")
+    if source.kind not in (None, group) if without_fields else source.kind == "tokens":
+        raise ConfigError(f"data: {source.path!r} {what}, not kind: {source.kind}")
 
 
 def _files(pattern: str) -> tuple[Path, ...]:
