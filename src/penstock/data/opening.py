@@ -1,7 +1,6 @@
 """From settings to data that can be trained on: finds the sources, the tokenizer, and whether all is as it was."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -30,7 +29,7 @@ from penstock.data.identity import (
 from penstock.data.mixture import Mixture
 from penstock.data.pieces import Cuts, Pieces, continuous_pieces, pieces_of
 from penstock.data.prepare import Opened, made_of, prepare
-from penstock.data.sources.find import left_out, open_source
+from penstock.data.sources.find import left_out, local_source, open_source
 from penstock.data.sources.hub import HubDataset
 from penstock.data.sources.reader import Reader, Renamed
 from penstock.data.sources.walk import ending
@@ -226,7 +225,7 @@ def _streams(config: DataConfig) -> bool:
     if config.streaming is not None:
         asked = config.streaming
     else:
-        readers = [open_source(s, streaming=True) for s in config.each_source if _is_local(s)]
+        readers = [here for source in config.each_source if (here := local_source(source)) is not None]
         files = [p for r in readers for p in (r if isinstance(r, tuple) else r.files)]
         examples = not any(isinstance(r, tuple) for r in readers)
         asked = examples and config.training is None and sum(p.stat().st_size for p in files) >= STREAM_FROM
@@ -240,11 +239,6 @@ def _streams(config: DataConfig) -> bool:
     if len(config.each_source) > 1 and config.each_source[0].weight is None:
         raise ConfigError("data.sources: to stream several, give each a weight, as the tokens in each are not known")
     return True
-
-
-def _is_local(source: SourceConfig) -> bool:
-    path = Path(os.path.expanduser(source.path))
-    return source.path == "stdlib" or path.exists() or any(c in source.path for c in "*?[")
 
 
 def _opened(
@@ -261,16 +255,15 @@ def _opened(
         began = _commit_in(known, source)
         reader = open_source(source, streaming=streaming, commit=began)
         pinned = known is None or began is not None
-        one = Opened(source=source, reader=reader, commit=_commit_of(reader) if pinned else None)
-        if not isinstance(one.reader, tuple):
-            first, _ = next(one.reader.read(None), (None, None))
+        form = None
+        if not isinstance(reader, tuple):
+            first, _ = next(reader.read(None), (None, None))
             form, words = form_of_source(source, first, template=template)
-            if streaming and isinstance(one.reader, Renamed):
-                one.reader.look(LOOKED_AT)
-            one = replace(one, form=form)
+            if streaming and isinstance(reader, Renamed):
+                reader.look(LOOKED_AT)
             said += [] if words is None else [f"{source.path}: {words}"]
         said += [] if (words := left_out(source)) is None else [f"{source.path}: {words}"]
-        opened.append(one)
+        opened.append(Opened(source=source, reader=reader, form=form, commit=_commit_of(reader) if pinned else None))
     return opened, said
 
 
