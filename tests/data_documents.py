@@ -1,24 +1,31 @@
 """Documents, tokenizers and chat templates for the tests of data."""
 
+import copy
 import csv
 import gzip
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from penstock.config import DataConfig, TokenizerTrainingConfig
+from penstock.config import DataConfig, SourceConfig, TokenizerTrainingConfig
 from penstock.config.data import Kind
+from penstock.data.batches import Batches
 from penstock.data.encode import Encoder
 from penstock.data.forms import form_of
+from penstock.data.rows import Packing
+from penstock.data.sources.find import open_source
 from penstock.data.sources.reader import Reader
+from penstock.data.stream import Stream
 from penstock.data.token_files import Document
 from penstock.data.tokenizer import train
 
+B = TypeVar("B", bound=Batches)
 WORDS = ["penstock", "turbine", "größe", "水", "river", "valve", "x = 1", "#", "the", "water", "of", "head"]
 
 PLAIN_TEMPLATE = (
@@ -48,8 +55,14 @@ def sentences(count: int, seed: int = 0, words: tuple[int, int] = (3, 40)) -> li
     return [" ".join(rng.choice(WORDS, size=rng.integers(*words))) + f" {i}" for i in range(count)]
 
 
-def tokenizer(vocabulary: int = 320) -> PreTrainedTokenizerBase:
+@cache
+def _trained(vocabulary: int) -> PreTrainedTokenizerBase:
     return train(TokenizerTrainingConfig(vocabulary=vocabulary), sentences(300))
+
+
+def tokenizer(vocabulary: int = 320) -> PreTrainedTokenizerBase:
+    """One of the caller's own, who may change it."""
+    return copy.deepcopy(_trained(vocabulary))
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -82,10 +95,23 @@ def settings(sources: Any, **changes: Any) -> DataConfig:
     )
 
 
+def batches_of(stream: Stream, packing: Packing, length: int, *, kind: type[B] = Batches, **changes: Any) -> B:
+    """Rows of a stream in micro-batches of two, unless other sizes are given."""
+    what: dict[str, Any] = {"sequences_per_step": 4, "micro_batch_size": 2, "pad": 0, "fingerprint": "f", **changes}
+    return kind(stream=stream, packing=packing, length=length, **what)
+
+
+def reader_of(path: Path, **source: Any) -> Reader:
+    found = open_source(SourceConfig(path=str(path), **source), streaming=False)
+    assert not isinstance(found, tuple)
+    return found
+
+
 def encoded(
-    reader: Reader, words: PreTrainedTokenizerBase, config: DataConfig, kind: Kind | None = None
+    path: Path, words: PreTrainedTokenizerBase, *, loss_on: Any = None, kind: Kind | None = None, **source: Any
 ) -> list[Document]:
     """The documents of a source, whose examples are of the form of the first."""
+    reader, config = reader_of(path, kind=kind, **source), settings(path, loss_on=loss_on)
     first, _ = next(reader.read(None))
     form = form_of(first, kind, template=words.chat_template is not None)
     return [document for document, _ in Encoder(words, config, form, alone=True).documents(reader.read(None))]

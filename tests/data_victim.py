@@ -19,7 +19,7 @@ from penstock.config import DataConfig, SourceConfig
 from penstock.data.batches import Batches, Step
 from penstock.data.opening import open_data
 from tests import models
-from tests.data_documents import tokenizer
+from tests.data_documents import batches_of, tokenizer
 
 
 def batches(folder: Path, **changes: Any) -> Batches:
@@ -31,15 +31,7 @@ def batches(folder: Path, **changes: Any) -> Batches:
     )
     settings: dict[str, Any] = {"sources": sources, "sequence_length": 32, "streaming": True, "shuffle": 40, **changes}
     data = open_data(DataConfig(**settings), folder, seed=5, own=bpe)
-    return Batches(
-        stream=data.train,
-        packing=data.train.packing,  # type: ignore[attr-defined]
-        length=32,
-        pad=0,
-        sequences_per_step=4,
-        micro_batch_size=2,
-        fingerprint=data.identity.fingerprint,
-    )
+    return batches_of(data.train, data.train.packing, 32, fingerprint=data.identity.fingerprint)  # type: ignore[attr-defined]
 
 
 def digest(step: Step) -> str:

@@ -1,14 +1,16 @@
 """A run's folder as ``penstock train`` leaves it, made from two simulations of one schedule."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from penstock.cli.settings import dump
 from penstock.config import Budget, Tier
 from penstock.engine.trace import MemorySample, TraceEvent, TraceWriter
 from penstock.report.prediction import Prediction
+from penstock.report.trace_file import Ran
 from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.worlds import World
@@ -59,6 +61,15 @@ def costs(seed: int, *, scale: float = 1.0) -> Costs:
 
 def simulated(schedule: Schedule, seed: int, *, scale: float = 1.0) -> Simulation:
     return simulate(World.of(schedule), costs(seed, scale=scale))
+
+
+def ran_as(simulation: Simulation) -> list[Ran]:
+    """A run that follows a simulation to the microsecond."""
+    return [Ran(id=t.op.id, lane=t.op.lane, start=t.start, end=t.end, nbytes=t.op.nbytes) for t in simulation.timed(0)]
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def write_step(writer: TraceWriter, simulation: Simulation, step: int, *, at: float) -> None:

@@ -150,22 +150,32 @@ OTHERWISE = {
 """Settings that who adds to them has in a narrower type, or with another default."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """The declarations of a file. ``names``: of the fields of its classes and of the parameters of its functions;
+    ``fields``: of each of its dataclasses, with its name."""
+
+    names: frozenset[str]
+    fields: tuple[tuple[tuple[str, ...], str], ...]
+
+
 @cache
-def _declared(file: Path) -> frozenset[str]:
-    """Names of the fields of a file's classes and of the parameters of its functions."""
-    found: set[str] = set()
+def _declared(file: Path) -> Declared:
+    names, of_classes = set[str](), []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ClassDef):
-            targets = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+            own = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+            names |= {item.target.id for item in own if isinstance(item.target, ast.Name)}
+            if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+                of_classes.append((tuple(map(ast.unparse, own)), node.name))
         if isinstance(node, ast.FunctionDef):
-            found |= {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
-    return frozenset(found)
+            names |= {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+    return Declared(names=frozenset(names), fields=tuple(of_classes))
 
 
 @pytest.mark.parametrize("name", USED)
 def test_a_setting_is_declared_in_one_place_and_where_it_is_used(name: str) -> None:
-    found = {file.relative_to(SOURCE).as_posix() for file in SOURCE.rglob("*.py") if name in _declared(file)}
+    found = {file.relative_to(SOURCE).as_posix() for file in SOURCE.rglob("*.py") if name in _declared(file).names}
     home = next(file for file, kind in HOMES.items() if name in {field.name for field in fields(kind)})
     assert home in found
     others = {file for file in found if file != home}
@@ -216,8 +226,6 @@ def test_settings_are_shown_by_need_wherever_python_keeps_annotations() -> None:
 def test_no_two_dataclasses_are_the_same_fields() -> None:
     found: dict[tuple[str, ...], set[str]] = {}
     for file in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
-                own = tuple(ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign))
-                found.setdefault(own, set()).add(f"{file.relative_to(SOURCE).as_posix()}: {node.name}")
+        for own, name in _declared(file).fields:
+            found.setdefault(own, set()).add(f"{file.relative_to(SOURCE).as_posix()}: {name}")
     assert {names for names, where in found.items() if len(where) > 1 and len(names) > 2} == set()

@@ -20,12 +20,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from penstock.config import DataConfig
-from penstock.data.batches import Batches
 from penstock.data.opening import open_data
 from penstock.data.rows import IGNORED, Row
 from penstock.errors import ConfigError
 from tests.conftest import Campaign
-from tests.data_documents import write_jsonl, write_table
+from tests.data_documents import batches_of, write_jsonl, write_table
 from tests.data_victim import digest
 
 WORDS = (
@@ -173,13 +172,9 @@ def any_case(seed: int, folder: Path) -> str:
 
     def steps(position: Any = None) -> Any:
         data = open_data(config, folder, seed=seed, own=words)
-        made: dict[str, Any] = {
-            "pad": data.pad,
-            "sequences_per_step": 2,
-            "fingerprint": data.identity.fingerprint,
-            "length": length,
-        }
-        return Batches(stream=data.train, packing=packing, micro_batch_size=1, **made).steps(position)
+        made: dict[str, Any] = {"pad": data.pad, "sequences_per_step": 2, "micro_batch_size": 1}
+        fingerprint = data.identity.fingerprint
+        return batches_of(data.train, packing, length, fingerprint=fingerprint, **made).steps(position)
 
     try:
         stream = open_data(config, folder, seed=seed, own=words).train

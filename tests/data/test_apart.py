@@ -15,6 +15,7 @@ from penstock.data.pieces import pieces_of
 from penstock.data.stream import Prepared
 from penstock.data.token_files import TokenFile
 from penstock.errors import ConfigError
+from tests.data_documents import batches_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,19 +70,10 @@ def packed(sizes: list[int], length: int) -> tuple[list[torch.Tensor], dict[str,
     """Documents of these sizes, and the one micro-batch that they are packed into."""
     ids = np.random.default_rng(7).integers(2, 64, sum(sizes)).astype(np.uint32)
     corpus = TokenFile(ids=ids, ends=np.cumsum(sizes, dtype=np.int64), answers=None)
-    stream = Prepared(
-        mixture=Mixture(sources=[pieces_of(corpus, length, None)], weights=None, seed=None), packing=True, length=length
-    )
-    batches = HeldOut(
-        stream=stream,
-        packing=True,
-        length=length,
-        pad=0,
-        sequences_per_step=len(stream.epoch(0)),
-        micro_batch_size=len(stream.epoch(0)),
-        fingerprint="",
-    )
-    (step,) = batches.once()
+    mixture = Mixture(sources=[pieces_of(corpus, length, None)], weights=None, seed=None)
+    stream = Prepared(mixture=mixture, packing=True, length=length)
+    sizes = dict.fromkeys(("sequences_per_step", "micro_batch_size"), len(stream.epoch(0)))
+    (step,) = batches_of(stream, True, length, kind=HeldOut, **sizes).once()
     documents = [torch.from_numpy(part.astype(np.int64)) for part in np.split(ids, corpus.ends[:-1])]
     return documents, dict(step.micro_batches[0])
 

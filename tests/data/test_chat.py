@@ -8,8 +8,6 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from penstock.config import DataConfig, SourceConfig
-from penstock.data.sources.find import open_source
 from penstock.data.token_files import Document
 from penstock.errors import ConfigError
 from tests.data_documents import (
@@ -18,7 +16,6 @@ from tests.data_documents import (
     PLAIN_TEMPLATE,
     chats,
     encoded,
-    settings,
     tokenizer,
     write_jsonl,
 )
@@ -27,13 +24,6 @@ from tests.data_documents import (
 @pytest.fixture
 def bpe() -> PreTrainedTokenizerBase:
     return tokenizer()
-
-
-def _documents(bpe: PreTrainedTokenizerBase, path: Path, **changes: Any) -> list[Document]:
-    config: DataConfig = settings(path, **changes)
-    reader = open_source(SourceConfig(path=str(path)), streaming=False)
-    assert not isinstance(reader, tuple)
-    return encoded(reader, bpe, config)
 
 
 def _answers(bpe: PreTrainedTokenizerBase, document: Document) -> str:
@@ -49,7 +39,7 @@ def test_of_a_chat_the_assistants_turns_count_with_the_mark_that_ends_them(
 ) -> None:
     bpe.chat_template = template
     rows = chats(20)
-    found = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", rows))
+    found = encoded(write_jsonl(tmp_path / "c.jsonl", rows), bpe)
     for row, document in zip(rows, found, strict=True):
         turns = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert _answers(bpe, document) == "".join(f"{turn}</assistant>\n" for turn in turns)
@@ -82,7 +72,7 @@ def test_what_a_template_marks_counts_whole_and_nothing_else_does(kind: str, end
     said = ["river", " the water \N{WATER WAVE}", "of head", "\nx", "valve", " \N{WATER WAVE}"]
     roles = ("user", "assistant") * 3
     messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
-    (found,) = _documents(words, write_jsonl(tmp_path / "c.jsonl", [{"messages": messages}]))
+    (found,) = encoded(write_jsonl(tmp_path / "c.jsonl", [{"messages": messages}]), words)
     answers = "".join(f"{text}{end}" for text in said[1::2])
     assert _answers(words, found).split() == words.decode(words(answers)["input_ids"]).split()
 
@@ -94,7 +84,7 @@ def test_a_token_around_an_answer_that_is_empty_is_not_its_own(tmp_path: Path) -
         "{% endgeneration %}gin{% endif %}{% endfor %}"
     )
     messages = [{"role": "user", "content": "river"}, {"role": "assistant", "content": ""}]
-    (found,) = _documents(words, write_jsonl(tmp_path / "c.jsonl", [{"messages": messages}]))
+    (found,) = encoded(write_jsonl(tmp_path / "c.jsonl", [{"messages": messages}]), words)
     assert (words.decode(found.ids.tolist()), _answers(words, found)) == ("river begin", "")
 
 
@@ -116,7 +106,7 @@ def test_what_a_template_writes_before_an_answer_is_not_the_answers(
     said = [
         {"role": roles[letter], "content": text} for letter, text in zip(who, ["0", "is", "z a", "<"], strict=False)
     ]
-    (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [{"messages": said}]))
+    (found,) = encoded(write_jsonl(tmp_path / "c.jsonl", [{"messages": said}]), bpe)
     assert _answers(bpe, found) == "".join(f"{m['content']}</assistant>\n" for m in said if m["role"] == "assistant")
     assert "<assistant>0" in bpe.decode(found.ids.tolist()) or who[0] != "a"
 
@@ -130,7 +120,7 @@ def test_an_answers_reasoning_is_its_own_where_the_template_opens_no_turn(
     )
     answer = {"role": "assistant", "content": "yo", "reasoning_content": "hm"}
     row = {"messages": [{"role": "user", "content": "hi"}, answer]}
-    (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [row]))
+    (found,) = encoded(write_jsonl(tmp_path / "c.jsonl", [row]), bpe)
     assert _answers(bpe, found) == "hm</think>yo<end>"
 
 
@@ -162,7 +152,7 @@ def test_answers_are_found_where_a_template_drops_their_reasoning(
     said = ["hi", "<think>a</think>yo", "more", "<think>b</think>no"]
     roles = ["user", "assistant", "user", "assistant"]
     row = {"messages": [{"role": role, "content": form(text)} for role, text in zip(roles, said, strict=True)]}
-    (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [row]))
+    (found,) = encoded(write_jsonl(tmp_path / "c.jsonl", [row]), bpe)
     assert _answers(bpe, found) == "".join(answers)
 
 
@@ -171,14 +161,14 @@ def test_an_answer_is_found_where_only_the_last_message_is_rendered_otherwise(
 ) -> None:
     bpe.chat_template = LAST_ONLY_TEMPLATE
     rows = chats(5)
-    for row, found in zip(rows, _documents(bpe, write_jsonl(tmp_path / "c.jsonl", rows)), strict=True):
+    for row, found in zip(rows, encoded(write_jsonl(tmp_path / "c.jsonl", rows), bpe), strict=True):
         assert _answers(bpe, found) == "".join(f"{m['content']}\n" for m in row["messages"] if m["role"] == "assistant")
 
 
 def test_all_of_a_chat_counts_if_asked_for(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     bpe.chat_template = PLAIN_TEMPLATE
     path = write_jsonl(tmp_path / "c.jsonl", chats(3))
-    only, everything = _documents(bpe, path), _documents(bpe, path, loss_on="all")
+    only, everything = encoded(path, bpe), encoded(path, bpe, loss_on="all")
     assert all(document.answers is None for document in everything)
     assert [d.ids.tolist() for d in only] == [d.ids.tolist() for d in everything]
 
@@ -187,7 +177,7 @@ def test_of_a_prompt_and_its_completion_the_completion_counts_and_the_end(
     bpe: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     rows = [{"prompt": f"what is {i}? ", "completion": f"it is {i * i}"} for i in range(5)]
-    for row, document in zip(rows, _documents(bpe, write_jsonl(tmp_path / "c.jsonl", rows)), strict=True):
+    for row, document in zip(rows, encoded(write_jsonl(tmp_path / "c.jsonl", rows), bpe), strict=True):
         assert _answers(bpe, document) == row["completion"] + "<|endoftext|>"
         whole = bpe.decode(document.ids.tolist(), skip_special_tokens=False)
         assert whole == row["prompt"] + row["completion"] + "<|endoftext|>"
@@ -195,7 +185,7 @@ def test_of_a_prompt_and_its_completion_the_completion_counts_and_the_end(
 
 def test_a_text_has_one_end_even_if_it_brings_its_own(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", [{"text": "water"}, {"text": "water<|endoftext|>"}])
-    one, two = _documents(bpe, path)
+    one, two = encoded(path, bpe)
     assert one.ids.tolist() == two.ids.tolist()
     assert one.ids.tolist().count(0) == 1
 
@@ -206,7 +196,7 @@ def test_keys_that_are_null_in_a_table_are_not_there_for_the_template(
     bpe.chat_template = "{% for m in messages %}{{ 'CALL' if 'tool_calls' in m }}{{ m.content }}{% endfor %}"
     for nothing in (None, list[Any]()):
         row = {"messages": [{"role": "assistant", "content": "x", "tool_calls": nothing}]}
-        (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [row]))
+        (found,) = encoded(write_jsonl(tmp_path / "c.jsonl", [row]), bpe)
         assert bpe.decode(found.ids.tolist()) == "x"
 
 
@@ -214,7 +204,7 @@ def test_keys_that_are_null_in_a_table_are_not_there_for_the_template(
 def test_a_chat_with_a_list_of_no_tools_has_none(bpe: PreTrainedTokenizerBase, tmp_path: Path, nothing: Any) -> None:
     """Llama 3.1's template asks if there is a list, and then tells of what is in it."""
     bpe.chat_template = "{% if tools is not none %}TOOLS{% endif %}" + PLAIN_TEMPLATE
-    (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [{**chats(1)[0], "tools": nothing}]))
+    (found,) = encoded(write_jsonl(tmp_path / "c.jsonl", [{**chats(1)[0], "tools": nothing}]), bpe)
     assert "TOOLS" not in bpe.decode(found.ids.tolist())
 
 
@@ -227,7 +217,7 @@ def test_spaces_of_an_answer_count_where_the_tokenizer_says_that_they_stand_nowh
     bpe.chat_template = template
     said = [("user", "hi\n\n"), ("assistant", "x = 1\n\n\n  the\n"), ("user", "\n\n"), ("assistant", "  of\n\n")]
     row = {"messages": [{"role": role, "content": text} for role, text in said]}
-    (found,) = _documents(bpe, write_jsonl(tmp_path / "c.jsonl", [row]))
+    (found,) = encoded(write_jsonl(tmp_path / "c.jsonl", [row]), bpe)
     assert _answers(bpe, found) == "".join(f"{text}</assistant>\n" for role, text in said if role == "assistant")
 
 
@@ -250,4 +240,4 @@ def test_a_template_that_will_not_do_is_refused(
     bpe.chat_template = template
     path = write_jsonl(tmp_path / "c.jsonl", chats(2))
     with pytest.raises(ConfigError, match=says):
-        _documents(bpe, path)
+        encoded(path, bpe)

@@ -1,16 +1,16 @@
 """Encoding: a long text, which is handled part by part, has the tokens of the whole."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from penstock.config import SourceConfig, TokenizerTrainingConfig
+from penstock.config import TokenizerTrainingConfig
 from penstock.data.encode import ends_of
 from penstock.data.opening import open_data
 from penstock.data.rows import Packing
-from penstock.data.sources.find import open_source
 from penstock.data.sources.text import PART
 from penstock.data.summary import summary_of
 from penstock.data.tokenizer import train
@@ -38,19 +38,29 @@ def _with_runs_of_spaces() -> PreTrainedTokenizerBase:
     return train(TokenizerTrainingConfig(vocabulary=340), [*sentences(100), *[f"{CODE}\r\n\u3000\u3000a"] * 100])
 
 
-@pytest.mark.parametrize("make", [_with_runs_of_spaces, _with_spaces_before], ids=["bytes", "spaces"])
+@pytest.fixture(scope="module")
+def by_name() -> Mapping[str, PreTrainedTokenizerBase]:
+    return {"bytes": _with_runs_of_spaces(), "spaces": _with_spaces_before()}
+
+
+@pytest.mark.parametrize("name", ["bytes", "spaces"])
 @pytest.mark.parametrize(
     "between", ["\n", ".\n\n", ".\r\n", "\n\u3000\u3000", " ", "one by one: \n\n", "one by one:,"], ids=repr
 )
-def test_a_text_has_the_tokens_of_the_whole_whatever_its_parts_are(tmp_path: Path, make: type, between: str) -> None:
-    words: PreTrainedTokenizerBase = make()
+def test_a_text_has_the_tokens_of_the_whole_whatever_its_parts_are(
+    tmp_path: Path,
+    name: str,
+    between: str,
+    by_name: Mapping[str, PreTrainedTokenizerBase],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part, words = PART // 4, by_name[name]
+    monkeypatch.setattr("penstock.data.sources.text.PART", part)
     of_words, one_by_one = between.removeprefix("one by one:"), between.startswith("one by one:")
-    text = of_words.join(" ".join(sentences(600)).split() if one_by_one else sentences(600)) + "\n" + CODE * 300
-    assert len(text) > 6 * PART
+    text = of_words.join(" ".join(sentences(150)).split() if one_by_one else sentences(150)) + "\n" + CODE * 75
+    assert len(text) > 6 * part
     (tmp_path / "a.txt").write_bytes(text.encode())
-    reader = open_source(SourceConfig(path=str(tmp_path / "a.txt")), streaming=False)
-    assert not isinstance(reader, tuple)
-    parts = encoded(reader, words, settings(tmp_path / "a.txt"))
+    parts = encoded(tmp_path / "a.txt", words)
     assert len(parts) > 3
     ids = [number for part in parts for number in part.ids.tolist()]
     assert ids == [*words(text, add_special_tokens=False)["input_ids"], words.eos_token_id]
@@ -59,9 +69,7 @@ def test_a_text_has_the_tokens_of_the_whole_whatever_its_parts_are(tmp_path: Pat
 def test_no_space_comes_between_a_prompt_and_its_completion(tmp_path: Path) -> None:
     words = _with_spaces_before()
     rows = [{"prompt": prompt, "completion": "valve"} for prompt in ("the river\n", "x = ", "")]
-    reader = open_source(SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", rows))), streaming=False)
-    assert not isinstance(reader, tuple)
-    found = encoded(reader, words, settings("a"))
+    found = encoded(write_jsonl(tmp_path / "a.jsonl", rows), words)
     assert [words.decode(document.ids.tolist()) for document in found] == [f"{row['prompt']}valve</s>" for row in rows]
 
 
@@ -70,9 +78,8 @@ def test_a_line_that_is_a_space_to_a_tokenizer_is_kept_before_a_completion(tmp_p
     to_one = [normalizers.Replace("\n", " "), normalizers.Replace(Regex(" {2,}"), " ")]  # as XGLM's
     words.backend_tokenizer.normalizer = normalizers.Sequence(to_one)
     rows = [{"prompt": "the", "completion": "\nb = valve"}]
-    reader = open_source(SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", rows))), streaming=False)
-    assert not isinstance(reader, tuple)
-    assert words.decode(encoded(reader, words, settings("a"))[0].ids.tolist()) == "the b = valve</s>"
+    (found,) = encoded(write_jsonl(tmp_path / "a.jsonl", rows), words)
+    assert words.decode(found.ids.tolist()) == "the b = valve</s>"
 
 
 @pytest.mark.parametrize("left_out", ["", "a"])
@@ -89,7 +96,7 @@ def test_what_a_tokenizer_puts_around_a_text_is_found_whatever_letters_it_lacks(
 @pytest.mark.parametrize("packing", ["continuous", True])
 def test_documents_that_no_token_ends_are_said_at_the_start(packing: Packing, tmp_path: Path) -> None:
     words = tokenizer()
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in sentences(300)])
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in sentences(30)])
     for eos, said in (
         ("<|endoftext|>", ""),
         (None, "the tokenizer has no end-of-text token, so no document ends with"),
@@ -109,4 +116,4 @@ def test_documents_that_no_token_ends_are_said_at_the_start(packing: Packing, tm
 def test_a_chat_ends_as_its_template_says(tmp_path: Path) -> None:
     words = tokenizer()
     words.chat_template, words.eos_token = MARKED_TEMPLATE, None
-    assert open_data(settings(write_jsonl(tmp_path / "a.jsonl", chats(200))), tmp_path, seed=0, own=words).forms == ()
+    assert open_data(settings(write_jsonl(tmp_path / "a.jsonl", chats(20))), tmp_path, seed=0, own=words).forms == ()

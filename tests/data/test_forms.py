@@ -28,6 +28,7 @@ from tests.data_documents import (
     TOOLS_TEMPLATE,
     chats,
     encoded,
+    reader_of,
     settings,
     tokenizer,
     write_jsonl,
@@ -60,10 +61,7 @@ def _written(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def _documents(bpe: PreTrainedTokenizerBase, path: Path, loss_on: Any = None, **source: Any) -> list[Document]:
-    asked = SourceConfig(path=str(path), **source)
-    reader = open_source(asked, streaming=False)
-    assert not isinstance(reader, tuple)
-    return encoded(reader, bpe, settings(path, loss_on=loss_on), asked.kind)
+    return encoded(path, bpe, loss_on=loss_on, **source)
 
 
 def _same(found: Sequence[Document], expected: Sequence[Document]) -> None:
@@ -331,6 +329,7 @@ def test_prompts_count_beside_text_that_counts_whole(
     changes: dict[str, Any] = {
         "loss_on": "all",
         "streaming": streaming,
+        "shuffle": 2 if streaming else None,
         "validation": ValidationConfig(sources=(text,)),
     }
     weighted = [replace(source, weight=1.0) for source in (text, asked)]
@@ -341,7 +340,7 @@ def test_prompts_count_beside_text_that_counts_whole(
     write_tokens(ids, [[1, 2, 3]], loss=[[0, 1, 1]])
     for sources in ((text,), (SourceConfig(path=str(ids)),)):
         with pytest.raises(ConfigError, match=r"data.loss_on='all' has no effect on text, .* nor on token ids"):
-            _open(bpe, tmp_path / "other", *sources, **changes | {"streaming": False})
+            _open(bpe, tmp_path / "other", *sources, **changes | {"streaming": False, "shuffle": None})
 
 
 def test_what_is_recognised_is_said_and_the_mapping_is_part_of_what_the_data_are(
@@ -373,9 +372,7 @@ def test_what_is_recognised_is_said_and_the_mapping_is_part_of_what_the_data_are
     ],
 )
 def test_how_an_instruction_is_read_is_said(tmp_path: Path, template: bool, kind: Any, says: str) -> None:
-    reader = open_source(SourceConfig(path=str(_written(tmp_path / "a.jsonl", ALPACA))), streaming=False)
-    assert not isinstance(reader, tuple)
-    example, _ = next(reader.read(None))
+    example, _ = next(reader_of(_written(tmp_path / "a.jsonl", ALPACA)).read(None))
     found = recognised(example, form_of(example, kind, template=template), kind, template=template)
     assert found == f"Alpaca's form (instruction, input, output), {says}"
 
@@ -414,10 +411,7 @@ def test_what_rows_have_in_another_form_as_well_is_said_and_fields_choose(row: R
 
 def test_penstocks_own_form_by_its_own_names_needs_no_word(bpe: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     for rows in (chats(1), [{"text": "a"}], [{"prompt": "a", "completion": "b"}]):
-        path = _written(tmp_path / "a.jsonl", rows)
-        reader = open_source(SourceConfig(path=str(path)), streaming=False)
-        assert not isinstance(reader, tuple)
-        example, _ = next(reader.read(None))
+        example, _ = next(reader_of(_written(tmp_path / "a.jsonl", rows)).read(None))
         assert recognised(example, form_of(example, None, template=True), None, template=True) is None
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import settings as trials
 from hypothesis import strategies as st
 
-from penstock.data.batches import Batches, HeldOut
+from penstock.data.batches import HeldOut
 from penstock.data.mixture import Mixture
 from penstock.data.packing import best_fit_decreasing
 from penstock.data.pieces import Pieces, continuous_pieces, pieces_of
@@ -21,6 +21,7 @@ from penstock.data.token_files import TokenFile
 from penstock.engine.batch import covers, shapes
 from penstock.engine.labels import LabelCount
 from penstock.errors import ConfigError
+from tests.data_documents import batches_of
 
 
 def _corpus(sizes: list[int], answers: bool = False, seed: int = 0) -> TokenFile:
@@ -54,11 +55,12 @@ def test_packing_is_best_fit_decreasing(sizes: list[int]) -> None:
 
 
 def test_a_million_documents_are_packed_in_seconds() -> None:
-    sizes = np.random.default_rng(0).lognormal(6, 1, 1_000_000).astype(np.int64).clip(1, 4096)
+    """A fifth of them in a fifth of the time: what it takes grows with their number alone, but for sorting."""
+    sizes = np.random.default_rng(0).lognormal(6, 1, 200_000).astype(np.int64).clip(1, 4096)
     began = time.process_time()
     order, ends = best_fit_decreasing(sizes, 4096)
-    assert time.process_time() - began < 15  # 2 s where nothing else runs
-    assert len(order) == 1_000_000
+    assert time.process_time() - began < 3  # 0.4 s where nothing else runs
+    assert len(order) == 200_000
     assert len(ends) * 4096 < 1.01 * sizes.sum()
 
 
@@ -96,11 +98,11 @@ def test_pieces_without_a_label_that_counts_are_left_out(make: Any) -> None:
     assert found.cuts.without > 0
 
 
-def _batches(pieces: list[Pieces], packing: Any, *, seed: int | None = 3, kind: Any = Batches, **changes: Any) -> Any:
-    weights = changes.pop("weights", None)
-    stream = Prepared(mixture=Mixture(sources=pieces, weights=weights, seed=seed), packing=packing, length=16)
-    what: dict[str, Any] = {"sequences_per_step": 4, "micro_batch_size": 2, "pad": 0, "fingerprint": "f", **changes}
-    return kind(stream=stream, packing=packing, length=16, **what)
+def _batches(
+    pieces: list[Pieces], packing: Any, *, seed: int | None = 3, weights: Any = None, length: int = 16, **changes: Any
+) -> Any:
+    stream = Prepared(mixture=Mixture(sources=pieces, weights=weights, seed=seed), packing=packing, length=length)
+    return batches_of(stream, packing, length, **changes)
 
 
 SIZES = np.random.default_rng(5).integers(2, 30, 120).tolist()
@@ -210,16 +212,7 @@ def test_a_plan_for_the_largest_micro_batches_has_room_for_those_of_every_epoch(
     short, long = _corpus([4, 6, 7, 5, 9] * 4), _corpus([8] * 30 + [20])
     pieces = [continuous_pieces(c, 24) if packing == "continuous" else pieces_of(c, 24, None) for c in (short, long)]
     for seed in range(4):
-        stream = Prepared(mixture=Mixture(sources=pieces, weights=[9.0, 1.0], seed=seed), packing=packing, length=24)
-        batches = Batches(
-            stream=stream,
-            packing=packing,
-            length=24,
-            pad=0,
-            sequences_per_step=5,
-            micro_batch_size=2,
-            fingerprint="",
-        )
+        batches = _batches(pieces, packing, seed=seed, weights=[9.0, 1.0], length=24, sequences_per_step=5)
         planned = [shapes(mb) for mb in batches.largest()]
         for step in islice(batches.steps(), 100):
             for mb in step.micro_batches:

@@ -75,6 +75,8 @@ def test_a_name_of_no_file_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match="'pipe' is neither a file nor a folder, but a pipe or a device: write what"):
         local_source(SourceConfig(path="pipe"))
     assert local_source(SourceConfig(path="nothing")) is None
+    with pytest.raises(ConfigError, match="'nothing' is a data set on the hub, not kind: tokens"):
+        local_source(SourceConfig(path="nothing", kind="tokens"))
 
 
 @pytest.mark.parametrize("path", ["", "one/*.jsonl", "**/*.jsonl", "**", "one/LOST.jsonl"])

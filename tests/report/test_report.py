@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,8 @@ from penstock.sim.cause import Cause
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from penstock.store.directory import DirectoryLock
-from tests.reports import offload_schedule, simulated, write_run
+from tests.conftest import Campaign
+from tests.reports import offload_schedule, ran_as, simulated, write_lines, write_run
 
 # ---- what a measured op waited for
 
@@ -100,8 +101,7 @@ def test_measured_causes_are_those_of_the_simulation_where_a_lane_does_one_op_at
     simulation = simulate(World.of(schedule), Costs(name="plain", seconds=lambda op: 0.001 + op.nbytes / 1e9))
     timed = list(simulation.timed(0))
     end_of = {t.op.id: t.end for t in timed}
-    ops = [Ran(id=t.op.id, lane=t.op.lane, start=t.start, end=t.end, nbytes=t.op.nbytes) for t in timed]
-    bars = {bar.id: bar for bar in measured_bars(ops, schedule)}
+    bars = {bar.id: bar for bar in measured_bars(ran_as(simulation), schedule)}
     compared = 0
     for t in timed:
         if t.waited > 1e-5:
@@ -142,13 +142,29 @@ def test_what_held_a_step_up_adds_up_to_the_step() -> None:
     """In a run that follows its simulation every moment has a cause."""
     schedule = offload_schedule()
     simulation = simulated(schedule, seed=3)
-    ops = [Ran(id=t.op.id, lane=t.op.lane, start=t.start, end=t.end, nbytes=t.op.nbytes) for t in simulation.timed(0)]
-    found = held_up(ops, schedule)
+    found = held_up(ran_as(simulation), schedule)
     assert sum(found.values()) == pytest.approx(simulation.end(0), rel=1e-3)
     assert set(found) >= {"compute", "read"}
 
 
 # ---- what a page is made of
+
+
+def _change_metrics(folder: Path, name: str, values: Sequence[Any]) -> None:
+    """Give each step of a run a value of its own."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    write_lines(path, [line | {name: value} for line, value in zip(lines, values, strict=True)])
+
+
+def _figures(page: str) -> dict[str, str]:
+    return dict(re.findall(r"<dt>([^<]+)</dt><dd>(.*?)</dd>", page))
+
+
+def _rows(page: str) -> dict[str, list[str]]:
+    """The rows of all tables by their first cells."""
+    found = (re.findall(r">([^<>]+)</t[hd]>", line) for line in page.splitlines())
+    return {row[0]: row[1:] for row in found if row}
 
 
 def _unpacked(page: str) -> tuple[dict[str, Any], Any]:
@@ -200,7 +216,7 @@ def test_ops_of_a_trace_that_touch_share_a_row_though_its_times_are_rounded(tmp_
 def test_a_page_says_bytes_exactly_and_errors_relative_to_the_measurement(tmp_path: Path) -> None:
     write_run(tmp_path)
     page = run_page(gather(tmp_path, 2))
-    rows = {row[0]: row[1:] for row in (re.findall(r">([^<>]+)</t[hd]>", line) for line in page.splitlines()) if row}
+    rows = _rows(page)
     assert rows["read"][2] == "exact"
     predicted, measured = (simulated(offload_schedule(), n, scale=1.0 + 0.05 * n).busy(0)["compute"] for n in (0, 2))
     assert rows["compute"][5] == f"{100 * (predicted / measured - 1):.1f}%"
@@ -214,10 +230,7 @@ def test_a_first_step_that_nothing_was_left_to_was_to_move_what_it_moved(tmp_pat
     write_run(tmp_path, schedule=schedule)
     moved = []
     for step in (1, 2):
-        page = run_page(gather(tmp_path, step))
-        rows = {
-            row[0]: row[1:] for row in (re.findall(r">([^<>]+)</t[hd]>", line) for line in page.splitlines()) if row
-        }
+        rows = _rows(run_page(gather(tmp_path, step)))
         assert rows["write"][2] == rows["read"][2] == "exact"
         moved.append(rows["write"][0])
     assert moved[0] != moved[1]
@@ -278,11 +291,7 @@ def test_steps_that_a_prediction_is_not_of_are_shown_alone(tmp_path: Path) -> No
 def test_a_prediction_is_compared_with_the_steps_that_it_is_of(tmp_path: Path) -> None:
     """As in a run's last words: not with those that had another plan, nor with the one that made it."""
     write_run(tmp_path, steps=6)
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line, seconds in zip(lines, (9.0, 8.0, 8.0, 9.0, 2.0, 2.0), strict=True):
-        line["seconds"] = seconds
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _change_metrics(tmp_path, "seconds", (9.0, 8.0, 8.0, 9.0, 2.0, 2.0))
     for first, words in ((4, "; 2 s of the 2 since step 4, 3 s predicted (+50.0%)"), (6, "")):
         later = replace(Prediction.of(simulated(offload_schedule(), 0), first=first), time=3.0)
         (tmp_path / "prediction.json").write_text(later.to_json())
@@ -293,11 +302,7 @@ def test_a_prediction_is_compared_with_the_steps_that_it_is_of(tmp_path: Path) -
 
 def test_the_predicted_time_of_each_step_is_drawn(tmp_path: Path) -> None:
     write_run(tmp_path, steps=3)
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line, seconds in zip(lines, (2.0, 2.0, 3.5), strict=True):
-        line["predicted_seconds"] = seconds
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _change_metrics(tmp_path, "predicted_seconds", (2.0, 2.0, 3.5))
     curve = next(curve for curve in gather(tmp_path, None).curves if curve.key == "seconds")
     assert {line.name: line.points for line in curve.lines}["predicted"] == [(1, 2.0), (2, 2.0), (3, 3.5)]
 
@@ -334,10 +339,10 @@ def test_a_page_tells_the_time_of_all_steps_from_that_of_the_one_shown(tmp_path:
         {"step": step, "loss": 1.0, "seconds": seconds * prediction.time, "tokens": 8}
         for step, seconds in ((1, 50.0), (2, 2.0), (3, 2.0), (4, 3.0))
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "metrics.jsonl", lines)
     report = gather(tmp_path, 2)
     page = run_page(report).replace("\u00a0", " ")
-    figures = dict(re.findall(r"<dt>([^<]+)</dt><dd>(.*?)</dd>", page))
+    figures = _figures(page)
     said = format_time(prediction.time)
     all_steps = (
         f"{format_time(2 * prediction.time)}<small>median of 3 after the first; {said} predicted (-50.0%)</small>"
@@ -361,11 +366,10 @@ def test_a_page_says_what_is_written_a_day_beside_what_may_be(tmp_path: Path) ->
         {"step": step, "loss": 1.0, "seconds": 2.0, "tokens": 8, "bytes_written": written}
         for step, written in ((1, 10**12), (2, 2 * 10**6), (3, 4 * 10**6))
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "metrics.jsonl", lines)
     for allowed, remark in ((None, ""), (2e12, "<small>of 1.82 TiB that budget.endurance allows</small>")):
         page = run_page(replace(gather(tmp_path, 2), allowed=allowed)).replace("\u00a0", " ")
-        figures = dict(re.findall(r"<dt>([^<]+)</dt><dd>(.*?)</dd>", page))
-        assert figures["written per day"] == f"121 GiB{remark}"
+        assert _figures(page)["written per day"] == f"121 GiB{remark}"
 
 
 EVIL = '</script><script>alert("x")</script ><!-- <script &amp;\u2028'
@@ -400,7 +404,7 @@ def test_runs_are_drawn_over_one_another_and_told_apart(tmp_path: Path) -> None:
     for name in ("one", "other"):
         write_run(tmp_path / name)
     line = {"step": 1, "loss": 9.0, "seconds": 2.0, "tokens": 512, "lr": 1e-3, "grad_norm": 0.5, "mfu": 0.25}
-    (tmp_path / "other" / "metrics.jsonl").write_text(json.dumps(line | {"peak_bytes": {"host": 1024}}) + "\n")
+    write_lines(tmp_path / "other" / "metrics.jsonl", [line | {"peak_bytes": {"host": 1024}}])
     page = run_page(gather(tmp_path / "one", 2, [tmp_path / "other"]))
     curves = {curve["key"]: curve for curve in _unpacked(page)[0]["curves"]}
     assert [line["name"] for line in curves["loss"]["lines"]] == ["one", "other", "one, held out", "other, held out"]
@@ -472,10 +476,8 @@ def test_evaluations_are_circles_unless_they_are_too_many() -> None:
 def test_a_page_says_which_steps_were_skipped(tmp_path: Path) -> None:
     write_run(tmp_path, steps=3)
     assert "steps skipped" not in run_page(gather(tmp_path, None))
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[1] |= {"skipped": True, "grad_norm": None}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _change_metrics(tmp_path, "skipped", (False, True, False))
+    _change_metrics(tmp_path, "grad_norm", (1.0, None, 1.0))
     report = gather(tmp_path, None)
     assert "<dt>steps skipped</dt><dd>1<small>a gradient was not finite: 2</small>" in run_page(report)
     many = replace(report, metrics=[replace(report.metrics[1], step=n) for n in range(1, 9)])
@@ -576,9 +578,14 @@ def test_a_report_takes_the_place_of_nothing_that_a_run_needs(
     assert main(["report", str(run), words[0], str(run / words[1])]) == 2
     assert "is the name of a file of the run itself" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_report_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    write_run(tmp_path)
     for _ in range(2):
-        assert main(["report", str(run), "--out", str(run / "x.html"), "--trace", str(run / "t.json")]) == 0
-    assert main(["report", str(run)]) == 0
+        assert main(["report", str(tmp_path), "--out", str(tmp_path / "x.html"), "--trace", str(tmp_path / "t")]) == 0
+    for _ in range(2):
+        assert main(["report", str(tmp_path)]) == 0
 
 
 def test_report_writes_all_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -603,13 +610,12 @@ def test_report_writes_all_that_is_asked_for(tmp_path: Path, capsys: pytest.Capt
     assert set(re.findall(r">([^<]* [KMG]iB) *<", svg.read_text())) == {"22 GiB"}, "the peak, where no budget is drawn"
 
 
-@pytest.mark.parametrize("words", [["--svg", "RUN"], ["RUN", "--svg"], ["--svg", "RUN", "--step", "1"]])
-def test_a_picture_without_a_name_is_put_beside_the_page(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_picture_without_a_name_is_put_beside_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     write_run(run)
-    assert main(["report", *(str(run) if word == "RUN" else word for word in words)]) == 0
+    for words in (["--svg", str(run)], [str(run), "--svg"], ["--svg", str(run), "--step", "1"]):
+        assert list(read_words(Arguments, words).pictures) == [run / "timeline.svg"]
+    assert main(["report", "--svg", str(run)]) == 0
     assert f"wrote {run / 'timeline.svg'}" in capsys.readouterr().out
     assert "<svg" in (run / "timeline.svg").read_text()
 
@@ -671,13 +677,14 @@ def test_folders_without_what_a_report_needs_are_errors(tmp_path: Path, capsys: 
     assert "--out FILE" in said
 
 
-def test_damage_anywhere_in_a_run_is_an_error_for_people_or_does_no_harm(tmp_path: Path) -> None:
+def test_damage_anywhere_in_a_run_is_an_error_for_people_or_does_no_harm(tmp_path: Path, campaign: Campaign) -> None:
     write_run(tmp_path, schedule=offload_schedule(1, 1), steps=1)
     rng = Random(0)
     errors: list[tuple[str, str]] = []
+    cases = campaign.cases(20, 200)  # of each file
     for name in ("trace.json", "metrics.jsonl", "prediction.json"):
         whole = (tmp_path / name).read_bytes()
-        for _ in range(60):
+        for _ in range(cases):
             raw = bytearray(whole)
             at = rng.randrange(len(raw))
             junk = rng.choice([b"NaN", b"-1", b"1e400", b"null", b"[]", b'"', b"{", b"\n", b",", b"\xff"])
@@ -688,7 +695,7 @@ def test_damage_anywhere_in_a_run_is_an_error_for_people_or_does_no_harm(tmp_pat
             except ConfigError as error:
                 errors.append((name, str(error)))
         (tmp_path / name).write_bytes(whole)
-    assert len(errors) > 60
+    assert len(errors) > cases
     assert all(name in text for name, text in errors)
 
 
@@ -697,9 +704,9 @@ def test_words_become_arguments() -> None:
     assert (arguments.folder, arguments.step, arguments.out) == (Path("run"), 3, Path("x.html"))
 
 
-@pytest.mark.parametrize("module", ["penstock.report.run_page", "penstock.report.simulated_page"])
-def test_the_report_needs_no_torch_and_no_matplotlib(module: str) -> None:
-    code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+def test_the_report_needs_no_torch_and_no_matplotlib() -> None:
+    modules = "penstock.report.run_page, penstock.report.simulated_page"
+    code = f"import {modules}, sys; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

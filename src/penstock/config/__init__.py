@@ -15,8 +15,7 @@ from penstock.config.optimizer import OptimizerConfig, OptimizerName, Override
 from penstock.config.quantities import parse_duration
 from penstock.config.sizes import format_size, parse_size
 from penstock.config.step import Family, StepConfig, StreamConfig, ZeroStage, fields_of
-from penstock.config.trackers import TrackerName
-from penstock.config.train import EvaluateConfig, TrainConfig
+from penstock.config.train import EvaluateConfig, TrackerName, TrainConfig
 
 __all__ = [
     "INTERVAL",

@@ -1,5 +1,6 @@
-"""Checks of values from Python against their type hints. Values from a file were checked when they were read."""
+"""Checks of values that any setting may have. Type hints are for those from Python; a file's were read by them."""
 
+import re
 from numbers import Integral, Real
 from typing import Any
 
@@ -32,6 +33,25 @@ def check_field(instance: Any, key: str, hint: Any, name: str) -> None:
     value = getattr(instance, key)
     check_value(name, value, hint)
     object.__setattr__(instance, key, _own_numbers(value))
+
+
+def check_least(instance: Any, section: str = "", **least: float) -> None:
+    """Raises:
+    ConfigError: a number of a dataclass is given and less than the ``least`` that it may be.
+    """
+    for key, bound in least.items():
+        if (value := getattr(instance, key)) is not None and value < bound:
+            raise ConfigError(f"{section}{key}={value}: must be at least {bound}")
+
+
+def check_pattern(name: str, pattern: str | None) -> None:
+    """Raises:
+    ConfigError: a text that is given is not a regular expression.
+    """
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ConfigError(f"{name}={pattern!r} is not a regular expression: {error}") from error
 
 
 def _own_numbers(value: Any) -> Any:

@@ -97,9 +97,7 @@ Sources = str | tuple[SourceConfig, ...]
 
 
 def _check_fields(given: Mapping[str, str], kind: Kind | None) -> None:
-    """Raises:
-    ConfigError: a mapping from the names of fields here to those of a file is none, or fits no kind of example.
-    """
+    """Refuse a mapping from the names of fields here to those of a file that fits no kind of example."""
     if not given:
         raise ConfigError("fields is empty: write {name here: name in the file}, or drop it")
     known = {name for sort in SORTS for name in sort.names}

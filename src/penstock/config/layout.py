@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from penstock.config.checked import check_least
 from penstock.config.step import check_copies
 from penstock.errors import ConfigError
 
@@ -34,9 +35,7 @@ class LayoutConfig:
         """Raises:
         ConfigError: one of them is no number of ranks, or two exclude each other.
         """
-        for key in _KEYS:
-            if (count := getattr(self, key)) < 1:
-                raise ConfigError(f"{key}={count}: must be at least 1")
+        check_least(self, copies=1, pipeline=1, cp=1)
         if self.pipeline > 1 and self.copies > 1:
             raise ConfigError(
                 f"pipeline={self.pipeline} with copies={self.copies}: a pipeline has one copy of the state. Leave one "
@@ -45,7 +44,7 @@ class LayoutConfig:
 
     def check_started(self, processes: int) -> None:
         """``check_ranks``, of so many processes as have been started."""
-        for key in _KEYS if processes == 1 else ():
+        for key in ("copies", "pipeline", "cp") if processes == 1 else ():
             if (count := getattr(self, key)) > 1:
                 raise ConfigError(
                     f"{key}={count} is of several processes, and this is one: start them with torchrun "
@@ -64,9 +63,6 @@ class LayoutConfig:
                 f"a multiple of {self.pipeline}"
             )
         check_cp(self.cp, ranks // self.copies // self.pipeline)
-
-
-_KEYS = ("copies", "pipeline", "cp")
 
 
 def check_cp(cp: int, ranks: int) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.checked import check_least
 from penstock.errors import ConfigError
 
 
@@ -25,10 +26,7 @@ class LoraConfig:
     target_modules: tuple[str, ...] | Literal["all-linear"] | None = "all-linear"
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"lora.rank={self.rank}: must be at least 1")
-        if self.alpha < 1:
-            raise ConfigError(f"lora.alpha={self.alpha}: must be at least 1")
+        check_least(self, "lora.", rank=1, alpha=1)
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout={self.dropout}: must be at least 0 and less than 1")
         if self.target_modules == ():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.checked import check_least
 from penstock.errors import ConfigError
 
 DecayShape = Literal["linear", "cosine", "1-sqrt"]
@@ -32,9 +33,7 @@ class LrScheduleConfig:
     final: float | None = None
 
     def __post_init__(self) -> None:
-        for key in ("warmup_steps", "decay_steps"):
-            if (steps := getattr(self, key)) is not None and steps < 0:
-                raise ConfigError(f"lr_schedule.{key}={steps}: must not be negative")
+        check_least(self, "lr_schedule.", warmup_steps=0, decay_steps=0)
         for key in ("warmup_share", "decay_share"):
             if (share := getattr(self, key)) is not None and not 0 <= share <= 1:
                 raise ConfigError(f"lr_schedule.{key}={share}: must be from 0 to 1")
@@ -50,8 +49,7 @@ class LrScheduleConfig:
             raise ConfigError(
                 "lr_schedule.final has no effect with kind 'constant': drop it or use linear, cosine or wsd"
             )
-        if self.final is not None and self.final < 0:
-            raise ConfigError(f"lr_schedule.final={self.final}: must not be negative")
+        check_least(self, "lr_schedule.", final=0)
         decay = [key for key in ("decay_steps", "decay_share", "decay_shape") if getattr(self, key) is not None]
         if self.kind != "wsd" and decay:
             more = "" if self.kind == "constant" else ", which decays from the warm-up to the end"

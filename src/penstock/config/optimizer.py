@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.config.checked import check_fields
+from penstock.config.checked import check_fields, check_pattern
 from penstock.errors import ConfigError
 
 NS_STEPS, MOST_STEPS = 5, 100
@@ -71,10 +71,7 @@ class Override:
 
     def __post_init__(self) -> None:
         check_fields(self, "override")
-        try:
-            re.compile(self.match)
-        except re.error as error:
-            raise ConfigError(f"override match={self.match!r} is not a regular expression: {error}") from error
+        check_pattern("override match", self.match)
         if not self.settings:
             raise ConfigError(f"override match={self.match!r} changes nothing: give lr or weight_decay")
         check_rates(f"override match={self.match!r}: ", self.settings)
@@ -104,10 +101,7 @@ class Split:
         check_fields(self, "split")
         if not isinstance(self.parts, int):
             object.__setattr__(self, "parts", tuple(self.parts))  # a list cannot be hashed
-        try:
-            re.compile(self.match)
-        except re.error as error:
-            raise ConfigError(f"split match={self.match!r} is not a regular expression: {error}") from error
+        check_pattern("split match", self.match)
         sizes = (self.parts,) if isinstance(self.parts, int) else self.parts
         if not sizes or min(sizes) < 1 or (isinstance(self.parts, int) and self.parts < 2):
             raise ConfigError(f"split match={self.match!r}: parts={self.parts!r} must be a number from 2 on, or sizes")
@@ -123,10 +117,7 @@ def check_muon(prefix: str, momentum: float | None, ns_steps: int | None, elemen
         raise ConfigError(f"{prefix}momentum={momentum!r}: must be at least 0 and below 1")
     if ns_steps is not None and not 1 <= ns_steps < MOST_STEPS:
         raise ConfigError(f"{prefix}ns_steps={ns_steps!r}: must be from 1 to {MOST_STEPS - 1}")
-    try:
-        re.compile(elementwise or "")
-    except re.error as error:
-        raise ConfigError(f"{prefix}elementwise={elementwise!r} is not a regular expression: {error}") from error
+    check_pattern(f"{prefix}elementwise", elementwise)
 
 
 @dataclass(frozen=True, kw_only=True)

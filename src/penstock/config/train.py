@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.config.batch import BatchConfig
+from penstock.config.checked import check_least
 from penstock.config.data import DataConfig
 from penstock.config.engine import RunConfig
 from penstock.config.layout import LayoutConfig
@@ -13,8 +14,10 @@ from penstock.config.lr_schedule import LrScheduleConfig
 from penstock.config.model import ModelConfig
 from penstock.config.optimizer import OptimizerConfig
 from penstock.config.step import Family, check_in_turn, check_pipeline, check_recompute
-from penstock.config.trackers import TrackerName
 from penstock.errors import ConfigError
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+"""Trackers that a run's numbers can go to, besides its own files."""
 
 _MOST_EPOCHS = 1 << 20
 """More than anybody trains, and few enough that the steps they come to can be counted, and read back when a run goes
@@ -35,9 +38,7 @@ class EvaluateConfig:
     batches: int | None = None
 
     def __post_init__(self) -> None:
-        for key in ("every", "batches"):
-            if (count := getattr(self, key)) is not None and count < 1:
-                raise ConfigError(f"evaluate.{key}={count}: must be at least 1")
+        check_least(self, "evaluate.", every=1, batches=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +142,11 @@ class TrainConfig(RunConfig, LayoutConfig):
         self._check_evaluation()
         if len(set(self.trackers)) < len(self.trackers):
             raise ConfigError(f"report_to={list(self.trackers)!r} names one twice: keep one")
-        if self.trace_steps is not None and self.trace_steps < 0:
-            raise ConfigError(f"trace_steps={self.trace_steps}: must not be negative")
+        check_least(self, trace_steps=0)
         if self.steps is not None:
             self.lr_schedule.phases(self.steps)
 
     def _check_pipeline(self) -> None:
-        """Raises:
-        ConfigError: a setting is not for the ranks of a pipeline.
-        """
         asked = f"pipeline={self.pipeline}"
         if isinstance(self.schedule, Path):
             raise ConfigError(
@@ -166,8 +163,7 @@ class TrainConfig(RunConfig, LayoutConfig):
                 "steps and epochs are both given: give one, for the length of the run (as flags: --steps null "
                 "--epochs N)"
             )
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"steps={self.steps}: must be at least 1")
+        check_least(self, steps=1)
         if self.epochs is not None and self.epochs <= 0:
             raise ConfigError(f"epochs={self.epochs}: must be more than 0")
         if self.epochs is not None and self.epochs > _MOST_EPOCHS:
@@ -187,8 +183,7 @@ class TrainConfig(RunConfig, LayoutConfig):
         size = self.micro_batch_size
         if size is None:
             return
-        if size < 1:
-            raise ConfigError(f"micro_batch_size={size}: must be at least 1")
+        check_least(self, micro_batch_size=1)
         if sequences % size:
             divisors = [n for n in range(1, min(sequences, 4 * size) + 1) if sequences % n == 0]
             near = sorted(sorted(divisors, key=lambda n: abs(n - size))[:3])
@@ -198,11 +193,7 @@ class TrainConfig(RunConfig, LayoutConfig):
             )
 
     def _check_evaluation(self) -> None:
-        """Check that the times of evaluations and their data are given together.
-
-        Raises:
-            ConfigError: ``evaluate`` without ``data.validation``, or sources to evaluate on without ``evaluate``.
-        """
+        """The times of evaluations and their data are given together."""
         if self.evaluate is not None and self.data.validation is None:
             raise ConfigError(
                 "evaluate needs data.validation, what to evaluate on: {share: 0.02} of the documents, or sources"

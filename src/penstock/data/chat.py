@@ -11,6 +11,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from typing import Any, cast
@@ -33,6 +34,23 @@ _REMEDY = (
     "Give a template that marks the assistant's turns with {% generation %} and {% endgeneration %} "
     "(data.chat_template), or let all tokens count (data.loss_on: all)"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chat:
+    """A chat as the template takes it. ``place``: where it stands, for messages to people."""
+
+    place: str
+    messages: Sequence[Message]
+    tools: Any
+
+    def until(self, count: int) -> "_Chat":
+        """The chat of its first messages."""
+        return replace(self, messages=self.messages[:count])
+
+    def with_turn(self, number: int, *others: Message) -> "_Chat":
+        """The chat with other messages in the place of one, or none."""
+        return replace(self, messages=[*self.messages[:number], *others, *self.messages[number + 1 :]])
 
 
 class ChatEncoder:
@@ -69,17 +87,17 @@ class ChatEncoder:
         """Raises:
         ConfigError: the template refuses a chat, or does not say which part of it is the answer.
         """
+        chats = [_Chat(place=each.place, messages=_messages(each), tools=tools_of(each)) for each in examples]
         texts, spans = [], []
         with limited(lambda: self._place, alone=self._alone):
-            for example in examples:
-                self._check_tools(example)
-            for example in examples:
-                messages, tools = _messages(example), tools_of(example)
+            for chat in chats:
+                self._check_tools(chat)
+            for chat in chats:
                 if self._answers and self._marked:
-                    text, where = self._apply(example, partial(marked_chat, self._tokenizer), messages, tools)
+                    text, where = self._apply(partial(marked_chat, self._tokenizer), chat)
                 else:
-                    text = self._render(example, messages, tools)
-                    where = self._spans(example, text, messages, tools) if self._answers else []
+                    text = self._render(chat)
+                    where = self._spans(chat, text) if self._answers else []
                 texts.append(text)
                 spans.append(where)
         # The template writes all special tokens itself.
@@ -96,117 +114,112 @@ class ChatEncoder:
         answers = [_within(offsets, where) for offsets, where in zip(found["offset_mapping"], spans, strict=True)]
         return [Document(ids=ids, answers=counts) for ids, counts in zip(all_ids, answers, strict=True)]
 
-    def _check_tools(self, example: Example) -> None:
+    def _check_tools(self, chat: _Chat) -> None:
         """Refuse a template that leaves out tools, calls of them or their results: who is trained to call tools must
         be shown them. One chat of each sort tells.
         """
-        messages, tools = _messages(example), tools_of(example)
-        if tools:
-            self._check_written(example, "what tools there are", "'tools' has", messages, None)
-        for number, message in enumerate(messages):
-            if not (message.get("tool_calls") or message["role"] == "tool"):
-                continue
-            found = "calls of tools" if message.get("tool_calls") else "results of tools"
-            less = [{k: v for k, v in message.items() if k != "tool_calls"}] if message.get("tool_calls") else []
-            without = [*messages[:number], *less, *messages[number + 1 :]]
-            self._check_written(example, found, f"message {number + 1} has", without, tools)
+        if chat.tools:
+            self._check_written(chat, "what tools there are", "'tools' has", replace(chat, tools=None))
+        for number, message in enumerate(chat.messages):
+            if message.get("tool_calls"):
+                less = {k: v for k, v in message.items() if k != "tool_calls"}
+                self._check_written(chat, "calls of tools", f"message {number + 1} has", chat.with_turn(number, less))
+            elif message["role"] == "tool":
+                self._check_written(chat, "results of tools", f"message {number + 1} has", chat.with_turn(number))
 
-    def _check_written(self, example: Example, found: str, who: str, without: Sequence[Message], tools: Any) -> None:
+    def _check_written(self, chat: _Chat, found: str, who: str, without: _Chat) -> None:
         """Raises:
-        ConfigError: the template renders a chat as it does ``without`` what ``found`` says, and these ``tools``. One
-            that fails on that does look at it.
+        ConfigError: the template renders a chat as it does the one ``without`` what ``found`` says. One that fails on
+            that does look at it.
         """
         if found in self._shown:
             return
         try:
-            less = self._render(example, without, tools)
+            less = self._render(without)
         except ConfigError:
             less = None
-        if less == self._render(example, _messages(example), tools_of(example)):
+        if less == self._render(chat):
             raise ConfigError(
-                f"{example.place}: the chat template leaves out {found}, as {who} them: give one that writes them "
+                f"{chat.place}: the chat template leaves out {found}, as {who} them: give one that writes them "
                 "(data.chat_template), or data without them"
             )
         self._shown.add(found)
 
-    def _spans(self, example: Example, text: str, messages: Sequence[Message], tools: Any) -> list[tuple[int, int]]:
+    def _spans(self, chat: _Chat, text: str) -> list[tuple[int, int]]:
         """The assistant's turns in ``text``: of each its first character, and the one behind its last."""
         spans = []
-        for number, message in enumerate(messages):
+        for number, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
-            through = self._render(example, messages[: number + 1], tools)
-            before = self._before(example, through, messages[: number + 1], tools)
+            until = chat.until(number + 1)
+            through = self._render(until)
+            before = self._before(until, through)
             if text.startswith(through) and through.startswith(before):
                 spans.append((len(before), len(through)))
-            elif (span := self._in_place(example, text, messages, number, tools)) is not None:
+            elif (span := self._in_place(chat, text, number)) is not None:
                 spans.append(span)
             else:
                 raise ConfigError(
-                    f"{example.place}: the chat template does not say where the assistant's answers are: it renders "
+                    f"{chat.place}: the chat template does not say where the assistant's answers are: it renders "
                     f"message {number + 1} otherwise within the chat than at its end. {_REMEDY}"
                 )
         return spans
 
-    def _in_place(
-        self, example: Example, text: str, messages: Sequence[Message], number: int, tools: Any
-    ) -> tuple[int, int] | None:
+    def _in_place(self, chat: _Chat, text: str, number: int) -> tuple[int, int] | None:
         """An answer's place in a chat whose template renders its beginning otherwise than the beginning of the whole,
         as those do that drop the reasoning of earlier turns: where the chat differs if the answer is another one, and
         the mark that ends it. None: more than that differs.
         """
-        earlier, later = messages[:number], messages[number + 1 :]
-        others = [_in_other_words(messages[number], words) for words in _OTHERS]
+        others = [chat.with_turn(number, _in_other_words(chat.messages[number], words)) for words in _OTHERS]
         try:
-            chats = [self._render(example, [*earlier, other, *later], tools) for other in others]
-            ended = [self._render(example, [*earlier, other], tools) for other in others]
+            chats = [self._render(other) for other in others]
+            ended = [self._render(other.until(number + 1)) for other in others]
         except ConfigError:
             return None
         start = len(_shared([text, *chats]))
-        behind = len(_shared([chat[::-1] for chat in (text, *chats)]))
-        end, marks = len(text) - behind, {chat.rpartition(words)[2] for chat, words in zip(ended, _OTHERS, strict=True)}
-        if start > end or len(marks) != 1 or [chat[start : len(chat) - behind] for chat in chats] != list(_OTHERS):
+        behind = len(_shared([each[::-1] for each in (text, *chats)]))
+        end, marks = len(text) - behind, {each.rpartition(words)[2] for each, words in zip(ended, _OTHERS, strict=True)}
+        if start > end or len(marks) != 1 or [each[start : len(each) - behind] for each in chats] != list(_OTHERS):
             return None
         mark = marks.pop()
         return (start, end + len(mark)) if text.startswith(mark, end) else None
 
-    def _before(self, example: Example, through: str, messages: Sequence[Message], tools: Any) -> str:
+    def _before(self, chat: _Chat, through: str) -> str:
         """The text of a chat before its last message, which is an answer, together with the words that open its turn.
 
-        ``through``: the chat. Where there is nothing before the answer, or the template opens no turn when it is asked
-        to, it may still write a header before the answer, or words of the system's, which another answer has, too.
+        ``through``: the chat's text. Where there is nothing before the answer, or the template opens no turn when it
+        is asked to, it may still write a header before the answer, or words of the system's, which another answer has.
         """
-        *earlier, answer = messages
-        before = self._render(example, earlier, tools, prompt=True) if earlier else ""
-        if earlier and before != self._render(example, earlier, tools):
+        last = len(chat.messages) - 1
+        earlier = chat.until(last)
+        before = self._render(earlier, prompt=True) if last else ""
+        if last and before != self._render(earlier):
             return before
-        others = [_in_other_words(answer, text) for text in _OTHERS]
-        shared = _shared([through, *(self._render(example, [*earlier, other], tools) for other in others)])
+        others = [chat.with_turn(last, _in_other_words(chat.messages[last], text)) for text in _OTHERS]
+        shared = _shared([through, *map(self._render, others)])
         if not shared.startswith(before):
             return before
-        behind = self._render(example, messages, tools, prompt=True)
+        behind = self._render(chat, prompt=True)
         opening = behind.removeprefix(through) if behind.startswith(through) else ""
         place = shared.rfind(opening, len(before)) if opening else -1
         return shared if place < 0 else shared[: place + len(opening)]
 
-    def _render(self, example: Example, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> str:
+    def _render(self, chat: _Chat, *, prompt: bool = False) -> str:
         how = {"tokenize": False, "add_generation_prompt": prompt}
-        return cast(str, self._apply(example, self._tokenizer.apply_chat_template, messages, tools, **how))
+        return cast(str, self._apply(self._tokenizer.apply_chat_template, chat, **how))
 
-    def _apply(
-        self, example: Example, render: Callable[..., Any], messages: Sequence[Message], tools: Any, **how: Any
-    ) -> Any:
-        self._place = example.place
+    def _apply(self, render: Callable[..., Any], chat: _Chat, **how: Any) -> Any:
+        self._place = chat.place
         try:
             if self._day is not None:  # transformers lets no template have a clock but its own
-                how["chat_template"] = _written_on(self._day, self._tokenizer.get_chat_template(tools=tools))
-            found = render(list(messages), tools=tools, **how)
+                how["chat_template"] = _written_on(self._day, self._tokenizer.get_chat_template(tools=chat.tools))
+            found = render(list(chat.messages), tools=chat.tools, **how)
         except Exception as error:  # noqa: BLE001  a template is a program and may raise anything
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(
-                f"{example.place}: the chat template fails on this chat: {type(error).__name__}: {reason}"
+                f"{chat.place}: the chat template fails on this chat: {type(error).__name__}: {reason}"
             ) from None
-        check_length(found if isinstance(found, str) else found[0], example.place)
+        check_length(found if isinstance(found, str) else found[0], chat.place)
         return found
 
 
@@ -214,15 +227,11 @@ _OTHERS = ("0", "z")
 """Answers of which at least one differs from any other in the first character."""
 
 
-def _in_form_of(message: Message, text: str) -> Any:
-    """A content as the message's is: text, or a list of parts."""
-    return text if isinstance(message.get("content"), str | None) else [{"type": "text", "text": text}]
-
-
 def _in_other_words(answer: Message, text: str) -> Message:
     """An answer with the same parts, such as its reasoning, each of another text, and without calls of tools."""
     parts = {key: text for key, value in answer.items() if isinstance(value, str)}
-    return {**parts, "role": answer["role"], "content": _in_form_of(answer, text)}
+    content = text if isinstance(answer.get("content"), str | None) else [{"type": "text", "text": text}]
+    return {**parts, "role": answer["role"], "content": content}
 
 
 def _shared(texts: Sequence[str]) -> str:

@@ -61,7 +61,7 @@ def list_in(example: Example, field: str) -> Any:
     value = example.fields.get(field)
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
-    return _parsed(value, example, example.called(field))
+    return _parsed(value, f"{example.place}: {example.called(field)} is text that cannot be read")
 
 
 def system_of(example: Example) -> list[Message]:
@@ -85,7 +85,8 @@ def tools_of(example: Example) -> Any:
     """
     tools = example.fields.get("tools")
     if isinstance(tools, str):
-        tools = _parsed(tools, example, example.called("tools")) if tools.strip() else None
+        says = f"{example.place}: {example.called('tools')} is text that cannot be read"
+        tools = _parsed(tools, says) if tools.strip() else None
     return tools or None
 
 
@@ -120,15 +121,8 @@ def _translated(turn: Message, speaker: str, place: str) -> Message:
 
 
 def _calls(text: str, place: str) -> list[Message]:
-    """The calls of tools in a turn, as chat templates take them.
-
-    Raises:
-        ConfigError: the text is not JSON of one call or of several.
-    """
-    try:
-        value = parse_json(text, finite=False)
-    except MalformedError as error:
-        raise ConfigError(f"{place} is a call of a tool, and its 'value' is not JSON: {error}") from None
+    """The calls of tools in a turn, as chat templates take them."""
+    value = _parsed(text, f"{place} is a call of a tool, and its 'value' is not JSON")
     calls: list[Any] = value if isinstance(value, list) and value else [value]
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or "arguments" not in call:
@@ -142,17 +136,16 @@ def _calls(text: str, place: str) -> list[Message]:
 def _arguments(call: Message, place: str) -> Any:
     """Arguments are an object, or its JSON, which templates would write as a text."""
     given = call["arguments"]
-    try:
-        return parse_json(given, finite=False) if isinstance(given, str) else given
-    except MalformedError as error:
-        raise ConfigError(f"{place} is a call of a tool, and its 'arguments' are not JSON: {error}") from None
+    says = f"{place} is a call of a tool, and its 'arguments' are not JSON"
+    return _parsed(given, says) if isinstance(given, str) else given
 
 
-def _parsed(text: str, example: Example, called: str) -> Any:
+def _parsed(text: str, otherwise: str) -> Any:
+    """The value of a text of JSON; ``otherwise``: said of one that is none."""
     try:
         return parse_json(text, finite=False)
     except MalformedError as error:
-        raise ConfigError(f"{example.place}: {called} is text that cannot be read: {error}") from None
+        raise ConfigError(f"{otherwise}: {error}") from None
 
 
 def type_of(value: Any) -> str:

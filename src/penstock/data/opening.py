@@ -1,7 +1,6 @@
 """From settings to data that can be trained on: finds the sources, the tokenizer, and whether all is as it was."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -26,19 +25,18 @@ from penstock.data.identity import (
     fingerprint,
     identity_in,
     require_place,
-    require_unchanged,
 )
 from penstock.data.mixture import Mixture
 from penstock.data.pieces import Cuts, Pieces, continuous_pieces, pieces_of
-from penstock.data.prepare import Opened, prepare
-from penstock.data.sources.find import left_out, open_source
+from penstock.data.prepare import Opened, made_of, prepare
+from penstock.data.sources.find import left_out, local_source, open_source
 from penstock.data.sources.hub import HubDataset
 from penstock.data.sources.reader import Reader, Renamed
 from penstock.data.sources.walk import ending
 from penstock.data.stream import Prepared, Stream
 from penstock.data.streamed import Streamed, StreamSource
 from penstock.data.token_files import TokenFile
-from penstock.errors import ConfigError, StoreError
+from penstock.errors import ConfigError
 
 log = logging.getLogger("penstock")
 
@@ -93,7 +91,8 @@ def open_data(
         )
     template = own.chat_template is not None if own is not None else config.chat_template is not None
     opened, forms = _opened(config.each_source, template, known, streaming=stream)
-    held_out, held_out_forms = _validation(config, template, known)
+    apart = config.validation.sources if config.validation is not None else None
+    held_out, held_out_forms = _opened(each_source(apart or ()), template, known, streaming=False)
     if known is None:
         _check_loss_on(config, [*opened, *held_out])
     before, trained_on = known.files if known else (), [p for one in opened for p in one.files]
@@ -153,10 +152,7 @@ def _known(run: Path, position: Mapping[str, Any] | None) -> Identity | None:
 
 
 def _check_loss_on(config: DataConfig, opened: Sequence[Opened]) -> None:
-    """Raises:
-    ConfigError: ``loss_on`` is given, and no source has prompts.
-    """
-    if config.loss_on is not None and all(one.form is None or one.form.kind == "text" for one in opened):
+    if config.loss_on is not None and all(one.kind in ("text", "tokens") for one in opened):
         raise ConfigError(
             f"data.loss_on={config.loss_on!r} has no effect on text, which counts whole, nor on token ids, which say "
             "themselves what counts: drop it"
@@ -165,7 +161,7 @@ def _check_loss_on(config: DataConfig, opened: Sequence[Opened]) -> None:
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], config: DataConfig) -> Iterator[str]:
     """Words for documents that no token ends, as the tokenizer has none. A chat ends as its template says."""
-    paths = [one.source.path for one in opened if one.form is not None and one.form.kind != "chat"]
+    paths = [one.source.path for one in opened if one.kind in ("text", "completion")]
     if paths and not ends_of(tokenizer)[1]:
         runs_on = ", and one runs on into the next" if config.packing == "continuous" else ""
         yield (
@@ -229,7 +225,7 @@ def _streams(config: DataConfig) -> bool:
     if config.streaming is not None:
         asked = config.streaming
     else:
-        readers = [open_source(s, streaming=True) for s in config.each_source if _is_local(s)]
+        readers = [here for source in config.each_source if (here := local_source(source)) is not None]
         files = [p for r in readers for p in (r if isinstance(r, tuple) else r.files)]
         examples = not any(isinstance(r, tuple) for r in readers)
         asked = examples and config.training is None and sum(p.stat().st_size for p in files) >= STREAM_FROM
@@ -245,17 +241,6 @@ def _streams(config: DataConfig) -> bool:
     return True
 
 
-def _is_local(source: SourceConfig) -> bool:
-    path = Path(os.path.expanduser(source.path))
-    return source.path == "stdlib" or path.exists() or any(c in source.path for c in "*?[")
-
-
-def _validation(config: DataConfig, template: bool, known: Identity | None) -> tuple[list[Opened], list[str]]:
-    if config.validation is None or config.validation.sources is None:
-        return [], []
-    return _opened(each_source(config.validation.sources), template, known, streaming=False)
-
-
 def _opened(
     sources: Sequence[SourceConfig], template: bool, known: Identity | None, *, streaming: bool
 ) -> tuple[list[Opened], list[str]]:
@@ -264,26 +249,21 @@ def _opened(
 
     A run that goes on in the middle of a source reads what it began with, and so in the same form. ``known``: what that
     was; a data set on the hub is read from the same commit, whatever has been added since.
-
-    Raises:
-        ConfigError: there is no such source, it is empty, or its first example has not the fields that it should have,
-            or of one that is streamed the first rows have not.
     """
     opened, said = [], []
     for source in sources:
         began = _commit_in(known, source)
         reader = open_source(source, streaming=streaming, commit=began)
         pinned = known is None or began is not None
-        one = Opened(source=source, reader=reader, commit=_commit_of(reader) if pinned else None)
-        if not isinstance(one.reader, tuple):
-            first, _ = next(one.reader.read(None), (None, None))
+        form = None
+        if not isinstance(reader, tuple):
+            first, _ = next(reader.read(None), (None, None))
             form, words = form_of_source(source, first, template=template)
-            if streaming and isinstance(one.reader, Renamed):
-                one.reader.look(LOOKED_AT)
-            one = replace(one, form=form)
+            if streaming and isinstance(reader, Renamed):
+                reader.look(LOOKED_AT)
             said += [] if words is None else [f"{source.path}: {words}"]
         said += [] if (words := left_out(source)) is None else [f"{source.path}: {words}"]
-        opened.append(one)
+        opened.append(Opened(source=source, reader=reader, form=form, commit=_commit_of(reader) if pinned else None))
     return opened, said
 
 
@@ -315,24 +295,15 @@ def _tokenizer(
     if config.training is None:
         assert own is not None
         return (own,)
-    kinds = [one.form.kind if one.form else None for one in opened]  # as a template decides, too
-    made_of = {"train": asdict(config.training), **_texts(opened, facts), "kinds": kinds, "version": _VERSION}
-    place = folder / f"tokenizer-{fingerprint(made_of)}"
+    kinds = [one.kind for one in opened]  # as a template decides, too
+    source = {"train": asdict(config.training), **_texts(opened, facts), "kinds": kinds, "version": _VERSION}
+    place = folder / f"tokenizer-{fingerprint(source)}"
     if not place.is_dir():
         say(f"Training a tokenizer of {config.training.vocabulary:,} tokens")
         found = tokenizers.train(config.training, _sample(opened, config.training.sample_bytes))
-        try:
-            with files.made_once(place, private=config.prepared is None) as under_way:
-                tokenizers.save(found, under_way)
-                require_unchanged([path for one in opened for path in one.files], facts)
-        except StoreError:
-            raise
-        except OSError as error:
-            said = error.strerror or error
-            raise ConfigError(
-                f"data: cannot keep the tokenizer that was trained in {place}: {said}: make {folder} writable, with "
-                "room in it, or give another folder (data.prepared)"
-            ) from None
+        private = config.prepared is None
+        with made_of(opened, facts, place, "the tokenizer that was trained", private=private) as under_way:
+            tokenizers.save(found, under_way)
     return tokenizers.with_template(tokenizers.load(str(place)), config), place
 
 
@@ -377,7 +348,7 @@ def _day(tokenizer: PreTrainedTokenizerBase, opened: Sequence[Opened], known: Id
     """The day that a chat template writes which asks for it, for as long as the run goes on: that on which it began.
     None: there are no such chats, or the run began with a version that has not kept it.
     """
-    if not asks_for_day(tokenizer) or all(one.form is None or one.form.kind != "chat" for one in opened):
+    if not asks_for_day(tokenizer) or all(one.kind != "chat" for one in opened):
         return None
     if known is None:
         return date.today()
@@ -415,23 +386,22 @@ def _prepared(
     seed: int | None,
 ) -> tuple[Prepared, Prepared | None, int, Path]:
     """Data to train on, data held out of them, the largest id, and the folder that was prepared."""
-    made_of = {
+    source = {
         **_texts(opened, facts),
         "tokenizer": tokenizers.digest(tokenizer),
         "loss_on": config.loss_on,
         "share": share,
         "version": _PREPARED,
     }
-    if day is not None and any(one.form is not None and one.form.kind == "chat" for one in opened):
-        made_of["day"] = day.isoformat()
-    place = folder / fingerprint(made_of)
+    if day is not None and any(one.kind == "chat" for one in opened):
+        source["day"] = day.isoformat()
+    place = folder / fingerprint(source)
     parts = prepare(opened, facts, tokenizer, config, place, share, day)
     largest = tokenizers.largest_id(tokenizer)
-    for one, (train, held) in zip(opened, parts, strict=True):
-        if isinstance(one.reader, tuple):
-            largest = max([largest, *(file.largest() for file in [*train, *held])])
     trained, weights = [], []
-    for one, (train, _) in zip(opened, parts, strict=True):
+    for one, (train, held) in zip(opened, parts, strict=True):
+        if one.kind == "tokens":
+            largest = max([largest, *(file.largest() for file in [*train, *held])])
         pieces = _usable(config, one.source.path, train)
         tokens = sum(p.cuts.tokens for p in pieces)
         trained += pieces
@@ -461,9 +431,7 @@ def _pieces(config: DataConfig, files: Sequence[TokenFile]) -> list[Pieces]:
 
 
 def _usable(config: DataConfig, path: str, files: Sequence[TokenFile]) -> list[Pieces]:
-    """Raises:
-    ConfigError: there is nothing in a source that a model could be trained on.
-    """
+    """The pieces of a source, which has some that a model can be trained on."""
     found = _pieces(config, files)
     if any(len(pieces) for pieces in found):
         return [pieces for pieces in found if len(pieces)]

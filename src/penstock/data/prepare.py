@@ -4,7 +4,8 @@ The folder's name says what is in it: a fingerprint of the sources' contents, th
 about a token. So whoever needs the same finds it, and nothing is used that was made of something else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock import files
 from penstock.config import SourceConfig
-from penstock.config.data import DataConfig
+from penstock.config.data import DataConfig, Kind
 from penstock.data.encode import Encoder
 from penstock.data.forms import Form
 from penstock.data.identity import FileFacts, require_unchanged
@@ -46,6 +47,11 @@ class Opened:
     commit: str | None = None
 
     @property
+    def kind(self) -> Kind:
+        """The kind of its documents."""
+        return "tokens" if self.form is None else self.form.kind
+
+    @property
     def files(self) -> tuple[Path, ...]:
         if not isinstance(self.reader, tuple):
             return self.reader.files
@@ -59,30 +65,50 @@ class Opened:
             ConfigError: what is there is not whole.
             StoreError: it is damaged.
         """
-        return [
-            open_tokens(path, self.source.dtype, folder / name if name else None)
-            for path, name in zip(self.given, self._sums(number), strict=True)
-        ]
+        made, dtype = self._sums(number), self.source.dtype
+        return [open_tokens(path, dtype, folder / made[path] if path in made else None) for path in self.given]
 
     @property
     def given(self) -> tuple[Path, ...]:
         """The files that are token ids already."""
         return self.reader if isinstance(self.reader, tuple) else ()
 
-    def _sums(self, number: int) -> list[str | None]:
-        """The name of the checksums of each such file; None for a file that has its own."""
-        lack = (lacks_sums(path, self.source.dtype) for path in self.given)
-        return [f"given-{number}-{i}{SUMS}" if lacks else None for i, lacks in enumerate(lack)]
+    def _sums(self, number: int) -> dict[Path, str]:
+        """The names of the checksums of such files that have none of their own."""
+        lacking = [(i, path) for i, path in enumerate(self.given) if lacks_sums(path, self.source.dtype)]
+        return {path: f"given-{number}-{i}{SUMS}" for i, path in lacking}
 
     def needs(self, number: int) -> bool:
         """True if something has to be prepared of it, as source ``number``."""
-        return not isinstance(self.reader, tuple) or any(self._sums(number))
+        return not isinstance(self.reader, tuple) or bool(self._sums(number))
 
     def write_sums(self, folder: Path, number: int) -> None:
         """Make the checksums that are missing."""
-        for path, name in zip(self.given, self._sums(number), strict=True):
-            if name is not None:
-                write_sums(folder / name, make_sums(path, self.source.dtype))
+        for path, name in self._sums(number).items():
+            write_sums(folder / name, make_sums(path, self.source.dtype))
+
+
+@contextmanager
+def made_of(
+    opened: Sequence[Opened], facts: Sequence[FileFacts], folder: Path, what: str, *, private: bool
+) -> Iterator[Path]:
+    """A new folder for ``what`` is made of the sources. It is kept as ``folder`` if their files still have these
+    ``facts``.
+
+    Raises:
+        ConfigError: they do not, or the folder cannot be written.
+    """
+    try:
+        with files.made_once(folder, private=private) as under_way:
+            yield under_way
+            require_unchanged([path for one in opened for path in one.files], facts)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"data: cannot write {what} into {folder.parent}: {error.strerror or error}: make it writable, with room "
+            "in it, or give another folder (data.prepared)"
+        ) from None
 
 
 def prepare(
@@ -104,44 +130,26 @@ def prepare(
         StoreError: what is there is damaged.
     """
     if any(one.needs(number) for number, one in enumerate(opened)) and not folder.is_dir():
-        try:
-            with files.made_once(folder, private=config.prepared is None) as partial:
-                for number, one in enumerate(opened):
-                    if isinstance(one.reader, tuple):
-                        one.write_sums(partial, number)
-                    else:
-                        _write(one, number, tokenizer, config, partial, share, day)
-                require_unchanged([path for one in opened for path in one.files], facts)
-        except StoreError:
-            raise
-        except OSError as error:
-            raise ConfigError(
-                f"data: cannot write what is tokenised into {folder.parent}: {error.strerror}: make it writable, with "
-                "room in it, or give another folder (data.prepared)"
-            ) from None
+        dtype = "uint16" if largest_id(tokenizer) < 1 << 16 else "uint32"
+        with made_of(opened, facts, folder, "what is tokenised", private=config.prepared is None) as partial:
+            for number, one in enumerate(opened):
+                if isinstance(one.reader, tuple):
+                    one.write_sums(partial, number)
+                else:
+                    assert one.form is not None
+                    encoder = Encoder(tokenizer, config, one.form, alone=True, day=day)
+                    _write(one.reader, encoder, partial, number, dtype, share)
     return [_files(one, number, folder, share) for number, one in enumerate(opened)]
 
 
-def _write(
-    one: Opened,
-    number: int,
-    tokenizer: PreTrainedTokenizerBase,
-    config: DataConfig,
-    folder: Path,
-    share: float | None,
-    day: date | None,
-) -> None:
-    assert not isinstance(one.reader, tuple)
-    assert one.form is not None
-    encoder = Encoder(tokenizer, config, one.form, alone=True, day=day)
-    documents = encoder.documents(one.reader.read(None))
-    first = next(documents)
-    dtype = "uint16" if largest_id(tokenizer) < 1 << 16 else "uint32"
+def _write(reader: Reader, encoder: Encoder, folder: Path, number: int, dtype: str, share: float | None) -> None:
+    documents = encoder.documents(reader.read(None))
+    first, _ = next(documents)
     with (
         TokenWriter(folder / f"train-{number}.tokens", dtype, loss=encoder.answers) as train,
         TokenWriter(folder / f"validation-{number}.tokens", dtype, loss=encoder.answers) as validation,
     ):
-        train.write(first[0])
+        train.write(first)
         for count, (document, _) in enumerate(documents, start=1):
             held = share is not None and _held_out(number, count, share)
             (train if held else validation).part()

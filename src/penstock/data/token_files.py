@@ -14,11 +14,11 @@ The last is written last. A raw ``.bin`` file holds ids alone, and is one docume
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import xxhash
@@ -27,14 +27,26 @@ from numpy.typing import NDArray
 from penstock import files
 from penstock.data.blocks import ADVICE, BLOCK, BlockArray, SummedFile, Sums, sums_of
 from penstock.documents.text import MalformedError, parse_json, read_bounded
-from penstock.documents.typed import fits
+from penstock.documents.typed import decode
 from penstock.errors import ConfigError, StoreError
 
-FORMAT, VERSION = "penstock.tokens", 1
 SUMS = ".xxh3"
 _DTYPES = ("uint16", "uint32")
 _LONGEST_HEAD = 1 << 16  # bytes of NAME.json
 _CHUNK = 1 << 24  # tokens looked at at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The contents of NAME.json. ``checksums``: empty in a corpus that has none of its own."""
+
+    format: Literal["penstock.tokens"]
+    version: Literal[1]
+    dtype: Literal["uint16", "uint32"]
+    tokens: int
+    documents: int
+    checksums: str = ""
+
 
 TokenArray = NDArray[np.uint16] | NDArray[np.uint32] | BlockArray
 """1-D. Of a file it is a BlockArray, of which a stretch is read when it is asked for."""
@@ -149,11 +161,11 @@ class TokenWriter:
         for file in self._files:
             file.close()
         if kind is None:
-            head = {"format": FORMAT, "version": VERSION, "dtype": self._dtype.name}
-            counts = {"tokens": self.tokens, "documents": self.documents}
             digest = write_sums(self._path.with_suffix(SUMS), [file.sums for file in self._files])
-            text = json.dumps({**head, **counts, "checksums": digest}) + "\n"
-            files.replace(self._path.with_suffix(".json"), text, private=False)
+            dtype: Any = self._dtype.name
+            counts = {"tokens": self.tokens, "documents": self.documents}
+            head = _Head(format="penstock.tokens", version=1, dtype=dtype, **counts, checksums=digest)
+            files.replace(self._path.with_suffix(".json"), json.dumps(asdict(head)) + "\n", private=False)
 
 
 def write_tokens(
@@ -181,9 +193,7 @@ def write_tokens(
 
 
 def _ids(ids: Any, number: int) -> NDArray[Any]:
-    """Raises:
-    ConfigError: what is given for document ``number`` is no list of token ids.
-    """
+    """The token ids that are given for document ``number``, as an array."""
     try:
         found = np.asarray(ids)
         found = np.asarray(found.tolist()) if found.dtype == object else found  # a row of such a table, of numbers
@@ -197,9 +207,7 @@ def _ids(ids: Any, number: int) -> NDArray[Any]:
 
 
 def _answers(counts: Any, tokens: int, number: int) -> NDArray[np.uint8] | None:
-    """Raises:
-    ConfigError: what is said of the tokens of document ``number`` is not 0 or 1 for each.
-    """
+    """The 0 or 1 that is given for each of the tokens of document ``number``, as an array."""
     if counts is None:
         return None
     found = np.asarray(counts)
@@ -221,7 +229,7 @@ def lacks_sums(path: Path, dtype: str | None) -> bool:
     Raises:
         ConfigError: what is there is no corpus.
     """
-    return dtype is not None or "checksums" not in _head(path.with_suffix(".json"))
+    return dtype is not None or not _head(path.with_suffix(".json")).checksums
 
 
 def make_sums(path: Path, dtype: str | None) -> list[Sums]:
@@ -251,27 +259,22 @@ def open_tokens(path: Path, dtype: str | None = None, sums: Path | None = None) 
         ConfigError: what is there is no corpus, or not whole.
         StoreError: it is damaged.
     """
-    head: Mapping[str, Any] = {} if dtype is not None else _head(path.with_suffix(".json"))
-    if sums is None and dtype is None and "checksums" not in head:
-        raise ConfigError(
-            f"data: {path.with_suffix('.json')} has no checksums: write the corpus with write_tokens again"
-        )
-    wanted = None if sums is not None else head["checksums"]
-    names = _files_of(path, dtype)
-    kinds = ([dtype] if dtype is not None else [head["dtype"], "int64", "uint8"])[: len(names)]
-    arrays = _arrays(names, kinds, sums or path.with_suffix(SUMS), wanted)
-    ids = arrays[0]
     if dtype is not None:
-        return TokenFile(ids=ids, ends=_one_document(ids), answers=None)
-    ends, answers = arrays[1][:].astype(np.int64), arrays[2] if len(arrays) > 2 else None
-    if (
-        len(ids) != head["tokens"]
-        or len(ends) != head["documents"]
-        or (answers is not None and len(answers) != len(ids))
-    ):
+        assert sums is not None, "a raw file has none of its own"
+        (ids,) = _arrays([path], [dtype], sums, None)
+        return TokenFile(ids=ids, ends=np.array([len(ids)] if len(ids) else [], dtype=np.int64), answers=None)
+    described, names = path.with_suffix(".json"), _files_of(path, None)
+    head = _head(described)
+    if sums is None and not head.checksums:
+        raise ConfigError(f"data: {described} has no checksums: write the corpus with write_tokens again")
+    kinds = [head.dtype, "int64", "uint8"][: len(names)]
+    arrays = _arrays(names, kinds, sums or path.with_suffix(SUMS), None if sums else head.checksums)
+    ids, ends, answers = arrays[0], arrays[1][:].astype(np.int64), arrays[2] if len(arrays) > 2 else None
+    counted = answers is None or len(answers) == len(ids)
+    if len(ids) != head.tokens or len(ends) != head.documents or not counted:
         raise ConfigError(
             f"data: {path} and what is beside it do not agree: {len(ids):,} tokens and {len(ends):,} documents are "
-            f"there, {path.with_suffix('.json').name} says {head['tokens']:,} and {head['documents']:,}. Write it again"
+            f"there, {described.name} says {head.tokens:,} and {head.documents:,}. Write it again"
         )
     if len(ends) and (int(ends[-1]) != len(ids) or bool((np.diff(ends, prepend=0) < 0).any())):
         raise ConfigError(f"data: {path.with_suffix('.ends')} must rise to the number of tokens, {len(ids):,}")
@@ -300,31 +303,26 @@ def _arrays(names: Sequence[Path], kinds: Sequence[str], sums: Path, wanted: str
     return found
 
 
-def _one_document(ids: BlockArray) -> NDArray[np.int64]:
-    return np.array([len(ids)] if len(ids) else [], dtype=np.int64)
-
-
 def token_count(path: Path, dtype: str | None = None) -> int:
     """Token ids in a corpus, or with ``dtype`` in a raw file, by the size of the file alone.
 
     Raises:
         ConfigError: nothing says of which dtype they are.
     """
-    kind = dtype or _head(path.with_suffix(".json"))["dtype"]
+    kind = dtype or _head(path.with_suffix(".json")).dtype
     return path.stat().st_size // np.dtype(kind).itemsize
 
 
-def _head(path: Path) -> dict[str, Any]:
+def _head(path: Path) -> _Head:
     try:
-        head = parse_json(read_bounded(path, _LONGEST_HEAD))
+        found = parse_json(read_bounded(path, _LONGEST_HEAD))
     except (OSError, MalformedError) as error:
         raise ConfigError(
             f"data: {path.with_suffix('.tokens')} needs {path.name} beside it, which says what it holds "
             f"({type(error).__name__}); penstock.data.write_tokens writes both"
         ) from None
-    known = isinstance(head, dict) and (head.get("format"), head.get("version")) == (FORMAT, VERSION)
-    whole = known and head.get("dtype") in _DTYPES and all(fits(head.get(k), int) for k in ("tokens", "documents"))
-    strange = known and set(head) - {"format", "version", "dtype", "tokens", "documents", "checksums"}
-    if not whole or strange or not isinstance(head.get("checksums", ""), str):
-        raise ConfigError(f"data: {path} does not describe token ids in a way that this version knows")
-    return cast(dict[str, Any], head)
+    try:
+        return decode(_Head, found)
+    except MalformedError as error:
+        said = f"data: {path} does not describe token ids in a way that this version knows"
+        raise ConfigError(f"{said}: {error}") from None

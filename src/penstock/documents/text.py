@@ -73,12 +73,8 @@ def parse_json(text: str | bytes, *, deepest: int = DEEPEST, finite: bool = True
 
 
 def _check_depth(value: Any, text: str, deepest: int) -> None:
-    """Check how deep a value is. ``text``: it was read from this, which need not be looked through if it has few
-    brackets.
-
-    Raises:
-        MalformedError: lists and objects are within each other more than ``deepest`` deep.
-    """
+    """Refuse lists and objects that are within each other more than ``deepest`` deep. ``text``: they were read from
+    this, and need not be looked through if it has few brackets."""
     brackets = text.count("[") + text.count("{")
     level, depth = [value], 0
     while brackets > deepest and level:

@@ -6,8 +6,9 @@ that had to give one back first: the k-th take of a pool needs as many gives as 
 
 from collections.abc import Iterable, Sequence
 
-from penstock.report.series import Bar
-from penstock.report.trace_file import Ran
+from penstock.report.prediction import Prediction
+from penstock.report.series import Bar, Side
+from penstock.report.trace_file import MeasuredStep, Ran
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.sim.cause import Cause
@@ -29,18 +30,18 @@ def measured_bars(ops: Sequence[Ran], schedule: Schedule | None) -> list[Bar]:
         cause = None
         if waited > _AT_ONCE and ran.id in by_id:
             cause = _last(by_id[ran.id], ran, known, givers.get(ran.id, ()), previous)
+        waited = max(waited, 0.0)
         bars.append(
-            Bar(
-                id=ran.id,
-                lane=ran.lane,
-                start=ran.start,
-                end=ran.end,
-                nbytes=ran.nbytes,
-                waited=max(waited, 0.0),
-                cause=cause,
-            )
+            Bar(id=ran.id, lane=ran.lane, start=ran.start, end=ran.end, nbytes=ran.nbytes, waited=waited, cause=cause)
         )
     return bars
+
+
+def sides_of(prediction: Prediction | None, step: MeasuredStep) -> list[Side]:
+    """A step as predicted, where it was, and as measured, with what its ops waited for where that can be known."""
+    bars = measured_bars(step.ops, None if prediction is None else prediction.schedule)
+    measured = Side(name="measured", bars=bars, memory=step.memory)
+    return [measured] if prediction is None else [prediction.side(), measured]
 
 
 def _last(

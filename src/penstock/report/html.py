@@ -11,22 +11,7 @@ from typing import Any
 from penstock.report.colors import GROUPS, OTHER
 from penstock.report.columns import Columns
 
-_SCRIPTS = (
-    "data.js",
-    "op_ids.js",
-    "format.js",
-    "colors.js",
-    "bars.js",
-    "memory.js",
-    "timeline.js",
-    "pointer.js",
-    "control.js",
-    "tip.js",
-    "rows.js",
-    "curves.js",
-    "follow.js",
-    "main.js",
-)
+_SCRIPTS = "data op_ids format colors bars memory timeline pointer control tip rows curves follow main"
 _UNIT = re.compile(r"(\d) (s|ms|µs|[KMGT]?i?B)\b")
 _MARK = re.compile(r"\{\{(\w+)\}\}")
 
@@ -72,7 +57,7 @@ class Page:
             "sections": self.sections,
             "facts": in_script({**self.facts, "groups": [asdict(group) for group in (*GROUPS, OTHER)]}),
             "columns": self.columns.text(),
-            "script": "\n".join(_file(name) for name in _SCRIPTS),
+            "script": "\n".join(_file(f"{name}.js") for name in _SCRIPTS.split()),
         }
         page = _MARK.sub(lambda mark: parts[mark[1]], _file("page.html"))
         return page.encode(errors="replace").decode()  # the name of a folder may be no text

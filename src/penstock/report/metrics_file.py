@@ -42,6 +42,10 @@ class StepMetrics:
     predicted: float | None = None
 
 
+NO_RECORD = (KeyError, TypeError, AttributeError, ValueError, OverflowError)
+"""The errors of reading a record's values where it is none."""
+
+
 def read_metrics(path: Path) -> list[StepMetrics]:
     """The steps by number; of a step that was done again after a resumption, the later line. Empty without a file.
 
@@ -53,7 +57,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     for number, line in enumerate(lines, start=1):
         try:
             metrics = _metrics(parse_json(line))
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        except NO_RECORD as error:
             if number == len(lines):
                 break  # here the run was killed
             raise ConfigError(f"{path}, line {number}: not a step's metrics ({shown(error)})") from None
@@ -76,7 +80,7 @@ def lines_until(path: Path, last: int) -> tuple[list[str], int]:
     for number, line in enumerate(lines, start=1):
         try:
             step = _metrics(parse_json(line)).step
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
+        except NO_RECORD:
             unreadable += number < len(lines)
             continue
         if step <= last:
@@ -96,7 +100,7 @@ def merged(lines: Sequence[str], others: Sequence[str], last: int) -> list[str]:
             step = _metrics(parse_json(line)).step
             if step <= last:
                 found.setdefault(step, line)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except NO_RECORD as error:
         raise ConfigError(f"the last commit has a line that is not a step's metrics ({error!r})") from None
     return [found[step] for step in sorted(found)]
 
@@ -118,22 +122,23 @@ def _metrics(record: Any) -> StepMetrics:
         step=step,
         loss=_finite(record["loss"]),
         validation=_finite(record.get("validation_loss")),
-        seconds=_time(record["seconds"]),
+        seconds=time_of(record["seconds"]),
         tokens=tokens,
-        written=_count(record.get("bytes_written") or 0),
-        repeats=_count(record.get("repeats") or 0),
+        written=count_of(record.get("bytes_written") or 0),
+        repeats=count_of(record.get("repeats") or 0),
         skipped=bool(record.get("skipped")),
         lr=_finite(record.get("lr")),
         norm=_finite(record.get("grad_norm")),
         mfu=_finite(record.get("mfu")),
         share_of_product=_finite(record.get("share_of_product")),
-        peak={tier: _count(most) for tier, most in (record.get("peak_bytes") or {}).items() if tier in TIERS},
+        peak={tier: count_of(most) for tier, most in (record.get("peak_bytes") or {}).items() if tier in TIERS},
         plan_change=_text(record.get("plan_change")),
         predicted=_finite(record.get("predicted_seconds")),
     )
 
 
-def _count(value: Any) -> int:
+def count_of(value: Any) -> int:
+    """A record's number of something; raises ValueError."""
     if not fits(value, int) or value < 0:
         raise ValueError(f"{shown(value)} is not a whole number that is not negative")
     return int(value)
@@ -145,11 +150,12 @@ def _text(value: Any) -> str | None:
     return value
 
 
-def _time(value: Any) -> float:
-    seconds = float(value)
-    if not (math.isfinite(seconds) and seconds >= 0):
+def time_of(value: Any) -> float:
+    """A record's time; raises ValueError."""
+    time = float(value)
+    if not (math.isfinite(time) and time >= 0):
         raise ValueError(f"{value!r} is not a time")
-    return seconds
+    return time
 
 
 def _finite(value: Any) -> float | None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from penstock import files
 from penstock.config import TIERS, Tier, format_size
 from penstock.errors import ConfigError, ScheduleError
-from penstock.report.causes import measured_bars
+from penstock.report.causes import sides_of
 from penstock.report.colors import GROUP_OF, GROUPS, OTHER, Group
-from penstock.report.prediction import Prediction, predicted_bars
-from penstock.report.series import Bar, rows_of
+from penstock.report.prediction import Prediction
+from penstock.report.series import Bar, Curve, Side, rows_of
 from penstock.report.trace_file import MeasuredStep
 from penstock.schedule.ir.lanes import LANES
 from penstock.schedule.ir.text import op_id
@@ -28,8 +28,6 @@ _GRAIN = 1600
 
 _LONG_NUMBER = re.compile(r"(\d\.\d\d)\d+")
 """A hundredth of a point is finer than any screen."""
-
-Curves = Mapping[Tier, Sequence[tuple[float, int]]]
 
 
 def draw(
@@ -53,18 +51,16 @@ def draw(
         raise ConfigError(
             f"{path.name}: a picture needs matplotlib, which is not installed: pip install 'penstock[report]'"
         ) from error
-    schedule = None if prediction is None else prediction.schedule
-    sides: list[tuple[str, Sequence[Bar], Curves]] = [("measured", measured_bars(step.ops, schedule), step.memory)]
-    if prediction is not None:
-        sides.insert(0, ("predicted", predicted_bars(prediction), prediction.memory))
-    end = max(bar.end for _, bars, _ in sides for bar in bars)
+    sides = sides_of(prediction, step)
+    end = max(side.end for side in sides)
     tiers = [tier for tier in TIERS if any(amount for _, amount in step.memory.get(tier, ()))]
-    lanes = [lane for lane in LANES if any(bar.lane == lane for _, bars, _ in sides for bar in bars)]
+    used = {bar.lane for side in sides for bar in side.bars}
+    lanes = [lane for lane in LANES if lane in used]
     with rc_context({"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "penstock"}):
         heights = [0.32 * len(sides) * len(lanes) + 0.2, *([0.9] * len(tiers))]
         figure = Figure(figsize=(10, sum(heights) + 1.0), layout="constrained")
         axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        _draw_lanes(axes[0], sides, lanes)
+        _draw_lanes(axes[0], sides, lanes, end)
         for ax, tier in zip(axes[1:], tiers, strict=True):
             _draw_memory(ax, sides, tier, budget.get(tier), end)
         factor, unit = (1.0, "s") if end >= 1 else (1e3, "ms")
@@ -74,7 +70,7 @@ def draw(
             ax.tick_params(length=0, colors=_MUTED)
             for spine in ax.spines.values():
                 spine.set_visible(False)
-        _legend(figure, {_group(bar) for _, bars, _ in sides for bar in bars}, len(sides) > 1)
+        _legend(figure, {_group(bar) for side in sides for bar in side.bars}, len(sides) > 1)
         if path.suffix == ".svg":
             text = StringIO()
             figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
@@ -85,19 +81,18 @@ def draw(
             write(path, pixels.getvalue())
 
 
-def _draw_lanes(ax: "Axes", sides: Sequence[tuple[str, Sequence[Bar], Curves]], lanes: Sequence[str]) -> None:
+def _draw_lanes(ax: "Axes", sides: Sequence[Side], lanes: Sequence[str], end: float) -> None:
     """A row per lane and side, the prediction above; a bar per op, its id as the title where the format has one."""
     y, marks = 0.0, []
-    end = max(bar.end for _, bars, _ in sides for bar in bars)
     for lane in lanes:
-        for name, bars, _ in sides:
-            rows = rows_of([bar for bar in bars if bar.lane == lane])
+        for side in sides:
+            rows = rows_of([bar for bar in side.bars if bar.lane == lane])
             ax.broken_barh([(0, end)], (y - _ROW, _ROW), facecolors=_TRACK, linewidth=0)
             for i, row in enumerate(rows):
                 low = y - _ROW + i * _ROW / len(rows)
                 spans, colors = _merged(row, end / _GRAIN)
                 _draw_bars(ax, spans, colors, low, low + _ROW / len(rows))
-            marks.append((y - _ROW / 2, name if len(sides) > 1 else ""))
+            marks.append((y - _ROW / 2, side.name if len(sides) > 1 else ""))
             y -= _ROW + 0.08
         middle = y + (_ROW + 0.08) * len(sides) - _ROW / 2
         ax.text(
@@ -145,21 +140,17 @@ def _merged(row: Sequence[Bar], grain: float) -> tuple[list[tuple[float, float]]
     return spans, colors
 
 
-def _draw_memory(
-    ax: "Axes", sides: Sequence[tuple[str, Sequence[Bar], Curves]], tier: Tier, budget: int | None, end: float
-) -> None:
+def _draw_memory(ax: "Axes", sides: Sequence[Side], tier: Tier, budget: int | None, end: float) -> None:
     ax.set_facecolor(_TRACK)
     top = 0.0
-    for name, bars, memory in sides:
-        curve = memory.get(tier, ())
-        if not curve:
+    for side in sides:
+        if not (curve := _coarse(side.memory.get(tier, ()), end / _GRAIN)):
             continue
-        curve = _coarse(curve, end / _GRAIN)
-        times = [time for time, _ in curve] + [max(bar.end for bar in bars)]
+        times = [*(time for time, _ in curve), side.end]
         amounts: list[float] = [amount for _, amount in curve]
         amounts.append(amounts[-1])
         top = max(top, *amounts)
-        if name == "predicted":
+        if side.name == "predicted":
             ax.step(times, amounts, where="post", color=_PREDICTED, linestyle="--", linewidth=0.9, zorder=3)
         else:
             ax.fill_between(times, amounts, step="post", color="#14679f", alpha=0.18, linewidth=0)
@@ -174,7 +165,7 @@ def _draw_memory(
     ax.set_title(f"{tier} memory", loc="left", fontsize=9, color=_INK, pad=3)
 
 
-def _coarse(curve: Sequence[tuple[float, int]], grain: float) -> list[tuple[float, int]]:
+def _coarse(curve: Curve, grain: float) -> list[tuple[float, int]]:
     """The curve with at most three points in each ``grain``: its lowest, its highest and its last amount there."""
     points: list[tuple[float, int]] = []
     for _, group in groupby(curve, key=lambda point: point[0] // grain):

@@ -2,17 +2,17 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar
 
 from penstock.config import TIERS, Tier
 from penstock.documents.text import MalformedError, parse_json, read_text
 from penstock.errors import ConfigError, ScheduleError
 from penstock.report.sentence import bottleneck
-from penstock.report.series import Bar
+from penstock.report.series import Bar, Curve, Side
 from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op, Schedule
@@ -20,15 +20,17 @@ from penstock.schedule.ir.text import parse_schedule
 from penstock.sim.cause import Cause, parse_cause
 from penstock.sim.result import Simulation
 
+K = TypeVar("K", bound=str)
+V = TypeVar("V")
+
 VERSION = 2
 _LARGEST = 1 << 30  # bytes; some hundred for each op
-Curve = tuple[tuple[float, int], ...]
-"""(seconds since the step's start, bytes taken from then on)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One rank's step as simulated. Seconds and bytes; ``starts`` and the others follow the order of ``schedule.ops``.
+    """One rank's step as simulated. Seconds and bytes, or the units that its costs are in; ``starts`` and the others
+    follow the order of ``schedule.ops``.
 
     ``first``: the first step that it is of; those before had another plan, or were expected to take another time.
     ``waits``: seconds that the op's lane stood idle before it; ``causes``: what for, None if it did not.
@@ -55,7 +57,7 @@ class Prediction:
         simulation: Simulation, rank: int = 0, budget: Mapping[Tier, int] | None = None, first: int = 1
     ) -> "Prediction":
         """The prediction for one rank of a simulation; ``budget``: bytes of the tiers that have a limit."""
-        work = simulation.work(rank)
+        work, memory = simulation.work(rank), simulation.memory(rank)
         return Prediction(
             schedule=simulation.world.ranks[rank],
             starts=tuple(simulation.starts[rank]),
@@ -66,11 +68,20 @@ class Prediction:
             work=work,
             busy=simulation.busy(rank),
             lower_bound=max(work.values(), default=0.0),
-            peak=simulation.peak(rank),
-            memory={tier: tuple(curve) for tier, curve in simulation.memory(rank).items()},
+            peak={tier: max(amount for _, amount in curve) for tier, curve in memory.items()},
+            memory={tier: tuple(curve) for tier, curve in memory.items()},
             budget=dict(budget or {}),
             first=first,
         )
+
+    def side(self, name: str = "predicted") -> Side:
+        """The step as a report draws it."""
+        rows = zip(self.schedule.ops, self.starts, self.ends, self.waits, self.causes, strict=True)
+        bars = [
+            Bar(id=op.id, lane=op.lane, start=start, end=end, nbytes=op.nbytes, waited=waited, cause=cause)
+            for op, start, end, waited, cause in rows
+        ]
+        return Side(name=name, bars=bars, memory=self.memory)
 
     @cached_property
     def bytes_per_lane(self) -> dict[Lane, int]:
@@ -109,22 +120,6 @@ class Prediction:
             "schedule": str(self.schedule),
         }
         return json.dumps(record, allow_nan=False) + "\n"
-
-
-def predicted_bars(prediction: Prediction) -> list[Bar]:
-    """A prediction's ops as bars."""
-    rows = zip(
-        prediction.schedule.ops,
-        prediction.starts,
-        prediction.ends,
-        prediction.waits,
-        prediction.causes,
-        strict=True,
-    )
-    return [
-        Bar(id=op.id, lane=op.lane, start=start, end=end, nbytes=op.nbytes, waited=waited, cause=cause)
-        for op, start, end, waited, cause in rows
-    ]
 
 
 _KEYS = (
@@ -204,12 +199,12 @@ class _Reader:
             causes=tuple(map(parse_cause, causes)),
             first=self.whole("first", record["first"]),
             time=self.number("time", record["time"]),
-            work={lane: self.number(f"work.{lane}", n) for lane, n in self.lanes("work", record["work"])},
-            busy={lane: self.number(f"busy.{lane}", n) for lane, n in self.lanes("busy", record["busy"])},
+            work=self.each("work", record["work"], LANES, self.number),
+            busy=self.each("busy", record["busy"], LANES, self.number),
             lower_bound=self.number("lower_bound", record["lower_bound"]),
-            peak={tier: self.whole(f"peak.{tier}", n) for tier, n in self.tiers("peak", record["peak"])},
-            memory={tier: self.curve(tier, curve) for tier, curve in self.tiers("memory", record["memory"])},
-            budget={tier: self.whole(f"budget.{tier}", n) for tier, n in self.tiers("budget", record["budget"])},
+            peak=self.each("peak", record["peak"], TIERS, self.whole),
+            memory=self.each("memory", record["memory"], TIERS, self.curve),
+            budget=self.each("budget", record["budget"], TIERS, self.whole),
         )
 
     def consistent(self, schedule: Schedule) -> Schedule:
@@ -245,20 +240,13 @@ class _Reader:
             raise self.wrong(key, f"a whole number that is not negative, not {value!r}")
         return value
 
-    def lanes(self, key: str, value: Any) -> list[tuple[Lane, Any]]:
-        if not isinstance(value, dict) or set(value) - set(get_args(Lane)):
-            raise self.wrong(key, f"an object with keys of {', '.join(LANES)}")
-        return [(lane, value[lane]) for lane in LANES if lane in value]
+    def each(self, key: str, value: Any, names: Sequence[K], read: Callable[[str, Any], V]) -> dict[K, V]:
+        if not isinstance(value, dict) or set(value) - set(names):
+            raise self.wrong(key, f"an object with keys of {', '.join(names)}")
+        return {name: read(f"{key}.{name}", value[name]) for name in names if name in value}
 
-    def tiers(self, key: str, value: Any) -> list[tuple[Tier, Any]]:
-        if not isinstance(value, dict) or set(value) - set(TIERS):
-            raise self.wrong(key, f"an object with keys of {', '.join(TIERS)}")
-        return [(tier, value[tier]) for tier in TIERS if tier in value]
-
-    def curve(self, tier: Tier, value: Any) -> Curve:
-        key = f"memory.{tier}"
-        points = []
-        for point in self.items(key, value):
-            at, amount = self.items(key, point, 2) if isinstance(point, list) and len(point) == 2 else (None, None)
-            points.append((self.number(key, at), self.whole(key, amount)))
-        return tuple(points)
+    def curve(self, key: str, value: Any) -> Curve:
+        points = self.items(key, value)
+        if not all(isinstance(point, list) and len(point) == 2 for point in points):
+            raise self.wrong(key, "a list of pairs, of a time and an amount each")
+        return tuple((self.number(key, time), self.whole(key, amount)) for time, amount in points)

@@ -7,12 +7,12 @@ from html import escape
 from statistics import fmean, median
 
 from penstock.config import TIERS, Tier, format_size
-from penstock.report.causes import measured_bars
+from penstock.report.causes import sides_of
 from penstock.report.columns import Columns, Names
 from penstock.report.curves import Curve, Run, curves_of
 from penstock.report.html import Figure, Page, table
 from penstock.report.metrics_file import StepMetrics
-from penstock.report.prediction import Prediction, predicted_bars
+from penstock.report.prediction import Prediction
 from penstock.report.sentence import format_time, measured_bottleneck, time_of_step, verdict
 from penstock.report.series import series
 from penstock.report.trace_file import MeasuredStep
@@ -75,21 +75,14 @@ def run_page(report: Report) -> str:
     """The whole page as text."""
     step, prediction = report.step, report.prediction
     put, names = Columns(), Names()
-    schedule = None if prediction is None else prediction.schedule
-    sides = []
-    if prediction is not None:
-        curves = {tier: list(prediction.memory.get(tier, ())) for tier in TIERS}
-        sides.append({"name": "predicted", **series(predicted_bars(prediction), curves, put, names)})
-    curves = {tier: list(step.memory.get(tier, ())) for tier in TIERS}
-    sides.append({"name": "measured", **series(measured_bars(step.ops, schedule), curves, put, names)})
     facts = {
         "kind": "run",
         "unit": "s",
         "amounts": "bytes",
         "lanes": LANES,
         "end": max(step.time, 0.0 if prediction is None else prediction.time),
-        "explained": schedule is not None,
-        "sides": sides,
+        "explained": prediction is not None,
+        "sides": [series(side, put, names) for side in sides_of(prediction, step)],
         "names": names.texts,
         "budget": dict(report.budget),
         "curves": [curve.to_json() for curve in report.curves],

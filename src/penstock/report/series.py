@@ -9,54 +9,50 @@ import numpy as np
 from penstock.config import Tier
 from penstock.documents.chrome import free_row
 from penstock.report.columns import Columns, Names
+from penstock.report.trace_file import Ran
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.sim.cause import Cause
-from penstock.sim.result import Simulation
+
+Curve = Sequence[tuple[float, int]]
+"""(time since the step's start, amount of memory taken from then on)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bar:
+class Bar(Ran):
     """One op to draw. ``waited``: time that its lane stood idle before it; ``cause``: what for, None if that is not
     known."""
 
-    id: str
-    lane: Lane
-    start: float
-    end: float
-    nbytes: int
     waited: float = 0.0
     cause: Cause | None = None
 
 
-def simulated_bars(simulation: Simulation, rank: int) -> list[Bar]:
-    """A rank's ops as bars."""
-    return [
-        Bar(
-            id=timed.op.id,
-            lane=timed.op.lane,
-            start=timed.start,
-            end=timed.end,
-            nbytes=timed.op.nbytes,
-            waited=timed.waited,
-            cause=timed.cause,
-        )
-        for timed in simulation.timed(rank)
-    ]
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the steps that are drawn together: ops in any order, and the memory that they take."""
+
+    name: str
+    bars: Sequence[Bar]
+    memory: Mapping[Tier, Curve]
+
+    @property
+    def end(self) -> float:
+        return max(bar.end for bar in self.bars)
 
 
-def series(bars: Sequence[Bar], memory: Mapping[Tier, Sequence[tuple[float, int]]], put: Columns, names: Names) -> Any:
-    """Put one row's ops and memory curves into columns; returns what the page's script reads them by.
+def series(side: Side, put: Columns, names: Names) -> Mapping[str, Any]:
+    """Put one side's ops and memory curves into columns; returns what the page's script reads them by.
 
     A lane with several ops in flight becomes several stretches of the columns, ``[lane, from, to]``, in each of which
     ops follow each other.
     """
     stretches: list[tuple[Lane, list[Bar]]] = []
     for lane in LANES:
-        stretches += [(lane, row) for row in rows_of([bar for bar in bars if bar.lane == lane])]
+        stretches += [(lane, row) for row in rows_of([bar for bar in side.bars if bar.lane == lane])]
     ordered = [bar for _, row in stretches for bar in row]
     edges = np.cumsum([0, *(len(row) for _, row in stretches)]).tolist()
     causes = [bar.cause or Cause("") for bar in ordered]
     return {
+        "name": side.name,
         "stretches": [[LANES.index(lane), edges[i], edges[i + 1]] for i, (lane, _) in enumerate(stretches)],
         "id": put.add("u4", [names[bar.id] for bar in ordered]),
         "start": put.add("f8", [bar.start for bar in ordered]),
@@ -68,7 +64,7 @@ def series(bars: Sequence[Bar], memory: Mapping[Tier, Sequence[tuple[float, int]
         "pool": put.add("i4", [names[cause.pool] if cause.pool else -1 for cause in causes]),
         "memory": {
             tier: [put.add("f8", [t for t, _ in points]), put.add("f8", [amount for _, amount in points])]
-            for tier, points in ((tier, last_of_each_moment(curve)) for tier, curve in memory.items())
+            for tier, points in ((tier, last_of_each_moment(curve)) for tier, curve in side.memory.items())
         },
     }
 
@@ -84,7 +80,7 @@ def rows_of(bars: Sequence[Bar]) -> list[list[Bar]]:
     return rows
 
 
-def last_of_each_moment(curve: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+def last_of_each_moment(curve: Curve) -> list[tuple[float, int]]:
     """A curve without the values that last no time, but for its highest one: what is drawn, and its peak.
 
     Of several values at one moment the last is kept, and before it the highest if that is higher.

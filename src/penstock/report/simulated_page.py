@@ -1,36 +1,20 @@
 """The page of a simulated schedule: one row per rank, time above and memory below."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from penstock.config import TIERS, Tier, format_size
+from penstock.config import TIERS, format_size
 from penstock.report.columns import Columns, Names
 from penstock.report.html import Figure, Page, table
+from penstock.report.prediction import Prediction
 from penstock.report.sentence import bottleneck, format_time
-from penstock.report.series import series, simulated_bars
-from penstock.schedule.ir.lanes import LANES, Lane
+from penstock.report.series import series
+from penstock.schedule.ir.lanes import LANES
 from penstock.sim.result import Simulation
 
 _ROWS = 64
 """Ranks that the table lists at most."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rank:
-    """The figures of a rank on a page, computed once, as ranks may be many."""
-
-    rank: int
-    end: float
-    work: dict[Lane, float]
-    busy: dict[Lane, float]
-    memory: dict[Tier, list[tuple[float, int]]]
-    peak: dict[Tier, int]
-
-    @property
-    def compute(self) -> float:
-        return self.busy.get("compute", 0.0)
 
 
 def simulated_page(simulation: Simulation, *, title: str, unit: str, costs: str) -> str:
@@ -41,19 +25,19 @@ def simulated_page(simulation: Simulation, *, title: str, unit: str, costs: str)
     """
     put, names = Columns(), Names()
     shared, of_rank = _shared(simulation)
-    kinds = [_rank(simulation, rank) for rank in shared]
+    kinds = [Prediction.of(simulation, rank) for rank in shared]
     facts: dict[str, Any] = {
         "kind": "simulated",
         "unit": unit,
         "amounts": "bytes" if unit == "s" else "",
         "lanes": LANES,
         "end": simulation.time,
-        "sides": [_side(simulation, kind, put, names) for kind in kinds],
+        "sides": [series(kind.side(f"rank {rank}"), put, names) for rank, kind in zip(shared, kinds, strict=True)],
         "ranks": of_rank,
         "names": names.texts,
         "budget": {},
     }
-    slowest = max(kinds, key=lambda kind: max(kind.work.values(), default=0.0))
+    slowest = max(kinds, key=lambda kind: kind.lower_bound)
     count = len(of_rank)
     page = Page(
         eyebrow=f"Simulated schedule · {count:,} rank{'s' * (count != 1)} · {costs}",
@@ -65,25 +49,13 @@ def simulated_page(simulation: Simulation, *, title: str, unit: str, costs: str)
         hint="Wheel: zoom. Drag or arrow keys: pan; Shift + wheel: pan in time. Double click or 0: the whole step. "
         + ("Click a rank's name for a row per lane. " if count > 1 else "")
         + "Point at an op to see what it waited for.",
-        sections=f"<section><h2>Lanes</h2>{_lane_table(simulation, kinds[0], unit)}</section>"
+        sections=f"<section><h2>Lanes</h2>{_lane_table(kinds[0], unit)}</section>"
         if count == 1
         else f"<section><h2>Ranks</h2>{_rank_table(simulation.time, kinds, of_rank, unit)}</section>",
         facts=facts,
         columns=put,
     )
     return page.html()
-
-
-def _rank(simulation: Simulation, rank: int) -> _Rank:
-    memory = simulation.memory(rank)
-    return _Rank(
-        rank=rank,
-        end=simulation.end(rank),
-        work=simulation.work(rank),
-        busy=simulation.busy(rank),
-        memory=memory,
-        peak={tier: max(amount for _, amount in curve) for tier, curve in memory.items()},
-    )
 
 
 def _shared(simulation: Simulation) -> tuple[list[int], list[int]]:
@@ -101,23 +73,18 @@ def _shared(simulation: Simulation) -> tuple[list[int], list[int]]:
     return shared, of_rank
 
 
-def _side(simulation: Simulation, kind: _Rank, put: Columns, names: Names) -> Any:
-    used = {tier: curve for tier, curve in kind.memory.items() if kind.peak[tier]}
-    return {"name": f"rank {kind.rank}", **series(simulated_bars(simulation, kind.rank), used, put, names)}
-
-
 def _amount(number: float, unit: str) -> str:
     return format_size(number) if unit == "s" else f"{number:,.6g}" if number < 1e6 else f"{number:,.0f}"
 
 
-def _figures(time: float, kinds: Sequence[_Rank], unit: str, *, several: bool) -> list[Figure]:
-    bound = max(max(kind.work.values(), default=0.0) for kind in kinds)
+def _figures(time: float, kinds: Sequence[Prediction], unit: str, *, several: bool) -> list[Figure]:
+    bound = max(kind.lower_bound for kind in kinds)
     figures = [
         Figure(name="time", value=format_time(time, unit)),
         Figure(name="lower bound", value=format_time(bound, unit), remark="busiest lane alone"),
     ]
     if time > 0:
-        idle = [1 - kind.compute / time for kind in kinds]
+        idle = [1 - _compute(kind) / time for kind in kinds]
         same = "on every rank" if several else "of the step"
         remark = f"{min(idle):.0%} to {max(idle):.0%}" if max(idle) - min(idle) > 0.005 else same
         figures.append(Figure(name="compute idle", value=f"{max(idle):.0%}", remark=remark))
@@ -133,14 +100,18 @@ def _figures(time: float, kinds: Sequence[_Rank], unit: str, *, several: bool) -
     ]
 
 
-def _lane_table(simulation: Simulation, only: _Rank, unit: str) -> str:
-    moved = simulation.bytes_per_lane()
+def _compute(kind: Prediction) -> float:
+    return kind.busy.get("compute", 0.0)
+
+
+def _lane_table(only: Prediction, unit: str) -> str:
+    moved = only.bytes_per_lane
     rows = [
         [
             lane,
             _amount(moved[lane], unit) if moved.get(lane) else "–",
             format_time(only.busy[lane], unit),
-            f"{only.busy[lane] / only.end:.0%}" if only.end > 0 else "–",
+            f"{only.busy[lane] / only.time:.0%}" if only.time > 0 else "–",
         ]
         for lane in LANES
         if lane in only.busy
@@ -150,25 +121,20 @@ def _lane_table(simulation: Simulation, only: _Rank, unit: str) -> str:
     )
 
 
-def _rank_table(time: float, kinds: Sequence[_Rank], of_rank: Sequence[int], unit: str) -> str:
+def _rank_table(time: float, kinds: Sequence[Prediction], of_rank: Sequence[int], unit: str) -> str:
     tiers = [tier for tier in TIERS if any(kind.peak[tier] for kind in kinds)]
 
-    def row(name: str, end: float, compute: float, peaks: Sequence[float]) -> list[str]:
+    def row(name: str, end: float, compute: float, *peaks: float) -> list[str]:
         idle = f"{1 - compute / time:.0%}" if time > 0 else "–"
         return [name, format_time(end, unit), format_time(compute, unit), idle, *(_amount(p, unit) for p in peaks)]
 
-    every = [kinds[kind] for kind in of_rank]
+    figures = [(kind.time, _compute(kind), *(kind.peak[tier] for tier in tiers)) for kind in kinds]
+    every = [figures[kind] for kind in of_rank]
     if len(every) <= _ROWS:
-        rows = [row(f"rank {i}", r.end, r.compute, [r.peak[tier] for tier in tiers]) for i, r in enumerate(every)]
+        rows = [row(f"rank {i}", *found) for i, found in enumerate(every)]
     else:
-        rows = [
-            row(
-                f"{name} of {len(every):,}",
-                float(of([r.end for r in every])),
-                float(of([r.compute for r in every])),
-                [float(of([r.peak[tier] for r in every])) for tier in tiers],
-            )
-            for name, of in (("lowest", min), ("median", median), ("highest", max))
-        ]
+        of_all: Mapping[str, Callable[[Sequence[float]], float]] = {"lowest": min, "median": median, "highest": max}
+        columns = list(zip(*every, strict=True))
+        rows = [row(f"{name} of {len(every):,}", *map(of, columns)) for name, of in of_all.items()]
     heads = ["rank", "last op ends", "compute busy", "compute idle", *(f"{tier} peak" for tier in tiers)]
     return table(heads, rows, caption="When each rank ends, how long it computes, and the most memory that it takes")

@@ -5,7 +5,6 @@ A run that is killed leaves a file that ends anywhere; what is there is read, an
 that it is not whole.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ from typing import Any
 from penstock import files
 from penstock.config import TIERS, Tier
 from penstock.documents.text import MalformedError, parse_json
-from penstock.documents.typed import fits, shown
+from penstock.documents.typed import shown
 from penstock.errors import ConfigError
+from penstock.report.metrics_file import NO_RECORD, count_of, time_of
 from penstock.schedule.ir.lanes import LANES, Lane
 
 _MICRO = 1e-6
@@ -120,7 +120,7 @@ def read_trace(path: Path) -> list[MeasuredStep]:
                     step.step = marker
                     steps.append(step.close(whole=True, file=path.name))
                 step = _Open()
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        except NO_RECORD as error:
             raise ConfigError(
                 f"{path}, {where}: not a record of a trace that penstock writes ({shown(error)})"
             ) from None
@@ -136,31 +136,18 @@ def _take(step: _Open, record: Mapping[str, Any]) -> int:
             lane = next((lane for lane in LANES if lane == record["cat"]), None)
             if lane is None:
                 raise ValueError(f"no lane {record['cat']!r}")
-            start, duration = _seconds(record["ts"]), _seconds(record["dur"])
+            start, duration = time_of(record["ts"]) * _MICRO, time_of(record["dur"]) * _MICRO
             args = record["args"]
-            step.step = _count(args["step"])
-            step.ops.append((str(record["name"]), lane, start, start + duration, _count(args["bytes"])))
+            step.step = count_of(args["step"])
+            step.ops.append((str(record["name"]), lane, start, start + duration, count_of(args["bytes"])))
         case "C":
             tier = next((tier for tier in TIERS if record["name"] == f"{tier} bytes"), None)
             if tier is not None:
-                step.samples.append((_seconds(record["ts"]), tier, _count(record["args"]["in use"])))
+                step.samples.append((time_of(record["ts"]) * _MICRO, tier, count_of(record["args"]["in use"])))
         case "i":
             if match := _STEP.fullmatch(record["name"]):
                 return int(match[1])
     return 0
-
-
-def _count(value: Any) -> int:
-    if not fits(value, int) or value < 0:
-        raise ValueError(f"{shown(value)} is not a number of steps or bytes")
-    return int(value)
-
-
-def _seconds(microseconds: Any) -> float:
-    seconds = float(microseconds) * _MICRO
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise ValueError(f"{microseconds!r} is not a time")
-    return seconds
 
 
 def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -47,11 +47,7 @@ class Csv:
             yield Example(fields=fields, place=place, has=names), lines.offset, lines.line
 
     def _columns(self, names: Sequence[str], path: Path) -> dict[str, int]:
-        """The index in a row of each column that is read.
-
-        Raises:
-            ConfigError: none of them is there, or one is there twice.
-        """
+        """The index in a row of each column that is read, of which there is one, and none twice."""
         found = {name: n for n, name in enumerate(names) if name in self.wanted}
         if twice := [name for name in found if names.count(name) > 1]:
             raise ConfigError(f"{path}: its header names {twice[0]!r} twice: name one of them otherwise")

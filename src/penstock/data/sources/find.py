@@ -16,11 +16,14 @@ from penstock.data.sources.text import TextFiles, in_order, stdlib
 from penstock.data.sources.walk import ending, is_packed
 from penstock.errors import ConfigError
 
-_JSON = {".jsonl", ".json", ".ndjson"}
-_CSV = {".csv", ".tsv"}
-_TOKENS = {".tokens", ".bin"}
-_TEXT = {".txt", ".md"}
-_NAMED = _JSON | _CSV | _TOKENS | _TEXT | {".parquet"}
+_KINDS = {
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "JSON"),
+    **dict.fromkeys((".csv", ".tsv"), "CSV"),
+    **dict.fromkeys((".tokens", ".bin"), "tokens"),
+    ".parquet": "Parquet",
+    **dict.fromkeys((".txt", ".md"), "text"),
+}
+"""Kinds of files by the endings that are those of data; others are read as text where a pattern names them."""
 _REFUSED = {
     **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth", ".joblib"), "pickle runs whatever code the file holds"),
     **dict.fromkeys((".npy", ".npz"), "write token ids with penstock.data.write_tokens"),
@@ -54,7 +57,7 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
         ConfigError: as ``open_source``.
     """
     if source.path == "stdlib":
-        _check_keys(source, text=True)
+        _check_keys(source, "text")
         return TextFiles(files=stdlib(), limit=source.limit_bytes)
     files = _files(source.path)
     if not files:
@@ -62,21 +65,15 @@ def local_source(source: SourceConfig) -> Reader | tuple[Path, ...] | None:
             raise ConfigError(f"data: {source.path!r} has no file that is read: {left}")
         if Path(os.path.expanduser(source.path)).is_dir():
             raise ConfigError(f"data: {source.path!r} is a folder without a file, but for hidden ones")
-        if not _HUB_NAME.fullmatch(source.path) or ending(Path(source.path)) in _NAMED:
+        if not _HUB_NAME.fullmatch(source.path) or ending(Path(source.path)) in _KINDS:
             raise ConfigError(f"data: {source.path!r} matches no file (relative to {os.getcwd()})")
-        _check_keys(source, hub=True, rows=True)
+        _check_keys(source, "hub")
         return None
     group = _group(source.path, files)
-    _check_keys(source, text=group == "text", rows=group not in ("text", "tokens"))
+    _check_keys(source, group)
     if group == "tokens":
-        if source.kind not in (None, "tokens"):
-            raise ConfigError(f"data: {source.path!r} holds token ids, not kind: {source.kind}")
-        return tuple(path for path in files if ending(path) in _TOKENS)
-    if source.kind == "tokens":
-        raise ConfigError(f"data: {source.path!r} holds {group}, not kind: tokens")
+        return tuple(path for path in files if _kind(path) == "tokens")
     if group == "text":
-        if source.kind not in (None, "text"):
-            raise ConfigError(f"data: {source.path!r} is plain text, not kind: {source.kind}")
         return TextFiles(files=in_order(_named(files)), limit=source.limit_bytes)
     if group == "JSON":
         return _renamed(source, JsonLines(files=files, wanted=wanted(source.fields)))
@@ -93,16 +90,19 @@ def _named(files: tuple[Path, ...]) -> dict[str, Path]:
     return {path.relative_to(root).as_posix() if root else path.as_posix(): path for path in files}
 
 
-def _check_keys(source: SourceConfig, *, text: bool = False, rows: bool = False, hub: bool = False) -> None:
-    """A setting that has no effect on this kind of source is refused."""
-    if source.fields is not None and not rows:
-        what = "is plain text" if text else "holds token ids"
+def _check_keys(source: SourceConfig, group: str) -> None:
+    """A setting that has no effect on a source of this group is refused, and a kind that its documents are not of."""
+    words = {"text": "is plain text", "tokens": "holds token ids", "hub": "is a data set on the hub"}
+    what, without_fields = words.get(group, f"holds {group}"), group in ("text", "tokens")
+    if source.fields is not None and without_fields:
         raise ConfigError(f"data: fields has no effect on {source.path!r}, which {what} and has no fields: drop it")
-    if source.limit is not None and not text:
+    if source.limit is not None and group != "text":
         raise ConfigError(f"data: limit has no effect on {source.path!r}: it is for plain text only")
     for key in ("split", "subset", "revision"):
-        if getattr(source, key) is not None and not hub:
+        if getattr(source, key) is not None and group != "hub":
             raise ConfigError(f"data: {key} has no effect on {source.path!r}: it is for data sets on the hub only")
+    if source.kind not in (None, group) if without_fields else source.kind == "tokens":
+        raise ConfigError(f"data: {source.path!r} {what}, not kind: {source.kind}")
 
 
 def _files(pattern: str) -> tuple[Path, ...]:
@@ -136,7 +136,7 @@ def _inside(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _is_data(path: Path) -> bool:
-    return _kind(path) != "text" or (ending(path) in _TEXT and not is_packed(path))
+    return _kind(path) != "text" or (ending(path) in _KINDS and not is_packed(path))
 
 
 def left_out(source: SourceConfig) -> str | None:
@@ -172,14 +172,7 @@ _MOST_NAMED = 5
 
 
 def _kind(path: Path) -> str:
-    suffix = ending(path)
-    if suffix in _JSON:
-        return "JSON"
-    if suffix in _CSV:
-        return "CSV"
-    if suffix in _TOKENS:
-        return "tokens"
-    return "Parquet" if suffix == ".parquet" else "text"
+    return _KINDS.get(ending(path), "text")
 
 
 def _refused(path: Path) -> str | None:

@@ -36,11 +36,7 @@ class HubDataset:
             yield example, {"state": rows.state_dict(), "row": count}
 
     def _each(self, rows: Any, count: int) -> Iterator[Any]:
-        """The rows behind the first ``count``.
-
-        Raises:
-            ConfigError: the network fails for good, or a file is not what it should be.
-        """
+        """The rows behind the first ``count``."""
         found = iter(rows)
         while True:
             try:

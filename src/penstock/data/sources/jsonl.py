@@ -38,11 +38,8 @@ class JsonLines:
             yield Example(fields=fields, place=place, has=tuple(row)), behind, count
 
     def _check_rows(self, file: BinaryIO, offset: int, row: Mapping[str, Any], path: Path) -> None:
-        """``row``: the first line of a ``.json``, behind which the file is at ``offset``.
-
-        Raises:
-            ConfigError: it is all of the file, and has the rows as a list within it.
-        """
+        """Refuse a ``.json`` whose first line is all of it, and has the rows as a list within it. ``row``: that line,
+        behind which the file is at ``offset``."""
         if not row.keys().isdisjoint(self.wanted) or file.readline(LONGEST).strip():
             file.seek(offset)
             return

@@ -36,11 +36,7 @@ class Parquet:
 
 
 def _rows(path: Path, skip: int, wanted: Sequence[str]) -> Iterator[tuple[dict[str, object], Sequence[str]]]:
-    """Each row, with the names of all columns.
-
-    Raises:
-        ConfigError: a column that is read is there twice.
-    """
+    """Each row, with the names of all columns."""
     with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
         names = file.schema_arrow.names
         columns = [name for name in wanted if name in names]
