@@ -445,7 +445,7 @@ class EngineMixin(EvaluationSteps):
 
     def load_state(self, folder: Path) -> None:
         assert self.lr_scheduler is not None
-        checkpoint.load(self.engine, folder)
+        self.engine.load(folder / checkpoint.SNAPSHOT)
         self.lr_scheduler.load_state_dict(torch.load(folder / checkpoint.SCHEDULER, weights_only=True))
 
     def load_best(self) -> None:
@@ -461,7 +461,7 @@ class EngineMixin(EvaluationSteps):
                 f"load_best_model_at_end: {best} is not there any more. The model is that of the last step, and can be "
                 "saved: trainer.save_model()"
             )
-        checkpoint.load(self.engine, checkpoint.require(best))
+        self.engine.load(checkpoint.require(best) / checkpoint.SNAPSHOT)
 
     def write_model(self, folder: Path) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
