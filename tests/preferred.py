@@ -58,8 +58,11 @@ def model_for(name: str) -> nn.Module:
     return judge
 
 
-def preferring(library: Any, name: str, folder: Path, each: int = 2, **given: Any) -> Any:
-    """A trainer of ``library`` (``trl`` or ``penstock.hf``). ``each``: micro-batches of a step in this process."""
+def preferring(
+    library: Any, name: str, folder: Path, each: int = 2, rows: tuple[int, int] = (16, 18), **given: Any
+) -> Any:
+    """A trainer of ``library`` (``trl`` or ``penstock.hf``). ``each``: micro-batches of a step in this process.
+    ``rows``: examples to train with, and to evaluate with."""
     settings = COMMON | {"bf16": False, "gradient_accumulation_steps": each, "num_train_epochs": 1}
     settings |= {"eval_strategy": "epoch", "per_device_eval_batch_size": 2}
     if name != "RewardTrainer" and "peft_config" not in given:
@@ -73,8 +76,8 @@ def preferring(library: Any, name: str, folder: Path, each: int = 2, **given: An
     return getattr(library, name)(
         **{
             "model": model_for(name),
-            "train_dataset": data(16),
-            "eval_dataset": data(18),
+            "train_dataset": data(rows[0]),
+            "eval_dataset": data(rows[1]),
             "processing_class": tokenizer(),
         }
         | given

@@ -24,7 +24,7 @@ from tests.overrides import foreign_overrides
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS, ACCUMULATE, CLIP = 4, 3, 0.5
+STEPS, ACCUMULATE, CLIP = 4, 2, 0.5
 
 
 def strategy(disk: Path | None = None, **settings: Any) -> PenstockStrategy:
@@ -131,7 +131,7 @@ def test_moments_are_kept_in_the_form_that_the_strategy_is_told() -> None:
         module = model()
         given: Any = torch.optim.AdamW(module.parameters(), lr=1e-2)
         module, given = fabric.setup(module, given)
-        for _ in range(4):
+        for _ in range(3):
             loss = module(**batch).loss
             fabric.backward(loss)
             given.step()
@@ -142,7 +142,7 @@ def test_moments_are_kept_in_the_form_that_the_strategy_is_told() -> None:
         budget = penstock.Budget(device="64MiB", host="64MiB")
         adamw = penstock.AdamW(lr=1e-2, moments=moments)  # type: ignore[arg-type]
         with penstock.wrap(model(), optimizer=adamw, budget=budget, plan=None, clip_grad_norm=None) as engine:
-            expected = [engine.step([batch]).loss for _ in range(4)]
+            expected = [engine.step([batch]).loss for _ in range(3)]
         torch.testing.assert_close(losses, expected, **CLOSE)
     assert found["fp32"] != found["int8"]
 
@@ -273,7 +273,7 @@ def classify(fabric: Fabric) -> list[list[float]]:
     generator = torch.Generator().manual_seed(1)
     seen = []
     for step in range(4):
-        batch = {"tokens": torch.randint(0, VOCABULARY, (4, 7 + step), generator=generator)}
+        batch = {"tokens": torch.randint(0, VOCABULARY, (4, 7 + step % 2), generator=generator)}
         target = torch.randint(0, 5, (4,), generator=generator)
         logits, hidden = model(batch)[0], model(batch)[1]
         with torch.no_grad():

@@ -16,7 +16,7 @@ from penstock.hf import Trainer, checkpoint, last_checkpoint
 from penstock.store.facts import facts_of
 from tests.cli.test_claim import as_nobody
 from tests.folder_power import LOSSES, FlushLog, Loss
-from tests.hf.test_trainer import DATA, HELD_OUT, streamed
+from tests.hf.test_trainer import DATA, HELD_OUT, on_engine, streamed
 from tests.library_runs import StopAfter, arguments, in_memory, llama, on_disk, shown
 from tests.training import abandon
 
@@ -34,12 +34,7 @@ def test_a_store_of_another_run_is_not_continued_silently(tmp_path: Path) -> Non
     other = streamed(tmp_path, given={"engine": in_memory()}, **elsewhere)
     other.end()
     with pytest.raises(penstock.ConfigError, match=r"another run after step 2"):
-        Trainer(
-            model=model,
-            args=arguments(tmp_path / "engine", **elsewhere),
-            train_dataset=DATA,
-            engine=on_disk(tmp_path / "store"),
-        ).train(resume_from_checkpoint=True)
+        on_engine(tmp_path, model, **elsewhere).train(resume_from_checkpoint=True)
     anew = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=2)
     assert shown(anew) == shown(first)
     anew.end()
@@ -52,10 +47,9 @@ def test_a_store_is_not_deleted_for_a_checkpoint_that_the_run_cannot_go_on_from(
     first.end()
 
     def check_refused(message: str, model: Any = None, engine: Any = None, **changes: Any) -> None:
-        args = arguments(tmp_path / "engine", **settings | changes)
-        given = on_disk(tmp_path / "store", **engine or {})
+        given = {"engine": on_disk(tmp_path / "store", **engine or {})}
         with pytest.raises((penstock.StoreError, penstock.ConfigError), match=message):
-            Trainer(model=model or llama(), args=args, train_dataset=DATA, engine=given).train(True)
+            on_engine(tmp_path, model, given=given, **settings | changes).train(True)
         facts = facts_of([tmp_path / "store"])
         assert facts is not None
         assert facts.step == 1
@@ -74,17 +68,11 @@ def test_a_store_is_not_deleted_for_a_checkpoint_that_the_run_cannot_go_on_from(
 
 def test_a_run_with_muon_goes_on_to_the_bits_of_one_that_did_not_stop(tmp_path: Path) -> None:
     """Its param groups are of matrices, and of what is none. Settings that make other updates leave the store."""
-    settings = {"save_strategy": "steps", "save_steps": 2}
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 
     def trainer(folder: Path, stop: int = 99, **muon: Any) -> Any:
-        return Trainer(
-            model=llama(),
-            args=arguments(folder / "engine", **settings),
-            train_dataset=DATA,
-            optimizer_cls_and_kwargs=(penstock.Muon, {"lr": 2e-2, **muon}),  # type: ignore[arg-type]
-            callbacks=[StopAfter(stop)],
-            engine=on_disk(folder / "store"),
-        )
+        optimizer = {"optimizer_cls_and_kwargs": (penstock.Muon, {"lr": 2e-2, **muon})}
+        return on_engine(folder, given=optimizer | {"callbacks": [StopAfter(stop)]}, **settings)
 
     whole, stopped = trainer(tmp_path / "whole"), trainer(tmp_path, stop=3)
     for first in (whole, stopped):
@@ -128,8 +116,7 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_by_name(tmp_path: Path, lost:
     streamed(tmp_path, **settings).end()
     checkpoint = tmp_path / "engine" / "checkpoint-1"
     (checkpoint / lost).unlink()
-    args = arguments(tmp_path / "engine", **settings)
-    again = Trainer(model=llama(), args=args, train_dataset=DATA, engine=on_disk(tmp_path / "store"))
+    again = on_engine(tmp_path, **settings)
     with pytest.raises(penstock.ConfigError, match=f"checkpoint-1 has no {lost}: saving it was broken off"):
         again.train(resume_from_checkpoint=str(checkpoint))
     facts = facts_of([tmp_path / "store"])
@@ -139,20 +126,16 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_by_name(tmp_path: Path, lost:
 
 def test_an_old_checkpoint_does_not_replace_what_a_later_run_has_put_in_its_stores_place(tmp_path: Path) -> None:
     """Both runs have the same folders, and the later one was told to overwrite the store."""
-    first = streamed(tmp_path, save_strategy="steps", save_steps=1, max_steps=2)
+    first = streamed(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
     first.end()
-    later = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=3)
+    later = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=2)
     later.end()
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     checkpoint = str(tmp_path / "engine" / "checkpoint-1")
 
     def resumed(**more: Any) -> Any:
-        engine = on_disk(tmp_path / "store", **more)
-        return Trainer(
-            model=llama(), args=arguments(tmp_path / "engine", **settings), train_dataset=DATA, engine=engine
-        )
+        return on_engine(tmp_path, given={"engine": on_disk(tmp_path / "store", **more)}, max_steps=2)
 
-    with pytest.raises(penstock.ConfigError, match=r"another run after step 3"):
+    with pytest.raises(penstock.ConfigError, match=r"another run after step 2"):
         resumed().train(resume_from_checkpoint=checkpoint)
     for engine in ({"overwrite": True}, {}):  # and the run that was resumed is still that of the old checkpoint
         trainer = resumed(**engine)
@@ -164,12 +147,7 @@ def test_a_store_in_which_no_step_was_taken_does_not_replace_the_models_values(t
     """Evaluation leaves such a store, or a run that ended before its first step."""
     losses = []
     for seed in (0, 3):
-        trainer = Trainer(
-            model=llama(seed=seed),
-            args=arguments(tmp_path / "engine"),
-            eval_dataset=HELD_OUT,
-            engine=on_disk(tmp_path / "store"),
-        )
+        trainer = on_engine(tmp_path, llama(seed=seed))
         losses.append(trainer.evaluate()["eval_loss"])
         trainer.end()
     args = arguments(tmp_path / "plain")
@@ -186,7 +164,7 @@ def test_a_checkpoint_is_resumed_whatever_a_kill_has_left_of_the_store(tmp_path:
     whole = streamed(tmp_path, given=given, **settings)
     abandon(whole.engine)  # what a kill within a step leaves: a store that says so
     whole.end()
-    resumed = Trainer(model=llama(seed=1), args=arguments(tmp_path / "engine", **settings), train_dataset=DATA, **given)
+    resumed = on_engine(tmp_path, llama(seed=1), given=given, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "engine" / "checkpoint-2"))
     assert shown(resumed)[:-1] == shown(whole)[:-1]
     resumed.end()
@@ -261,15 +239,10 @@ def test_a_checkpoint_that_is_written_again_at_its_step_stays_a_whole_one(
             control.should_save = True
 
     monkeypatch.setattr(Trainer, "save_whole", killed_the_second_time)
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    given = {"engine": in_memory(), "callbacks": [AsksAgain()]}
     with pytest.raises(KeyboardInterrupt):
-        streamed(
-            tmp_path,
-            given={"engine": in_memory(), "callbacks": [AsksAgain()]},
-            save_strategy="steps",
-            save_steps=1,
-            save_total_limit=1,
-            num_train_epochs=1,
-        )
+        streamed(tmp_path, given=given, num_train_epochs=1, **settings)
     assert last_checkpoint(tmp_path / "engine") is not None
 
 

@@ -6,12 +6,13 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, LlamaModel
 
@@ -45,6 +46,13 @@ def values(loaded: Any) -> dict[str, torch.Tensor]:
         found[name] = torch.full(like.shape, 7, dtype=dtype)
         loaded.weights.fill(name, found[name])
     return found
+
+
+def wrapped(loaded: Any, disk: Path | None = None, **more: Any) -> penstock.Engine:
+    """An engine that has the values of a loaded model."""
+    settings = {"optimizer": penstock.SGD(lr=0.1), "precision": "fp32", "device": "cpu", "plan": None} | more
+    memory = penstock.Budget(device="16MiB", host="16MiB", disk=disk)
+    return penstock.wrap(loaded.model, weights=loaded.weights, budget=memory, **settings)
 
 
 @pytest.mark.parametrize("name", [name for name in folders.MODELS if name != "llama-300"])
@@ -82,15 +90,7 @@ def test_an_engine_holds_what_the_folder_has_and_a_store_goes_on_without_the_fol
         loaded = load(folder)
         if (tmp_path / "store").exists():
             shutil.rmtree(folder)  # its values must not be read again
-        return penstock.wrap(
-            loaded.model,
-            weights=loaded.weights,
-            optimizer=penstock.SGD(lr=0.1),
-            budget=penstock.Budget(device="16MiB", host="16MiB", disk=tmp_path / "store"),
-            precision="fp32",
-            device="cpu",
-            plan=None,
-        )
+        return wrapped(loaded, tmp_path / "store")
 
     expected = dict(plain.named_parameters())
     buffers = {k: v for k, v in plain.state_dict().items() if k not in expected}
@@ -128,15 +128,7 @@ def test_what_a_constructor_makes_elsewhere_than_it_is_built_is_loaded_too(tmp_p
     assert loaded.model.again is loaded.model.scale
     assert loaded.model.padding == 3
     assert loaded.model.sizes == [(3,), (1,)]
-    with penstock.wrap(
-        loaded.model,
-        weights=loaded.weights,
-        optimizer=penstock.SGD(lr=0.1),
-        budget=penstock.Budget(device="16MiB", host="16MiB"),
-        precision="fp32",
-        device="cpu",
-        plan=None,
-    ) as engine:
+    with wrapped(loaded) as engine:
         assert torch.equal(engine.model.get_buffer("window"), torch.full((4,), 3.0))
         assert torch.equal(dict(engine.master_parameters())["scale"], torch.arange(4.0))
 
@@ -154,13 +146,7 @@ def test_a_new_head_is_initialised_and_what_the_old_one_had_is_left(llama: Path,
         load(llama, new_head=True)
     loaded = load(llama, model_class=AutoModelForSequenceClassification, new_head=True, num_labels=3, pad_token_id=0)
     before = LlamaForCausalLM.from_pretrained(llama).state_dict()
-    where = {
-        "budget": penstock.Budget(device="16MiB", host="16MiB"),
-        "plan": None,
-        "device": "cpu",
-        "precision": "fp32",
-    }
-    with penstock.wrap(loaded.model, weights=loaded.weights, optimizer=penstock.SGD(lr=0.1), **where) as engine:
+    with wrapped(loaded) as engine:
         own = {name: value.clone() for name, value in engine.master_parameters()}
         penstock.hf.export(engine, tmp_path / "out")
     assert before.keys() - own.keys() == {"lm_head.weight"}
@@ -193,7 +179,7 @@ def test_tensors_without_elements_may_stand_anywhere_in_a_header(tmp_path: Path)
 
 def test_a_base_that_lacks_something_is_refused_with_a_new_head_too(tmp_path: Path) -> None:
     copy = folders.write("llama", tmp_path / "model", max_shard_size="1GB")
-    rewrite(copy / SINGLE, {k: v for k, v in tensors(copy / SINGLE).items() if k != "model.norm.weight"})
+    rewrite(copy / SINGLE, {k: v for k, v in load_file(copy / SINGLE).items() if k != "model.norm.weight"})
     with pytest.raises(ModelError, match=r"1 of the model's \d+ tensors are not in its files: model\.norm\.weight"):
         load(copy, model_class=AutoModelForSequenceClassification, new_head=True)
 
@@ -204,21 +190,15 @@ def test_a_class_without_a_base_has_no_new_head(llama: Path) -> None:
         load(llama, model_class=LlamaModel, new_head=True)
 
 
-def test_weights_for_a_model_that_has_values_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_weights_for_a_model_that_has_values_are_refused(llama: Path) -> None:
     with pytest.raises(ConfigError, match="weights has no effect"):
-        penstock.wrap(
-            folders.model("llama"),
-            weights=load(llama).weights,
-            optimizer=penstock.SGD(lr=0.1),
-            budget=penstock.Budget(device="16MiB", host="16MiB"),
-            device="cpu",
-        )
+        wrapped(SimpleNamespace(model=folders.model("llama"), weights=load(llama).weights))
 
 
 def test_tied_weights_under_either_name_or_both(tmp_path: Path) -> None:
     folder = folders.write("llama-tied", tmp_path / "model", max_shard_size="1GB")
     plain = folders.model("llama-tied").state_dict()
-    both = {**tensors(folder / SINGLE), "lm_head.weight": plain["lm_head.weight"]}
+    both = {**load_file(folder / SINGLE), "lm_head.weight": plain["lm_head.weight"]}
     other = {k: v for k, v in both.items() if k != "model.embed_tokens.weight"}
     for state in (both, other):
         rewrite(folder / SINGLE, state)
@@ -233,7 +213,7 @@ def test_tied_weights_that_are_stored_twice_are_compared_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders.write("llama-tied", tmp_path / "model", max_shard_size="1GB")
-    state = tensors(folder / SINGLE)
+    state = load_file(folder / SINGLE)
     twice = state["model.embed_tokens.weight"].clone()
     monkeypatch.setattr("penstock.hf.models.shards.PIECE", 1000)  # the embedding has 12 KB
     monkeypatch.setattr("penstock.hf.models.loading.read_whole", None)
@@ -247,7 +227,7 @@ def test_tied_weights_that_are_stored_twice_are_compared_in_pieces(
 
 def test_old_names_and_missing_prefixes_are_understood(tmp_path: Path) -> None:
     folder = folders.write("bert", tmp_path / "model", max_shard_size="1GB")
-    state = tensors(folder / SINGLE)
+    state = load_file(folder / SINGLE)
     old = {k.replace("LayerNorm.weight", "LayerNorm.gamma"): v for k, v in state.items()}
     assert old.keys() != state.keys()
     old["bert.embeddings.position_ids"] = torch.arange(64)[None]  # was once a persistent buffer
@@ -267,15 +247,7 @@ def test_the_bytes_of_a_large_tensor_are_read_in_pieces(llama: Path, monkeypatch
 # ---- what is refused
 
 
-def tensors(file: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(file)
-
-
 def rewrite(file: Path, state: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
-
     save_file({k: v.clone() for k, v in state.items()}, file, metadata={"format": "pt"})
 
 
@@ -284,7 +256,7 @@ def shard(folder: Path, number: int = 2) -> Path:
 
 
 def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    state = tensors(shard(folder))
+    state = load_file(shard(folder))
     change(state)
     rewrite(shard(folder), state)
 
@@ -436,14 +408,7 @@ def test_a_value_that_is_not_finite_names_tensor_and_place(bad: float, copy: Pat
     changed(copy, lambda s: s["model.layers.0.mlp.up_proj.weight"].__setitem__((3, 5), bad))
     loaded = load(copy)
     with pytest.raises(ModelError, match=rf"00002.*up_proj.weight has {bad} at \[3, 5\]"):
-        penstock.wrap(
-            loaded.model,
-            weights=loaded.weights,
-            optimizer=penstock.SGD(lr=0.1),
-            budget=penstock.Budget(device="16MiB", host="16MiB", disk=tmp_path / "store"),
-            device="cpu",
-            plan=None,
-        )
+        wrapped(loaded, tmp_path / "store")
 
 
 def test_a_value_that_fp32_cannot_hold_is_refused(tmp_path: Path) -> None:

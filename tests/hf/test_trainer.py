@@ -52,15 +52,20 @@ def plain(folder: Path, model: Any = None, cls: Any = transformers.Trainer, give
     return trainer
 
 
-def streamed(folder: Path, model: Any = None, cls: Any = Trainer, given: Any = None, **settings: Any) -> Any:
-    """The same on the engine."""
-    trainer = cls(
+def on_engine(folder: Path, model: Any = None, cls: Any = Trainer, given: Any = None, **settings: Any) -> Any:
+    """A trainer on the engine, whose store is in ``folder``."""
+    return cls(
         model=model or llama(),
         args=arguments(folder / "engine", **settings),
         train_dataset=DATA,
         eval_dataset=HELD_OUT,
         **{"engine": on_disk(folder / "store")} | (given or {}),
     )
+
+
+def streamed(folder: Path, model: Any = None, cls: Any = Trainer, given: Any = None, **settings: Any) -> Any:
+    """The library's own run, on the engine."""
+    trainer = on_engine(folder, model, cls, given, **settings)
     trainer.train()
     return trainer
 
@@ -85,21 +90,10 @@ def test_an_optimizer_class_has_the_settings_that_the_librarys_own_run_gives_it(
     mine.end()
 
 
-class StopsWithinAStep(transformers.TrainerCallback):
-    """Ends the first run after one micro-batch of its second step."""
-
-    def __init__(self) -> None:
-        self.done = False
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 1 and not self.done:
-            self.done = control.should_training_stop = True
-
-
 class EndsWithinAStep(transformers.TrainerCallback):
-    """Ends the first epoch, or the run, after one micro-batch of its second step."""
+    """Ends the first epoch, or the first run, after one micro-batch of its second step."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str = "should_training_stop") -> None:
         self.what = what
         self.done = False
 
@@ -133,8 +127,8 @@ def test_an_epoch_that_ends_within_a_step_leaves_its_micro_batches_to_the_next_o
 
 def test_training_again_goes_on_as_the_library_does(tmp_path: Path) -> None:
     """The first run is ended within a step: what it has collected for that is no part of the second's."""
-    theirs = plain(tmp_path, given={"callbacks": [StopsWithinAStep()]})
-    mine = streamed(tmp_path, given={"callbacks": [StopsWithinAStep()], "engine": in_memory()})
+    theirs = plain(tmp_path, given={"callbacks": [EndsWithinAStep()]})
+    mine = streamed(tmp_path, given={"callbacks": [EndsWithinAStep()], "engine": in_memory()})
     for trainer in (theirs, mine):
         assert trainer.state.global_step == 1
         trainer.train()
@@ -325,20 +319,10 @@ def test_a_run_that_stopped_goes_on_to_the_bits_of_one_that_did_not(tmp_path: Pa
     checkpoint."""
     settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     whole = streamed(tmp_path / "whole", llama(dropout=0.1), **settings)
-    stopped = streamed(
-        tmp_path / "stopped",
-        llama(dropout=0.1),
-        given={"callbacks": [StopAfter(3)], "engine": on_disk(tmp_path / "stopped" / "store")},
-        **settings,
-    )
+    stopped = streamed(tmp_path / "stopped", llama(dropout=0.1), given={"callbacks": [StopAfter(3)]}, **settings)
     assert stopped.engine.step_count == 3
     stopped.end()
-    resumed = Trainer(
-        model=llama(seed=1, dropout=0.1),
-        args=arguments(tmp_path / "stopped" / "engine", **settings),
-        train_dataset=DATA,
-        engine=on_disk(tmp_path / "stopped" / "store"),
-    )
+    resumed = on_engine(tmp_path / "stopped", llama(seed=1, dropout=0.1), **settings)
     resumed.train(resume_from_checkpoint=True)
     assert shown(resumed)[:-1] == shown(whole)[:-1]  # the last number is the mean loss since the resumption
     mine, theirs = ({n: t.clone() for n, t in t.engine.master_parameters()} for t in (resumed, whole))
@@ -405,13 +389,7 @@ def test_a_folder_is_trained_without_its_model_ever_being_whole_in_memory(tmp_pa
     llama().save_pretrained(tmp_path / "folder")
     theirs = plain(tmp_path, max_steps=2)
     loaded = penstock.hf.load(tmp_path / "folder")
-    mine = Trainer(
-        model=loaded.model,
-        args=arguments(tmp_path / "engine", max_steps=2),
-        train_dataset=DATA,
-        eval_dataset=HELD_OUT,
-        engine=in_memory(weights=loaded.weights),
-    )
+    mine = on_engine(tmp_path, loaded.model, given={"engine": in_memory(weights=loaded.weights)}, max_steps=2)
     before = transformers.Trainer(model=llama(), args=arguments(tmp_path / "other"), eval_dataset=HELD_OUT).evaluate()
     assert mine.evaluate()["eval_loss"] == pytest.approx(before["eval_loss"], rel=1e-6)
     mine.train()
@@ -439,14 +417,7 @@ class RemovesTheFirst(transformers.TrainerCallback):
 def test_a_best_checkpoint_that_was_removed_is_said_and_the_model_is_still_there(tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    trainer = Trainer(
-        model=llama(),
-        args=arguments(tmp_path, **settings),
-        train_dataset=DATA,
-        eval_dataset=HELD_OUT,
-        callbacks=[RemovesTheFirst()],
-        engine=in_memory(),
-    )
+    trainer = on_engine(tmp_path, given={"callbacks": [RemovesTheFirst()], "engine": in_memory()}, **settings)
     with pytest.raises(penstock.ConfigError, match=r"checkpoint-1 is not there any more.*save_model"):
         trainer.train()
     trainer.save_model(str(tmp_path / "out"))

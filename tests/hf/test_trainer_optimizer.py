@@ -36,7 +36,7 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, **given: Any) -> tupl
         losses.append(stats.loss)
         return stats
 
-    settings = arguments(folder / "run", max_steps=5, weight_decay=0.1, learning_rate=1e-2, max_grad_norm=0)
+    settings = arguments(folder / "run", max_steps=4, weight_decay=0.1, learning_rate=1e-2, max_grad_norm=0)
     with monkeypatch.context() as patch:
         patch.setattr(penstock.Engine, "step", step)
         trainer = Trainer(model=llama(), args=settings, train_dataset=DATA, **given)  # type: ignore[arg-type]

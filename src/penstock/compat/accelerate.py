@@ -38,19 +38,6 @@ def leave_model(accelerator: Accelerator) -> None:
     accelerator.prepare_model = prepared
 
 
-def before_gather(accelerator: Accelerator, check: Callable[[], None]) -> None:
-    """Have ``check`` called before anything is gathered from all processes, so that it can refuse. Without: where it is
-    gathered within a forward processes would wait for each other for ever.
-    """
-    gather = accelerator.gather
-
-    def gathered(tensor: Any) -> Any:
-        check()
-        return gather(tensor)
-
-    accelerator.gather = gathered
-
-
 def keep_processes(accelerator: Accelerator) -> None:
     """Have the end of training leave the processes' group to whatever comes after it, until they end. Without: whoever
     starts ``torch.distributed`` anew, as the arguments of the next trainer do, may look for the group before for ever.
@@ -71,9 +58,9 @@ def _leave() -> None:
 
 
 def note_gathered(accelerator: Accelerator, note: Callable[[Any, bool], bool]) -> None:
-    """Have ``note`` see all that is gathered, and whether it is for metrics. Where it returns True nothing is gathered,
-    and the caller goes on with what this process has. Without: TRL's ``compute_loss`` gathers within its forwards,
-    which has to be refused (``before_gather``), so that its trainers would be for one process.
+    """Have ``note`` see all that is to be gathered from all processes, and whether it is for metrics; it may refuse.
+    Where it returns True nothing is gathered, and the caller goes on with what this process has. Without: processes
+    would wait for each other for ever where something is gathered within a forward, as TRL's ``compute_loss`` does.
     """
     gather, for_metrics = accelerator.gather, accelerator.gather_for_metrics
 

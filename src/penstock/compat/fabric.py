@@ -75,10 +75,6 @@ class OneDevice(SingleDeviceStrategy):
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        return None if self.world_size == 1 else {"num_replicas": self.world_size, "rank": self.global_rank}
-
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return _sync_ddp_if_available(tensor, group, reduce_op) if self.world_size > 1 else tensor
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -44,14 +44,6 @@ def convert_buffers(dtypes: Mapping[tuple[nn.Module, str], torch.dtype]) -> None
         buffer = buffers_of(module)[name]
         assert buffer is not None, "it had a dtype"
         buffers_of(module)[name] = buffer.to(dtype)
-
-
-def is_extra_state(name: str) -> bool:
-    """True if an entry of a ``state_dict``, by its name, is what a module's ``get_extra_state`` has made.
-
-    Without: it would be looked for among parameters and buffers, and a model that has one could not be loaded.
-    """
-    return name.endswith(_EXTRA_STATE_KEY_SUFFIX)
 
 
 @contextmanager

@@ -251,51 +251,30 @@ class TrainerSteps(_Mixed):
     Without them: the library would clip, save, load and move weights that it does not have, and placeholders with them.
     """
 
-    # ---- to be overridden
+    # ---- to be defined
 
-    def norm_of_step(self) -> float:
-        """The norm of the gradients of the step that the loop is about to finish."""
-        raise NotImplementedError
-
-    def save_whole(self, folder: Path) -> None:
-        """Write what training goes on from, beside the model, into a checkpoint's folder."""
-        raise NotImplementedError
-
-    def look_at(self, folder: Path) -> None:
-        """A checkpoint is to be resumed; its model is to be looked at now, and ``load_state`` comes later."""
-        raise NotImplementedError
-
-    def load_state(self, folder: Path) -> None:
-        """Take over what ``save_whole`` wrote."""
-        raise NotImplementedError
-
-    def begin_checkpoint(self, folder: Path) -> None:
-        """A checkpoint is about to be written into a folder, which may have an earlier one."""
-        raise NotImplementedError
-
-    def flush_checkpoint(self, folder: Path) -> None:
-        """Make durable what this process has written into a checkpoint's folder."""
-        raise NotImplementedError
-
-    def load_best(self) -> None:
-        """Training is over: take over the best checkpoint."""
-        raise NotImplementedError
-
-    def write_model(self, folder: Path) -> None:
-        """Write the model and what belongs to it."""
-        raise NotImplementedError
-
-    def is_in_forward(self) -> bool:
-        """True within a forward of a micro-batch."""
-        raise NotImplementedError
-
-    def items_of_evaluation(self) -> Any:
-        """``items_of`` the micro-batch that is evaluated now."""
-        raise NotImplementedError
-
-    def wait_for_all(self) -> None:
-        """Return when all processes have come here."""
-        raise NotImplementedError
+    norm_of_step: Callable[[], float]
+    """The norm of the gradients of the step that the loop is about to finish."""
+    begin_checkpoint: Callable[[Path], None]
+    """A checkpoint is about to be written into a folder, which may have an earlier one."""
+    write_model: Callable[[Path], None]
+    """Write the model and what belongs to it into a folder."""
+    save_whole: Callable[[Path], None]
+    """Write what training goes on from, beside the model, into a checkpoint's folder."""
+    flush_checkpoint: Callable[[Path], None]
+    """Make durable what this process has written into a checkpoint's folder."""
+    wait_for_all: Callable[[], None]
+    """Return when all processes have come here."""
+    look_at: Callable[[Path], None]
+    """A checkpoint is to be resumed; its model is to be looked at now, and ``load_state`` comes later."""
+    load_state: Callable[[Path], None]
+    """Take over what ``save_whole`` wrote."""
+    load_best: Callable[[], None]
+    """Training is over: take over the best checkpoint."""
+    is_in_forward: Callable[[], bool]
+    """True within a forward of a micro-batch."""
+    items_of_evaluation: Callable[[], Any]
+    """``items_of`` the micro-batch that is evaluated now."""
 
     # ---- the library's own, by its names
 

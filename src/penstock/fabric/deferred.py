@@ -24,7 +24,8 @@ from penstock.errors import ModelError
 from penstock.tape import trees
 
 _UNKNOWN: Any = object()
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lt", "le", "gt", "ge", "eq", "ne")
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _UNARY = ("neg", "pos", "abs", "invert")
 _LOST = ("backward", "register_hook", "retain_grad", "__setitem__")
 """Methods that do something and return nothing. Whatever ends in an underscore works in place, and is lost, too."""
@@ -331,24 +332,13 @@ def nodes(root: Deferred) -> list[Deferred]:
     return order
 
 
-def _binary(name: str) -> Callable[[Any, Any], Any]:
+def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
+    """The method for an operator of Python's, which is recorded."""
     compute = getattr(operator, name)
-    return lambda self, other: note(compute, (self, other))
+    return lambda *operands: note(compute, operands[::-1] if reflected else operands)
 
 
-def _reflected(name: str) -> Callable[[Any, Any], Any]:
-    compute = getattr(operator, name)
-    return lambda self, other: note(compute, (other, self))
-
-
-def _unary(name: str) -> Callable[[Any], Any]:
-    compute = getattr(operator, name)
-    return lambda self: note(compute, (self,))
-
-
+for _name in (*_ARITHMETIC, *_COMPARISONS, *_UNARY):
+    setattr(Deferred, f"__{_name}__", _operator(_name))
 for _name in _ARITHMETIC:
-    setattr(Deferred, f"__{_name}__", _binary(_name))
-    if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(Deferred, f"__r{_name}__", _reflected(_name))
-for _name in _UNARY:
-    setattr(Deferred, f"__{_name}__", _unary(_name))
+    setattr(Deferred, f"__r{_name}__", _operator(_name, reflected=True))

@@ -101,7 +101,7 @@ class PenstockStrategy(OneDevice):
         self._asked = asked
         self._clip = asked.clip_grad_norm
         self._compute: Precision | None = None
-        self._devices: list[torch.device] = []
+        self.parallel_devices: list[torch.device] = []  # which Fabric sets
         self._mesh: DeviceMesh | None = None
         self._ranks: Ranks = ALONE  # until there is an engine, whose ranks they are
         self._engine: Engine | None = None
@@ -135,16 +135,8 @@ class PenstockStrategy(OneDevice):
         self._compute = _PRECISIONS[name]
 
     @property
-    def parallel_devices(self) -> list[torch.device]:
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        self._devices = list(devices)
-
-    @property
     def root_device(self) -> torch.device:
-        return self._devices[self.local_rank] if self._devices else torch.device("cpu")
+        return self.parallel_devices[self.local_rank] if self.parallel_devices else torch.device("cpu")
 
     def check_devices(self) -> None:
         """Refuse more devices, or fewer, than ``torchrun`` has started processes; or take this process's place among
@@ -153,7 +145,7 @@ class PenstockStrategy(OneDevice):
         started, hosts, each = (
             int(os.environ.get(f"{whose}WORLD_SIZE", 1)) if by_torchrun else 1 for whose in ("", "GROUP_", "LOCAL_")
         )
-        devices = len(self._devices)
+        devices = len(self.parallel_devices)
         if (devices, self.host_count) != (each, hosts):
             several = f"--nnodes {self.host_count} " if self.host_count > 1 else ""
             wanted = f"devices={each}" + (f", num_nodes={hosts}" if max(hosts, self.host_count) > 1 else "")
@@ -164,7 +156,7 @@ class PenstockStrategy(OneDevice):
             )
         self._asked.check_started(started)
         if started > 1:
-            kind, layout = self._devices[0].type, self._asked
+            kind, layout = self.parallel_devices[0].type, self._asked
             self._mesh = torchrun_mesh(kind, copies=layout.copies, pp=layout.pipeline)
             self.global_rank, self.world_size = self._mesh.get_rank(), started
             self.local_rank = int(os.environ["LOCAL_RANK"])
@@ -195,16 +187,15 @@ class PenstockStrategy(OneDevice):
             raise ConfigError(f"{len(optimizers)} optimizers were given, and the engine has one. Use its param groups")
         (given,) = optimizers
         names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-        settings = fields_of(self._asked, StrategyArguments)
-        for key in fields_of(self._asked, LayoutConfig):
-            del settings[key]
         device = resolve_device(self.root_device)
         asked = WrapArguments(
-            optimizer=replace(spec_of_optimizer(given, names), moments=settings.pop("moments")),
+            optimizer=replace(spec_of_optimizer(given, names), moments=self._asked.moments),
             precision=self._compute or precision_of_weights(module),
             device=device,
             loss_fn=loss_of_root,
-            **settings,
+            clip_grad_norm=self._clip,
+            seed=self._asked.seed,
+            **fields_of(self._asked, LoopArguments),
         )
         ranks = join(self._mesh, device)
         try:

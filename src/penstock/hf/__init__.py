@@ -5,9 +5,8 @@
     trainer             a transformers.Trainer whose steps, evaluation and checkpoints the engine carries out
     evaluation          its evaluation
     checkpoint          what the engine puts into a Trainer's checkpoints
-    trl_trainer         the same for TRL's trainers, whose losses keep books; RewardTrainer
-    sft_trainer         SFTTrainer
-    preference_trainers DPOTrainer and KTOTrainer
+    trl_trainer         the same for TRL's trainers, whose losses keep books
+    trl_trainers        these: SFTTrainer, RewardTrainer, DPOTrainer and KTOTrainer
     reference           the reference that their losses compare a model with
     training_arguments  what becomes of each of the Trainer's arguments
     engine_arguments    what a Trainer has to be told about the engine
@@ -27,21 +26,16 @@ if TYPE_CHECKING:
     from penstock.hf.heads import split_attention
     from penstock.hf.models.exporting import export
     from penstock.hf.models.loading import Loaded, load
-    from penstock.hf.preference_trainers import DPOTrainer, KTOTrainer
-    from penstock.hf.sft_trainer import SFTTrainer
     from penstock.hf.tiles import tiled_mlps
     from penstock.hf.trainer import EngineMixin, Trainer
-    from penstock.hf.trl_trainer import RewardTrainer
+    from penstock.hf.trl_trainers import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
     from penstock.loss.tiled import tiled_loss
 
 _WHERE = {
-    "DPOTrainer": "penstock.hf.preference_trainers",
+    **dict.fromkeys(("DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer"), "penstock.hf.trl_trainers"),
     "EngineArguments": "penstock.hf.engine_arguments",
     "EngineMixin": "penstock.hf.trainer",
-    "KTOTrainer": "penstock.hf.preference_trainers",
     "Loaded": "penstock.hf.models.loading",
-    "RewardTrainer": "penstock.hf.trl_trainer",
-    "SFTTrainer": "penstock.hf.sft_trainer",
     "Trainer": "penstock.hf.trainer",
     "export": "penstock.hf.models.exporting",
     "last_checkpoint": "penstock.hf.checkpoint",

@@ -25,8 +25,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.resources import optimizer_for
 from penstock.engine.start import describe_model
 from penstock.errors import ConfigError, StoreError
-from penstock.hf.models.adapters import has_adapters
-from penstock.hf.models.exporting import export_adapter, export_as_given
+from penstock.hf.models.exporting import export_as_given
 from penstock.ranks.group import Ranks
 from penstock.schedule.place import Format
 from penstock.state.buffers import Buffers
@@ -105,11 +104,9 @@ def last_complete(output_dir: Path) -> str | None:
 
 def _checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoints in a Trainer's output folder, the newest first."""
-    numbers = {
-        path: path.name.removeprefix(_PREFIX) for path in files.matching(output_dir, f"{_PREFIX}*") if path.is_dir()
-    }
-    found = [path for path, number in numbers.items() if number.isdecimal()]
-    return sorted(found, key=lambda path: int(numbers[path]), reverse=True)
+    found = [(path.name.removeprefix(_PREFIX), path) for path in files.matching(output_dir, f"{_PREFIX}*")]
+    numbered = [(int(number), path) for number, path in found if number.isdecimal() and path.is_dir()]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def _is_complete(folder: Path) -> bool:
@@ -198,16 +195,6 @@ def look_into(folder: Path, model: nn.Module, asked: WrapArguments, ranks: int) 
         check_param_groups(saved["param_groups"], param_groups, str(path))
 
 
-def load(engine: Engine, folder: Path) -> None:
-    """Take over a checkpoint's state, in the place of the engine's and its store's.
-
-    Raises:
-        StoreError: the snapshot is damaged, or another model's.
-        ConfigError: it was saved by a run with another seed.
-    """
-    engine.load(folder / SNAPSHOT)
-
-
 def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
     """Make the disk tier free for a run, before it takes the model's values.
 
@@ -283,10 +270,7 @@ def write_model(engine: Engine, folder: Path, ranks: Ranks, tokenizer: Any, dtyp
         folder.mkdir(parents=True, exist_ok=True)
         if aside.exists():  # a kill has left it
             shutil.rmtree(aside)
-    if has_adapters(engine.model):
-        export_adapter(engine, aside, tokenizer=tokenizer, own=dtypes)
-    else:
-        export_as_given(engine, aside, tokenizer=tokenizer, own=dtypes)
+    export_as_given(engine, aside, tokenizer=tokenizer, own=dtypes)
     if ranks.rank == 0:
         _move_into(folder, aside)
 

@@ -38,14 +38,10 @@ class EvaluationSteps(TrainerSteps):
     _engine_arguments: EngineArguments
     _ranks: Ranks
     _evaluation: Evaluation
-
-    def tiles(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Within, losses of ``model`` are computed in tiles, if that was asked for."""
-        raise NotImplementedError
-
-    def _take_losses(self, batches: Sequence[Any], losses: Sequence[Loss], way: str) -> list[Notes]:
-        """Have the engine evaluate batches by their ``losses``, which compute in this ``way``; the notes of each."""
-        raise NotImplementedError
+    tiles: Callable[[nn.Module], AbstractContextManager[None]]
+    """Within, losses of a model are computed in tiles, if that was asked for."""
+    _take_losses: Callable[[Sequence[Any], Sequence[Loss], str], list[Notes]]
+    """Have the engine evaluate batches by their losses, which compute in this way; the notes of each."""
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """The library's own, on data of which several batches are known ahead, unless a subclass looks at each."""

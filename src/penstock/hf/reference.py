@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import xxhash
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from datasets.fingerprint import Hasher
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -87,7 +87,7 @@ class PreferenceMixin(ReferenceSteps, TRLMixin):
                 f"the {name} data have {' and '.join(there)} already, which precompute_ref_log_probs=True computes: "
                 "remove these columns"
             )
-        path, is_kept = self._of_first(lambda: self._place(dataset, model_hash))
+        path, is_kept = self._of_all(lambda: self._place(dataset, model_hash), by_first=True)
         if not is_kept:
             self._ask(path, dataset, name, batch_size)
         kept = self._of_all(lambda: _read(path, name))
@@ -95,32 +95,23 @@ class PreferenceMixin(ReferenceSteps, TRLMixin):
             dataset = dataset.add_column(column, values.numpy())
         return dataset
 
-    def _of_first(self, work: Callable[[], T]) -> T:
-        """The result of ``work`` of the first process, small; or its error, on all of them. There is no engine yet, and
-        may be none, whose ranks could tell each other."""
-        said: list[Any] = [None, None]
-        if self.accelerator.is_main_process:
-            try:
-                said[0] = work()
-            except (ConfigError, ModelError, StoreError, OSError) as error:
-                said[1] = error if isinstance(error, ConfigError | ModelError) else ConfigError(str(error))
-        broadcast_object_list(said, from_process=0)
-        if said[1] is not None:
-            raise said[1]
-        return cast(T, said[0])
-
-    def _of_all(self, work: Callable[[], T]) -> T:
-        """This process's result of ``work``; or the error of any of them, on all."""
-        found: list[T] = []
-        failure: ConfigError | None = None
+    def _of_all(self, work: Callable[[], T], *, by_first: bool = False) -> T:
+        """This process's result of ``work``; ``by_first``: that of the first one, which does it for all, and is small.
+        Or the error of any of them, on all. There is no engine yet, and may be none, whose ranks could tell each other.
+        """
+        found: T | None = None
+        failure: ConfigError | ModelError | None = None
         try:
-            found.append(work())
-        except ConfigError as error:
+            if not by_first or self.accelerator.is_main_process:
+                found = work()
+        except (ConfigError, ModelError) as error:
             failure = error
-        failures = [said for said in gather_object([failure]) if said is not None]
-        if failures:
+        except OSError as error:
+            failure = ConfigError(str(error))
+        said = gather_object([(found if by_first else None, failure)])
+        if failures := [error for _, error in said if error is not None]:
             raise failure or failures[0]
-        return found[0]
+        return cast(T, said[0][0] if by_first else found)
 
     def _place(self, dataset: Any, model_hash: str) -> tuple[Path, bool]:
         """The file for a data set, and if it is there. Its folder is made, and can be written to."""

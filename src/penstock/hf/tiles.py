@@ -50,17 +50,9 @@ def tiled_mlps(model: nn.Module, tile: int) -> nn.Module:
             f"{', '.join(_NAMES)}) without experts, so none can be run in tiles: set mlp_tile to null (in Python: "
             "leave tiled_mlps out)"
         )
-    found += _norms(model)
-    for name, part in found:
-        own = vars(part).get("forward")
-        if (own is not None and not isinstance(own, _Tiled)) or any(map(has_backward_hooks, part.modules())):
-            raise ModelError(
-                f"mlp_tile={tile}: {name!r} has hooks on gradients, or a forward that is not its class's, which would "
-                "see tiles: set mlp_tile to null (in Python: leave tiled_mlps out)"
-            )
-    for name, part in found:
-        forward = own.whole if isinstance(own := vars(part).get("forward"), _Tiled) else part.forward
-        vars(part)["forward"] = _Tiled(name, part, forward, tile)
+    tiled = [(part, _Tiled(name, part, tile)) for name, part in (*found, *_norms(model))]
+    for part, forward in tiled:
+        vars(part)["forward"] = forward
     return model
 
 
@@ -107,12 +99,13 @@ _ROUTING = re.compile(r"expert|router|moe(block|layer)?$")
 class _Tiled:
     """Stands in for the ``forward`` of a feed-forward part."""
 
-    def __init__(self, name: str, part: nn.Module, whole: Callable[..., Any], tile: int) -> None:
-        self.whole = whole
-        self._part = part
-        self._name = name
-        self._tile = tile
+    def __init__(self, name: str, part: nn.Module, tile: int) -> None:
+        self._name, self._part, self._tile = name, part, tile
         self._tried = False
+        own = vars(part).get("forward")
+        if (own is not None and not isinstance(own, _Tiled)) or any(map(has_backward_hooks, part.modules())):
+            self._refuse("has hooks on gradients, or a forward that is not its class's, which would see tiles")
+        self.whole: Callable[..., Any] = own.whole if isinstance(own, _Tiled) else part.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = trees.tensors((args, kwargs))

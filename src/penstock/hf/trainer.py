@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch import nn
 
-from penstock.compat.accelerate import before_gather, deal_neighbours, keep_processes, leave_model, note_skipped
+from penstock.compat.accelerate import deal_neighbours, keep_processes, leave_model, note_gathered, note_skipped
 from penstock.compat.transformers import REPLACED, TrainerSteps
 from penstock.config import fields_of
 from penstock.engine import start
@@ -128,7 +128,7 @@ class EngineMixin(EvaluationSteps):
         """Refuse arguments of the constructor, by their names, before data sets are prepared."""
         self._check_foreign(given)
         if given.get("args") is not None:
-            self.check_args(given["args"])
+            check_arguments(given["args"])
 
     def _check_foreign(self, given: Mapping[str, Any]) -> None:
         for name in _FOREIGN:
@@ -137,13 +137,9 @@ class EngineMixin(EvaluationSteps):
                     f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
                 )
 
-    def check_args(self, args: Any) -> None:
-        """Refuse arguments that cannot be honoured."""
-        check_arguments(args)
-
     def _check(self) -> None:
         """Refuse what cannot be honoured, as the library has filled it in."""
-        self.check_args(self.args)
+        check_arguments(self.args)
         check_launch(self)
         check_spans(self, self._engine_arguments.cp)
         if getattr(self.model, "is_activation_checkpointing", False):
@@ -160,15 +156,17 @@ class EngineMixin(EvaluationSteps):
         super().create_accelerator_and_postprocess()
         leave_model(self.accelerator)
         keep_processes(self.accelerator)
-        before_gather(self.accelerator, self._check_gather)
+        note_gathered(self.accelerator, self._keep_gathered)
 
-    def _check_gather(self) -> None:
-        """Each process runs its forwards when the engine's schedule says so, and may run some again."""
+    def _keep_gathered(self, gathered: Any, counted: bool) -> bool:
+        """As ``note_gathered`` has it. Each process runs its forwards when the engine's schedule says so, and may run
+        some again."""
         if self.args.world_size > 1 and self.is_in_forward():
             raise ModelError(
                 "compute_loss gathers from other processes (accelerator.gather), whose forwards do not run at the same "
                 "time: let it use what this process has alone"
             )
+        return False
 
     @property
     def engine(self) -> Engine:
@@ -445,7 +443,7 @@ class EngineMixin(EvaluationSteps):
 
     def load_state(self, folder: Path) -> None:
         assert self.lr_scheduler is not None
-        checkpoint.load(self.engine, folder)
+        self.engine.load(folder / checkpoint.SNAPSHOT)
         self.lr_scheduler.load_state_dict(torch.load(folder / checkpoint.SCHEDULER, weights_only=True))
 
     def load_best(self) -> None:
@@ -461,7 +459,7 @@ class EngineMixin(EvaluationSteps):
                 f"load_best_model_at_end: {best} is not there any more. The model is that of the last step, and can be "
                 "saved: trainer.save_model()"
             )
-        checkpoint.load(self.engine, checkpoint.require(best))
+        self.engine.load(checkpoint.require(best) / checkpoint.SNAPSHOT)
 
     def write_model(self, folder: Path) -> None:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)

@@ -7,9 +7,8 @@ take turns, and one that only taught the engine the model's shapes, or was run a
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from penstock.compat.accelerate import counted_values, note_gathered
-from penstock.compat.trl import Bookkeeping, Books, FiguresOf, of_reward
-from penstock.compat.trl import RewardTrainer as PlainRewardTrainer
+from penstock.compat.accelerate import counted_values
+from penstock.compat.trl import Bookkeeping, Books, FiguresOf
 from penstock.errors import ConfigError, ModelError
 from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.pieces import Notes, current_notes
@@ -37,20 +36,18 @@ class TRLMixin(Bookkeeping, EngineMixin):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self.args.world_size == 1:
-            return
-        if type(self).figures_of is None:
+        if self.args.world_size > 1 and type(self).figures_of is None:
             raise ConfigError(
                 f"{type(self).__name__} in {self.args.world_size} processes cannot be honoured: its loss is made of "
                 "what all of them gather within a forward, and their forwards do not run at the same time. Start one"
             )
-        note_gathered(self.accelerator, self._note)
 
-    def _note(self, gathered: Any, counted: bool) -> bool:
+    def _keep_gathered(self, gathered: Any, counted: bool) -> bool:
         """Keep what a forward would gather; processes tell each other after the step."""
-        if self.is_in_forward():
+        kept = self.args.world_size > 1 and self.is_in_forward()
+        if kept:
             check_own(self.books.note(gathered, counted=counted))
-        return self.is_in_forward()
+        return kept
 
     @property
     def books(self) -> Books:
@@ -104,14 +101,3 @@ def check_own(own: bool) -> None:
             "compute_loss gathers more from other processes than TRL's own does, whose forwards do not run at the same "
             "time: let it use what this process has alone"
         )
-
-
-class RewardTrainer(TRLMixin, PlainRewardTrainer):
-    """``trl.RewardTrainer`` on the engine; takes ``engine=EngineArguments(...)`` beside TRL's own arguments.
-
-    Raises:
-        ConfigError: an argument cannot be honoured; it is named, and what to do.
-    """
-
-    figures_of = of_reward
-    exact_entries = ("margin",)

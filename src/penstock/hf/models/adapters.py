@@ -11,7 +11,7 @@ import torch
 from penstock import files
 from penstock.compat.peft import base_name, has_adapter, is_adapted, is_plain, is_product
 from penstock.errors import ModelError
-from penstock.hf.models.shell import cast
+from penstock.hf.models.shell import cast, first_names
 from penstock.state.values import Place, Values
 from penstock.tape.guard import names_of_state
 
@@ -82,10 +82,7 @@ def _saved(model: Any, values: Values) -> dict[str, str]:
     its choice among placeholders. With the name that each value has: tied ones have several."""
     from peft import get_peft_model_state_dict
 
-    first = {id(value): name for name, value in (*model.named_parameters(), *model.named_buffers())}
-    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    own = {name: first[id(value)] for name, value in every}
-    state = model.state_dict()
+    own, state = first_names(model), model.state_dict()
     with warnings.catch_warnings(action="ignore"):  # said again when it saves
         kept = {id(value) for value in get_peft_model_state_dict(model, state_dict=state).values()}
     wanted = {name for name, value in state.items() if id(value) in kept}

@@ -6,7 +6,8 @@ layouts by transformers' own rules, tied weights once, buffers too. It appears u
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from penstock.compat.transformers import (
 from penstock.config import parse_size
 from penstock.data.tokenizer import save
 from penstock.engine.engine import Engine
-from penstock.errors import ConfigError, ModelError
+from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.adapters import Merged, base_of, has_adapters, save_adapter
 from penstock.hf.models.folder import CONFIG, GENERATION, INDEX
@@ -114,29 +115,36 @@ def export(
     if has_adapters(model) and not merge and shard_size != SHARD_SIZE:
         raise ConfigError(f"shard_size={shard_size!r} has no effect: an adapter is one file. Leave it out")
 
-    def write(values: Values) -> None:
-        if has_adapters(model) and not merge:
-            companions = partial(_write_tokenizer, tokenizer)
-            write_adapter(Path(out), model, values, companions, dtype=dtype, overwrite=overwrite)
-            return
-        whole = model.get_base_model() if merge else model
-        source = _source(whole, Merged(values, model) if merge else values)
-        companions = partial(_write_companions, whole, tokenizer)
-        write_folder(Path(out), source, companions, dtype=dtype, shard_size=shard_size, overwrite=overwrite)
-
-    engine.on_first("export", write)
+    _export(engine, Path(out), tokenizer, merge=merge, dtype=dtype, shard_size=shard_size, overwrite=overwrite)
 
 
 def export_as_given(engine: Engine, out: Path, *, tokenizer: Any, own: Mapping[str, torch.dtype]) -> None:
-    """``export`` of a model without adapters, of which each parameter is written in a dtype of its ``own``, and the
-    configuration has that of the first; without any, as the model's configuration says.
-    """
+    """``export``, of which each parameter is written in a dtype of its ``own``; without any, as by default."""
+    _export(engine, out, tokenizer, own=own)
+
+
+def _export(
+    engine: Engine,
+    out: Path,
+    tokenizer: Any,
+    *,
+    merge: bool = False,
+    dtype: Dtype | None = None,
+    own: Mapping[str, torch.dtype] | None = None,
+    shard_size: str | int | float = SHARD_SIZE,
+    overwrite: bool = False,
+) -> None:
     model = _model_of(engine)
-    first = next(iter(own.values()), None)
+    more: dict[str, Any] = {"dtype": dtype, "own": own, "overwrite": overwrite}
 
     def write(values: Values) -> None:
-        companions = partial(_write_companions, model, tokenizer)
-        write_folder(out, _source(model, values), companions, dtype=first, own=own)
+        if has_adapters(model) and not merge:
+            write_adapter(out, model, values, partial(_write_tokenizer, tokenizer), **more)
+            return
+        whole = model.get_base_model() if merge else model
+        merged = Merged(values, model) if merge else values
+        source = Source(cls=type(whole), config=as_given(whole.config), rules=rules_of(whole), values=merged)
+        write_folder(out, source, partial(_write_companions, whole, tokenizer), shard_size=shard_size, **more)
 
     engine.on_first("export", write)
 
@@ -151,19 +159,6 @@ def _model_of(engine: Engine) -> Any:
             f"{type(model).__name__} is no model of transformers: save it with engine.master_parameters()"
         )
     return model
-
-
-def _source(model: Any, values: Values) -> Source:
-    return Source(cls=type(model), config=as_given(model.config), rules=rules_of(model), values=values)
-
-
-def export_adapter(engine: Engine, out: Path, *, tokenizer: Any, own: Mapping[str, torch.dtype]) -> None:
-    """``export`` of a model with adapters, of which each parameter is written in a dtype of its ``own``, or fp32."""
-
-    def write(values: Values) -> None:
-        write_adapter(out, engine.model, values, partial(_write_tokenizer, tokenizer), own=own)
-
-    engine.on_first("export", write)
 
 
 def _write_companions(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -198,16 +193,10 @@ def write_adapter(
 
     Raises: as ``export``.
     """
-    check = partial(_check_target, out, overwrite=overwrite, base=base_of(model))
     dtypes = dict.fromkeys(values.parameters, shell.FLOATS[dtype]) if dtype else own or {}
-    with WholeFolder(out, check=check) as folder:
-        try:
-            save_adapter(folder.partial, model, values, dtypes)
-            companions(folder.partial)
-            files.sync_tree(folder.partial, private=False)
-        except OSError as error:
-            raise not_written(out, error) from error
-        folder.finish()
+    with _whole(out, partial(_check_target, out, overwrite=overwrite, base=base_of(model))) as folder:
+        save_adapter(folder, model, values, dtypes)
+        companions(folder)
     nbytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return Written(dtype=shell.FLOATS[dtype or "fp32"], files=1, nbytes=nbytes)
 
@@ -227,23 +216,23 @@ def write_folder(
     source: Source,
     companions: Callable[[Path], None],
     *,
-    dtype: Dtype | torch.dtype | None = None,
+    dtype: Dtype | None = None,
     own: Mapping[str, torch.dtype] | None = None,
     shard_size: str | int | float = SHARD_SIZE,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Written:
     """The folder, whole or not at all. ``companions`` writes what goes beside configuration and weights. ``own``:
-    dtypes of parameters, by name, where not all have one ``dtype``.
+    dtypes of parameters, by name, where not all have one ``dtype``; the configuration has the first of them.
 
     Raises: as ``export``.
     """
     base = source.values.base if isinstance(source.values, Merged) else None
     check = partial(_check_target, out, overwrite=overwrite, base=base)
     check()  # before what takes its time
-    given = shell.FLOATS[dtype] if isinstance(dtype, str) else dtype
-    kind = given or shell.dtype_of(source.config) or torch.float32
-    twin, steps = _steps(source, kind, own or {})
+    own = own or {}
+    kind = shell.FLOATS[dtype] if dtype else next(iter(own.values()), shell.dtype_of(source.config)) or torch.float32
+    twin, steps = _steps(source, kind, own)
     tensors = {name: tensor for step in steps for name, tensor in step.targets.items()}
     split = split_state_dict_into_shards_factory(
         tensors,
@@ -251,27 +240,34 @@ def write_folder(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=parse_size(shard_size),
     )
-    layouts = {file: lay_out({name: tensors[name] for name in own}) for file, own in split.filename_to_tensors.items()}
-    with WholeFolder(out, check=check) as folder:
-        with ShardFiles(folder.partial, layouts) as shards:
+    of_files = split.filename_to_tensors
+    layouts = {file: lay_out({name: tensors[name] for name in names}) for file, names in of_files.items()}
+    with _whole(out, check) as folder:
+        with closing(ShardFiles(folder, layouts)) as shards:
             _fill(shards, twin, steps, source.values, progress)
             shards.finish()
+        write_config(folder, source.config, source.cls, kind)
+        if split.is_sharded:
+            total = sum(place.shape.numel() for place in source.values.parameters.values())
+            metadata = {"total_parameters": total, **split.metadata}
+            body = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+            files.replace(folder / INDEX, json.dumps(body, indent=2, sort_keys=True) + "\n", private=False)
+        companions(folder)
+    return Written(dtype=kind, files=len(layouts), nbytes=sum(layout.nbytes for layout in layouts.values()))
+
+
+@contextmanager
+def _whole(out: Path, check: Callable[[], None]) -> Iterator[Path]:
+    """Inside, a folder that takes the place of ``out`` in the end, on the drive; ``check``: as of ``WholeFolder``."""
+    with WholeFolder(out, check=check) as folder:
         try:
-            write_config(folder.partial, source.config, source.cls, kind)
-            if split.is_sharded:
-                total = sum(place.shape.numel() for place in source.values.parameters.values())
-                body = {
-                    "metadata": {"total_parameters": total, **split.metadata},
-                    "weight_map": split.tensor_to_filename,
-                }
-                text = json.dumps(body, indent=2, sort_keys=True) + "\n"
-                files.replace(folder.partial / INDEX, text, private=False)
-            companions(folder.partial)
+            yield folder.partial
             files.sync_tree(folder.partial, private=False)
+        except StoreError:
+            raise
         except OSError as error:
             raise not_written(out, error) from error
         folder.finish()
-    return Written(dtype=kind, files=len(layouts), nbytes=sum(layout.nbytes for layout in layouts.values()))
 
 
 def _check_target(out: Path, *, overwrite: bool, base: Path | None) -> None:
@@ -329,10 +325,8 @@ def _steps(source: Source, dtype: torch.dtype, own: Mapping[str, torch.dtype]) -
 def _names_of_values(twin: Any, values: Values) -> dict[str, str]:
     """The names in a model's ``state_dict``, with the one that each value has: a tied one has its first of several, and
     transformers may save it under another."""
-    every = (*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False))
-    first, known = {id(value): name for name, value in reversed(every)}, {*values.parameters, *values.buffers}
-    tied = {name: first[id(value)] for name, value in every if name not in known}
-    return {name: tied.get(name, name) for name in twin.state_dict()}
+    first, known = shell.first_names(twin), {*values.parameters, *values.buffers}
+    return {name: name if name in known else first.get(name, name) for name in twin.state_dict()}
 
 
 def _check_same(state: Mapping[str, torch.Tensor], values: Values, value_of: Mapping[str, str]) -> None:

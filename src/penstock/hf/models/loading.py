@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.compat.modules import is_extra_state
 from penstock.compat.transformers import key_report, set_rules
 from penstock.engine import start
 from penstock.errors import ConfigError, ModelError
@@ -277,10 +276,10 @@ class FolderWeights:
 
 def _same(model: Any, state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     """All names of each value of a model: tied ones have several."""
-    names: dict[int, list[str]] = {}
-    for name in state:
-        if not is_extra_state(name):
-            names.setdefault(id(model.get_parameter_or_buffer(name)), []).append(name)
+    names: dict[str, list[str]] = {}
+    for name, first in shell.first_names(model).items():
+        if name in state:
+            names.setdefault(first, []).append(name)
     return [tuple(group) for group in names.values()]
 
 

@@ -8,9 +8,9 @@ that a step of it is kept instead of done: first with tensors of the meta device
 anything is read, and later, one step at a time, with the values.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,23 +86,19 @@ def inwards(model: Any, stored: Mapping[str, torch.Tensor]) -> Conversion:
         ModelError: as ``Step.convert``.
     """
     rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    renamings, converters = _kinds(rules)
     prefix, wanted = model.base_model_prefix, model.state_dict()
-    begun: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    found: list[tuple[str, str, str | None]] = []
     unknown: list[str] = []
     for name in sorted(stored, key=dot_natural_key):
         key, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
         if key not in wanted and name in wanted:  # it was the model's own name, and only the prefix may differ
             key, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=wanted)
-        if key not in wanted:
-            unknown.append(key)
-        elif pattern is not None:
-            begun.setdefault(key, (converter_of[pattern], []))[1].append((name, pattern))
+        if key in wanted:
+            found.append((name, key, pattern))
         else:
-            begun.setdefault(key, (WeightRenaming(name, key), []))[1].append((name, name))
-    steps = tuple(_step(model, key, rule, sources, stored) for key, (rule, sources) in begun.items())
+            unknown.append(key)
+    steps = _steps(model, found, converters, stored)
     return Conversion(steps=steps, unknown=tuple(unknown), used=tuple(rule for rule in rules if rule.was_used()))
 
 
@@ -119,37 +115,42 @@ def outwards(model: Any, state: Mapping[str, torch.Tensor], rules: list[Any] | N
         # A prefix that may be dropped on the way in is not known to have been there.
         rules = [rule for rule in own if not isinstance(rule, PrefixChange)] or None
     names = list(state) if rules is None else sorted(state, key=dot_natural_key)
-    reverse = [rule.reverse_transform() for rule in reversed(rules or [])]
-    renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
-    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    begun: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    renamings, converters = _kinds([rule.reverse_transform() for rule in reversed(rules or [])])
+    found: list[tuple[str, str, str | None]] = []
     for name in names:
         key, pattern = apply_converters(name, converters)
-        if pattern is not None:
-            begun.setdefault(key, (converter_of[pattern], []))[1].append((name, pattern))
-        else:
-            key = apply_renamings(name, renamings)
-            begun.setdefault(key, (WeightRenaming(name, key), []))[1].append((name, name))
-    after = tuple(renamings)
-    return tuple(
-        _step(model, key, rule, sources, state, after if isinstance(rule, WeightConverter) else ())
-        for key, (rule, sources) in begun.items()
-    )
+        found.append((name, apply_renamings(name, renamings) if pattern is None else key, pattern))
+    return _steps(model, found, converters, state, tuple(renamings))
 
 
-def _step(
+def _kinds(rules: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The renamings and the converters among rules."""
+    kinds = (WeightRenaming, WeightConverter)
+    renamings, converters = ([rule for rule in rules if isinstance(rule, kind)] for kind in kinds)
+    return renamings, converters
+
+
+def _steps(
     model: Any,
-    key: str,
-    rule: Any,
-    sources: list[tuple[str, str]],
+    found: Sequence[tuple[str, str, str | None]],
+    converters: Sequence[Any],
     known: Mapping[str, torch.Tensor],
     renamings: tuple[Any, ...] = (),
-) -> Step:
-    """A step with its targets found by doing it on the meta device."""
-    bare = Step(key=key, transform=rule, sources=tuple(sources), targets={}, renamings=renamings)
-    targets = bare.convert(model, lambda name: known[name])
-    return Step(key=key, transform=rule, sources=tuple(sources), targets=targets, renamings=renamings)
+) -> tuple[Step, ...]:
+    """The steps for names that were ``found``, each with its key on the other side and a converter's pattern; None: it
+    is renamed. The targets are found by doing it on the meta device. ``renamings``: of what converters make.
+    """
+    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    begun: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    for name, key, pattern in found:
+        rule = WeightRenaming(name, key) if pattern is None else converter_of[pattern]
+        begun.setdefault(key, (rule, []))[1].append((name, pattern or name))
+    steps = []
+    for key, (rule, sources) in begun.items():
+        after = renamings if isinstance(rule, WeightConverter) else ()
+        bare = Step(key=key, transform=rule, sources=tuple(sources), targets={}, renamings=after)
+        steps.append(replace(bare, targets=bare.convert(model, lambda name: known[name])))
+    return tuple(steps)
 
 
 def rules_to_json(rules: tuple[Any, ...] | list[Any]) -> list[list[list[str]]]:

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -59,7 +57,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
 
 
 class ShardFiles:
-    """The files of a folder, open to be filled; a context manager that closes them.
+    """The files of a folder, open to be filled until ``close``.
 
     All space is reserved first, so that a disk that is too small is found before the first value is read.
     """
@@ -124,14 +122,6 @@ class ShardFiles:
     def close(self) -> None:
         while self._fds:
             os.close(self._fds.popitem()[1])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def not_written(path: Path, error: OSError) -> StoreError:

@@ -166,24 +166,11 @@ def equal(one: Stored, other: Stored) -> bool:
     """
     if one.shape != other.shape:
         return False
-    numel = one.shape.numel()
-    count = PIECE // 8
-    with _opened(one) as first, _opened(other) as second:
-        for start in range(0, numel, count):
-            most = min(count, numel - start)
-            a, b = _elements(first, one, start, most), _elements(second, other, start, most)
-            same = a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))  # NaN is said elsewhere
-            if not same and not torch.equal(a.double(), b.double()):
-                return False
+    for (_, a), (_, b) in zip(_pieces(one, PIECE // 8), _pieces(other, PIECE // 8), strict=True):
+        same = a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))  # NaN is said elsewhere
+        if not same and not torch.equal(a.double(), b.double()):
+            return False
     return True
-
-
-def _elements(fd: int, tensor: Stored, start: int, count: int) -> torch.Tensor:
-    """Some elements of a tensor, from ``start`` on, as they are in its file."""
-    size = tensor.dtype.itemsize
-    room = torch.empty(count * size, dtype=torch.uint8)
-    _read(fd, tensor, tensor.offset + start * size, room.numpy().data)
-    return room.view(tensor.dtype)
 
 
 def read_into(tensor: Stored, out: torch.Tensor) -> None:
@@ -195,17 +182,25 @@ def read_into(tensor: Stored, out: torch.Tensor) -> None:
     """
     assert out.shape == tensor.shape
     assert out.is_contiguous()
-    flat, size = out.view(-1), tensor.dtype.itemsize
-    room = torch.empty(min(PIECE, tensor.nbytes), dtype=torch.uint8)
+    flat = out.view(-1)
+    for start, piece in _pieces(tensor, PIECE // tensor.dtype.itemsize):
+        part = flat[start : start + piece.numel()]
+        part.copy_(piece)
+        if out.is_floating_point() and not bool(part.isfinite().all()):
+            bad = int((~part.isfinite()).nonzero()[0])
+            raise ModelError(_not_finite(tensor, start + bad, piece[bad].item()))
+
+
+def _pieces(tensor: Stored, most: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """The elements of a tensor as they are in its file, ``most`` at a time, each with the place of its first one. A
+    piece is there until the next one comes."""
+    numel, size = tensor.shape.numel(), tensor.dtype.itemsize
+    room = torch.empty(min(most, numel) * size, dtype=torch.uint8)
     with _opened(tensor) as fd:
-        for first in range(0, tensor.nbytes, PIECE):
-            piece = room[: min(PIECE, tensor.nbytes - first)]
-            _read(fd, tensor, tensor.offset + first, piece.numpy().data)
-            part = flat[first // size : (first + len(piece)) // size]
-            part.copy_(piece.view(tensor.dtype))
-            if out.is_floating_point() and not bool(part.isfinite().all()):
-                at = first // size + int((~part.isfinite()).nonzero()[0])
-                raise ModelError(_not_finite(tensor, at, piece.view(tensor.dtype)[at - first // size].item()))
+        for start in range(0, numel, most):
+            piece = room[: min(most, numel - start) * size]
+            _read(fd, tensor, tensor.offset + start * size, piece.numpy().data)
+            yield start, piece.view(tensor.dtype)
 
 
 def _not_finite(tensor: Stored, at: int, value: float) -> str:

@@ -154,6 +154,13 @@ def short(error: BaseException) -> str:
     return " ".join(str(error).split())[:400]
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """All names of a model's parameters and buffers, with the first one of each: tied ones have several."""
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(value), name) for name, value in every}
+
+
 def parameter_count(model: nn.Module) -> int:
     """Parameters, tied ones counted once."""
     return sum(p.numel() for p in model.parameters())
