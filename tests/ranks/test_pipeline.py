@@ -154,6 +154,7 @@ IN_SHORT = (
 ELSEWHERE = (
     "on disk, early, bf16",
     "two kinds of masks",
+    "hidden states are collected",
     "1f1b, all on disk",
     "1f1b, strands",
     "interleaved in memory",
