@@ -102,7 +102,7 @@ class Place:
         numbers = [json.loads(line) for line in lines]
         found = {f"line {n}": f"{of['step']} {of['loss']!r} {of['grad_norm']!r}" for n, of in enumerate(numbers)}
         with Store.open([self.drive / "run"]) as store:
-            slots = Slots.of(store)
+            slots = Slots(store)
             for extent in store.layout.extents:
                 buffer = aligned_bytes(extent.stride)
                 store.read(extent.name, 0, buffer, slots.current(extent.name))

@@ -37,7 +37,7 @@ def stretches(store: Path) -> dict[str, list[Stretch]]:
     """All of a store by kind: every slot of every extent, the checksums, the manifest and the commit records."""
     found: dict[str, list[Stretch]] = {}
     with Store.open([store]) as opened:
-        slots, last = Slots.of(opened), opened.commits.table
+        slots, last = Slots(opened), opened.commits.table
         assert last is not None
         table = digests.area(opened.layout, slots=2)
         current = {e.name: slots.current(e.name) for e in opened.layout.extents} | {table.name: last.slot}

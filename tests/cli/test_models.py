@@ -214,7 +214,7 @@ def test_damage_is_found_and_nothing_is_left(trained: Path, tmp_path: Path, caps
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     with Store.open([run / "store"]) as store:
         extent = store.layout["weights.1"]
-        slot = Slots.of(store).current("weights.1")
+        slot = Slots(store).current("weights.1")
     with (run / "store" / DATA).open("r+b") as file:
         file.seek(extent.address(0, extent.stride, slot))
         file.write(b"damage")

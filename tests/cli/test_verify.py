@@ -46,7 +46,7 @@ def _flip(run: Path, name: str, slot: int, byte: int = 0) -> None:
 
 def _slot(run: Path, name: str) -> int:
     with Store.open([run / "store"]) as store:
-        return Slots.of(store).current(name)
+        return Slots(store).current(name)
 
 
 MUON = ("--optimizer.name", "muon", "--optimizer.adamw.lr", "1e-3")

@@ -10,6 +10,7 @@ from penstock.doctor.between import look, other_bits
 from penstock.hardware.machine import Between, Machine, parse_machine
 from penstock.ranks.group import Ranks, T
 from penstock.ranks.process_groups import join
+from tests.doctor.test_doctor import measure_little
 from tests.machines import gpu, host
 from tests.ranks.worlds import together
 
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def found(mesh: DeviceMesh) -> Between:
     ranks = join(mesh, torch.device("cpu"))
     try:
-        return look(ranks, 0.005, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            measure_little(patch)
+            return look(ranks, 0.005, 1)
     finally:
         ranks.close()
 

@@ -59,15 +59,19 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[examine.Effort]:
     return asked
 
 
+def measure_little(patch: pytest.MonkeyPatch) -> None:
+    """What is measured with is small, where rates say nothing: on processors, and on the simulated accelerator."""
+    patch.setitem(device.SIZES, "cpu", (64,))
+    if DEVICE != "cuda":
+        patch.setitem(device.SIZES, "cuda", (64,))
+        patch.setattr(system, "cache_size", lambda: 0)
+        for name, smaller in (("CHUNK", ALIGN), ("DEVICE_STEP", ALIGN), ("QUEUED", 2)):
+            patch.setattr(work, name, smaller)
+
+
 @pytest.fixture
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured with is small, where rates say nothing: on processors, and on the simulated accelerator."""
-    monkeypatch.setitem(device.SIZES, "cpu", (64,))
-    if DEVICE != "cuda":
-        monkeypatch.setitem(device.SIZES, "cuda", (64,))
-        monkeypatch.setattr(system, "cache_size", lambda: 0)
-        for name, smaller in (("CHUNK", ALIGN), ("DEVICE_STEP", ALIGN), ("QUEUED", 2)):
-            monkeypatch.setattr(work, name, smaller)
+    measure_little(monkeypatch)
 
 
 def _environment(cache: Path) -> dict[str, str]:

@@ -129,7 +129,7 @@ def check_run(run: Run, folder: Path) -> None:
 def check_whole(store: Path, expected: Result | None) -> None:
     """What a closed store holds is whole, and its values are those of the run."""
     with Store.open([store]) as opened:
-        slots = Slots.of(opened)
+        slots = Slots(opened)
         current = {extent.name: slots.current(extent.name) for extent in opened.layout.extents}
         assert not [text for part in opened.verify(current) for text in part.damage]
     if expected is None:

@@ -58,7 +58,7 @@ def test_a_step_has_the_same_bits(
     kind: Kind, grad_dtype: torch.dtype, form: Form, moment_dtype: torch.dtype, fused: ModuleType
 ) -> None:
     """The values are of every magnitude, with denormals, infinities and NaNs, in a part of a block, too."""
-    rng, n = np.random.default_rng(3), 2 * BLOCK + 96
+    rng, n = np.random.default_rng(3), BLOCK + 96
     hyper = Hyper(kind=kind, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     grad, master = values(rng, n, wild=True), values(rng, n, wild=True)
     moments = tuple(values(rng, n, wild=True).abs() for _ in range(hyper.moments))
@@ -72,7 +72,7 @@ def test_a_step_has_the_same_bits(
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_squares_are_folded_in_one_order_and_in_passing(dtype: torch.dtype, fused: ModuleType) -> None:
-    grad = values(np.random.default_rng(4), 3 * BLOCK, wild=False)
+    grad = values(np.random.default_rng(4), 2 * BLOCK, wild=False)
     wanted = fallback.fold_squares(grad, dtype)
     assert torch.equal(fused.fold_squares(grad, dtype), wanted)
     squares, s = torch.empty_like(wanted), scalars(Hyper(kind="sgd", lr=0.1), 1)

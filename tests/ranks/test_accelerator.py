@@ -4,6 +4,8 @@ blocks of a pipeline, sequences. On the simulated one all accesses are ordered, 
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -144,11 +146,17 @@ def test_a_pipeline_whose_rank_is_killed_goes_on_from_its_last_commit(schedule: 
 # ---- what passes through host memory
 
 
-def in_pieces(mesh: DeviceMesh, numbers: test_pipeline.Numbers, run: test_pipeline.Run, piece: int) -> Any:
-    """Training where every message has a head of its own, and passes through the host in such pieces."""
+@contextmanager
+def pieces(size: int) -> Iterator[None]:
+    """Within, every message has a head of its own, and passes through the host in pieces of so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crossing, "SMALL", -1)
-        patch.setattr(dealt, "MESSAGE_PIECE", piece)
+        patch.setattr(dealt, "MESSAGE_PIECE", size)
+        yield
+
+
+def in_pieces(mesh: DeviceMesh, numbers: test_pipeline.Numbers, run: test_pipeline.Run, piece: int) -> Any:
+    with pieces(piece):
         return test_pipeline.trained(mesh, numbers, run, None)
 
 
@@ -290,7 +298,9 @@ def mutated(mesh: DeviceMesh, name: str) -> None:
             elif mutation.name == "given":
                 shifted(mesh)
             else:
-                in_pieces(mesh, test_pipeline.Numbers(model="gemma3"), test_pipeline.Run(), 1000)
+                case = test_bits.CASES["gemma3"]
+                with pieces(1000), wrap(case, budget(None), mesh=mesh) as engine:
+                    run_steps(engine, steps_of(case, 1, lengths=test_pipeline.LENGTHS))
         except (ArithmeticError, RuntimeError, ValueError):  # of what was read too early
             if not simulated.start().findings():
                 raise

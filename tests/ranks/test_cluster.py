@@ -56,6 +56,16 @@ def penstock(folder: Path, *words: str | Path) -> "tuple[int, str]":
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_run(folder, run=folder / "run")
+    (folder / "host").mkdir()
+    assert penstock(folder / "host", *WORDS)[0] == 0
+    return folder / "run"
+
+
 @pytest.mark.parametrize(
     ("more", "refusal"),
     [
@@ -64,13 +74,9 @@ def penstock(folder: Path, *words: str | Path) -> "tuple[int, str]":
     ],
 )
 def test_two_hosts_with_drives_of_their_own_do_what_one_process_does(
-    more: tuple[str, ...], refusal: str, two_hosts: Cluster, tmp_path: Path
+    more: tuple[str, ...], refusal: str, alone: Path, two_hosts: Cluster, tmp_path: Path
 ) -> None:
     """One is killed, and all go on from their last step; what reads all of the state says what is not there."""
-    (alone := tmp_path / "alone").mkdir()
-    write_run(alone, run=alone / "run")
-    (alone / "host").mkdir()
-    assert penstock(alone / "host", *WORDS)[0] == 0
     (folder := tmp_path / "several").mkdir()
     began = on_hosts(two_hosts, folder, "-c", STOPPED, *WORDS, *more)
     began.processes[1].wait(PATIENCE)
@@ -86,7 +92,7 @@ def test_two_hosts_with_drives_of_their_own_do_what_one_process_does(
     assert refusal in refused[1]
     for code, _, errors in on_hosts(two_hosts, folder, "-m", "penstock", "resume", folder / "run").outcomes():
         assert code == 0, errors
-    assert numbers(folder / "run") == numbers(alone / "run")
+    assert numbers(folder / "run") == numbers(alone)
     code, said = penstock(folder / "host0", "verify", folder / "run")
     assert code
     assert "drive/rank-1 is not here: the run trains on 2 hosts" in said
@@ -94,16 +100,14 @@ def test_two_hosts_with_drives_of_their_own_do_what_one_process_does(
     assert "Every checksum is right." in penstock(folder / "host0", "verify", folder / "run")[1]
 
 
-def test_pipelines_over_two_hosts_of_two_ranks_do_what_one_process_does(two_hosts: Cluster, tmp_path: Path) -> None:
+def test_pipelines_over_two_hosts_of_two_ranks_do_what_one_process_does(
+    alone: Path, two_hosts: Cluster, tmp_path: Path
+) -> None:
     """The ranks of a host share the state of its blocks."""
-    (alone := tmp_path / "alone").mkdir()
-    write_run(alone, run=alone / "run")
-    (alone / "host").mkdir()
-    assert penstock(alone / "host", *WORDS)[0] == 0
     (folder := tmp_path / "several").mkdir()
     for code, _, errors in on_hosts(two_hosts, folder, "-m", "penstock", *WORDS, "--pipeline", "2", each=2).outcomes():
         assert code == 0, errors
-    assert numbers(folder / "run") == numbers(alone / "run")
+    assert numbers(folder / "run") == numbers(alone)
     stores = [sorted(path.name for path in (folder / f"host{host}" / "drive").iterdir()) for host in range(2)]
     assert stores == [["rank-0", "rank-1"], ["rank-2", "rank-3"]]
 

@@ -50,9 +50,10 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
 }
 
 
-@pytest.mark.sampled(1, values=False)
+@pytest.mark.campaign
 @pytest.mark.parametrize("way", WAYS)
 def test_two_copies_of_two_ranks_each_have_the_bits_of_one_rank(way: str, tmp_path: Path) -> None:
+    """Each time ``test_compact`` runs one on disk, with moments in 8 bits, and ``test_accelerator`` one in memory."""
     numbers, run = WAYS[way]
     for found in together(4, trained_in_copies, numbers, run, tmp_path / "store"):
         equal(found, alone(numbers))

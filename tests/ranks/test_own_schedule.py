@@ -14,6 +14,7 @@ from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.meaning import Needs, prove
+from tests.conftest import Campaign
 from tests.ranks.launched import Launched, launched
 from tests.ranks.test_bits import BF16, CASES, FP32, STRANDS, Numbers, alone, equal, of_rank, results
 from tests.ranks.test_command import STRANDS as STRANDS_OF_TWO
@@ -26,7 +27,6 @@ from tests.training import budget, run_steps, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SWAPS = 60
 WAYS: dict[str, tuple[Numbers, dict[str, Any], bool]] = {
     "stage 3 on disk": (FP32, {"stage": 3}, True),
     "delayed, bf16": (BF16, {"stage": 3, "delay": 0.5}, True),
@@ -46,12 +46,13 @@ def built(mesh: DeviceMesh, numbers: Numbers, settings: dict[str, Any], disk: Pa
         return engine.plan, engine.inside.planning.request
 
 
-def reordered(plan: Any, request: Any, rng: Random) -> Schedule:
-    """The schedule of a plan with neighbours of a lane in the other order, where that is safe and the same step."""
+def reordered(plan: Any, request: Any, rng: Random, swaps: int) -> Schedule:
+    """The schedule of a plan with neighbours of a lane in the other order, where that is safe and the same step: of so
+    many that are tried."""
     seat = request.seat(plan.settings)
     needs = Needs.of(plan.program, plan.settings, request.ranks, request.copies, seat.hosts.size)
     found, ops = plan.schedule, list(plan.schedule.ops)
-    for _ in range(SWAPS):
+    for _ in range(swaps):
         lane = rng.choice([ops for ops in found.lanes.values() if len(ops) > 1])
         i = rng.randrange(len(lane) - 1)
         a, b = ops.index(lane[i]), ops.index(lane[i + 1])
@@ -67,13 +68,15 @@ def reordered(plan: Any, request: Any, rng: Random) -> Schedule:
     return replace(found, fixed=())  # another order may hold more
 
 
-def trained(mesh: DeviceMesh, way: str, disk: Path, *, copies: bool = False, hosts: bool = False) -> dict[str, Any]:
+def trained(
+    mesh: DeviceMesh, way: str, disk: Path, swaps: int, *, copies: bool = False, hosts: bool = False
+) -> dict[str, Any]:
     numbers, settings, on_disk = WAYS[way]
     mesh = copies_of(mesh) if copies else mesh
     if hosts:
         on_a_host(mesh)
     plan, request = built(mesh, numbers, settings, disk / "built" if on_disk else None)
-    own = reordered(plan, request, Random(way))
+    own = reordered(plan, request, Random(way), swaps)
     assert {lane: [op.id for op in ops] for lane, ops in own.lanes.items()} != {
         lane: [op.id for op in ops] for lane, ops in plan.schedule.lanes.items()
     }
@@ -93,17 +96,19 @@ def trained(mesh: DeviceMesh, way: str, disk: Path, *, copies: bool = False, hos
         return found
 
 
-@pytest.mark.sampled(2, values=False)
-@pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_share_the_state_have_the_bits_of_one_rank(way: str, tmp_path: Path) -> None:
-    for found in together(2, trained, way, tmp_path):
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way == "horizontal" else [pytest.mark.campaign]) for way in WAYS]
+)
+def test_ranks_that_share_the_state_have_the_bits_of_one_rank(way: str, campaign: Campaign, tmp_path: Path) -> None:
+    """The first one is run each time below."""
+    for found in together(2, trained, way, tmp_path, campaign.cases(20, 60)):
         equal(found, alone(WAYS[way][0]))
 
 
 @pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("ranks", ["copies", "hosts"])
-def test_so_have_copies_of_the_state_and_several_hosts(ranks: str, tmp_path: Path) -> None:
-    for found in together(4, trained, "stage 3 on disk", tmp_path, **{ranks: True}):
+def test_so_have_copies_of_the_state_and_several_hosts(ranks: str, campaign: Campaign, tmp_path: Path) -> None:
+    for found in together(4, trained, "stage 3 on disk", tmp_path, campaign.cases(20, 60), **{ranks: True}):
         equal(found, alone(FP32))
 
 
@@ -154,7 +159,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_the_command_takes_one_for_all_ranks_from_a_file(tmp_path: Path) -> None:
     write_run(tmp_path)
-    words = ["train", "config.yaml", *STRANDS_OF_TWO]
+    words = ["train", "config.yaml", *STRANDS_OF_TWO, "--steps", "2"]
     for code, _, errors in Launched(2, ["-c", WRITTEN, *words], tmp_path).outcomes():
         assert code == 0, errors
     own = ["--run", "own", "--budget.disk", "own/store", "--schedule", "own.txt"]

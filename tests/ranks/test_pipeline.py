@@ -8,8 +8,8 @@ import shutil
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import penstock
 from tests.conftest import Campaign
 from tests.models import MODELS, PLAIN
 from tests.programs import sent_bytes
-from tests.ranks.test_bits import CASES, equal, results
+from tests.ranks.test_bits import CASES, Run, equal, results
 from tests.ranks.worlds import RankFailedError, World, pipeline, refusals, together
 from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
 
@@ -45,15 +45,6 @@ class Numbers:
 
     def settings(self) -> dict[str, Any]:
         return {"precision": self.precision, "clip_grad_norm": self.clip, "strands": self.strands}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A way to train that changes no bit."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    disk: bool = False
-    budget: Mapping[str, Any] = field(default_factory=dict)
 
 
 def trained(mesh: DeviceMesh | None, numbers: Numbers, run: Run, disk: Path | None, steps: int = STEPS) -> Any:
@@ -154,6 +145,7 @@ IN_SHORT = (
 ELSEWHERE = (
     "on disk, early, bf16",
     "two kinds of masks",
+    "hidden states are collected",
     "1f1b, all on disk",
     "1f1b, strands",
     "interleaved in memory",

@@ -103,34 +103,47 @@ PIPELINES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "1f1b": ("padded at times", {"schedule": "1f1b"}),
 }
 """What pipelines whose ranks share sequences are trained with: a model, and settings."""
+IN_SHORT = ("vertical", "zero bubble")
+"""Of which every run of the tests takes some; a campaign takes all."""
 LENGTHS = (24, 25, 25, 24)
 """Not all are a multiple of the ranks."""
+ONE_SHAPE = (25, 25)
+"""What is compiled is compiled for each length."""
 
 
-def steps_of(name: str, mesh: DeviceMesh | None, first: int = 1) -> list[list[Built]]:
+def steps_of(
+    name: str, mesh: DeviceMesh | None, first: int = 1, lengths: tuple[int, ...] = LENGTHS
+) -> list[list[Built]]:
     """The micro-batches of a rank: those of its sequences, whole."""
     cut = (CASES | EXTRA)[name]
     alike = mesh is None or mesh.ndim == 1 or "pp" in (mesh.mesh_dim_names or ())
     groups = 1 if alike else mesh.size(0)
     group = 0 if alike else mesh.get_local_rank(0)
-    each = len(LENGTHS) // groups
+    each = len(lengths) // groups
     mine = range(group * each, (group + 1) * each)
     return [
-        [cut.micro_batches(1, seed=100 * step + m, length=LENGTHS[m])[0] for m in mine]
+        [cut.micro_batches(1, seed=100 * step + m, length=lengths[m])[0] for m in mine]
         for step in range(first, first + STEPS)
     ]
 
 
-def trained(mesh: DeviceMesh | None, name: str, disk: Path | None = None, first: int = 1, **given: Any) -> Result:
+def trained(
+    mesh: DeviceMesh | None,
+    name: str,
+    disk: Path | None = None,
+    first: int = 1,
+    lengths: tuple[int, ...] = LENGTHS,
+    **given: Any,
+) -> Result:
     places = given.pop("places", {})
     with wrap((CASES | EXTRA)[name], budget(disk, **places), mesh=mesh, **given) as engine:
-        found = run_steps(engine, steps_of(name, mesh, first))
+        found = run_steps(engine, steps_of(name, mesh, first, lengths))
         return replace(found, state={name: one.clone() for name, one in engine.master_parameters()})
 
 
 @cache
-def alone(name: str) -> Result:
-    return trained(None, name, clip_grad_norm=0.5)
+def alone(name: str, lengths: tuple[int, ...] = LENGTHS) -> Result:
+    return trained(None, name, lengths=lengths, clip_grad_norm=0.5)
 
 
 def of_two(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
@@ -141,7 +154,7 @@ def of_two(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
         },
         "halves": halves(mesh, disk),
         "compiled": [
-            trained(mesh, "packed", clip_grad_norm=0.5, compile="aot_eager", **way)
+            trained(mesh, "packed", lengths=ONE_SHAPE, clip_grad_norm=0.5, compile="aot_eager", **way)
             for way in ({}, {"schedule": "horizontal", "overlap": False})
         ],
         "sent": {schedule: counted(mesh, schedule) for schedule in ("vertical", "horizontal")},
@@ -164,7 +177,7 @@ def test_two_ranks_that_share_each_sequence_are_one_process(name: str, found: li
 def test_compiled_blocks_make_the_exchanges_with_the_same_bits_under_any_schedule(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         first, second = of_rank["compiled"]
-        close(first, alone("packed"))
+        close(first, alone("packed", ONE_SHAPE))
         assert (first.losses, first.norms) == (second.losses, second.norms)
         assert [n for n, one in first.state.items() if not torch.equal(second.state[n], one)] == []
 
@@ -188,12 +201,15 @@ WAYS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def of_four(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
-    """The results of one training under several schedules, and of another, two ranks sharing each sequence."""
+def of_four(mesh: DeviceMesh, disk: Path, full: bool) -> dict[str, Any]:
+    """The results of one training under several schedules, and of another, two ranks sharing each sequence. ``full``:
+    all that there are."""
     four = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
     common = {"clip_grad_norm": 0.5, "strands": 4}
     ways = {"vertical": trained(four, "dropout", **common)}
     for number, (way, given) in enumerate(WAYS.items()):
+        if not full and "on_disk" not in given:
+            continue
         given = dict(given)
         place = disk / str(number) if given.pop("on_disk", False) else None
         ways[way] = trained(four, "dropout", place, **common, **given)
@@ -204,15 +220,17 @@ def of_four(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
         "ways": ways,
         "packed": trained(four, "packed", clip_grad_norm=0.5),
         "pipelines": {
-            way: trained(pipeline, name, clip_grad_norm=0.5, **given) for way, (name, given) in PIPELINES.items()
+            way: trained(pipeline, name, clip_grad_norm=0.5, **given)
+            for way, (name, given) in PIPELINES.items()
+            if full or way in IN_SHORT
         },
     }
 
 
 @pytest.fixture(scope="module")
-def found_by_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found_by_four(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> list[dict[str, Any]]:
     """``of_four``, by rank."""
-    return together(4, of_four, tmp_path_factory.mktemp("four"))
+    return together(4, of_four, tmp_path_factory.mktemp("four"), full=pytestconfig.getoption("--campaign"))
 
 
 def test_schedules_and_tiers_change_no_bit(found_by_four: list[dict[str, Any]]) -> None:
@@ -226,7 +244,9 @@ def test_schedules_and_tiers_change_no_bit(found_by_four: list[dict[str, Any]]) 
             assert [n for n, one in first.state.items() if not torch.equal(other.state[n], one)] == [], way
 
 
-@pytest.mark.parametrize("way", PIPELINES)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way in IN_SHORT else [pytest.mark.campaign]) for way in PIPELINES]
+)
 def test_ranks_that_share_sequences_are_a_pipeline_with_the_same_bits(
     way: str, found_by_four: list[dict[str, Any]], found: list[dict[str, Any]]
 ) -> None:

@@ -75,15 +75,15 @@ def talks(count: int) -> Dataset:
     )
 
 
-PACKED = {"packing": True, "max_length": 256, "per_device_train_batch_size": 1}
+PACKED = {"packing": True, "max_length": 256, "per_device_train_batch_size": 1, "num_train_epochs": 2}
 
 
 def tuned(
     cls: type[trl.SFTTrainer], folder: Path, each: int, settings: dict[str, Any] | None = None, **given: Any
 ) -> trl.SFTTrainer:
-    """After two epochs of two steps, each of four micro-batches in all, and what an epoch's evaluation leaves over.
-    ``settings``: others than those."""
-    common = {"bf16": False, "eval_strategy": "epoch", "gradient_accumulation_steps": each}
+    """After two steps, each of four micro-batches in all, and what an epoch's evaluation leaves over. ``settings``:
+    others than those."""
+    common = {"bf16": False, "eval_strategy": "epoch", "gradient_accumulation_steps": each, "num_train_epochs": 1}
     trainer = cls(
         model=llama(),
         args=trl.SFTConfig(str(folder / "run"), per_device_eval_batch_size=2, **COMMON | common | (settings or {})),

@@ -97,7 +97,7 @@ ROUTE: tuple[Placement, ...] = (
 def test_moving_keeps_every_bit(bounce: int, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through buffers smaller than an array, and larger."""
     monkeypatch.setattr(module, "BOUNCE", bounce)
-    arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
+    arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots(store), host_bytes=0)
     written = fill(arrays)
     check(arrays, written)
     for place in ROUTE:
@@ -114,7 +114,7 @@ def test_moving_keeps_every_bit(bounce: int, store: Store, monkeypatch: pytest.M
 
 
 def test_what_is_written_in_memory_is_what_moves(store: Store) -> None:
-    arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
+    arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots(store), host_bytes=0)
     fill(arrays)
     arrays.settle(ROUTE[0])
     written = fill(arrays)
@@ -123,7 +123,7 @@ def test_what_is_written_in_memory_is_what_moves(store: Store) -> None:
     arrays.to_disk()
     assert arrays.tier_of("moment0.0") == "host"
     check(arrays, written)
-    on_disk = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
+    on_disk = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots(store), host_bytes=0)
     check(on_disk, written)
     arrays.close()
 
@@ -135,7 +135,7 @@ def stepped(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[St
     entries = ((part.name, part.nbytes, request.param) for part in parts)
     layout = Layout.build(entries, {part.name: part.grid for part in parts})
     with Store.create([tmp_path / "store"], layout, model={}) as made:
-        arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, made, Slots.of(made), host_bytes=0)
+        arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, made, Slots(made), host_bytes=0)
         for name in arrays.parts:
             arrays.zero(name)
         arrays.settle(placement(("disk", "disk"), ("host", "disk"), ("disk", "disk")))
@@ -181,7 +181,7 @@ def test_state_in_memory_and_what_a_step_finishes_for_the_one_before_cannot_be_d
 
 
 def test_without_a_store_everything_starts_as_zeros_in_host_memory() -> None:
-    arrays = StateArrays(GROUPS, ONE, torch.float32, CPU, None, Slots.none(), host_bytes=1 << 30)
+    arrays = StateArrays(GROUPS, ONE, torch.float32, CPU, None, Slots(None), host_bytes=1 << 30)
     assert {arrays.tier_of(name) for name in arrays.parts} == {"host"}
     assert not any(arrays.array(name).any() for name in arrays.parts)
     written = fill(arrays)
@@ -193,7 +193,7 @@ def test_without_a_store_everything_starts_as_zeros_in_host_memory() -> None:
 @pytest.mark.parametrize("step", range(1, len(ROUTE)))
 def test_a_move_that_is_interrupted_keeps_the_state(step: int, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the interrupt comes while the old place is given back."""
-    arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots.of(store), host_bytes=0)
+    arrays = StateArrays(GROUPS, SPLIT, torch.bfloat16, CPU, store, Slots(store), host_bytes=0)
     fill(arrays)
     arrays.settle(ROUTE[step - 1])
     written = fill(arrays)

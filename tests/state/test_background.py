@@ -55,7 +55,7 @@ class Run:
         parts = [part for group in GROUPS for part in parts_of(group, FORM, DTYPE)]
         layout = Layout.build([(part.name, part.nbytes, 2) for part in parts], {part.name: part.grid for part in parts})
         self.store = Store.create([path], layout, model={})
-        self.slots = Slots.of(self.store)
+        self.slots = Slots(self.store)
         self.arrays = StateArrays(GROUPS, FORM, DTYPE, torch.device(device), self.store, self.slots, host_bytes=0)
         self.commits = -1  # the first is of what the run begins with
         for name in self.arrays.parts:
@@ -87,7 +87,7 @@ class Run:
 
     def committed(self) -> State:
         """What a run that opens the store would find."""
-        slots, found = Slots.of(self.store), {}
+        slots, found = Slots(self.store), {}
         for name in self.names:
             part = self.arrays.parts[name]
             slab = HostSlab(part.nbytes)
@@ -506,11 +506,7 @@ def test_an_error_of_the_commit_is_kept_too(make: Callable[..., Run], monkeypatc
     wanted = run.save()
     run.change_all()
 
-    def fdatasync(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", fdatasync)
+    with failing("fdatasync", errno.EIO, monkeypatch):
         run.background.begin(ORDER, run.commit)
         with pytest.raises(StoreError, match="flush failed"):
             run.background.wait()

@@ -68,7 +68,7 @@ def described(
 def arrays_of(model: Mapping[str, Any], share: Share) -> StateArrays:
     groups = [share.part(group) for group in groups_of(model)]
     dtype, device = DTYPES[model["precision"]], torch.device("cpu")
-    return StateArrays(groups, form_of(model), dtype, device, None, Slots.none(), host_bytes=1 << 40)
+    return StateArrays(groups, form_of(model), dtype, device, None, Slots(None), host_bytes=1 << 40)
 
 
 def fill_at_random(arrays: StateArrays, seed: int) -> None:

@@ -256,7 +256,7 @@ def contents(stores: Stores) -> State:
 
 
 def _contents(store: Store) -> dict[str, Any]:
-    slots, found = Slots.of(store), dict[str, Any]()
+    slots, found = Slots(store), dict[str, Any]()
     for extent in store.layout.extents:
         pages = aligned_bytes(extent.stride)
         store.read(extent.name, 0, pages, slots.current(extent.name))

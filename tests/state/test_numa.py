@@ -12,7 +12,7 @@ from penstock.runtime.pools import Pools
 from penstock.runtime.streams import HostStreams
 from penstock.schedule.ir.text import parse_schedule
 from penstock.state import numa
-from penstock.state.numa import Binding
+from penstock.state.numa import Node
 
 CPU = torch.device("cpu")
 GPU = "0000:3b:00.0"
@@ -42,12 +42,12 @@ def test_the_nodes_are_those_with_cores(tmp_path: Path) -> None:
 
 def test_it_binds_to_the_cores_of_the_gpus_node(tmp_path: Path) -> None:
     binding = numa.bind(GPU, allowed=ALL, root=sysfs(tmp_path, TWO, gpu=1))
-    assert binding == Binding(node=1, cpus=frozenset({4, 5, 6, 7, 12, 13, 14, 15}))
+    assert binding == Node(index=1, cpus=frozenset({4, 5, 6, 7, 12, 13, 14, 15}))
 
 
 def test_it_binds_to_no_core_that_the_process_may_not_use(tmp_path: Path) -> None:
     binding = numa.bind(GPU, allowed=frozenset({2, 3, 4}), root=sysfs(tmp_path, TWO, gpu=0))
-    assert binding == Binding(node=0, cpus=frozenset({2, 3}))
+    assert binding == Node(index=0, cpus=frozenset({2, 3}))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_disks_node_is_that_of_the_controller_above_it(tmp_path: Path) -> None
 def test_this_machines_first_node_can_be_bound_to() -> None:
     allowed = frozenset(os.sched_getaffinity(0))
     first = next(node for node in numa.nodes() if node.cpus & allowed)
-    binding = Binding(node=first.index, cpus=first.cpus & allowed)
+    binding = Node(index=first.index, cpus=first.cpus & allowed)
     with binding.here():
         assert os.sched_getaffinity(0) == binding.cpus
     assert os.sched_getaffinity(0) == allowed
@@ -96,7 +96,7 @@ def test_this_machines_first_node_can_be_bound_to() -> None:
 
 def test_memory_is_bound_for_a_while_whatever_happens() -> None:
     allowed = os.sched_getaffinity(0)
-    one = Binding(node=0, cpus=frozenset({min(allowed)}))
+    one = Node(index=0, cpus=frozenset({min(allowed)}))
 
     def fail() -> None:
         with one.here():
@@ -115,7 +115,7 @@ def test_every_lane_thread_is_bound_and_the_callers_is_not() -> None:
         "DG0.0@F0 after F0m0\nOP0.0 after DG0.0@F0\nWS0.0 after OP0.0\n"
     )
     allowed = os.sched_getaffinity(0)
-    one = Binding(node=0, cpus=frozenset({max(allowed)}))
+    one = Node(index=0, cpus=frozenset({max(allowed)}))
     seen: dict[str, set[int]] = {}
     started: dict[str, set[int]] = {}
 

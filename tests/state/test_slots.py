@@ -60,7 +60,7 @@ class Steps(RuleBasedStateMachine):
     def begin(self) -> None:
         self.folder = TemporaryDirectory()
         self.store = made(Path(self.folder.name) / "store")
-        self.slots = Slots.of(self.store)
+        self.slots = Slots(self.store)
         self.number = 0
         for name in NAMES:
             self.slots.zero(name)
@@ -140,7 +140,7 @@ class Steps(RuleBasedStateMachine):
         """What was committed is there, and is all that is known."""
         self.store.close()
         self.store = Store.open(self.store.paths, direct=False)
-        self.slots = Slots.of(self.store)
+        self.slots = Slots(self.store)
         self.counts = {name: list(values) for name, values in self.committed.items()}
         self.owed = set()
         self.step.clear()
@@ -168,7 +168,7 @@ TestWhateverStepsWriteReadsAreWhatCounts = Steps.TestCase
 
 @pytest.fixture
 def slots(tmp_path: Path) -> Slots:
-    slots = Slots.of(made(tmp_path / "store"))
+    slots = Slots(made(tmp_path / "store"))
     for name in NAMES:
         slots.zero(name)
     slots.flip(NAMES)
@@ -203,7 +203,7 @@ def test_what_a_dropped_step_has_written_does_not_count_for_the_next_one(slots: 
 
 
 def test_a_store_of_which_not_all_was_written_is_not_committed(tmp_path: Path) -> None:
-    slots = Slots.of(made(tmp_path / "store"))
+    slots = Slots(made(tmp_path / "store"))
     slots.zero("a")
     slots.flip(["a"])
     with pytest.raises(StoreError, match="b cannot be committed: not all of slot 0 has been written"):
@@ -211,7 +211,7 @@ def test_a_store_of_which_not_all_was_written_is_not_committed(tmp_path: Path) -
 
 
 def test_with_one_slot_a_step_writes_in_place(tmp_path: Path) -> None:
-    slots = Slots.of(made(tmp_path / "store", slots=1))
+    slots = Slots(made(tmp_path / "store", slots=1))
     for name in NAMES:
         slots.zero(name)
     write(slots, "a", 1, 3)

@@ -16,6 +16,7 @@ import pytest
 from penstock.errors import StoreError
 from penstock.store import ALIGN, Layout, Region, SnapshotReader, SnapshotWriter, Store, aligned_bytes
 from tests.models import PLAIN
+from tests.store.test_store import random_bytes
 from tests.training import assert_same_state, budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,9 +75,7 @@ def refusing(code: int, after: int = 0) -> Callable[..., int]:
 
 
 def content(seed: int) -> Any:
-    buffer = aligned_bytes(47 * ALIGN)
-    buffer[:] = np.random.default_rng(seed).integers(0, 256, len(buffer), np.uint8)
-    return buffer
+    return random_bytes(47 * ALIGN, seed)
 
 
 def adopt(store: Store, path: Path) -> list[bool]:

@@ -45,7 +45,7 @@ class Buffered(nn.Module):
 
 
 def arrays(fill: float) -> StateArrays:
-    made = StateArrays(GROUPS, FORM, torch.bfloat16, torch.device("cpu"), None, Slots.none(), host_bytes=1 << 30)
+    made = StateArrays(GROUPS, FORM, torch.bfloat16, torch.device("cpu"), None, Slots(None), host_bytes=1 << 30)
     for number, name in enumerate(made.parts):
         made.array(name).copy_(torch.arange(made.array(name).numel()) % 97 * fill + number)
     return made

@@ -24,6 +24,7 @@ from penstock.store.removal import delete_store
 from penstock.store.striping import Striping
 from tests.faults import failing
 from tests.models import MODELS, PLAIN
+from tests.store.test_store import random_bytes
 from tests.training import assert_same_state, budget, run_steps, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,12 +36,6 @@ STRIPE = 5 * ALIGN
 BORDERS = sorted({0} | {span.stop for _, span in LAYOUT["weights"].spans()})
 CASE = PLAIN
 STEPS = steps_of(CASE, 3)
-
-
-def noise(nbytes: int, seed: int = 0) -> npt.NDArray[np.uint8]:
-    buffer = aligned_bytes(nbytes)
-    buffer[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
-    return buffer
 
 
 def read(store: Store, name: str, slot: int = 0, *, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
@@ -89,7 +84,7 @@ def fill(store: Store, seed: int = 0) -> dict[tuple[str, int], npt.NDArray[np.ui
     written = {}
     for extent in store.layout.extents:
         for slot in range(extent.slots):
-            written[extent.name, slot] = noise(extent.stride, seed + len(written))
+            written[extent.name, slot] = random_bytes(extent.stride, seed + len(written))
             store.write(extent.name, 0, written[extent.name, slot], slot)
     return written
 
@@ -132,7 +127,7 @@ def test_one_flipped_bit_is_found_and_named(store: Store, name: str, slot: int, 
 @pytest.mark.parametrize("reopened", [False, True])
 def test_what_was_never_written_cannot_be_read_and_is_no_whole_store(store: Store, reopened: bool) -> None:
     """Block by block, before and after a commit; a slot that was made zeros is zeros and nothing else."""
-    store.write("weights", 4 * ALIGN, noise(4 * ALIGN), 1)
+    store.write("weights", 4 * ALIGN, random_bytes(4 * ALIGN), 1)
     store.zero("weights", 0)
     store.commit({})
     if reopened:
@@ -161,12 +156,12 @@ def test_a_write_that_fails_leaves_nothing_to_read(store: Store, monkeypatch: py
     """Whatever the drive has made of it; blocks beside it, and what is written there again, can be read."""
     written = fill(store)
     with failing("pwritev", errno.EIO, monkeypatch), pytest.raises(StoreError):
-        store.write("weights", 4 * ALIGN, noise(4 * ALIGN, 9), 1)
+        store.write("weights", 4 * ALIGN, random_bytes(4 * ALIGN, 9), 1)
     with pytest.raises(StoreError, match=f"never written in bytes {4 * ALIGN} to {8 * ALIGN} of slot 1, or not to its"):
         read(store, "weights", 1)
     assert np.array_equal(read(store, "weights", 1, stop=4 * ALIGN), written["weights", 1][: 4 * ALIGN])
-    store.write("weights", 4 * ALIGN, noise(4 * ALIGN, 9), 1)
-    assert np.array_equal(read(store, "weights", 1, start=4 * ALIGN, stop=8 * ALIGN), noise(4 * ALIGN, 9))
+    store.write("weights", 4 * ALIGN, random_bytes(4 * ALIGN, 9), 1)
+    assert np.array_equal(read(store, "weights", 1, start=4 * ALIGN, stop=8 * ALIGN), random_bytes(4 * ALIGN, 9))
 
 
 def test_zeros_are_written_where_a_file_may_have_something_else(store: Store) -> None:
@@ -204,7 +199,7 @@ def test_ranges_that_are_cut_elsewhere_agree(
     writes: set[int], reads: set[int], order: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Whole blocks in any grouping and order: plans of other chunk sizes share a store."""
-    data = noise(LAYOUT["weights"].stride, 1)
+    data = random_bytes(LAYOUT["weights"].stride, 1)
     path = tmp_path_factory.mktemp("stores") / "d"
     with Store.create([path], LAYOUT, model={}, direct=False) as store:
         parts = list(itertools.pairwise([0, *sorted(writes), len(data)]))
@@ -226,7 +221,7 @@ def test_a_range_that_cuts_a_block_is_our_mistake(store: Store, start: int, stop
 
 
 def test_many_threads_keep_their_blocks_apart(store: Store) -> None:
-    data = noise(LAYOUT["weights"].stride)
+    data = random_bytes(LAYOUT["weights"].stride)
     parts = list(itertools.pairwise(BORDERS))
 
     def work(worker: int) -> None:
@@ -253,7 +248,7 @@ def test_many_threads_keep_their_blocks_apart(store: Store) -> None:
 def test_what_was_not_committed_is_damage_after_reopening(store: Store) -> None:
     written = fill(store)
     store.commit({})
-    store.write("weights", 4 * ALIGN, noise(4 * ALIGN, 9), 1)
+    store.write("weights", 4 * ALIGN, random_bytes(4 * ALIGN, 9), 1)
     store.close()
     with Store.open(store.paths) as again:
         assert np.array_equal(read(again, "weights", 0), written["weights", 0])
@@ -303,7 +298,7 @@ def test_a_commit_that_fails_leaves_the_checksums_of_the_one_before(
     """If the table cannot be written, as if the flush fails, what the last commit vouches for can be read."""
     written = fill(store)
     store.commit({"step": 1})
-    store.write("weights", 0, noise(LAYOUT["weights"].stride, 9), 1)
+    store.write("weights", 0, random_bytes(LAYOUT["weights"].stride, 9), 1)
     with failing(call, errno.EIO, monkeypatch), pytest.raises(StoreError):
         store.commit({"step": 2})
     store.close()
@@ -327,13 +322,13 @@ def test_a_flipped_bit_in_the_newest_commit_record(
     store: Store, overwritten: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The one before is taken, and said; what a later step had overwritten meanwhile is never taken for its data."""
-    old, new = (noise(LAYOUT["weights"].stride, seed) for seed in (1, 2))
+    old, new = (random_bytes(LAYOUT["weights"].stride, seed) for seed in (1, 2))
     store.write("weights", 0, old, 0)
     store.commit({"step": 1, "slot": 0})
     store.write("weights", 0, new, 1)
     store.commit({"step": 2, "slot": 1})
     if overwritten:
-        store.write("weights", 0, noise(4 * ALIGN, 3), 0)  # the third step has begun
+        store.write("weights", 0, random_bytes(4 * ALIGN, 3), 0)  # the third step has begun
     store.close()
     newest = store.paths[0] / "commit.0"
     flip(newest, newest.read_bytes().index(b'"slot": 1') + 8, bit=0)
@@ -427,7 +422,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_flipped_bit_is_never_trained_on(name: str, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "d")
     with Store.open([tmp_path / "d"]) as found:
-        slot = Slots.of(found).current(name)
+        slot = Slots(found).current(name)
         flip_extent(found, name, slot, 5000)
     with (
         wrap(CASE, budget(tmp_path / "d"), precision="bf16") as engine,
@@ -441,7 +436,7 @@ def test_a_flipped_bit_in_a_models_buffer_is_found_at_the_start(tmp_path: Path) 
     train(case, budget(tmp_path / "d"), steps_of(case, 2))
     with Store.open([tmp_path / "d"]) as found:
         name = next(e.name for e in found.layout.extents if e.name.startswith("buffer."))
-        flip_extent(found, name, Slots.of(found).current(name), 0)
+        flip_extent(found, name, Slots(found).current(name), 0)
     with pytest.raises(StoreError, match=rf"{name} is damaged in bytes"):
         wrap(case, budget(tmp_path / "d"))
 

@@ -5,7 +5,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +20,9 @@ from penstock.store.directory import DirectoryLock, in_memory
 from penstock.store.facts import store_exists
 from penstock.store.manifest import DATA
 from penstock.store.removal import delete_store
-from tests import faults
-from tests.faults import Nth, error, fill, intercepted
+from tests import faults, warm
+from tests.faults import Nth, error, failing, fill, intercepted
+from tests.store.test_store import random_bytes
 
 LAYOUT = Layout.build([("a", 64 * ALIGN, 1)], {"a": (Region(nbytes=64 * ALIGN, block=ALIGN),)})
 MIB = 1 << 20
@@ -32,12 +32,6 @@ MIB = 1 << 20
 def store(tmp_path: Path) -> Iterator[Store]:
     with Store.create([tmp_path / "d"], LAYOUT, model={}) as store:
         yield store
-
-
-def pattern(nbytes: int) -> Any:
-    buffer = aligned_bytes(nbytes)
-    buffer[:] = np.arange(nbytes, dtype=np.uint32).view(np.uint8)[:nbytes]
-    return buffer
 
 
 # ---- full disks
@@ -83,7 +77,7 @@ def test_a_disk_that_has_room_for_the_data_only(small_disk: Path, monkeypatch: p
 
 
 def test_a_store_keeps_working_on_a_disk_that_others_fill(small_disk: Path) -> None:
-    data = pattern(4 * MIB)
+    data = random_bytes(4 * MIB)
     with Store.create([small_disk / "d"], Layout.build([("a", len(data), 1)]), model={}) as store:
         fill(small_disk / "hog")
         store.write("a", 0, data)
@@ -118,18 +112,17 @@ except StoreError as e:
 
 def test_a_limit_on_file_size(tmp_path: Path) -> None:
     path = tmp_path / "d"
-    run = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, check=True)
+    run = warm.run(["-c", LIMITED, path])
     assert "4.01 MiB are needed" in run.stdout
     assert "a limit on the size of files" in run.stdout
     assert not path.exists()
 
 
 def test_a_file_system_that_cannot_preallocate_gets_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with Store.create([tmp_path / "d"], Layout.build([("a", 5 * MIB + ALIGN, 1)]), model={}) as store:
+    with (
+        failing("posix_fallocate", errno.EOPNOTSUPP, monkeypatch),
+        Store.create([tmp_path / "d"], Layout.build([("a", 5 * MIB + ALIGN, 1)]), model={}) as store,
+    ):
         file = tmp_path / "d" / "penstock.store"
         assert file.stat().st_blocks * 512 >= 5 * MIB + ALIGN
         out = aligned_bytes(5 * MIB + ALIGN)
@@ -160,7 +153,7 @@ Store.create([Path(p) for p in sys.argv[2:]], Layout.build([("a", 4096, 1)]), mo
 @pytest.mark.parametrize("done", [0, 1])
 def test_a_creation_that_was_killed_can_be_repeated(tmp_path: Path, done: int) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
-    run = subprocess.run([sys.executable, "-c", KILLED, str(done), *map(str, paths)])
+    run = warm.run(["-c", KILLED, str(done), *paths])
     assert run.returncode == -signal.SIGKILL
     with pytest.raises(StoreError, match="creation was interrupted, delete the store"):
         Store.open(paths)
@@ -208,7 +201,7 @@ def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
 def test_a_drive_that_fails(small_disk: Path) -> None:
     """The image under the file system is cut short: the kernel itself reports EIO."""
     with Store.create([small_disk / "d"], Layout.build([("a", 8 * MIB, 1)]), model={}) as store:
-        store.write("a", 0, pattern(8 * MIB))
+        store.write("a", 0, random_bytes(8 * MIB))
         store.flush()
         os.truncate(small_disk.with_name("disk.img"), ALIGN)
         with pytest.raises(
@@ -233,7 +226,7 @@ def inject(
 )
 def test_short_transfers_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool | None, most: int) -> None:
     """Direct I/O goes on from a block's start, buffered I/O from the very byte."""
-    data = pattern(64 * ALIGN if most > 1 else 2 * ALIGN)
+    data = random_bytes(64 * ALIGN if most > 1 else 2 * ALIGN)
     with Store.create([tmp_path / "d"], LAYOUT, model={}, direct=direct) as store:
 
         def short(real: Call, fd: int, views: list[memoryview], offset: int) -> int:
@@ -275,13 +268,8 @@ def test_a_file_that_ends_early(store: Store) -> None:
 
 def test_a_failed_flush_fails_the_commit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.commit({"step": 1})
-    store.write("a", 0, pattern(ALIGN))
-
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", fail)
+    store.write("a", 0, random_bytes(ALIGN))
+    with failing("fdatasync", errno.EIO, monkeypatch):
         for _ in range(2):
             with pytest.raises(StoreError, match="flush failed"):
                 store.commit({"step": 2})
@@ -382,7 +370,7 @@ def test_without_direct_io_it_works_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     refuse(monkeypatch)
-    data = pattern(64 * ALIGN)
+    data = random_bytes(64 * ALIGN)
     with pytest.warns(UserWarning, match="O_DIRECT"):
         store = Store.create([tmp_path / "d"], LAYOUT, model={})
     with store:
@@ -412,12 +400,11 @@ def test_buffered_io_can_be_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_drive_without_room_for_the_lock_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
     layout = Layout.build([("weights", 4096, 1)])
-    with pytest.raises(StoreError, match="cannot be locked: No space left on device: free some space"):
+    with (
+        failing("pwrite", errno.ENOSPC, monkeypatch),
+        pytest.raises(StoreError, match="cannot be locked: No space left on device: free some space"),
+    ):
         Store.create([tmp_path / "store"], layout, model={})
     assert not list(tmp_path.iterdir())
 

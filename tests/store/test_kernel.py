@@ -27,7 +27,8 @@ from penstock.store.striping import Piece, Striping
 from penstock.store.transfer import StripedFiles, byte_view
 from tests.accelerator import build
 from tests.store.hostile_kernel import Hostile, built
-from tests.store.test_digests import flip, noise
+from tests.store.test_digests import flip
+from tests.store.test_store import random_bytes
 
 NBYTES = 96 * ALIGN
 WEIGHTS = (3, 1, 2)
@@ -91,7 +92,7 @@ def test_bytes_and_checksums_are_right_whatever_the_kernel_does(
     hostile: Hostile, drives: list[PackedFile], borders: Borders, request: int, seed: int
 ) -> None:
     files, address, nbytes = striped(drives), int(borders[0]), int(borders[-1] - borders[0])
-    content, again = noise(nbytes, seed % 1000), noise(nbytes, 1)
+    content, again = random_bytes(nbytes, seed % 1000), random_bytes(nbytes, 1)
     wanted = checksums(content.data, borders).tolist()
     with on(hostile, request=request * ALIGN):
         hostile.begin(seed, grain=ALIGN)
@@ -124,9 +125,9 @@ def test_an_error_names_the_first_byte_that_was_not_moved_when_nothing_is_in_fli
 ) -> None:
     """A request that fails once: all before it is moved, in the order of bytes, and what was moved is counted."""
     files, address, nbytes = striped(drives), int(borders[0]), int(borders[-1] - borders[0])
-    content, failure = noise(nbytes, 2), None
+    content, failure = random_bytes(nbytes, 2), None
     with on(None):
-        files.write(address, byte_view(noise(nbytes, 1)))
+        files.write(address, byte_view(random_bytes(nbytes, 1)))
     count = sum(files.written_each)
     hostile.begin(seed, fail_at=at, error=error, grain=ALIGN)
     with on(hostile, request=request * ALIGN):
@@ -155,14 +156,14 @@ def test_an_error_names_the_first_byte_that_was_not_moved_when_nothing_is_in_fli
             there = aligned_bytes(nbytes)
             with on(None):
                 files.read(address, byte_view(there))
-        assert np.array_equal(there[:before], noise(nbytes, 2 if verb == "write" else 1)[:before])
+        assert np.array_equal(there[:before], random_bytes(nbytes, 2 if verb == "write" else 1)[:before])
     files.stalls.close()
 
 
 @needs_compiler
 def test_a_kernel_without_queues_is_said_and_done_without(tmp_path: Path, drives: list[PackedFile]) -> None:
     library, files = built(tmp_path), striped(drives)
-    content, borders = noise(8 * ALIGN), borders_at(0, 8)
+    content, borders = random_bytes(8 * ALIGN), borders_at(0, 8)
     library.begin(0, grain=ALIGN)
     library.refuse(errno.EUSERS)  # which no other test is refused with: it is said once for each reason
     with on(library):
@@ -176,7 +177,7 @@ def test_a_kernel_without_queues_is_said_and_done_without(tmp_path: Path, drives
 def test_a_missing_library_is_said_and_done_without(tmp_path: Path, drives: list[PackedFile]) -> None:
     with pytest.warns(RuntimeWarning, match=r"slower: the native library .*none\.so is not built.*pip install"):
         library = kernel.loaded(tmp_path / "none.so")
-    files, borders, content = striped(drives), borders_at(0, 8), noise(8 * ALIGN)
+    files, borders, content = striped(drives), borders_at(0, 8), random_bytes(8 * ALIGN)
     with on(library):
         assert files.write(0, byte_view(content), borders).tolist() == checksums(content.data, borders).tolist()
     files.stalls.close()
@@ -217,7 +218,7 @@ def test_the_checksum_of_each_instruction_set_is_that_of_xxhash(flags: list[str]
 def test_nothing_outside_of_the_file_and_the_memory_is_touched(
     drives: list[PackedFile], piece: Piece, borders: Borders, writes: bool
 ) -> None:
-    library, view = kernel.Library(kernel.PATH), byte_view(noise(2 * ALIGN))
+    library, view = kernel.Library(kernel.PATH), byte_view(random_bytes(2 * ALIGN))
     with pytest.raises(ValueError, match=r"are not 8192 bytes of each|read-only"):
         library.transfer(
             drives, [piece], view.toreadonly(), borders, np.zeros((len(drives), 2), dtype=np.int64), write=writes
@@ -240,7 +241,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def test_damage_in_any_request_of_a_transfer_is_found_and_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "REQUEST", 8 * ALIGN)  # of some blocks each, whose borders are others
-    content, found = noise(64 * ALIGN), aligned_bytes(64 * ALIGN)
+    content, found = random_bytes(64 * ALIGN), aligned_bytes(64 * ALIGN)
     store.write("a", 0, content)
     assert np.array_equal(store.lend("a", 0).digests, checksums(content.data, LAYOUT["a"].borders))
     for _, block in LAYOUT["a"].spans():
@@ -258,7 +259,7 @@ def test_a_limit_on_the_size_of_files(store: Store) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20 * ALIGN, before[1]))
     try:
         with pytest.raises(StoreError, match=r"write of 262144 bytes at offset 0 stopped after 81920 byte") as failure:
-            store.write("a", 0, noise(64 * ALIGN))
+            store.write("a", 0, random_bytes(64 * ALIGN))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert failure.value.errno == errno.EFBIG
@@ -269,7 +270,7 @@ def test_a_limit_on_the_size_of_files(store: Store) -> None:
 
 
 def test_a_forked_child_has_queues_of_its_own(store: Store, tmp_path: Path) -> None:
-    content = noise(64 * ALIGN)
+    content = random_bytes(64 * ALIGN)
     store.write("a", 0, content)  # the parent has a queue now
     child = os.fork()
     if child == 0:

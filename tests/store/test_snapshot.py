@@ -4,8 +4,6 @@ import ctypes
 import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from penstock.errors import StoreError
 from penstock.store import ALIGN, SnapshotReader, SnapshotWriter, aligned_bytes
 from penstock.store.digests import Digests
 from penstock.store.layout import BLOCK
+from tests import warm
 
 ENTRIES = [("weights", 3 * BLOCK + 5 * ALIGN), ("tiny", 10), ("moments", BLOCK)]
 META = {"step": 7, "random": "abc", "losses": [1.5, 2.25]}
@@ -133,7 +132,7 @@ def test_a_snapshot_that_cannot_be_opened_leaves_no_file_and_no_thread(
         return len(os.listdir("/proc/self/fd")), sum(t.name == "penstock-stalls" for t in threading.enumerate())
 
     before = look()
-    monkeypatch.setattr(Digests, "load", fail)
+    monkeypatch.setattr(Digests, "read", fail)
     with pytest.raises(MemoryError, match="injected"):
         SnapshotReader(tmp_path / "s")
     assert look() == before
@@ -228,7 +227,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_save_leaves_no_snapshot_and_the_next_one_clears_up(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "s")], check=False)
+    warm.run(["-c", KILLED, tmp_path / "s"])
     assert not (tmp_path / "s").exists()
     assert len(list(tmp_path.iterdir())) == 1
     with SnapshotWriter(tmp_path / "s", ENTRIES, META) as alive:

@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from penstock.store.directory import in_memory
 from penstock.store.facts import facts_of, store_exists
 from penstock.store.removal import delete_store
 from penstock.store.striping import Striping
+from tests import warm
 
 GRIDS = {name: (Region(nbytes=blocks * ALIGN, block=ALIGN),) for name, blocks in (("weights", 300), ("state", 101))}
 LAYOUT = Layout.build([("weights", 300 * ALIGN, 1), ("state", 100 * ALIGN + 5, 2)], GRIDS)
@@ -354,19 +353,10 @@ time.sleep(60)
 """
 
 
-def start_holder(kind: str, paths: list[Path]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", HOLDER, kind, *map(str, paths)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("kind", ["plain", "fork"])
 def test_a_second_process_is_kept_out_until_the_first_dies(paths: list[Path], kind: str) -> None:
     Store.create(paths, LAYOUT, model=MODEL).close()
-    with start_holder(kind, paths) as holder:
+    with warm.start(["-c", HOLDER, kind, *paths]) as holder:
         assert holder.stdout is not None
         child = int(holder.stdout.readline())
         try:
@@ -489,8 +479,7 @@ for step in range(1, 100_000):
 def test_a_killed_process_loses_no_acknowledged_commit(paths: list[Path]) -> None:
     Store.create(paths, LAYOUT, model=MODEL).close()
     for delay in (0.0, 0.03, 0.11):
-        command = [sys.executable, "-c", COMMITTER, *map(str, paths)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as process:
+        with warm.start(["-c", COMMITTER, *paths]) as process:
             assert process.stdout is not None
             acknowledged = int(process.stdout.readline())
             time.sleep(delay)

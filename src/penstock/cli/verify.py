@@ -119,7 +119,7 @@ def run(arguments: Arguments) -> int:
 
 def _store(store: Store) -> list[str]:
     """Read a store; returns what is damaged."""
-    last, slots = whole_commit(store, store.paths[0]), Slots.of(store)
+    last, slots = whole_commit(store, store.paths[0]), Slots(store)
     current = {extent.name: slots.current(extent.name) for extent in store.layout.extents}
     began, damage, done = time.perf_counter(), list[str](), 0
     with progress("read") as show:

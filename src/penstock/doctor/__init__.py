@@ -5,8 +5,7 @@ mounts.py      what a directory is on: kind of file system, disk, NUMA node
 work.py        the kinds of work that the engine's lanes do, as small pieces to be run over and over
 disk.py        a directory's read, write and simultaneous rates, with the store's own code
 device.py      matrix products, copies in the device's memory, to it and back
-optimizer.py   parameters per second of every optimizer
-crossing.py    gradients from the device to the optimizer and weights back, cast on either side
+optimizer.py   parameters per second of every optimizer; gradients to it and weights back, cast on either side
 contention.py  how lanes slow each other
 overhead.py    what an op costs besides its work, and the host an op of a model
 between.py     what ranks send each other, and whether they compute the same bits, in processes of their own

@@ -6,10 +6,9 @@ those with ``compute`` are left out as well: its arithmetic and its memory are t
 """
 
 import itertools
-import statistics
 from collections.abc import Mapping
 
-from penstock.doctor.pace import Load, Span, rate, rates
+from penstock.doctor.pace import Load, Span, medians, rate, rates
 from penstock.schedule.ir.lanes import Lane
 
 LEAST = 0.03
@@ -32,13 +31,14 @@ def measure(lanes: Mapping[Lane, Load], span: Span, rounds: int, *, gpu: bool) -
 
     Medians over the rounds, each of which goes through all pairs.
     """
-    found: dict[str, list[float]] = {}
-    for _ in range(rounds):
+
+    def slower() -> dict[str, float]:
+        found: dict[str, float] = {}
         for a, b in pairs(lanes, gpu=gpu):
             before = rate(lanes[a], span)
             both = rates([lanes[a], lanes[b]], span)
             after = rate(lanes[b], span)
-            found.setdefault(f"{a}+{b}", []).append(before / both[a] - 1)
-            found.setdefault(f"{b}+{a}", []).append(after / both[b] - 1)
-    medians = {pair: statistics.median(values) for pair, values in found.items()}
-    return {pair: round(value, 3) for pair, value in medians.items() if value >= LEAST}
+            found |= {f"{a}+{b}": before / both[a] - 1, f"{b}+{a}": after / both[b] - 1}
+        return found
+
+    return {pair: round(value, 3) for pair, value in medians(rounds, slower).items() if value >= LEAST}

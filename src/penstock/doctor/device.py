@@ -1,7 +1,6 @@
 """The device's rates: products of matrices, copies in its memory, and copies to it and back."""
 
 import statistics
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ import torch
 
 from penstock import accelerator
 from penstock.doctor import work
-from penstock.doctor.pace import Span, rate, rates
+from penstock.doctor.pace import Span, medians, rate, rates
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
@@ -55,16 +54,14 @@ class LinkRates:
 def links(device: torch.device, seconds: float, rounds: int) -> LinkRates:
     """Copies between host and device, alone and both at once; medians over the rounds. On the CPU: in host memory."""
     span = Span(warm=min(0.05, seconds / 2), seconds=seconds)
-    found: list[tuple[float, ...]] = []
     with ExitStack() as closing:
         up, down = (work.copies(name, device, closing) for name in ("h2d", "d2h"))
-        for _ in range(rounds):
+
+        def measured() -> dict[str, float]:
             both = rates([up, down], span)
-            found.append((rate(up, span), rate(down, span), both["h2d"], both["d2h"]))
-    h2d, d2h, h2d_both, d2h_both = (_median(values) for values in zip(*found, strict=True))
+            return {"up": rate(up, span), "down": rate(down, span), **both}
+
+        found = medians(rounds, measured)
     # What runs beside something else is not faster for it: where it seems so, that is noise.
-    return LinkRates(h2d=h2d, d2h=d2h, h2d_both=min(h2d_both, h2d), d2h_both=min(d2h_both, d2h))
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values)
+    h2d, d2h = found["up"], found["down"]
+    return LinkRates(h2d=h2d, d2h=d2h, h2d_both=min(found["h2d"], h2d), d2h_both=min(found["d2h"], d2h))

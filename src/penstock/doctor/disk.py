@@ -14,24 +14,21 @@ Most SSDs take what is written into faster cells at first, and are several times
 
 import math
 import secrets
-import statistics
 import threading
 import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from penstock.config import format_size
 from penstock.doctor.mounts import Mount
-from penstock.doctor.pace import Load, Span, rate, rates
+from penstock.doctor.pace import Load, Span, medians, rate, rates
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Sustained
 from penstock.store.packed import PackedFile, allocate
@@ -119,7 +116,7 @@ class DiskRates:
     """false if the rate was still falling when time or space was over"""
 
 
-class Scratch:
+class Scratch(AbstractContextManager["Scratch"]):
     """A file to measure with. It loses its name as soon as it is open, so it is gone when this process is.
 
     A context manager.
@@ -152,10 +149,7 @@ class Scratch:
         for buffer in self._buffers:
             buffer[:] = content
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.files.close()
 
     def fill(
@@ -275,19 +269,18 @@ def measure(scratch: Scratch, effort: Effort) -> DiskRates:
     """
     ends = scratch.fill(effort.fill, effort.nbytes)
     span = Span(warm=min(0.2, effort.seconds / 3), seconds=effort.seconds, calls=3, at_most=effort.at_most)
-    found: dict[str, list[float]] = {"read": [], "write": [], "read_both": [], "write_both": []}
-    for _ in range(effort.rounds):
-        found["write"].append(rate(scratch.writing(), span))
-        found["read"].append(rate(scratch.reading(), span))
+
+    def measured() -> dict[str, float]:
+        alone = {"write": rate(scratch.writing(), span), "read": rate(scratch.reading(), span)}
         both = rates([scratch.reading(), scratch.writing()], span)
-        found["read_both"].append(both["read"])
-        found["write_both"].append(both["write"])
-    quarter = max(1, len(ends) // 4)
+        return alone | {"read_both": both["read"], "write_both": both["write"]}
+
+    found, quarter = medians(effort.rounds, measured), max(1, len(ends) // 4)
     burst = DiskRates(
-        read=statistics.median(found["read"]),
-        write=statistics.median(found["write"]),
-        read_both=statistics.median(found["read_both"]),
-        write_both=statistics.median(found["write_both"]),
+        read=found["read"],
+        write=found["write"],
+        read_both=found["read_both"],
+        write_both=found["write_both"],
         direct=scratch.direct,
         filled=ends[-1][1],
         first=_slope(ends[: quarter + 1]),

@@ -12,7 +12,7 @@ import torch
 
 from penstock import accelerator
 from penstock.config import format_size
-from penstock.doctor import between, contention, crossing, device, disk, mounts, optimizer, overhead, work
+from penstock.doctor import between, contention, device, disk, mounts, optimizer, overhead, work
 from penstock.doctor.disk import DiskRates, Scratch
 from penstock.doctor.findings import Seen, findings
 from penstock.doctor.mounts import Mount
@@ -295,7 +295,7 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working, o
 
 def _crossing(effort: Effort, where: torch.device, working: Working) -> Crossing:
     with working("Gradients to the optimizer and weights back, cast on either side"):
-        return crossing.measure(where, effort.seconds, effort.rounds, threads=numa.thread_count(where))
+        return optimizer.crossings(where, effort.seconds, effort.rounds, threads=numa.thread_count(where))
 
 
 def _between(host: Host, ranks: int, effort: Effort, working: Working) -> Between:

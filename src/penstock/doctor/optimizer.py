@@ -1,12 +1,14 @@
-"""Parameters per second of every optimizer, in every precision, with the engine's own kernels."""
+"""Parameters per second of every optimizer, in every precision, with the engine's own kernels; and of a gradient's way
+through the optimizer and of weights back, by the side that casts them."""
 
-import statistics
+from contextlib import ExitStack
 
 import torch
 
 from penstock.config.optimizer import Moments
 from penstock.doctor import work
-from penstock.doctor.pace import Span, rate
+from penstock.doctor.pace import Span, medians, rate
+from penstock.hardware.machine import Crossing
 from penstock.optim.formula import Kind
 from penstock.optim.precision import DTYPES
 
@@ -38,5 +40,22 @@ def steps(
     if only is not None:
         loads = {name: load for name, load in loads.items() if name == only or name.startswith(f"{only}.")}
     span = Span(warm=seconds / 5, seconds=seconds, calls=2, at_most=1.0)
-    found = [{name: rate(load, span) for name, load in loads.items()} for _ in range(rounds)]
-    return {name: statistics.median(one[name] for one in found) for name in loads}
+    return medians(rounds, lambda: {name: rate(load, span) for name, load in loads.items()})
+
+
+def crossings(device: torch.device, seconds: float, rounds: int, *, threads: int) -> Crossing:
+    """Every way alone, each for about ``seconds``; medians over the rounds, each of which goes through all of them.
+
+    Without a GPU the device is host memory, and a cast between the two is a copy at the same time.
+    """
+    steps, bf16 = work.Steps(torch.device("cpu"), threads=threads), torch.bfloat16
+    span = Span(warm=min(0.05, seconds / 2), seconds=seconds)
+    with ExitStack() as closing:
+        loads = (
+            *work.crossings(device, closing),
+            steps.load("adamw", bf16, name="step"),
+            steps.load("adamw", bf16, grad=bf16, grad_dtype=bf16, name="step_grad_bf16"),
+            steps.load("adamw", bf16, grad_dtype=bf16, name="step_grad_rounded"),
+            steps.load("adamw", None, name="step_no_copy"),
+        )
+        return Crossing(**medians(rounds, lambda: {load.name: rate(load, span) for load in loads}))

@@ -3,7 +3,7 @@
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Call = Callable[[], None]
@@ -110,3 +110,9 @@ def _wait(workers: Sequence[_Worker], begun: float, span: Span) -> float:
 def rate(load: Load, span: Span) -> float:
     """Amounts per second of a load that runs alone."""
     return rates([load], span)[load.name]
+
+
+def medians(rounds: int, measure: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+    """The median over so many rounds of each number that ``measure`` finds."""
+    found = [measure() for _ in range(rounds)]
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}

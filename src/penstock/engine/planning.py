@@ -25,7 +25,8 @@ from penstock.errors import BudgetError, ConfigError, ModelError, StoreError, is
 from penstock.hardware.drives import together
 from penstock.hardware.machine import Network
 from penstock.hardware.sharing import link_of_messages, of_each_rank, of_pipeline
-from penstock.optim.agreement import KINDS, other_bits
+from penstock.optim.agreement import other_bits
+from penstock.optim.formula import KINDS
 from penstock.planner.costs import contention, costs_of_plan
 from penstock.planner.dealt import Pace
 from penstock.planner.fit import fit, off_device

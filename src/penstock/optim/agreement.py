@@ -7,15 +7,13 @@ on where a plan puts the optimizer state, and it has to say so.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import get_args
 
 import torch
 
 from penstock.optim import kernels
-from penstock.optim.codes import Codes, Moment, zero_moment
-from penstock.optim.formula import FIRST_HALVES, Hyper, Kind
+from penstock.optim.codes import FORMS, Codes, Moment, zero_moment
+from penstock.optim.formula import FIRST_HALVES, KINDS, Hyper, Kind
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
 _FP32, _BF16, _FP16 = torch.float32, torch.bfloat16, torch.float16
 PRECISIONS: dict[str, tuple[tuple[torch.dtype, torch.dtype | None], ...]] = {
     "fp32": ((_FP32, None),),
@@ -25,12 +23,6 @@ PRECISIONS: dict[str, tuple[tuple[torch.dtype, torch.dtype | None], ...]] = {
 """Name -> the dtypes of weights and rest, one after the other."""
 _MADE: tuple[tuple[torch.dtype, torch.dtype | None], ...] = ((_BF16, None),)
 """Dtypes of an update of matrices, which stands where weights do, and of the rest beside it: there is none."""
-MOMENTS: dict[str, tuple[torch.dtype, torch.dtype]] = {
-    "fp32": (_FP32, _FP32),
-    "bf16": (_BF16, _BF16),
-    "int8": (torch.int8, torch.uint8),
-}
-"""Name -> the dtypes of a first and of a second moment."""
 
 _N = 1 << 15
 _STEPS = 3
@@ -42,7 +34,7 @@ def other_bits(
     device: torch.device,
     kinds: Iterable[Kind] = KINDS,
     precisions: Iterable[str] = tuple(PRECISIONS),
-    moments: Iterable[str] = tuple(MOMENTS),
+    moments: Iterable[str] = tuple(FORMS),
     *,
     step: Callable[..., None] = kernels.step,
 ) -> tuple[str, ...]:
@@ -69,7 +61,7 @@ def other_bits(
 def digests(threads: int) -> dict[str, str]:
     """A checksum of what some steps on the CPU leave, by ``"adamw.bf16"``: to compare with another process's."""
     cpu, found = torch.device("cpu"), {}
-    for name, kind, precision, dtypes in _each(KINDS, PRECISIONS, MOMENTS):
+    for name, kind, precision, dtypes in _each(KINDS, PRECISIONS, FORMS):
         digest = hashlib.blake2b(digest_size=16)
         for tensor in _taken(kind, precision, dtypes, cpu, partial(kernels.step, threads=threads)):
             digest.update(tensor.view(torch.uint8).numpy().tobytes())
@@ -87,7 +79,7 @@ def _each(
         for precision in precisions:
             for name in names if count else names[:1]:
                 suffix = "" if name == "fp32" or not count else f".{name}"
-                yield f"{kind}.{precision}{suffix}", kind, precision, MOMENTS[name][:count]
+                yield f"{kind}.{precision}{suffix}", kind, precision, FORMS[name][:count]
 
 
 def _taken(

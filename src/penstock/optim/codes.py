@@ -3,7 +3,7 @@
 What is here is plain data; ``kernels`` reads and writes it in a step, and converts it (``encode``, ``decode``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,14 @@ FIRST, SECOND = 127, 255
 """The largest codes of a first and of a second moment."""
 STEP, ROOT_STEP = (float(np.float32(1) / np.float32(largest)) for largest in (FIRST, SECOND))
 """The inverses of the largest codes, in fp32."""
+
+
+FORMS: Mapping[str, tuple[torch.dtype, torch.dtype]] = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "int8": (torch.int8, torch.uint8),
+}
+"""Form of moments -> the dtypes of the numbers, or of the codes, of a first and of a second one."""
 
 
 @dataclass(frozen=True, kw_only=True)

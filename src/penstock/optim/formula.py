@@ -32,13 +32,14 @@ torch divides by sqrt(1 − beta2^t). The payload and sign of an fp32 NaN are le
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from penstock.config.optimizer import AdjustLr
 
 Kind = Literal["adamw", "adam", "sgd", "momentum", "nesterov", "lion", "muon", "nesterov-muon", "orthogonal"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 MOMENTS: dict[Kind, int] = {
     "adamw": 2,
     "adam": 2,

@@ -18,8 +18,6 @@ from penstock.optim.formula import Kind, Scalars
 from penstock.optim.norm import BLOCK
 
 _ROUNDED: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_SETTINGS = {"num_warps": 8, "enable_fp_fusion": False}
-"""Settings that kernels are compiled with: no fused multiply-adds, which would change bits."""
 
 
 def step(
@@ -35,29 +33,28 @@ def step(
 ) -> None:
     """``fallback.step``."""
     first, second = (*map(_pointers, moments), (None, None), (None, None))[:2]
-    with torch.cuda.device_of(weights):  # type: ignore[no-untyped-call]
-        device.step[_grid(weights)](
-            grad,
-            weights if weights.dtype == torch.float32 else _bits(weights),
-            rest,
-            *first,
-            *second,
-            squares,
-            weights.numel(),
-            *astuple(s),
-            kind=kind,
-            rounding=_narrower(grad, grad_dtype),
-            split=rest is not None and rest.dtype == torch.int16,
-            like=_ROUNDED.get(weights.dtype),
-            **_SETTINGS,
-        )
+    _run(
+        device.step,
+        weights,
+        grad,
+        weights if weights.dtype == torch.float32 else _bits(weights),
+        rest,
+        *first,
+        *second,
+        squares,
+        weights.numel(),
+        *astuple(s),
+        kind=kind,
+        rounding=_narrower(grad, grad_dtype),
+        split=rest is not None and rest.dtype == torch.int16,
+        like=_ROUNDED.get(weights.dtype),
+    )
 
 
 def fold_squares(grad: torch.Tensor, grad_dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """``fallback.fold_squares``."""
     squares = torch.empty(grad.numel() // BLOCK, dtype=torch.float64, device=grad.device)
-    with torch.cuda.device_of(grad):  # type: ignore[no-untyped-call]
-        device.squares[_grid(grad)](grad, squares, rounding=_narrower(grad, grad_dtype), **_SETTINGS)
+    _run(device.squares, grad, grad, squares, rounding=_narrower(grad, grad_dtype))
     return squares
 
 
@@ -65,33 +62,36 @@ def cast(dst: torch.Tensor, src: torch.Tensor) -> None:
     """``fallback.cast``."""
     if dst.dtype == torch.float32:
         dst.copy_(src)
-        return
-    with torch.cuda.device_of(dst):  # type: ignore[no-untyped-call]
-        device.cast[_grid(dst)](_bits(dst), src, dst.numel(), like=_ROUNDED[dst.dtype], **_SETTINGS)
+    else:
+        _run(device.cast, dst, _bits(dst), src, dst.numel(), like=_ROUNDED[dst.dtype])
 
 
 def split(weights: torch.Tensor, rest: torch.Tensor, master: torch.Tensor) -> None:
     """``fallback.split``."""
-    with torch.cuda.device_of(master):  # type: ignore[no-untyped-call]
-        device.split[_grid(master)](_bits(weights), rest, master, master.numel(), **_SETTINGS)
+    _run(device.split, master, _bits(weights), rest, master, master.numel())
 
 
 def join(master: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor) -> None:
     """``fallback.join``."""
-    with torch.cuda.device_of(master):  # type: ignore[no-untyped-call]
-        device.join[_grid(master)](master, _bits(weights), rest, master.numel(), **_SETTINGS)
+    _run(device.join, master, master, _bits(weights), rest, master.numel())
 
 
 def encode(codes: Codes, values: torch.Tensor) -> None:
     """``fallback.encode``."""
-    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
-        device.encode[_grid(values)](codes.codes, codes.scales, values, values.numel(), **_SETTINGS)
+    _run(device.encode, values, codes.codes, codes.scales, values, values.numel())
 
 
 def decode(values: torch.Tensor, codes: Codes) -> None:
     """``fallback.decode``."""
-    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
-        device.decode[_grid(values)](values, codes.codes, codes.scales, values.numel(), **_SETTINGS)
+    _run(device.decode, values, values, codes.codes, codes.scales, values.numel())
+
+
+def _run(kernel: Any, over: torch.Tensor, *arguments: Any, **constants: Any) -> None:
+    """Queue a kernel on a tensor's device, with one program for each ``BLOCK`` of its elements. It is compiled without
+    fused multiply-adds, which would change bits."""
+    with torch.cuda.device_of(over):  # type: ignore[no-untyped-call]
+        grid = (triton.cdiv(over.numel(), BLOCK),)
+        kernel[grid](*arguments, **constants, num_warps=8, enable_fp_fusion=False)
 
 
 def _pointers(moment: Moment) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -103,10 +103,6 @@ def _pointers(moment: Moment) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _narrower(grad: torch.Tensor, dtype: torch.dtype) -> bool:
     return grad.dtype == torch.float32 and dtype != torch.float32
-
-
-def _grid(tensor: torch.Tensor) -> tuple[int]:
-    return (triton.cdiv(tensor.numel(), BLOCK),)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.optim import fallback, library
-from penstock.optim.codes import Codes, Moment
+from penstock.optim.codes import FORMS, Codes, Moment
 from penstock.optim.formula import FIRST_HALVES, Hyper, scalars
 from penstock.optim.norm import BLOCK
 
@@ -26,8 +26,7 @@ _FORMS = {(_FP32, None): 0, (_BF16, _INT16): 1, (_BF16, _FP32): 2, (_FP16, _FP32
 _MADE = 4
 """there, too: bf16 weights that are made, and not stepped"""
 _MOMENTS = {_FP32: 0, _BF16: 1, torch.int8: 2, torch.uint8: 2}  # enum Moment
-_OF_CODES = (torch.int8, torch.uint8)
-"""dtypes of the codes of a first and of a second moment"""
+_OF_CODES = FORMS["int8"]
 
 
 def backend() -> Literal["native", "torch"]:
@@ -113,7 +112,7 @@ def step(
         second,
         None if partials is None else partials.ctypes.data,
         library.Scalars(*vars(values).values()),
-        library.KINDS[hyper.kind],
+        library.NUMBERS[hyper.kind],
         grad_code,
         form,
         first_type,

@@ -6,35 +6,28 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, TypeVar, cast
 
 import torch
 
 from penstock.errors import ConfigError, is_out_of_memory
 from penstock.native import HOW_TO_BUILD, load
 from penstock.optim.codes import Codes, Moment
-from penstock.optim.formula import Hyper, Kind, scalars
+from penstock.optim.formula import KINDS, Hyper, Kind, scalars
 from penstock.optim.formula import Scalars as ScalarValues
 from penstock.optim.norm import BLOCK
+
+T = TypeVar("T")
 
 ABI = 4  # penstock_abi() in native/api.cpp
 LEVELS = ("baseline", "avx2", "avx512")
 Level = Literal["baseline", "avx2", "avx512"]
-KINDS: dict[Kind, int] = {  # enum Kind
-    "adamw": 0,
-    "adam": 1,
-    "sgd": 2,
-    "momentum": 3,
-    "nesterov": 4,
-    "lion": 5,
-    "muon": 6,
-    "nesterov-muon": 7,
-    "orthogonal": 8,
-}
+NUMBERS: dict[Kind, int] = {kind: number for number, kind in enumerate(KINDS)}
+"""Kind -> ``enum Kind`` of ``native/kernels.h``, which has their order."""
 
 
 class TorchKernels(Protocol):
@@ -122,21 +115,8 @@ def native() -> ctypes.CDLL | None:
     Raises:
         ConfigError: ``PENSTOCK_KERNELS`` is neither "native" nor "torch", or is "native" and there is no library.
     """
-    wanted = _wanted()
-    if wanted == "torch":
-        return None
-    try:
-        return _load(Path(__file__).with_name("_kernels.so"))
-    except OSError as error:
-        if wanted == "native":
-            raise ConfigError(f"PENSTOCK_KERNELS=native, but {error}: {HOW_TO_BUILD}") from error
-        warnings.warn(
-            f"optimizer steps run in plain torch, with the same results but several times slower: {error}. "
-            f"{HOW_TO_BUILD}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return None
+    path = Path(__file__).with_name("_kernels.so")
+    return _or_torch(lambda: _load(path), OSError, "the processor", "several", HOW_TO_BUILD)
 
 
 @functools.cache
@@ -148,36 +128,40 @@ def fused(device: torch.device) -> TorchKernels | None:
     Raises:
         ConfigError: ``PENSTOCK_KERNELS`` is neither "native" nor "torch", or is "native" and there are none.
     """
-    wanted = _wanted()
-    if wanted == "torch":
-        return None
-    try:
-        kernels = cast(TorchKernels, importlib.import_module("penstock.optim.fused"))
-        _try(kernels, device)
-    except Exception as error:  # Triton's, the compiler's and the driver's have nothing in common
-        if is_out_of_memory(error):
-            raise
-        why = f"{type(error).__name__}: {error}"
-        if wanted == "native":
-            raise ConfigError(
-                f"PENSTOCK_KERNELS=native, but there are none for the GPU ({why}): {_FOR_TRITON}"
-            ) from error
-        warnings.warn(
-            f"optimizer steps on the GPU run in plain torch, with the same results but many times slower ({why}). "
-            f"{_FOR_TRITON}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return None
-    return kernels
+    # What Triton, the compiler and the driver raise has nothing in common.
+    return _or_torch(lambda: _tried(device), Exception, "the GPU", "many", _FOR_TRITON)
 
 
-def _try(kernels: TorchKernels, device: torch.device) -> None:
-    """A norm and a step of zeros: a Triton that lacks what either is written in shows it here, and in no step."""
+def _tried(device: torch.device) -> TorchKernels:
+    """After a norm and a step of zeros: a Triton that lacks what either is written in shows it here, and in no step."""
+    kernels = cast(TorchKernels, importlib.import_module("penstock.optim.fused"))
     grad, weights, first, second = torch.zeros(4, BLOCK, dtype=torch.float32, device=device)
     kernels.fold_squares(grad)
     s = scalars(Hyper(kind="adamw", lr=0.0, eps=1.0), 1)
     kernels.step("adamw", s, grad=grad, weights=weights, rest=None, moments=(first, second))
+    return kernels
+
+
+def _or_torch(find: Callable[[], T], failures: type[Exception], where: str, times: str, how: str) -> T | None:
+    """The result of ``find``, if the environment does not ask for torch; None, and a warning, where that fails."""
+    wanted = _wanted()
+    if wanted == "torch":
+        return None
+    try:
+        return find()
+    except failures as error:
+        if is_out_of_memory(error):
+            raise
+        why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        if wanted == "native":
+            raise ConfigError(f"PENSTOCK_KERNELS=native, but there are none for {where} ({why}): {how}") from error
+        warnings.warn(
+            f"optimizer steps on {where} run in plain torch, with the same results but {times} times slower ({why}). "
+            f"{how}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return None
 
 
 def _wanted() -> str:

@@ -38,6 +38,13 @@ class Ranks:
     copies: int = 1
     cp: int = 1
     _of_all: BaseException | None = None
+    _pipe: "Ranks | None" = None
+    _sharing: "Ranks | None" = None
+    _of_sequence: "Ranks | None" = None
+    _of_copy: "Ranks | None" = None
+    _of_part: "Ranks | None" = None
+    _of_host: "Ranks | None" = None
+    _of_place: "Ranks | None" = None
 
     @property
     def are_pipeline(self) -> bool:
@@ -47,18 +54,18 @@ class Ranks:
     @property
     def pipe(self) -> "Ranks":
         """The ranks of this one's pipeline, which have the same micro-batches."""
-        return ALONE
+        return self._pipe or (self if self.are_pipeline else ALONE)
 
     @property
     def sharing(self) -> "Ranks":
         """The ranks that share the micro-batches of a step, and all that this one has of the state. In pipelines those
         of one place; of one pipeline each rank has all micro-batches."""
-        return self
+        return self._sharing or (ALONE if self.are_pipeline else self)
 
     @property
     def of_sequence(self) -> "Ranks":
         """The ranks that share this one's sequences, for what their attention moves between them."""
-        return ALONE
+        return self._of_sequence or ALONE
 
     def number(self, micro_batch: int, count: int) -> int:
         """The number in the whole step of one of this rank's ``count`` micro-batches, by which random numbers are
@@ -84,24 +91,24 @@ class Ranks:
     @property
     def of_copy(self) -> "Ranks":
         """The ranks that share this one's copy of the state, for what they alone move between them."""
-        return self
+        return self._of_copy or self._sharing or self
 
     @property
     def of_part(self) -> "Ranks":
         """The ranks that have the same part of the state as this one, of each copy one."""
-        return ALONE
+        return self._of_part or ALONE
 
     @property
     def of_host(self) -> "Ranks":
         """The ranks of this one's host, for what they alone move between them where collectives have two levels: on
         several hosts of several ranks, with one copy of the state."""
-        return ALONE
+        return self._of_host or ALONE
 
     @property
     def of_place(self) -> "Ranks":
         """The ranks with this one's place, one of each host, where ``of_host`` has any. What they move does not meet
         what all ranks do together."""
-        return ALONE
+        return self._of_place or ALONE
 
     def share(self, parts: int, holders: Sequence[int] = ()) -> Share:
         """The elements of every param group that this rank has, if there are as many parts; 1: each has all.

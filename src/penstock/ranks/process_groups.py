@@ -115,52 +115,28 @@ class Together(Telling):
             """the process group of what ranks tell each other"""
             self._data = self._join(members, dist.get_default_backend_for_device(device), device)
             self._crossing = self._join(members, "gloo", device) if self.are_pipeline else None
-            self._of_copy = None if self.copies == 1 else Some(self, axes.of_copy(self.rank))
-            beside_each_other = 1 < self.stages < self.size
-            self._pipe = Some(self, axes.of_pipeline(self.rank), tells=True) if beside_each_other else None
-            self._of_stage = Some(self, axes.of_stage(self.rank), tells=True, cp=self.cp) if beside_each_other else None
+            if self.copies > 1:
+                self._of_copy = Some(self, axes.of_copy(self.rank))
+            if 1 < self.stages < self.size:  # pipelines beside each other
+                self._pipe = Some(self, axes.of_pipeline(self.rank), tells=True)
+                self._sharing = Some(self, axes.of_stage(self.rank), tells=True, cp=self.cp)
             some_of_hosts = Across if self.hosts > 1 and device.type == "cpu" else Some
-            self._of_part = None if self.copies == 1 else some_of_hosts(self, axes.of_part(self.rank))
-            self._of_sequence = None if self.cp == 1 else Some(self, axes.of_sequence(self.rank))
-            each = self.size // self.hosts
-            two_levels = self.copies == self.stages == 1 and self.hosts > 1 and each > 1
-            hosts = Axes(copies=self.hosts, members=members)
-            self._within = Some(self, hosts.of_copy(self.rank)) if two_levels else None
-            self._between = some_of_hosts(self, hosts.of_part(self.rank)) if two_levels else None
-            self._of_place = some_of_hosts(self, hosts.of_part(self.rank)) if two_levels else None
+            if self.copies > 1:
+                self._of_part = some_of_hosts(self, axes.of_part(self.rank))
+            if self.cp > 1:
+                self._of_sequence = Some(self, axes.of_sequence(self.rank))
+            self._between: Some | None = None
+            """the ranks of ``of_place``, for collectives of all that have two levels"""
+            if self.copies == self.stages == 1 and 1 < self.hosts < self.size:
+                hosts = Axes(copies=self.hosts, members=members)
+                self._of_host = Some(self, hosts.of_copy(self.rank))
+                self._between = some_of_hosts(self, hosts.of_part(self.rank))
+                self._of_place = some_of_hosts(self, hosts.of_part(self.rank))
         except BaseException as error:
             self._watch.tell(error)
             raise
         self._calls.open()
         open_watch(self._watch)
-
-    @property
-    def pipe(self) -> Ranks:
-        return self._pipe or (self if self.are_pipeline else ALONE)
-
-    @property
-    def sharing(self) -> Ranks:
-        return self._of_stage or (ALONE if self.are_pipeline else self)
-
-    @property
-    def of_copy(self) -> Ranks:
-        return self._of_copy or self._of_stage or self
-
-    @property
-    def of_part(self) -> Ranks:
-        return self._of_part or ALONE
-
-    @property
-    def of_host(self) -> Ranks:
-        return self._within or ALONE
-
-    @property
-    def of_place(self) -> Ranks:
-        return self._of_place or ALONE
-
-    @property
-    def of_sequence(self) -> Ranks:
-        return self._of_sequence or ALONE
 
     @property
     def in_call(self) -> str:
@@ -198,17 +174,17 @@ class Together(Telling):
             raise self._watch.lost(error) from error
 
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        if self._within is None or self._between is None:
+        if self._between is None:
             self.gather_in(self._data, out, part)
         else:
             levels.gather_between(self._between, out, part)
-            levels.gather_within(self._within, self._between.size, out)
+            levels.gather_within(self.of_host, self._between.size, out)
 
     def exchange_and_add(self, into: torch.Tensor, out: torch.Tensor, total: torch.Tensor) -> None:
-        if self._within is None or self._between is None or not is_branch(self._within.size):
+        if self._between is None or not is_branch(self.of_host.size):
             super().exchange_and_add(into, out, total)
         else:
-            levels.add_up_within(self._within, self._between.size, into, out)
+            levels.add_up_within(self.of_host, self._between.size, into, out)
             levels.add_up_between(self._between, into, out, total)
 
     def group_of(self, members: Sequence[int], backend: str | None = None) -> "dist.ProcessGroup":

@@ -20,7 +20,7 @@ from penstock.runtime.pools import Pools
 from penstock.runtime.streams import Mark, Streams, settle
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op, Schedule
-from penstock.state.numa import Binding
+from penstock.state.numa import Node
 
 Action = Callable[[Op], int]
 """Does an op and returns the bytes that it has moved."""
@@ -39,7 +39,7 @@ class Executor:
         streams: Streams,
         *,
         io_workers: int = 2,
-        binding: Binding | None = None,
+        binding: Node | None = None,
         failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         """``binding``: where the lanes' threads stay; the caller's, which is ``compute``, is not touched. ``failed``:

@@ -157,11 +157,8 @@ class StateArrays:
             self.slots.drop((name,))
 
     def flip(self, name: str) -> None:
-        """Have an array that is on disk read from where it has been written since ``begin``.
-
-        Raises:
-            StoreError: not all of it was.
-        """
+        """Have an array that is on disk read from where it has been written since ``begin``: all of it, else it is a
+        StoreError."""
         if name in self.slots:
             self.slots.flip((name,))
 
@@ -264,12 +261,9 @@ class StateArrays:
         lacking = {name: later for name in names if self.slots.lacks(name, later := self._late_bytes(name, late))}
         if not lacking:
             return
-        bounce = HostSlab(BOUNCE)
-        try:
+        with HostSlab(BOUNCE) as bounce:
             for name, later in lacking.items():
                 self.slots.complete(name, numpy_bytes(bounce.bytes), later)
-        finally:
-            bounce.close()
 
     def is_kept(self, part: Part) -> bool:
         """True if a commit of what is in memory finds all of an array on disk already: no step changes any of it."""
@@ -316,13 +310,10 @@ class StateArrays:
             self._read_all(f"weights.{g}", self._copies[g].array)
 
     def _read_all(self, name: str, into: torch.Tensor) -> None:
-        bounce = HostSlab(BOUNCE)
-        try:
+        with HostSlab(BOUNCE) as bounce:
             for start, piece in self.pieces(name, bounce):
                 self.read(name, start, piece)
                 into[start : start + piece.numel()].copy_(piece)
-        finally:
-            bounce.close()
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """Fill ``flat``, 1-D, with what an array, or ``values_of`` a group, has for the group's elements from
@@ -347,22 +338,15 @@ class StateArrays:
         for i in move_order(sizes, [self.tier_of(name) for name in names], list(wanted.values())):
             self._move(names[i], wanted[names[i]])
         for g in sorted(copied.keys() - self._copies.keys()):
-            name, tier = f"weights.{g}", copied[g]
-            slab, array = self._allocate(name, tier)
-            try:
-                self._read_all(name, array)
-            except BaseException:
-                slab.close()
-                raise
-            self._copies[g] = _Copy(tier=tier, slab=slab, array=array)
+            slab, array = self._filled(f"weights.{g}", copied[g])
+            self._copies[g] = _Copy(tier=copied[g], slab=slab, array=array)
 
     def to_disk(self) -> None:
         """Write what is in memory to its extents, and keep it in memory. Needs a store."""
         self._write_extents([name for name in self._arrays if not self.is_kept(self.parts[name])])
 
     def _write_extents(self, names: Sequence[str]) -> None:
-        bounce = HostSlab(BOUNCE)
-        try:
+        with HostSlab(BOUNCE) as bounce:
             for name in names:
                 array = self._arrays[name]
                 self.begin(name)
@@ -370,8 +354,6 @@ class StateArrays:
                     piece.copy_(array[start : start + piece.numel()])
                     self.slots.write(name, start * piece.itemsize, numpy_bytes(piece))
                 self.flip(name)
-        finally:
-            bounce.close()
         self.keep(names)
 
     def pieces(self, name: str, bounce: HostSlab) -> Iterator[tuple[int, torch.Tensor]]:
@@ -387,32 +369,27 @@ class StateArrays:
         """Copy an array to another tier, and only then let go of where it was: an error on the way loses nothing."""
         if self.tier_of(name) == tier:
             return
-        bounce = HostSlab(BOUNCE)
-        new = None if tier == "disk" else self._allocate(name, tier)
-        self.begin(name)
-        try:
-            for start, piece in self.pieces(name, bounce):
-                self.read(name, start, piece)
-                if new is not None:
-                    new[1][start : start + piece.numel()].copy_(piece)
-                else:
-                    self.slots.write(name, start * piece.itemsize, numpy_bytes(piece))
-        except BaseException:
-            if new is not None:
-                new[0].close()
-            raise
-        finally:
-            bounce.close()
         old = self.slabs.get(name)
-        if new is not None:
-            self.slabs[name], self._arrays[name] = new
+        if tier == "disk":
+            self._write_extents([name])
+            del self._arrays[name], self.slabs[name]
+        else:
+            self.begin(name)
+            self.slabs[name], self._arrays[name] = self._filled(name, tier)
             if old is None:
                 self.keep((name,))
-        else:
-            del self._arrays[name], self.slabs[name]
-            self.flip(name)
         if old is not None:
             old.close()
+
+    def _filled(self, name: str, tier: Tier) -> tuple[HostSlab | DeviceSlab, torch.Tensor]:
+        """Memory for an array, and its view as the array, with what the array has where it is at home."""
+        slab, array = self._allocate(name, tier)
+        try:
+            self._read_all(name, array)
+        except BaseException:
+            slab.close()
+            raise
+        return slab, array
 
     def _allocate(self, name: str, tier: Tier) -> tuple[HostSlab | DeviceSlab, torch.Tensor]:
         """Memory for an array, and its view as the array."""

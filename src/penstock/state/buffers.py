@@ -115,10 +115,9 @@ class Buffers:
         """Overwrite all."""
         with torch.no_grad():
             for name, tensor in self.tensors().items():
-                slab = HostSlab(tensor.numel() * tensor.itemsize)
-                read(name, 0, slab.bytes.numpy())
-                tensor.copy_(_view(slab, tensor))
-                slab.close()
+                with HostSlab(tensor.numel() * tensor.itemsize) as slab:
+                    read(name, 0, slab.bytes.numpy())
+                    tensor.copy_(_view(slab, tensor))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,10 +127,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _page_copy(tensor: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
-    slab = HostSlab(tensor.numel() * tensor.itemsize)
-    _view(slab, tensor).copy_(tensor)
-    yield slab.bytes.numpy()
-    slab.close()
+    with HostSlab(tensor.numel() * tensor.itemsize) as slab:
+        _view(slab, tensor).copy_(tensor)
+        yield slab.bytes.numpy()
 
 
 def _view(slab: HostSlab, tensor: torch.Tensor) -> torch.Tensor:

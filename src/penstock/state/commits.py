@@ -106,7 +106,7 @@ class Commits:
         self.store: Store | None = store
         self._started = False
         try:
-            self.slots = Slots.none() if store is None else Slots.of(store)
+            self.slots = Slots(store)
             self.arrays = StateArrays(groups, form, dtype, device, store, self.slots, host_bytes=budget.host_bytes)
         except BaseException:
             if store is not None:
@@ -144,11 +144,8 @@ class Commits:
             return self._made(layout, model), None
 
     def _require_same_hosts(self) -> None:
-        """Before ranks of several hosts begin: no host has the state of ranks that are another one's now.
-
-        Raises:
-            StoreError: one has, on all ranks.
-        """
+        """Before ranks of several hosts begin: refuses, on all of them, a host that has the state of ranks that are
+        another one's now."""
         if self.ranks.hosts == 1:
             return
         each, folder = self.ranks.size // self.ranks.hosts, self._budget.disk_paths[0].parent
@@ -165,12 +162,8 @@ class Commits:
             )
 
     def _require_same_number(self) -> None:
-        """Before a run begins: one process has not left its state where ranks have their folders, nor ranks theirs
-        where one process has its own.
-
-        Raises:
-            StoreError: it has.
-        """
+        """Before a run begins: refuses state that one process has left where ranks have their folders, and that of
+        ranks where one process has its own."""
         alone, parts = self.ranks.size == 1, dict[str, list[tuple[int, Path]]]()
         for path in self._budget.disk_paths:
             for place in filter(is_of_rank, entries(path)) if alone else [path.parent]:
@@ -218,11 +211,7 @@ class Commits:
 
     def _require_fits(self, own: Store | None, model: dict[str, Any], givers: Mapping[int, int]) -> None:
         """Check that what stores have is what the lost ones are to be made for, and that these are lost, before any is
-        made or taken back. All ranks come here. ``own``: this rank's store; None: it is lost.
-
-        Raises:
-            ConfigError, StoreError: on all ranks: it is not.
-        """
+        made or taken back; on all ranks, all of which come here. ``own``: this rank's store; None: it is lost."""
         paths, rank = self._budget.disk_paths, self.ranks.rank
         drives = self.ranks.gather_objects("drives", drives_of(paths))
 
@@ -246,20 +235,14 @@ class Commits:
         self._require_alike("run to take over", None if own is None else own.model.get("world"), "are of two runs")
 
     def _require_one_commit(self, own: Store | None) -> None:
-        """All ranks come here. ``own``: this rank's store, as of the newest commit that all have; None: it is lost.
-
-        Raises:
-            StoreError: on all ranks: commits of the same number are not of the same step.
-        """
+        """Refuses, on all ranks, all of which come here, commits of one number that are not of the same step. ``own``:
+        this rank's store, as of the newest commit that all have; None: it is lost."""
         said = None if own is None else in_words(own.last_commit())
         self._require_alike("commit to go on from", said, "have come to {}, and to {}")
 
     def _require_alike(self, what: str, own: str | None, differ: str) -> None:
-        """``own``: this rank's; None: it has none. ``differ``: what is said of two that differ.
-
-        Raises:
-            StoreError: on all ranks: those that have one have not the same.
-        """
+        """Refuses, on all ranks, that those that have ``own`` have not the same. None: this one has none. ``differ``:
+        what is said of two that differ."""
         there = {rank: one for rank, one in enumerate(self.ranks.gather_objects(what, own)) if one is not None}
         first = min(there, default=0)
         for rank, one in there.items():
@@ -270,19 +253,14 @@ class Commits:
                 )
 
     def _require_part(self, store: Store) -> None:
-        """Raises:
-        StoreError: a store is not this rank's, or of another number of ranks or copies, or kind of ranks.
-        """
+        """Refuses a store that is not this rank's, or of another number of ranks or copies, or kind of ranks."""
         ranks, whole = self.ranks, self._share.is_whole and self.ranks.size > 1
         place = Place(rank=ranks.rank, ranks=ranks.size, whole=whole, copies=ranks.copies, stages=ranks.stages)
         place.require(store.paths[0], store.model)
 
     def _require_slots(self, store: Store) -> None:
-        """With one slot a step overwrites what counts: nothing that is promised of two holds, nor can it be dropped.
-
-        Raises:
-            ConfigError: a store was made with another number of slots than is asked for.
-        """
+        """Refuses a store of another number of slots than is asked for: with one, a step overwrites what counts, and
+        nothing that is promised of two holds."""
         asked = self._budget.slots
         had = max((extent.slots for extent in store.layout.extents), default=asked)
         if had != asked:
@@ -298,11 +276,7 @@ class Commits:
 
     def _settled(self) -> Stores:
         """The directories of each rank's store, once stores that count are in the place of those that they replace.
-        All ranks come here, with theirs closed.
-
-        Raises:
-            StoreError: on all ranks: that cannot be done.
-        """
+        All ranks come here, with theirs closed."""
         paths = self._budget.disk_paths
         settle_together(self.ranks, paths, self._parts)
         gathered = self.ranks.gather_objects("directories of the stores", tuple(path.resolve() for path in paths))

@@ -114,9 +114,7 @@ def _trained(model: Mapping[str, Any]) -> list[str]:
 
 
 def require_like_but_for_form(store: Store, model: Mapping[str, Any]) -> None:
-    """Raises:
-    StoreError: the store was made for another model in more than the form of moments; names the first difference.
-    """
+    """Refuses a store that was made for another model in more than the form of moments."""
     had, asked = ({**without_form(each), HOLDERS: _held(each)} for each in (store.model, model))
     store.require_alike(had, asked)
 
@@ -158,8 +156,7 @@ class Conversion:
         Raises:
             StoreError: a drive failed. Some of the arrays are then as they were.
         """
-        bounce, values, beside = HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 2)
-        try:
+        with HostSlab(BOUNCE // 2) as bounce, HostSlab(BOUNCE // 2) as values, HostSlab(BOUNCE // 2) as beside:
             for name in arrays.parts:
                 arrays.begin(name)
             for name, part in arrays.parts.items():
@@ -175,9 +172,6 @@ class Conversion:
             for name in arrays.parts:
                 if arrays.tier_of(name) == "disk":
                     arrays.flip(name)
-        finally:
-            for slab in (bounce, values, beside):
-                slab.close()
 
     def _moment(
         self,

@@ -143,10 +143,8 @@ def _sharing(model: Mapping[str, Any], rank: int) -> range:
 def _require_reachable(
     store: Store, stores: Stores, found: Sequence[_Lent], model: Mapping[str, Any], own: int
 ) -> None:
-    """Raises:
-    StoreError: rank ``own`` does not find the store of another rank with which it shares the state. ``found``: each
-        rank's own.
-    """
+    """Refuses that rank ``own`` does not find the store of another one with which it shares the state. ``found``: each
+    rank's own."""
     had, asked = (each.get("moments", "fp32") for each in (store.model, model))
     for rank in _sharing(store.model, own):
         for path in stores[rank] if rank != own else ():
@@ -161,11 +159,7 @@ def _require_reachable(
 
 def _opened(store: Store, stores: Stores, found: Sequence[_Lent], own: int, stack: ExitStack) -> Parts:
     """All arrays of the groups of which this rank, ``own``, has some, out of its ``store`` and those of the ranks that
-    share them.
-
-    Raises:
-        StoreError: a rank's store cannot be read, or not as of its last commit.
-    """
+    share them, each as of its last commit."""
     opened = []
     for rank in _sharing(store.model, own):
         if rank == own:
@@ -204,9 +198,6 @@ class _Watched:
         self._ranks = ranks
 
     def fetch(self, names: tuple[str, ...], offset: int, flat: torch.Tensor) -> None:
-        """Raises:
-        RankError: another rank has failed.
-        """
         self._ranks.check()
         self._arrays.fetch(names, offset, flat)
 
@@ -215,6 +206,6 @@ def _fill(made: Store, old: _Watched, store: Store, record: Mapping[str, Any]) -
     """Make a new store whole and durable. ``store``: the one whose place it takes."""
     (target,) = Parts([made]).arrays
     Conversion(old, store.model, made.model).fill(target, share_of(made.model))
-    copy_buffers(Slots.of(store), target.slots, made.model)
+    copy_buffers(Slots(store), target.slots, made.model)
     commit_first(made, record, target.slots)
     made.close()

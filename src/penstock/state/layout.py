@@ -10,12 +10,13 @@ A group that is not trained has weights alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
-from penstock.config.optimizer import Moments
 from penstock.optim import kernels
+from penstock.optim.codes import FORMS
 from penstock.schedule.place import FP32, GRAIN, PAGE, SCALED, Format, grain
 from penstock.schedule.program import GroupSpec, round_up
 from penstock.state.memory import BOUNCE, HostSlab
@@ -68,21 +69,13 @@ def parts_of(group: GroupSpec, form: Format, dtype: torch.dtype) -> tuple[Part, 
     parts = [Part(name=f"weights.{g}", group=g, numel=group.numel, trainable=group.trainable, dtype=dtype)]
     if group.trainable:
         kept = [(name, _REST[form.rest_bytes], 1) for name in rest_of(g, form)]
-        moments = zip(moments_of(group, form), _MOMENTS[form.form_of(group)], strict=False)
+        moments = zip(moments_of(group, form), FORMS[form.form_of(group)], strict=False)
         kept += [(name, kind, 1) for name, kind in moments]
         kept += [(name, torch.int16, SCALED) for name in scales_of(group, form)]
         for (name, kind, per), nbytes in zip(kept, form.array_sizes(group), strict=True):
             n = nbytes // kind.itemsize
             parts.append(Part(name=name, group=g, numel=n, trainable=n, dtype=kind, per=per))
     return tuple(parts)
-
-
-_MOMENTS: Mapping[Moments, tuple[torch.dtype, torch.dtype]] = {
-    "fp32": (torch.float32, torch.float32),
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "int8": (torch.int8, torch.uint8),
-}
-"""Types of the codes of the first and of the second moment."""
 
 
 _REST: Mapping[int, torch.dtype] = {2: torch.int16, FP32: torch.float32}
@@ -124,11 +117,11 @@ def fetch(
         return
     offset //= parts[0].per
     end, step = offset + flat.numel(), BOUNCE // FP32
-    bounces = [HostSlab(step * part.dtype.itemsize) for part in parts]
     span = next(s for s in parts[0].spans if s.start <= offset < s.stop)
     start = span.start + (offset - span.start) // span.step * span.step
     stop = min(span.start + round_up(end - span.start, span.step), span.stop)
-    try:
+    with ExitStack() as stack:
+        bounces = [stack.enter_context(HostSlab(step * part.dtype.itemsize)) for part in parts]
         for first in range(start, stop, step):
             numel = min(step, stop - first)
             a, b = max(first, offset), min(first + numel, end)
@@ -142,6 +135,3 @@ def fetch(
                 into.copy_(read_now[0])
             else:
                 kernels.join(into, read_now[0], read_now[1])
-    finally:
-        for bounce in bounces:
-            bounce.close()

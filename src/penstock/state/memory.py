@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -71,12 +71,12 @@ def fault(piece: NDArray[np.uint8]) -> None:
     piece[::PAGE] = 0  # an older kernel: to touch a page takes it, too
 
 
-class HostSlab:
+class HostSlab(AbstractContextManager["HostSlab"]):
     """``nbytes`` of private memory (rounded up to pages), zero at first, as a flat uint8 tensor.
 
     In huge pages where there are any, which drives like better; pages count as used when they are touched. ``beside``
     an accelerator they are page-locked at once: our own mapping is, because torch's pinned allocator rounds sizes up to
-    powers of two. ``beside`` the CPU, or nothing, they are not.
+    powers of two. ``beside`` the CPU, or nothing, they are not. A context manager that closes it.
     """
 
     def __init__(self, nbytes: int, *, beside: torch.device | None = None) -> None:
@@ -112,6 +112,9 @@ class HostSlab:
         # Tensors may still refer to the mapping, so it cannot be unmapped here; its pages are dropped at once.
         madvise(self.bytes.data_ptr(), self.nbytes, mmap.MADV_DONTNEED)
         del self.bytes
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class DeviceSlab:

@@ -13,7 +13,7 @@ thread starts are bound as well: those that the store and the optimizer kernels 
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +26,24 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A NUMA node that has cores."""
+    """A NUMA node and its cores: all, or those that this process may use and is bound to."""
 
     index: int
     cpus: frozenset[int]
+
+    def bind_thread(self) -> None:
+        """Keep the calling thread, and those that it starts from now on, on these cores."""
+        os.sched_setaffinity(0, self.cpus)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """The calling thread is on these cores within this context: memory that it first touches is of this node."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.cpus)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
 
 
 def nodes(root: Path = _ROOT) -> tuple[Node, ...]:
@@ -70,29 +84,7 @@ def gpu_node(pci: str, root: Path = _ROOT) -> int | None:
     return node_of(root / "sys/bus/pci/devices" / pci)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Binding:
-    """A node, and its cores that this process may use."""
-
-    node: int
-    cpus: frozenset[int]
-
-    def bind_thread(self) -> None:
-        """Keep the calling thread, and those that it starts from now on, on these cores."""
-        os.sched_setaffinity(0, self.cpus)
-
-    @contextmanager
-    def here(self) -> Iterator[None]:
-        """The calling thread is on these cores within this context: memory that it first touches is of this node."""
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, self.cpus)
-        try:
-            yield
-        finally:
-            os.sched_setaffinity(0, before)
-
-
-def bind(pci: str | None, *, allowed: frozenset[int], root: Path = _ROOT) -> Binding | None:
+def bind(pci: str | None, *, allowed: frozenset[int], root: Path = _ROOT) -> Node | None:
     """The node and cores to bind to for the GPU at a PCI address; None: none (see the top of this file).
 
     ``allowed``: the cores that this process may use. A node that has none of them is not bound to.
@@ -101,24 +93,19 @@ def bind(pci: str | None, *, allowed: frozenset[int], root: Path = _ROOT) -> Bin
     if pci is None or len(every) < 2:
         return None
     near = gpu_node(pci, root)
-    cpus = next((node.cpus & allowed for node in every if node.index == near), frozenset[int]())
-    return Binding(node=near, cpus=cpus) if near is not None and cpus else None
+    found = (Node(index=node.index, cpus=node.cpus & allowed) for node in every if node.index == near)
+    return next((node for node in found if node.cpus), None)
 
 
-def binding_for(device: torch.device) -> Binding | None:
+def binding_for(device: torch.device) -> Node | None:
     """The node and cores to bind to for a device on this machine."""
     return bind(pci_address(device), allowed=frozenset(os.sched_getaffinity(0)))
 
 
-@contextmanager
-def near(device: torch.device) -> Iterator[None]:
+def near(device: torch.device) -> AbstractContextManager[None]:
     """Memory that the calling thread first touches in this context is of the device's node, if there are several."""
     binding = binding_for(device)
-    if binding is None:
-        yield
-        return
-    with binding.here():
-        yield
+    return nullcontext() if binding is None else binding.here()
 
 
 def thread_count(device: torch.device) -> int:

@@ -1,6 +1,6 @@
 """The stores of all ranks of a run as one: what each is laid out for, and all arrays of whole groups out of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -83,6 +83,16 @@ def found_in(group: GroupSpec, own: GroupSpec, part: Part, rank: int, start: int
     return Elements(at + (group.trainable if frozen else 0), max(min(left, numel), 0))
 
 
+def cut(
+    share: Share, group: GroupSpec, part: Part, offset: int, flat: torch.Tensor
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Cut ``flat``, which is to have an array's elements for those of its whole group from ``offset`` on, among the
+    ranks that have them: (rank, first element of the rank's own part of the group, the stretch of ``flat``)."""
+    per = part.per
+    for piece in share.pieces(group, offset, flat.numel() * per):
+        yield piece.rank, piece.start, flat[piece.first // per : (piece.first + piece.numel) // per]
+
+
 class Parts:
     """All arrays of whole groups, out of the stores of all ranks, or of those that share what one of them has.
 
@@ -109,7 +119,7 @@ class Parts:
                 dtype,
                 cpu,
                 store,
-                Slots.of(store),
+                Slots(store),
                 host_bytes=0,
             )
             for store in stores
@@ -118,8 +128,5 @@ class Parts:
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``."""
         part = self.parts[names[0]]
-        group, per = self.groups[part.group], part.per
-        for piece in self.share.pieces(group, offset, flat.numel() * per):
-            self.arrays[piece.rank - self._first].fetch(
-                names, piece.start, flat[piece.first // per : (piece.first + piece.numel) // per]
-            )
+        for rank, start, into in cut(self.share, self.groups[part.group], part, offset, flat):
+            self.arrays[rank - self._first].fetch(names, start, into)

@@ -110,8 +110,7 @@ def described(
 def _arrays(source: Parts, target: Parts, rank: int) -> Iterator[int]:
     """Fill all arrays of one rank; yields the bytes of each piece."""
     arrays = target.arrays[rank]
-    bounce = HostSlab(BOUNCE)
-    try:
+    with HostSlab(BOUNCE) as bounce:
         for name, part in arrays.parts.items():
             arrays.begin(name)
             for start, piece in arrays.pieces(name, bounce):
@@ -122,18 +121,13 @@ def _arrays(source: Parts, target: Parts, rank: int) -> Iterator[int]:
                 arrays.write(name, start, piece)
                 yield piece.nbytes
             arrays.flip(name)
-    finally:
-        bounce.close()
 
 
 def copy_buffers(source: Slots, into: Slots, model: Mapping[str, Any]) -> None:
     """Copy the model's buffers, which are the same on all ranks."""
     for name, nbytes in buffers_of(model):
-        slab = HostSlab(nbytes)
-        try:
+        with HostSlab(nbytes) as slab:
             pages = numpy_bytes(slab.bytes[:nbytes])
             source.read(name, 0, pages)
             into.write(name, 0, pages)
             into.flip((name,))
-        finally:
-            slab.close()

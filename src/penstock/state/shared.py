@@ -7,10 +7,10 @@ import torch
 
 from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
-from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays
 from penstock.state.layout import parts_of
+from penstock.state.parts import cut
 from penstock.state.values import Arrays
 
 
@@ -20,31 +20,21 @@ class SharedArrays:
 
     def __init__(self, arrays: StateArrays, groups: Sequence[GroupSpec], ranks: Ranks, share: Share) -> None:
         """``arrays``: of this rank's ``share`` of the ``groups``."""
-        self._arrays = arrays
+        self._arrays, self.form = arrays, arrays.form
         self._parts = {part.name: part for g in groups for part in parts_of(g, arrays.form, arrays.dtype)}
         self._groups = {g.index: g for g in groups}
         self._ranks = ranks
         self._share = share
 
-    @property
-    def form(self) -> Format:
-        return self._arrays.form
-
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
-        """As ``StateArrays.fetch``.
-
-        Raises:
-            ConfigError: another rank reads something else.
-        """
+        """As ``StateArrays.fetch``; ConfigError: another rank reads something else."""
         part = self._parts[names[0]]
-        group, per = self._groups[part.group], part.per
         with self._ranks.together("a read of values"):
             self._ranks.agree("values to read", (tuple(names), offset, flat.numel()))
-            for piece in self._share.pieces(group, offset, flat.numel() * per):
-                into = flat[piece.first // per : (piece.first + piece.numel) // per]
-                if piece.rank == self._share.rank:
-                    self._arrays.fetch(names, piece.start, into)
-                self._ranks.lend(into.view(torch.uint8), piece.rank)  # of any dtype
+            for rank, start, into in cut(self._share, self._groups[part.group], part, offset, flat):
+                if rank == self._share.rank:
+                    self._arrays.fetch(names, start, into)
+                self._ranks.lend(into.view(torch.uint8), rank)  # of any dtype
 
 
 class CalledArrays:
@@ -52,19 +42,11 @@ class CalledArrays:
     step, in a forked child or after the end."""
 
     def __init__(self, arrays: Arrays, call: Callable[[Callable[[], None]], None]) -> None:
-        self._arrays = arrays
+        self._arrays, self.form = arrays, arrays.form
         self._call = call
 
-    @property
-    def form(self) -> Format:
-        return self._arrays.form
-
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
-        """As ``StateArrays.fetch``.
-
-        Raises:
-            ConfigError: as any call of the engine.
-        """
+        """As ``StateArrays.fetch``, with the errors of any call of the engine."""
         self._call(partial(self._arrays.fetch, names, offset, flat))
 
 
@@ -73,12 +55,8 @@ class LedArrays:
     they read the same, and thereby lend it what they have."""
 
     def __init__(self, arrays: Arrays, ranks: Ranks) -> None:
-        self._arrays = arrays
+        self._arrays, self.form = arrays, arrays.form
         self._ranks = ranks
-
-    @property
-    def form(self) -> Format:
-        return self._arrays.form
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``, on the first rank."""

@@ -58,16 +58,6 @@ class Slots:
         self._owed: dict[str, _Owed] = {}
         self._in_place: set[str] = set()
 
-    @staticmethod
-    def of(store: Store) -> "Slots":
-        """The slots of a store, as its last commit has them."""
-        return Slots(store)
-
-    @staticmethod
-    def none() -> "Slots":
-        """The slots of no store."""
-        return Slots(None)
-
     def __contains__(self, name: object) -> bool:
         return name in self._extents
 

@@ -30,7 +30,7 @@ from penstock.state.reshard import described
 from penstock.state.splits import as_known, require_splits
 from penstock.state.values import SnapshotArrays
 from penstock.store.layout import Layout
-from penstock.store.packed import store_error
+from penstock.store.packed import refused
 from penstock.store.parts import HOLDERS, OF_RANK, STAGES, of_rank
 from penstock.store.snapshot import PartWriter, SnapshotReader, SnapshotWriter, layout_of, size_of
 from penstock.store.snapshot_parts import PART_OF, SnapshotParts, part_folder, write_ranks
@@ -113,29 +113,21 @@ def _put(place: SnapshotPlace, name: str, ranks: int) -> None:
 
 
 def _write_part(folder: Path, layout: Layout, meta: Mapping[str, Any], arrays: StateArrays, buffers: Buffers) -> None:
-    try:
+    with refused(f"{folder} cannot be created", "check the drive"):
         folder.mkdir(mode=0o700)
-    except OSError as error:
-        raise store_error(f"{folder} cannot be created: {error.strerror}", error) from error
-    writer = PartWriter(folder, layout, meta)
-    try:
+    with PartWriter(folder, layout, meta) as writer:
         _fill(writer, arrays, buffers)
         writer.seal()
-    finally:
-        writer.close()
 
 
 def _fill(writer: PartWriter, arrays: StateArrays, buffers: Buffers) -> None:
-    bounce = HostSlab(BOUNCE)
-    try:
+    with HostSlab(BOUNCE) as bounce:
         for name in arrays.parts:
             if not _adopted(writer, name, arrays):
                 for start, piece in arrays.pieces(name, bounce):
                     arrays.read(name, start, piece)
                     writer.write(name, start * piece.itemsize, numpy_bytes(piece))
         buffers.write(writer.write)
-    finally:
-        bounce.close()
 
 
 def _adopted(writer: PartWriter, name: str, arrays: StateArrays) -> bool:
@@ -290,8 +282,7 @@ def restore(snapshot: Saved, arrays: StateArrays, buffers: Buffers) -> None:
 
 
 def _copy(snapshot: Saved, arrays: StateArrays) -> None:
-    bounce = HostSlab(BOUNCE)
-    try:
+    with HostSlab(BOUNCE) as bounce:
         for name in arrays.parts:
             arrays.begin(name)
             for start, piece in arrays.pieces(name, bounce):
@@ -299,5 +290,3 @@ def _copy(snapshot: Saved, arrays: StateArrays) -> None:
                 arrays.write(name, start, piece)
             if arrays.tier_of(name) == "disk":
                 arrays.flip(name)
-    finally:
-        bounce.close()

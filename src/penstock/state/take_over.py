@@ -6,7 +6,7 @@ enough. Ranks without it get it from the first that has it, over the network, an
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,8 @@ def take_over(
 
 def _pass_on(arrays: StateArrays, model: Mapping[str, Any], ranks: Ranks, giver: int, taker: int) -> None:
     """All arrays and buffers of one rank to another. The rest of the ranks look on."""
-    bounce, rank = HostSlab(BOUNCE), ranks.rank
-    try:
+    rank = ranks.rank
+    with HostSlab(BOUNCE) as bounce:
         for name in arrays.parts:
             if rank == taker:
                 arrays.begin(name)
@@ -136,7 +136,7 @@ def _pass_on(arrays: StateArrays, model: Mapping[str, Any], ranks: Ranks, giver:
             if rank == taker:
                 arrays.flip(name)
         for name, nbytes in buffers_of(model):
-            with closing(HostSlab(nbytes)) as slab:
+            with HostSlab(nbytes) as slab:
                 flat = slab.bytes[:nbytes]
                 if rank == giver:
                     arrays.slots.read(name, 0, numpy_bytes(flat))
@@ -144,5 +144,3 @@ def _pass_on(arrays: StateArrays, model: Mapping[str, Any], ranks: Ranks, giver:
                 if rank == taker:
                     arrays.slots.write(name, 0, numpy_bytes(flat))
                     arrays.slots.flip((name,))
-    finally:
-        bounce.close()

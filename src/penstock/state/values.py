@@ -15,7 +15,7 @@ from penstock.schedule.place import Format, page_up
 from penstock.state.buffers import Transfer
 from penstock.state.layout import fetch, parts_of, values_of
 from penstock.state.memory import HostSlab, numpy_bytes
-from penstock.state.parts import Parts, form_of, groups_of, share_of
+from penstock.state.parts import Parts, cut, form_of, groups_of, share_of
 from penstock.state.record import check_kept
 from penstock.state.slots import whole_commit
 from penstock.store.parts import opened_parts
@@ -76,10 +76,7 @@ class Values:
         self._arrays.fetch(place.arrays, place.offset + start, flat)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """A parameter as a new fp32 tensor on the CPU.
-
-        Raises: as ``read``.
-        """
+        """A parameter as a new fp32 tensor on the CPU. Raises as ``read``."""
         out = torch.empty(self.parameters[name].shape, dtype=torch.float32, device="cpu")
         self.read(name, 0, out.view(-1))
         return out
@@ -106,11 +103,8 @@ def committed(stores: Sequence[Sequence[Path]]) -> Iterator[Committed]:
     """
     with opened_parts(stores) as opened:
         last, *_ = [whole_commit(store, store.paths[0]) for store in opened]
-        model, parts = opened[0].model, Parts(opened)
-        read = parts.arrays[0].slots.read  # buffers are the same on all
-        buffers = {name: _buffer(read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
-        values = Values(parts, model, buffers)
-        yield Committed(step=int(last["step"]), precision=model["precision"], values=values)
+        parts = Parts(opened)
+        yield _committed(last["step"], opened[0].model, parts, parts.arrays[0].slots.read)
 
 
 @contextmanager
@@ -121,12 +115,15 @@ def kept(snapshot: Path) -> Iterator[Committed]:
         StoreError: it is missing or damaged.
     """
     with opened_snapshot(snapshot) as readers:
-        meta, read = readers[0].meta, readers[0].read  # buffers are the same on all
+        meta = readers[0].meta
         check_kept(meta, str(snapshot))
-        model = meta["model"]
-        buffers = {name: _buffer(read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
-        values = Values(SnapshotArrays(readers, model), model, buffers)
-        yield Committed(step=int(meta["step"]), precision=model["precision"], values=values)
+        yield _committed(meta["step"], meta["model"], SnapshotArrays(readers, meta["model"]), readers[0].read)
+
+
+def _committed(step: int, model: Mapping[str, Any], arrays: Arrays, read: Transfer) -> Committed:
+    """``read``: the first rank's: buffers are the same on all."""
+    buffers = {name: _buffer(read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
+    return Committed(step=step, precision=model["precision"], values=Values(arrays, model, buffers))
 
 
 class SnapshotArrays:
@@ -143,10 +140,9 @@ class SnapshotArrays:
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         parts = [self.parts[name] for name in names]
-        per = parts[0].per
-        for piece in self._share.pieces(self._groups[parts[0].group], offset, flat.numel() * per):
-            read = partial(_read, self._readers[piece.rank])
-            fetch(parts, read, piece.start, flat[piece.first // per : (piece.first + piece.numel) // per])
+        group = self._groups[parts[0].group]
+        for rank, start, into in cut(self._share, group, parts[0], offset, flat):
+            fetch(parts, partial(_read, self._readers[rank]), start, into)
 
 
 def _read(reader: SnapshotReader, name: str, start: int, out: torch.Tensor) -> None:
@@ -157,9 +153,6 @@ def _buffer(read: Transfer, name: str, shape: Sequence[int], kind: str) -> torch
     dtype = getattr(torch, kind.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype)
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    slab = HostSlab(page_up(nbytes))
-    try:
+    with HostSlab(page_up(nbytes)) as slab:
         read(name, 0, slab.bytes.numpy())
         return slab.bytes[:nbytes].clone().view(dtype).view(tuple(shape))
-    finally:
-        slab.close()

@@ -7,11 +7,11 @@ read. What is to be read as zeros without being written is declared so (``Digest
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
+import xxhash
 
 from penstock.store.checksums import Borders, Numbers, checksum
-from penstock.store.layout import Extent, Layout, round_up
-from penstock.store.transfer import aligned_bytes
+from penstock.store.layout import BLOCK, Extent, Layout, Region, round_up
+from penstock.store.transfer import StripedFiles, aligned_bytes, byte_view
 
 NAME = "digests"
 
@@ -19,8 +19,8 @@ NAME = "digests"
 def area(layout: Layout, slots: int) -> Extent:
     """The region of a layout's table of checksums, behind everything else."""
     nbytes = max(8 * sum(e.slots * e.blocks for e in layout.extents), 1)
-    (alone,) = Layout.build([(NAME, nbytes, slots)]).extents
-    return Extent(name=NAME, offset=layout.nbytes, nbytes=nbytes, slots=slots, grid=alone.grid)
+    grid = (Region(nbytes=round_up(nbytes), block=BLOCK),)
+    return Extent(name=NAME, offset=layout.nbytes, nbytes=nbytes, slots=slots, grid=grid)
 
 
 def blocks_of(extent: Extent, offset: int, nbytes: int) -> tuple[int, Borders]:
@@ -63,15 +63,21 @@ class Digests:
         assert not numbers.any(), f"{extent.name}: slot {slot} was written before"
         numbers[:] = _of_zeros(extent)
 
-    def copy(self) -> npt.NDArray[np.uint8]:
-        """The table as it is now, in whole pages."""
+    def write(self, files: StripedFiles, address: int) -> str:
+        """Write the table as it is now, in whole pages; its own checksum."""
         pages = aligned_bytes(len(self._pages))
         pages[:] = self._pages
-        return pages
+        files.write(address, byte_view(pages))
+        return xxhash.xxh3_64_hexdigest(pages.data)
 
-    def load(self, pages: npt.NDArray[np.uint8]) -> None:
-        """Take over what ``copy`` gave."""
+    def read(self, files: StripedFiles, address: int, digest: str) -> bool:
+        """Take over what ``write`` has written; False, and nothing is taken over, if it has another checksum by now."""
+        pages = aligned_bytes(len(self._pages))
+        files.read(address, byte_view(pages))
+        if xxhash.xxh3_64_hexdigest(pages.data) != digest:
+            return False
         self._pages[:] = pages
+        return True
 
 
 def _of_zeros(extent: Extent) -> Numbers:

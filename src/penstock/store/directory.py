@@ -8,20 +8,16 @@ import os
 import pwd
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock import files
 from penstock.errors import StoreError
-from penstock.store.packed import ADVICE, FULL, store_error
+from penstock.store.packed import ADVICE, refused, store_error
 
 log = logging.getLogger("penstock")
 
 LOCK = "lock"
-_ADVICE = ADVICE | {
-    **dict.fromkeys(FULL, "free some space"),
-    errno.EIO: "check the drive and the kernel's log (dmesg)",
-}
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
@@ -57,7 +53,7 @@ def in_the_way(path: Path, error: OSError) -> str:
     """The reason that the system refuses to touch ``path``, with its name for the error and what to do."""
     said = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'no number')})"
     if error.errno not in _FORBIDDEN:
-        return f"{said}: {_ADVICE.get(error.errno or 0, 'is this the right place?')}"
+        return f"{said}: {ADVICE.get(error.errno or 0, 'is this the right place?')}"
     for place in (path, *path.parents):
         try:
             status = place.stat()
@@ -118,14 +114,12 @@ def make_directory(path: Path) -> bool:
             path.chmod(0o700)
         return False
     require_parent(path)
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:  # another process has made it in this moment
-        check_directory(path)
-        return False
-    except OSError as e:
-        advice = "free some space" if e.errno in FULL else "give a directory that you may write to"
-        raise store_error(f"{path} cannot be created: {e.strerror}: {advice}", e) from e
+    with refused(f"{path} cannot be created", "give a directory that you may write to"):
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:  # another process has made it in this moment
+            check_directory(path)
+            return False
     sync_directory(path.parent)
     return True
 
@@ -177,10 +171,8 @@ def sync_directory(path: Path) -> None:
     Raises:
         StoreError: they could not be made so.
     """
-    try:
+    with refused(f"{path}: its names cannot be made durable", "check the drive"):
         files.sync_folder(path)
-    except OSError as e:
-        raise store_error(f"{path}: its names cannot be made durable: {e.strerror}: check the drive", e) from e
 
 
 def is_locked(directory: Path, *, name: str = LOCK) -> bool:
@@ -280,25 +272,24 @@ class DirectoryLock:
         self._fd: int | None = None
         self._itself: int | None = None  # the directory, whatever it is called by now
         try:
-            self._fd = self._take() if writes else self._share(directory)
+            self._fd = self._lock(os.O_RDWR | os.O_CREAT, self._take) if writes else self._share(directory)
             self._itself = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except BaseException as e:
             self.forget()
             if isinstance(e, StoreError) or not isinstance(e, OSError):
                 raise
-            said = f"{e.strerror}: {_ADVICE.get(e.errno or 0, 'use a local file system')}"
+            said = f"{e.strerror}: {ADVICE.get(e.errno or 0, 'use a local file system')}"
             if e.errno in _FORBIDDEN:
                 said = in_the_way(self._path, e)
             raise store_error(f"{self._path} cannot be locked: {said}", e) from e
         _held.add(self)
 
-    def _take(self) -> int:
+    def _lock(self, flags: int, take: Callable[[int], bool]) -> int:
+        """The file, opened with ``flags``, once ``take`` has locked it: False has it opened anew."""
         while True:
-            fd = files.descriptor(self._path, os.O_RDWR | os.O_CREAT)
+            fd = files.descriptor(self._path, flags)
             try:
-                _have_alone(fd)
-                if _is_at(self._path, fd):
-                    self._sign(fd)
+                if take(fd):
                     return fd
             except BlockingIOError as e:
                 if (holder := _holder(fd)) is not None:
@@ -307,35 +298,33 @@ class DirectoryLock:
             except BaseException:
                 os.close(fd)
                 raise
-            os.close(fd)  # it was deleted between our open and our lock: lock the new one
+            os.close(fd)
 
-    def _share(self, directory: Path) -> int | None:
-        """The lock of who only reads; None where there is no file of it, so that nobody writes now."""
-        while True:
-            try:
-                fd = files.descriptor(self._path, os.O_RDONLY)
-            except FileNotFoundError:
-                log.warning("%s is gone: nothing would keep a run from writing while %s is read", self._path, directory)
-                return None
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError as e:
-                if (holder := _holder(fd)) is not None:
-                    raise _in_use(self._path, holder, e) from e
-                continue
-            except BaseException:
-                os.close(fd)
-                raise
-            return fd
-
-    def _sign(self, fd: int) -> None:
-        """Write who holds the lock into its file. If that fails the file goes again, while nobody else can hold it."""
+    def _take(self, fd: int) -> bool:
+        """Have the file alone, and write who holds it. If that fails it goes again, while nobody else can hold it."""
+        _have_alone(fd)
+        if not _is_at(self._path, fd):  # it was deleted between our open and our lock: lock the new one
+            return False
         try:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         except OSError:
             self._path.unlink(missing_ok=True)
             raise
+        return True
+
+    def _share(self, directory: Path) -> int | None:
+        """The lock of who only reads; None where there is no file of it, so that nobody writes now."""
+
+        def take(fd: int) -> bool:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+
+        try:
+            return self._lock(os.O_RDONLY, take)
+        except FileNotFoundError:
+            log.warning("%s is gone: nothing would keep a run from writing while %s is read", self._path, directory)
+            return None
 
     @property
     def in_place(self) -> bool:

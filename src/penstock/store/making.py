@@ -63,9 +63,7 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
 
 
 def _check_name(path: Path) -> None:
-    """Raises:
-    StoreError: no text has the path, and so no manifest.
-    """
+    """Refuses a path that no text has, and so no manifest."""
     name = os.fsencode(path)
     try:
         name.decode()

@@ -19,20 +19,33 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """The contents of the file ``manifest.json`` of the directory number ``index``. ``owner``: the run that it belongs
-    to, None: no run. ``weights``: of the directories, by which the store is striped over them; empty: evenly.
-    """
+class _Account:
+    """A manifest but for the layout."""
 
     store: str
     index: int
     directories: tuple[str, ...]
     stripe: int
-    layout: Layout
     model: dict[str, Any]
     passing: bool
     owner: Owner | None = None
     weights: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Written(_Account):
+    """A manifest as JSON has it."""
+
+    layout: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(_Account):
+    """The contents of the file ``manifest.json`` of the directory number ``index``. ``owner``: the run that it belongs
+    to, None: no run. ``weights``: of the directories, by which the store is striped over them; empty: evenly.
+    """
+
+    layout: Layout
 
     def to_json(self) -> dict[str, object]:
         owner = None if self.owner is None else self.owner.to_json()
@@ -65,21 +78,6 @@ class Manifest:
             return Manifest(**vars(written) | {"layout": Layout.from_json(written.layout)})
         except (StoreError, ValueError) as e:
             raise StoreError(f"{path / MANIFEST} is damaged: {e}") from e
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Written:
-    """A manifest as JSON has it."""
-
-    store: str
-    index: int
-    directories: tuple[str, ...]
-    stripe: int
-    layout: dict[str, Any]
-    model: dict[str, Any]
-    passing: bool
-    owner: Owner | None = None
-    weights: tuple[int, ...] = ()
 
 
 def read_manifests(paths: Sequence[Path]) -> Manifest:

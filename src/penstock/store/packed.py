@@ -11,7 +11,7 @@ import os
 import struct
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,7 @@ _ZEROS = 4 << 20  # bytes per write where a file system cannot preallocate
 
 ADVICE = {
     errno.EIO: "the drive or its file system failed: see the kernel's log (dmesg) and check the drive",
-    errno.ENOSPC: "the space reserved at the start is gone: a copy-on-write file system? free some space",
+    errno.ENOSPC: "free some space",
     errno.EDQUOT: "the disk quota is used up: raise it, or use another directory",
     errno.ELOOP: "remove the link, or put what it leads to in its place",
     errno.EROFS: "the file system has become read-only: see the kernel's log (dmesg)",
@@ -37,6 +37,12 @@ ADVICE = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the limit of open files (sysctl fs.file-max)",
 }
+RESERVED = ADVICE | {
+    errno.ENOSPC: "the space reserved at the start is gone: a copy-on-write file system? free some space",
+}
+"""Advice on files that have all their space from the start."""
+TO_BE_WRITTEN = "check the drive, and the folder's owner and mode"
+"""Advice where nothing better is known."""
 
 
 def store_error(message: str, cause: OSError) -> StoreError:
@@ -45,6 +51,20 @@ def store_error(message: str, cause: OSError) -> StoreError:
     error.errno = cause.errno
     error.strerror = cause.strerror or message
     return error
+
+
+@contextmanager
+def refused(
+    said: str, otherwise: str = "see the kernel's log (dmesg)", advice: Mapping[int, str] = ADVICE
+) -> Iterator[None]:
+    """An error of the system within is a `StoreError` to the user: what is ``said``, the reason, and the ``advice`` on
+    its number, or ``otherwise``."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as e:
+        raise store_error(f"{said}: {e.strerror}: {advice.get(e.errno or 0, otherwise)}", e) from e
 
 
 @contextmanager
@@ -139,13 +159,8 @@ class PackedFile:
         """
         self.path = path
         self._flags = os.O_RDWR if writable else os.O_RDONLY
-        try:
+        with refused(f"{path} cannot be opened", "check its owner and mode"):
             self._fd, self.direct = self._open(direct)
-        except StoreError:
-            raise
-        except OSError as e:
-            advice = ADVICE.get(e.errno or 0, "check its owner and mode")
-            raise store_error(f"{path} cannot be opened: {e.strerror}: {advice}", e) from e
         self.nbytes = os.fstat(self._fd).st_size
 
     @property
@@ -224,7 +239,7 @@ class PackedFile:
         """The error of a transfer that ended after ``done`` of the bytes that were ``asked`` for; ``cause``: the
         system's; None: it moved no more."""
         if cause is not None:
-            advice = ADVICE.get(cause.errno or 0, "see the kernel's log (dmesg)")
+            advice = RESERVED.get(cause.errno or 0, "see the kernel's log (dmesg)")
             return store_error(self._failure(verb, offset, asked, done, f"{cause.strerror}: {advice}"), cause)
         reason = "the file ended" if verb == "read" else "no more bytes were taken"
         advice = "was it changed by something else? restore it from a snapshot"
@@ -243,14 +258,14 @@ class PackedFile:
             StoreError: the drive failed, or is full.
         """
         request = struct.pack("=qQQQ", source._fd, start, nbytes, offset)
-        try:
-            fcntl.ioctl(self._fd, _FICLONERANGE, request)
-        except OSError as e:
-            if e.errno in _CANNOT_SHARE:
-                return False
-            advice = ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
-            said = f"{self.path}: sharing of {nbytes} bytes of {source.path} at offset {start} failed"
-            raise store_error(f"{said}: {e.strerror}: {advice}", e) from e
+        said = f"{self.path}: sharing of {nbytes} bytes of {source.path} at offset {start} failed"
+        with refused(said, advice=RESERVED):
+            try:
+                fcntl.ioctl(self._fd, _FICLONERANGE, request)
+            except OSError as e:
+                if e.errno in _CANNOT_SHARE:
+                    return False
+                raise
         return True
 
     def flush(self) -> None:
@@ -259,11 +274,8 @@ class PackedFile:
         Raises:
             StoreError: it could not be put there.
         """
-        try:
+        with refused(f"{self.path}: flush failed", advice=RESERVED):
             os.fdatasync(self._fd)
-        except OSError as e:
-            advice = ADVICE.get(e.errno or 0, "see the kernel's log (dmesg)")
-            raise store_error(f"{self.path}: flush failed: {e.strerror}: {advice}", e) from e
         if not self.direct:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

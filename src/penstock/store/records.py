@@ -15,7 +15,7 @@ from penstock.documents.text import MalformedError, parse_json, read_bounded
 from penstock.documents.typed import shown
 from penstock.errors import StoreError
 from penstock.store.directory import in_the_way, is_there
-from penstock.store.packed import ADVICE, store_error
+from penstock.store.packed import RESERVED, TO_BE_WRITTEN, refused, store_error
 
 log = logging.getLogger("penstock")
 
@@ -65,10 +65,8 @@ def write_document(path: Path, kind: str, body: object) -> None:
     Raises:
         StoreError: it could not be written; what was there before is still there.
     """
-    try:
+    with refused(f"{path} cannot be written", TO_BE_WRITTEN):
         files.replace(path, encode(kind, body))
-    except OSError as e:
-        raise store_error(f"{path} cannot be written: {e.strerror}", e) from e
 
 
 def read_document(path: Path, kind: str) -> Any:
@@ -78,12 +76,17 @@ def read_document(path: Path, kind: str) -> Any:
         StoreError: missing, unreadable, damaged, foreign, or of an unknown format version.
     """
     try:
-        text = read_bounded(path, _LARGEST)
-    except OSError as e:
-        raise store_error(f"{path} cannot be read: {in_the_way(path, e)}", e) from e
+        text = _text(path)
     except MalformedError as e:
         raise StoreError(f"{path} is damaged: {e}") from e
     return decode(kind, text, path)
+
+
+def _text(path: Path) -> bytes:
+    try:
+        return read_bounded(path, _LARGEST)
+    except OSError as e:
+        raise store_error(f"{path} cannot be read: {in_the_way(path, e)}", e) from e
 
 
 def is_foreign(path: Path) -> bool:
@@ -95,9 +98,7 @@ def is_foreign(path: Path) -> bool:
     if not path.is_file():
         return True
     try:
-        found = parse_json(read_bounded(path, _LARGEST), deepest=_DEEPEST, finite=False)
-    except OSError as e:
-        raise store_error(f"{path} cannot be read: {in_the_way(path, e)}", e) from e
+        found = parse_json(_text(path), deepest=_DEEPEST, finite=False)
     except MalformedError:
         return False
     return not isinstance(found, dict) or "penstock" not in found
@@ -252,10 +253,8 @@ class CommitLog:
         entry = _Entry(store=self._store, sequence=self._newest.sequence + 1, record=plain, table=table)
         path = self._place(entry)
         self._doubtful = path
-        try:
+        with refused(f"{path}: commit failed, and the commit before it still stands", advice=RESERVED):
             _overwrite(path, encode("commit", asdict(entry)))
-        except OSError as e:
-            raise store_error(f"{path}: commit failed: {e.strerror}: the commit before it still stands", e) from e
         self._newest, self._doubtful = entry, None
 
     @property
@@ -273,10 +272,8 @@ class CommitLog:
         assert self._newest.record is None, "nothing has been committed"
         beside = self._paths[sequence % 2]
         if beside != self.path:  # the next one would be written over it
-            try:
+            with refused(f"{beside} cannot be written", advice=RESERVED):
                 _overwrite(beside, encode("commit", asdict(self._newest)))
-            except OSError as e:
-                raise store_error(f"{beside} cannot be written: {e.strerror}", e) from e
         self._newest = replace(self._newest, sequence=sequence)
 
     def take_back(self, sequence: int) -> None:
@@ -294,10 +291,8 @@ class CommitLog:
                 "on from a snapshot"
             )
         if self.writable:
-            try:
+            with refused(f"{path}: a commit cannot be taken back", advice=RESERVED):
                 _overwrite(path, b"")
-            except OSError as e:
-                raise store_error(f"{path}: a commit cannot be taken back: {e.strerror}", e) from e
             log.warning("%s: commit %d is taken back: not all ranks have it", path, newest.sequence)
         self._newest = before
 
@@ -309,24 +304,20 @@ class CommitLog:
             StoreError: that fails, too; nothing may be written.
         """
         if (path := self._doubtful) is not None:  # threads may come here at once
-            try:
+            said = f"{path}: a commit that has failed cannot be taken back, and the commit before it still stands"
+            with refused(said, advice=RESERVED):
                 _overwrite(path, b"")
-            except OSError as e:
-                what = f"{path}: a commit that has failed cannot be taken back: {e.strerror}"
-                raise store_error(f"{what}: the commit before it still stands", e) from e
             self._doubtful = None
 
 
 def _blank_file(path: Path, text: bytes) -> None:
     """Make a commit file, with the space that it will ever need."""
-    try:
+    with refused(f"{path} cannot be written", TO_BE_WRITTEN):
         with files.create(path) as file:
             file.write(text.ljust(RESERVE))
             file.flush()
             os.fsync(file.fileno())
         files.sync_folder(path.parent)
-    except OSError as e:
-        raise store_error(f"{path} cannot be written: {e.strerror}", e) from e
 
 
 def _overwrite(path: Path, text: bytes) -> None:
@@ -362,13 +353,9 @@ def _write_again(path: Path) -> None:
     Were it lost in a power cut later, the record before it would count, of which the run that goes on overwrites the
     slots. The bytes are the same, so a power cut in this very moment leaves either record whole.
     """
-    try:
-        with files.update(path) as file:
-            text = file.read()
-            file.seek(0)
-            file.write(text)
-            file.flush()
-            os.fdatasync(file.fileno())
-    except OSError as e:
-        advice = ADVICE.get(e.errno or 0, "check the drive")
-        raise store_error(f"{path} cannot be made durable: {e.strerror}: {advice}", e) from e
+    with refused(f"{path} cannot be made durable", "check the drive"), files.update(path) as file:
+        text = file.read()
+        file.seek(0)
+        file.write(text)
+        file.flush()
+        os.fdatasync(file.fileno())

@@ -39,11 +39,8 @@ def delete_store(paths: Sequence[Path], *, only: Callable[[StoreFacts], bool] | 
 
 def delete_part(path: Path, *, only: Callable[[Manifest], bool]) -> bool:
     """Remove one directory's part of a store where ``only`` says so of its manifest; or what is left of one whose
-    making or removal was interrupted; with its scratch. False: there is one that stays, or nothing of one.
-
-    Raises:
-        StoreError: as ``delete_store``.
-    """
+    making or removal was interrupted; with its scratch. False: there is one that stays, or nothing of one. Raises as
+    ``delete_store``."""
     there = directory.is_there(path / DATA)
     if there and not only(Manifest.read(path)):
         return False
@@ -52,11 +49,8 @@ def delete_part(path: Path, *, only: Callable[[Manifest], bool]) -> bool:
 
 
 def remove_scratch(path: Path) -> None:
-    """Remove what a run that was killed within a step has left in a directory of its store.
-
-    Raises:
-        StoreError: as ``delete_store``.
-    """
+    """Remove what a run that was killed within a step has left in a directory of its store. Raises as
+    ``delete_store``."""
     scratch = path / SCRATCH
     if directory.is_there(scratch) and delete_part(scratch, only=lambda found: found.passing):
         with suppress(OSError):  # something else is in it: not ours to remove

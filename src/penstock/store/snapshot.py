@@ -5,11 +5,10 @@ extents.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -127,16 +126,20 @@ class PartWriter:
         for extent in self.layout.extents:
             done = self._progress[extent.name].done
             assert done == extent.stride, f"{extent.name}: {done} of {extent.stride} bytes were written"
-        table = byte_view(self._digests.copy())
-        self._files.write(self._area.offset, table)
+        digest = self._digests.write(self._files, self._area.offset)
         self._files.flush()
-        digest = xxhash.xxh3_64_hexdigest(table)
         body = {"meta": self._meta, "layout": self.layout.to_json(), "digests": digest}
         write_document(self._place / MANIFEST, "snapshot", body)
 
     def close(self) -> None:
         """Close the files, which stay."""
         self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class SnapshotWriter(PartWriter):
@@ -176,11 +179,8 @@ class SnapshotWriter(PartWriter):
         try:
             self.seal()
             self._whole.finish()
-        except BaseException:
+        finally:
             self.abort()
-            raise
-        self._open = False
-        self.close()
 
     def abort(self) -> None:
         """Remove what has been written. Does nothing after ``finish``."""
@@ -191,12 +191,7 @@ class SnapshotWriter(PartWriter):
             finally:
                 self._whole.abort()
 
-    def __enter__(self) -> "SnapshotWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
 
@@ -209,7 +204,7 @@ class _Written:
     digests: str
 
 
-class SnapshotReader:
+class SnapshotReader(AbstractContextManager["SnapshotReader"]):
     """Reads a snapshot, checking each byte against its checksum. Thread-safe; a context manager."""
 
     def __init__(self, path: Path) -> None:
@@ -233,15 +228,12 @@ class SnapshotReader:
         try:
             if file.nbytes < area.end:
                 raise StoreError(f"{path} is damaged: {DATA} has {file.nbytes} bytes, its manifest says {area.end}")
-            pages = aligned_bytes(area.stride)
-            self._files.read(area.offset, byte_view(pages))
-            if xxhash.xxh3_64_hexdigest(pages.data) != body.digests:
+            self._digests = Digests(self.layout)
+            if not self._digests.read(self._files, area.offset, body.digests):
                 raise StoreError(
                     f"{path} is damaged: the checksums in {DATA} at offset {area.offset} have changed: check the "
                     "drive, and use another snapshot"
                 )
-            self._digests = Digests(self.layout)
-            self._digests.load(pages)
         except BaseException:
             self._files.close()
             raise
@@ -294,10 +286,5 @@ class SnapshotReader:
     def close(self) -> None:
         self._files.close()
 
-    def __enter__(self) -> "SnapshotReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -106,11 +106,7 @@ class SnapshotParts:
 
 @contextmanager
 def opened_snapshot(path: Path) -> Iterator[tuple[SnapshotReader, ...]]:
-    """All parts of a snapshot, by rank; that of one process is its only part.
-
-    Raises:
-        StoreError: as ``SnapshotParts``.
-    """
+    """All parts of a snapshot, by rank; that of one process is its only part. Raises as ``SnapshotParts``."""
     parts = SnapshotParts.of(path)
     with ExitStack() as stack:
         yield tuple(stack.enter_context(parts.open(rank)) for rank in range(parts.ranks))

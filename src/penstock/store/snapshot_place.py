@@ -41,11 +41,8 @@ def state_in(folder: Path, *, snapshots: bool) -> Path | None:
     return None
 
 
-class SnapshotPlace:
-    """The place that a snapshot will have, and the folder in which it is written until then.
-
-    ``partial``: that folder, which appears at ``path`` in ``finish``, and is removed in ``abort``.
-    """
+class SnapshotPlace(WholeFolder):
+    """The place that a snapshot will have, and the folder in which it is written until then."""
 
     def __init__(self, path: Path, nbytes: int, *, overwrite: bool) -> None:
         """``nbytes``: that all of it takes.
@@ -53,14 +50,16 @@ class SnapshotPlace:
         Raises:
             StoreError: ``path`` exists (and is no snapshot that may be overwritten), or the disk has no room.
         """
-        self.path = Path(path).resolve()  # a link to an older one goes on leading there
         self._overwrite = overwrite
-        self._folder = WholeFolder(self.path, private=True, check=self._check_target)
-        self.partial = self._folder.partial
+        super().__init__(Path(path), private=True, check=self._check_target)
         try:
-            self._check_room(nbytes)
+            if nbytes > (free := packed.free_bytes(self.partial)):
+                raise StoreError(
+                    f"{self.path}: the snapshot needs {format_size(nbytes)}, {format_size(free)} are free: "
+                    "free some space, or give another path"
+                )
         except BaseException:
-            self._folder.abort()
+            self.abort()
             raise
 
     def _check_target(self) -> None:
@@ -74,23 +73,3 @@ class SnapshotPlace:
             )
         if (state := state_in(self.path, snapshots=False)) is not None:
             raise StoreError(f"{self.path} is not overwritten, as {state} would go with it: give another path")
-
-    def _check_room(self, nbytes: int) -> None:
-        free = packed.free_bytes(self.partial)
-        if nbytes > free:
-            raise StoreError(
-                f"{self.path}: the snapshot needs {format_size(nbytes)}, {format_size(free)} are free: "
-                "free some space, or give another path"
-            )
-
-    def finish(self) -> None:
-        """Put it in its place; what was there before goes at the same instant.
-
-        Raises:
-            StoreError: something else has taken the place, or the drive failed. What was there before still is.
-        """
-        self._folder.finish()
-
-    def abort(self) -> None:
-        """Remove what has been written. Does nothing after ``finish``."""
-        self._folder.abort()

@@ -1,6 +1,5 @@
 """Notices requests that do not come back: a drive that stalls is said to, while it does and when it is over."""
 
-import itertools
 import logging
 import math
 import threading
@@ -25,18 +24,17 @@ class Watched:
     """Requests on a file that are made together, and under way until ``end``. They cost an entry in a dict and a look
     at the clock."""
 
-    __slots__ = ("_key", "_progress", "_stalls", "began", "ended", "nbytes", "path", "verb")
+    __slots__ = ("_progress", "_stalls", "began", "ended", "nbytes", "path", "verb")
 
     def __init__(self, stalls: "Stalls", path: Path, verb: str, nbytes: int, progress: Progress | None) -> None:
         self._stalls, self._progress = stalls, progress
         self.path, self.verb, self.nbytes = path, verb, nbytes
         self.began = self.ended = time.monotonic()
-        self._key = stalls.add(self)
 
     def end(self) -> None:
         """All of them have come back."""
         self.ended = time.monotonic()
-        self._stalls.remove(self._key)
+        del self._stalls.under_way[self]
 
     @property
     def since(self) -> float:
@@ -74,9 +72,8 @@ class Stalls:
 
     def __init__(self, late: float = LATE) -> None:
         self._late = late
-        self.under_way: dict[int, Watched] = {}
-        """requests that have not come back"""
-        self._numbers = itertools.count()
+        self.under_way: dict[Watched, None] = {}
+        """requests that have not come back, oldest first"""
         self._stalled: dict[Path, _Stall] = {}
         self._closing = threading.Event()
         self._start = threading.Lock()
@@ -87,19 +84,10 @@ class Stalls:
         """One request is under way: ``verb`` of ``nbytes`` on the file ``path``. Of several: ``progress`` is two
         numbers, of nanoseconds of the monotonic clock: since when some are under way and none has come back (0: none is
         under way), and when one came back last."""
-        return Watched(self, path, verb, nbytes, progress)
-
-    def add(self, request: Watched) -> int:
-        """Begin to watch a request; returns what ``remove`` takes."""
         if self.watcher is None:
             self._begin()
-        key = next(self._numbers)
-        self.under_way[key] = request
-        return key
-
-    def remove(self, key: int) -> None:
-        """End the watch of a request that has come back."""
-        del self.under_way[key]
+        self.under_way[request := Watched(self, path, verb, nbytes, progress)] = None
+        return request
 
     def close(self) -> None:
         """End the watcher. No request may be under way."""
@@ -121,7 +109,7 @@ class Stalls:
 
     def _look(self, now: float) -> None:
         late: dict[Path, _Stall] = {}
-        for request in self.under_way.copy().values():  # oldest first
+        for request in self.under_way.copy():
             since = request.since
             if now - since >= self._late:
                 late.setdefault(request.path, _Stall(since=since, requests=[])).requests.append(request)

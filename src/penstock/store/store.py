@@ -4,14 +4,12 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from penstock.errors import StoreError
 from penstock.store import digests, directory
@@ -65,7 +63,7 @@ class Lent:
     """the checksum of each block"""
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """Named extents on disk. Made by ``Store.create`` or ``Store.open``; a context manager.
 
     ``read`` and ``write`` may be called from several threads at once, also on the same extent as long as the ranges
@@ -283,7 +281,7 @@ class Store:
     def verify(self, slots: Mapping[str, int]) -> Iterator["Verified"]:
         """Read all of the given slot of each extent, 8 MiB at a time, and check it against its checksums.
 
-        ``slots``: extent name to the slot that counts, as ``Slots.of(store).current(name)`` has it. Yields after each
+        ``slots``: extent name to the slot that counts, as ``Slots(store).current(name)`` has it. Yields after each
         part how far it has got, and what was found damaged in the part. What a drive cannot read at all counts as
         damage too. So a command shows ``done`` of ``total``, collects ``damage``, and has failed if there is any.
         """
@@ -357,23 +355,21 @@ class Store:
     def _write_digests(self) -> Table:
         """Write the checksums to the slot of their area that the last commit does not name."""
         last = self.commits.table
-        slot, view = 0 if last is None else 1 - last.slot, byte_view(self._digests.copy())
+        slot, nbytes = 0 if last is None else 1 - last.slot, self._area.stride
         self._written = True
-        self.files.write(self._area.address(0, len(view), slot), view)
-        self._beside = replace(self._beside, bytes_written=self._beside.bytes_written + len(view))
-        return Table(slot=slot, digest=xxhash.xxh3_64_hexdigest(view))
+        digest = self._digests.write(self.files, self._area.address(0, nbytes, slot))
+        self._beside = replace(self._beside, bytes_written=self._beside.bytes_written + nbytes)
+        return Table(slot=slot, digest=digest)
 
     def _load_digests(self, table: Table) -> None:
-        pages = aligned_bytes(self._area.stride)
-        address, view = self._area.address(0, len(pages), table.slot), byte_view(pages)
-        self.files.read(address, view)
-        self._beside = replace(self._beside, bytes_read=len(view))
-        if xxhash.xxh3_64_hexdigest(view) != table.digest:
+        nbytes = self._area.stride
+        address = self._area.address(0, nbytes, table.slot)
+        self._beside = replace(self._beside, bytes_read=self._beside.bytes_read + nbytes)
+        if not self._digests.read(self.files, address, table.digest):
             raise StoreError(
-                f"{'; '.join(self.files.places(address, len(view)))}: the checksums of the last commit "
+                f"{'; '.join(self.files.places(address, nbytes))}: the checksums of the last commit "
                 f"({self.commits.path}) are damaged: {self._advice}"
             )
-        self._digests.load(pages)
 
     def take_back(self, sequence: int) -> None:
         """Go back to the commit before the last one, which has this number: nothing may have been written since. What
@@ -432,12 +428,7 @@ class Store:
                 f"{os.getpid()}, forked from it: only the one that opened it may use it"
             )
 
-    def __enter__(self) -> "Store":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -96,22 +96,14 @@ def settle(stores: Stores) -> None:
 
 def find(stores: Stores) -> list[Successor]:
     """Of each store the one that takes its place, or has already: the first step of ``settle``, which each rank can do
-    with its own.
-
-    Raises:
-        StoreError: as ``settle``.
-    """
+    with its own. Each step raises as ``settle`` does."""
     with _held(stores):
         return [_successor(paths, [_place(path) for path in paths]) for paths in stores]
 
 
 def call_next(stores: Stores, found: Sequence[Successor]) -> None:
     """The second step, once it is known that some count, and that those that were ``found`` are all of a run's: from
-    here on every directory says that they do.
-
-    Raises:
-        StoreError: as ``settle``.
-    """
+    here on every directory says that they do."""
     with _held(stores):
         for paths, one in zip(stores, found, strict=True):
             for path in paths:
@@ -122,11 +114,7 @@ def call_next(stores: Stores, found: Sequence[Successor]) -> None:
 
 
 def move_in(stores: Stores) -> None:
-    """The last step, once all directories of all ranks say that the new stores count: the old ones go.
-
-    Raises:
-        StoreError: as ``settle``.
-    """
+    """The last step, once all directories of all ranks say that the new stores count: the old ones go."""
     with _held(stores):
         for paths in stores:
             for path in paths:

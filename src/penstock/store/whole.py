@@ -9,15 +9,13 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from penstock.errors import StoreError
 from penstock.store import directory
 from penstock.store.directory import DirectoryLock
-from penstock.store.packed import FULL, store_error
+from penstock.store.packed import refused
 
 log = logging.getLogger("penstock")
 
@@ -27,7 +25,7 @@ _PARTIAL = re.compile(r"\.partial-[0-9a-f]{12}\Z")
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL})
 
 
-class WholeFolder:
+class WholeFolder(AbstractContextManager["WholeFolder"]):
     """A folder under way to ``path``; a context manager that removes what was written unless ``finish`` was called.
 
     ``path``: where it is to be, with no symbolic link in it: one that leads to an older folder goes on leading there.
@@ -51,13 +49,10 @@ class WholeFolder:
         self._aside = _aside(self._beside)
         self.partial = self._beside / self.path.name
         with ExitStack() as undo:
-            try:
+            with refused(f"{self.path} cannot be created", "give another folder"):
                 self._beside.mkdir(mode=0o700)
                 undo.callback(shutil.rmtree, self._beside, ignore_errors=True)
                 self.partial.mkdir(mode=0o700 if private else 0o777)
-            except OSError as e:
-                advice = "free some space" if e.errno in FULL else "give another folder"
-                raise store_error(f"{self.path} cannot be created: {e.strerror}: {advice}", e) from e
             self._lock = DirectoryLock(self._beside)
             undo.pop_all()
         self._open = True
@@ -71,10 +66,8 @@ class WholeFolder:
         self._check()
         replaces = directory.is_there(self.path)
         directory.sync_directory(self.partial)
-        try:
+        with refused(f"{self.path} cannot be put in place", "is it a mount point?"):
             self._swap() if replaces else self.partial.rename(self.path)
-        except OSError as e:
-            raise store_error(f"{self.path} cannot be put in place: {e.strerror}: is it a mount point?", e) from e
         try:
             directory.sync_directory(self.path.parent)
         except BaseException:
@@ -108,12 +101,7 @@ class WholeFolder:
             _remove(self._beside)
             self._lock.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
 
