@@ -69,7 +69,6 @@ USED = {
         ),
     },
     "replan": {"config/step.py": "an argument of the check of what a pipeline cannot do"},
-    "sync_buffers": {"engine/resources.py": "what a step is to do with the model's buffers"},
     "cp": {
         "config/step.py": "an argument of the check of what ranks that share sequences cannot do",
         **dict.fromkeys(("shape/", "tape/"), "spans of a sequence, of which a model is run with one"),
