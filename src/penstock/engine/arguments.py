@@ -243,4 +243,4 @@ _OPTIONAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "loss_fn": (callable, "a function of (model, micro-batch), or None"),
     "weights": (_is_source, "penstock.hf.load(folder).weights, or None"),
 }
-"""Of what may be None, whether another value is one, and what to give instead where it is not."""
+"""By argument that may be None: a check of other values, and the words for what to give in place of a wrong one."""

@@ -42,19 +42,19 @@ class Between:
         }
 
     def gather(self, op: Op) -> None:
-        """What ranks have parts of, from the parts of all."""
+        """Put together a group's weights, or its updates of matrices, from the parts of all ranks."""
         for part, whole in self._parts(op):
             self._copy.gather(whole, part)
             self._sent(part, self._copy)
 
     def gather_between(self, op: Op) -> None:
-        """The same as far as the ranks with this one's place on all hosts have it."""
+        """Put together as much of it as the ranks with this one's place on all hosts have."""
         for part, whole in self._parts(op):
             levels.gather_between(self._place, whole, part)
             self._sent(part, self._place)
 
     def gather_within(self, op: Op) -> None:
-        """All of it, from what the ranks of this host have of it."""
+        """Put together all of it, from what the ranks of this host have."""
         for whole in self._cut(op, op.writes[0], self._copy.size):
             levels.gather_within(self._host, self._place.size, whole)
             self._sent(whole[: whole.numel() // self._host.size], self._host)
