@@ -43,6 +43,7 @@ USED = {
         **dict.fromkeys(("planner/phases.py", "planner/probes.py"), "the phases and loads of such a schedule"),
     },
     "recompute": {},
+    "sync_buffers": {},
     "strands": {
         "schedule/": "what a built schedule was given",
         "engine/": "as many as there are ranks, or as the store has",
