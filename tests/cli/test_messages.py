@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.cli.model import RunModel, run_model
 from penstock.cli.out_of_memory import explain
 from penstock.cli.showing import pace
 from penstock.hardware.profiles import save_profile
+from penstock.runtime.streams import HostStreams, Mark
 from tests.engine.test_prediction import machine
 from tests.machines import measured_here
 
@@ -26,7 +28,7 @@ def test_a_drive_that_becomes_slow_is_said_each_time_it_does(
     config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slow from step 4 to 5 and from 7 to 8: said at 4 and at 7, with the lane that it was. The slow writes put the
-    clock forward, by so much that a busy machine's other steps are not slow, too."""
+    clock forward, by so much that a busy machine's other steps are not slow, too; and not within other lanes' ops."""
     monkeypatch.setattr(pace, "LOST", 8.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save_profile(measured_here(machine(tmp_path)))
@@ -39,6 +41,19 @@ def test_a_drive_that_becomes_slow_is_said_each_time_it_does(
             lost += 1.0
         return real(*args)
 
+    begin, end, began = HostStreams.begin, HostStreams.end, dict[int, float]()
+
+    def begun(streams: HostStreams, mark: Mark, waits: Iterable[Mark]) -> None:
+        begin(streams, mark, waits)
+        began[id(mark)] = lost
+
+    def ended(streams: HostStreams, mark: Mark) -> None:
+        end(streams, mark)
+        if mark.lane != "write":
+            mark.end -= lost - began[id(mark)]
+
+    monkeypatch.setattr(HostStreams, "begin", begun)
+    monkeypatch.setattr(HostStreams, "end", ended)
     monkeypatch.setattr(os, "pwritev", slow)
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + lost)
     words = ["--plan", "auto", "--replan", "false", "--steps", "8", "--evaluate", "null"]
