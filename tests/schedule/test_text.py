@@ -154,6 +154,7 @@ def test_what_is_no_word_is_refused(text: str) -> None:
         ("F0m0 behind F1m0", "unknown field 'behind'"),
         ("F0m0 take A0m0", "must be written buffer=pool"),
         ("F0m0 bytes many", "bytes 'many' is not a number"),
+        ("F0m0 peer many items many bytes many", "bytes 'many' is not a number"),
         ("F0m0 bytes -4", "bytes '-4' is not a number"),
         ("F0m0 bytes " + "9" * 16, "bytes '9999999999999999' is not a number"),
         ("F0m0 items " + "9" * 5000, "items '999999999999999999999999...' is not a number"),

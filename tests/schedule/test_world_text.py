@@ -1,10 +1,12 @@
 """A world's text form can be read, diffed and parsed back, for every family; a line that is wrong is named."""
 
+import time
+
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.check.worlds import violations
-from penstock.schedule.ir.text import parse_ranks, parse_world
+from penstock.schedule.ir.text import MOST_RANKS, parse_ranks, parse_world
 from penstock.schedule.ir.worlds import format_ranks
 from penstock.schedule.lower.families import FAMILIES, build
 from penstock.schedule.lower.request import FamilyRequest
@@ -52,6 +54,13 @@ def test_ranks_that_share_a_schedule_share_its_text_and_still_share_it_when_read
 def test_ranks_are_written_as_runs_in_their_order(ranks: tuple[int, ...], text: str) -> None:
     assert format_ranks(ranks) == text
     assert parse_ranks(text) == ranks
+
+
+def test_a_long_list_of_ranks_is_read_in_no_time() -> None:
+    ranks = tuple(range(0, MOST_RANKS, 2))
+    start = time.process_time()
+    assert parse_ranks(format_ranks(ranks)) == ranks
+    assert time.process_time() - start < 2
 
 
 GOOD = """\

@@ -121,7 +121,7 @@ def parse_op(text: str) -> Op:
         if not (name and equals and pool):
             raise ScheduleError(f"op {ident!r}: take {name + equals + pool!r} must be written buffer=pool")
     numbers = dict(_NUMBERS)
-    for label in _NUMBERS.keys() & fields.keys():
+    for label in filter(fields.__contains__, _NUMBERS):
         try:
             numbers[label] = parse_number(fields[label])
         except ScheduleError as error:
@@ -220,8 +220,9 @@ def parse_schedule(text: str, *, first_line: int = 1) -> Schedule:
 def parse_ranks(text: str) -> tuple[int, ...]:
     """The inverse of ``format_ranks``; raises ScheduleError."""
     ranks: list[int] = []
+    wanted = f"{text!r} is not a list of ranks: write 0-3,8"
     for run in text.split(","):
-        match = _matched(_RUN, run, f"{text!r} is not a list of ranks: write 0-3,8")
+        match = _matched(_RUN, run, wanted)
         first, last = parse_number(match[1]), parse_number(match[2] or match[1])
         if last >= MOST_RANKS:
             raise ScheduleError(f"{text!r}: ranks go up to {MOST_RANKS - 1:,}")
