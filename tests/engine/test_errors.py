@@ -285,6 +285,17 @@ def test_micro_batches_that_make_no_step(bad: Any, message: str, stepped: pensto
                 call(bad)
 
 
+def test_micro_batches_that_make_no_first_step(engine: penstock.Engine) -> None:
+    """Of which nothing is known yet: neither shapes nor which labels count."""
+    first, second = STEPS[0]
+    others = ({"input_ids": second["input_ids"]}, second | {"labels": torch.full_like(second["labels"], -100)})
+    with unharmed(engine):
+        for bad in ([], *([first, other] for other in others)):
+            for call in (engine.step, engine.evaluate):
+                with pytest.raises(ModelError, match=r"no micro-batches|differs from|no label that counts"):
+                    call(bad)
+
+
 class Hasty(nn.Module):
     """Leaves its last block out for short inputs: another way through the model than the one that was planned."""
 

@@ -1,5 +1,6 @@
 """A trained model comes out as ``save_pretrained`` would write it, to the byte, and computes what the engine does."""
 
+import errno
 import json
 import os
 import shutil
@@ -331,6 +332,21 @@ def test_what_is_there_by_the_end_of_an_export_stays(
         export(engine, tmp_path / "out")
     assert left(tmp_path / "out") == ["thesis.txt"]
     assert left(tmp_path) == ["out"]
+
+
+def test_an_error_of_who_shows_progress_is_none_of_the_folder(tmp_path: Path) -> None:
+    """Such as that of a pipe that nobody reads any more."""
+    model = folders.model("llama")
+
+    def show(done: int, total: int) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with wrap(model, None) as engine:
+        values = engine.inside.resources.values()
+        source = Source(cls=type(model), config=model.config, rules=None, values=values)
+        with pytest.raises(BrokenPipeError):
+            write_folder(tmp_path / "out", source, lambda folder: None, progress=show)
+    assert left(tmp_path) == []
 
 
 def test_a_value_that_is_too_large_for_the_dtype_leaves_nothing(tmp_path: Path) -> None:

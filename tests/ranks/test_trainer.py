@@ -156,7 +156,8 @@ def test_a_loss_that_gathers_is_refused_before_ranks_wait_for_each_other(
             found.accelerator.gather(torch.zeros(1))
 
     copy_context().run(within_a_forward)
-    assert found.accelerator.gather(torch.zeros(1)).shape == (1,)  # anywhere else it is the library's own
+    assert found.accelerator.gather(tensor=torch.zeros(1)).shape == (1,)  # anywhere else it is the library's own
+    assert found.accelerator.gather_for_metrics(input_data=torch.zeros(1)).shape == (1,)
 
 
 def test_what_would_depend_on_who_has_which_micro_batch_is_refused(

@@ -51,13 +51,30 @@ class Elsewhere:
         self.tensor = tensor
 
 
-def crossed(
-    tensor: torch.Tensor | None, probed: torch.Tensor, failure: NonFiniteError | None = None
-) -> tuple[torch.Tensor | None, list[int], list[Any]]:
-    """A gradient as it comes out; the bytes of the messages; and both ends."""
+class Besides:
+    """What a stage is handed besides its input: tensors, and the kinds that the probe has seen in their places."""
+
+    def __init__(self, tensors: list[torch.Tensor], probed: list[torch.Tensor]) -> None:
+        self._tensors, self._kinds = tensors, [Kind.of(tensor) for tensor in probed]
+        self.come: dict[int, torch.Tensor] = {}
+
+    def kinds_besides(self, _stage: int, _mb: int) -> list[tuple[int, Kind]]:
+        return list(enumerate(self._kinds))
+
+    def shared(self, _mb: int, number: int) -> torch.Tensor:
+        return self._tensors[number]
+
+    def share(self, _mb: int, number: int, tensor: torch.Tensor) -> None:
+        self.come[number] = tensor
+
+    def require_as_they_were(self, *_: object) -> None:
+        pass
+
+
+def cross(elsewhere: Any, kinds: tuple[str, str], failure: NonFiniteError | None = None) -> tuple[list[int], list[Any]]:
+    """Send, and receive: the bytes of the messages, and both ends."""
     line, ends = Line(), []
-    elsewhere = Elsewhere(tensor, Kind.of(probed))
-    for kind, failed in (("SD", failure), ("RD", None)):
+    for kind, failed in zip(kinds, (failure, None), strict=True):
         context = SimpleNamespace(failure=failed, step=3)
         access: Any = SimpleNamespace(context=context, moved=0, arrays=SimpleNamespace(device=torch.device("cpu")))
         tape: Any = SimpleNamespace(elsewhere=elsewhere)
@@ -65,7 +82,16 @@ def crossed(
         Crossing(access, tape, ranks, HostStreams(), None).kinds()[kind](Op(id=stage_op(kind, 1, 0), peer=1))
         ends.append(access)
     assert not line.messages
-    return elsewhere.tensor, line.sent, ends
+    return line.sent, ends
+
+
+def crossed(
+    tensor: torch.Tensor | None, probed: torch.Tensor, failure: NonFiniteError | None = None
+) -> tuple[torch.Tensor | None, list[int], list[Any]]:
+    """A gradient as it comes out; the bytes of the messages; and both ends."""
+    elsewhere = Elsewhere(tensor, Kind.of(probed))
+    messages, ends = cross(elsewhere, ("SD", "RD"), failure)
+    return elsewhere.tensor, messages, ends
 
 
 TENSORS = {
@@ -98,3 +124,22 @@ def test_no_gradient_is_none_and_a_failure_goes_along() -> None:
     assert got is None
     assert len(messages) == 1
     assert "a loss of rank 0 is infinite or NaN" in str(there.context.failure)
+
+
+def test_all_that_a_stage_is_handed_besides_its_input_goes_in_one_message_but_for_what_is_large_or_unforeseen() -> None:
+    sent = list(TENSORS.values())
+    probed = [torch.empty(11, dtype=t.dtype) if what == "turned" else t for what, t in TENSORS.items()]
+    elsewhere = Besides(sent, probed)
+    messages, ends = cross(elsewhere, ("SX", "RX"), NonFiniteError("inf"))
+    assert list(elsewhere.come) == list(range(len(sent)))
+    for number, got in elsewhere.come.items():
+        assert torch.equal(got, sent[number])
+        assert (got.stride(), got.dtype) == (sent[number].stride(), sent[number].dtype)
+    assert [end.moved for end in ends] == [sum(Kind.of(t).nbytes for t in sent)] * 2
+    assert messages[1:] == [Kind.of(TENSORS[what]).nbytes for what in ("turned", "large")]
+    assert "a loss of rank 0 is infinite or NaN" in str(ends[1].context.failure)
+
+
+def test_nothing_goes_where_a_stage_is_handed_its_input_alone() -> None:
+    messages, _ = cross(Besides([], []), ("SX", "RX"))
+    assert messages == []

@@ -64,11 +64,11 @@ def note_gathered(accelerator: Accelerator, note: Callable[[Any, bool], bool]) -
     """
     gather, for_metrics = accelerator.gather, accelerator.gather_for_metrics
 
-    def gathered(data: Any) -> Any:
-        return data if note(data, False) else gather(data)
+    def gathered(tensor: Any) -> Any:
+        return tensor if note(tensor, False) else gather(tensor)
 
-    def gathered_for_metrics(data: Any, *args: Any, **kwargs: Any) -> Any:
-        return data if note(data, True) else for_metrics(data, *args, **kwargs)
+    def gathered_for_metrics(input_data: Any, *args: Any, **kwargs: Any) -> Any:
+        return input_data if note(input_data, True) else for_metrics(input_data, *args, **kwargs)
 
     accelerator.gather, accelerator.gather_for_metrics = gathered, gathered_for_metrics
 

@@ -194,9 +194,10 @@ def write_adapter(
     Raises: as ``export``.
     """
     dtypes = dict.fromkeys(values.parameters, shell.FLOATS[dtype]) if dtype else own or {}
-    with _whole(out, partial(_check_target, out, overwrite=overwrite, base=base_of(model))) as folder:
-        save_adapter(folder, model, values, dtypes)
-        companions(folder)
+    check = partial(_check_target, out, overwrite=overwrite, base=base_of(model))
+    with WholeFolder(out, check=check) as folder, _finished(folder, out) as into:
+        save_adapter(into, model, values, dtypes)
+        companions(into)
     nbytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return Written(dtype=shell.FLOATS[dtype or "fp32"], files=1, nbytes=nbytes)
 
@@ -242,32 +243,32 @@ def write_folder(
     )
     of_files = split.filename_to_tensors
     layouts = {file: lay_out({name: tensors[name] for name in names}) for file, names in of_files.items()}
-    with _whole(out, check) as folder:
-        with closing(ShardFiles(folder, layouts)) as shards:
+    with WholeFolder(out, check=check) as folder:
+        with closing(ShardFiles(folder.partial, layouts)) as shards:
             _fill(shards, twin, steps, source.values, progress)
             shards.finish()
-        write_config(folder, source.config, source.cls, kind)
-        if split.is_sharded:
-            total = sum(place.shape.numel() for place in source.values.parameters.values())
-            metadata = {"total_parameters": total, **split.metadata}
-            body = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-            files.replace(folder / INDEX, json.dumps(body, indent=2, sort_keys=True) + "\n", private=False)
-        companions(folder)
+        with _finished(folder, out) as into:
+            write_config(into, source.config, source.cls, kind)
+            if split.is_sharded:
+                total = sum(place.shape.numel() for place in source.values.parameters.values())
+                metadata = {"total_parameters": total, **split.metadata}
+                body = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+                files.replace(into / INDEX, json.dumps(body, indent=2, sort_keys=True) + "\n", private=False)
+            companions(into)
     return Written(dtype=kind, files=len(layouts), nbytes=sum(layout.nbytes for layout in layouts.values()))
 
 
 @contextmanager
-def _whole(out: Path, check: Callable[[], None]) -> Iterator[Path]:
-    """Inside, a folder that takes the place of ``out`` in the end, on the drive; ``check``: as of ``WholeFolder``."""
-    with WholeFolder(out, check=check) as folder:
-        try:
-            yield folder.partial
-            files.sync_tree(folder.partial, private=False)
-        except StoreError:
-            raise
-        except OSError as error:
-            raise not_written(out, error) from error
-        folder.finish()
+def _finished(folder: WholeFolder, out: Path) -> Iterator[Path]:
+    """Inside, files are written into a folder under way to ``out``; then it takes its place, on the drive."""
+    try:
+        yield folder.partial
+        files.sync_tree(folder.partial, private=False)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise not_written(out, error) from error
+    folder.finish()
 
 
 def _check_target(out: Path, *, overwrite: bool, base: Path | None) -> None:
