@@ -144,6 +144,7 @@ def _rank(
             )
             mesh = init_device_mesh(kind, (size,), mesh_dim_names=(axis,))
             store.add("joined", 1)
+            until(lambda: store.add("joined", 0) == size)  # one that ends would close what others still connect to
         except RuntimeError as error:  # torch's own: another rank was killed
             raise RankError(str(error)) from error
         said: tuple[Any, ...] = (True, what(mesh, *args, **given))

@@ -211,8 +211,13 @@ class Together(Telling):
         self._cross(dist.irecv, into, peer)
 
     def _cross(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
-        work = call(tensor, self._members[peer], group=self._crossing)
-        self._message(work.wait, tensor, works=[[work]])
+        works = list[list[Any]]()
+
+        def message() -> None:
+            works.append([call(tensor, self._members[peer], group=self._crossing)])  # fails where a rank is gone
+            _wait_for(works[0])
+
+        self._message(message, tensor, works=works)
 
     def _message(self, call: Callable[[], Any], *tensors: torch.Tensor, works: Sequence[Sequence[Any]]) -> None:
         """Do what waits for messages to or from other ranks. ``tensors``: what it sends and receives. ``works``: those
@@ -224,7 +229,7 @@ class Together(Telling):
                 else:
                     self.check()  # of what fails later ``works`` are given up
                     call()
-        except RankError:
+        except (RankError, KeyboardInterrupt):
             self._pending.append((call, tensors))  # the backend still has their addresses
             give_up(works)
             raise

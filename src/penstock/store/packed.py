@@ -31,7 +31,7 @@ ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "the disk quota is used up: raise it, or use another directory",
     errno.ELOOP: "remove the link, or put what it leads to in its place",
-    errno.EROFS: "the file system has become read-only: see the kernel's log (dmesg)",
+    errno.EROFS: "give another place, or if this one could be written to before, see the kernel's log (dmesg)",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.ENAMETOOLONG: "file systems take no names this long: give a shorter one",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",

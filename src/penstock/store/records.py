@@ -353,7 +353,7 @@ def _write_again(path: Path) -> None:
     Were it lost in a power cut later, the record before it would count, of which the run that goes on overwrites the
     slots. The bytes are the same, so a power cut in this very moment leaves either record whole.
     """
-    with refused(f"{path} cannot be made durable", "check the drive"), files.update(path) as file:
+    with refused(f"{path} cannot be made durable", "check the drive", RESERVED), files.update(path) as file:
         text = file.read()
         file.seek(0)
         file.write(text)
