@@ -153,6 +153,13 @@ def test_what_ranks_cannot_share_is_said_with_a_batch_that_they_can(
     split.check_shared(replace(asked, batch=BatchConfig(sequences=advised)), 2)
 
 
+def test_more_ranks_than_a_run_can_say_that_it_has_are_refused(config: TrainConfig) -> None:
+    asked = replace(config, batch=BatchConfig(sequences=4096), micro_batch_size=2)
+    split.check_shared(asked, 1024)
+    with pytest.raises(ConfigError, match="2,048 ranks are started, and at most 1,024 train one run: start fewer"):
+        split.check_shared(asked, 2048)
+
+
 @pytest.mark.parametrize(
     ("strands", "sequences", "ranks", "able", "other"),
     [

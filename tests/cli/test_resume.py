@@ -263,10 +263,10 @@ from penstock.cli import account, main
 
 class Killed(account.MetricsFile):
     def write(self, metrics):
-        if metrics["step"] == 2 and sys.argv[1] == "before":
+        if metrics["step"] == 3 and sys.argv[1] == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         super().write(metrics)
-        if metrics["step"] == 2:
+        if metrics["step"] == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
 account.MetricsFile = Killed
@@ -284,21 +284,24 @@ _UNKNOWN |= {"bytes_written", "bytes_moved", "lane_seconds", "peak_bytes"}
 def test_a_run_killed_around_a_line_of_its_metrics_has_them_all_in_the_end(
     moment: str, delay: str, config: Path, tmp_path: Path, whole_run: Path
 ) -> None:
-    """Before it, the step may be durable and its line not there; after it, with a delay, the other way round."""
+    """Before it, the step may be durable and its line not there; after it, with a delay, the other way round. The step
+    is the one that is clipped, and run twice."""
     whole = _numbers(whole_run)
     killed = warm.run(["-c", KILLED, moment, "train", config, "--delay", delay])
     assert killed.returncode == -signal.SIGKILL
-    assert len(_numbers(tmp_path / "run")) == (1 if moment == "before" else 2)
+    assert len(_numbers(tmp_path / "run")) == (2 if moment == "before" else 3)
     if delay == "0":
-        assert main(["resume", str(tmp_path / "run"), "--steps", "2"]) == 0, "the step that the kill came after is done"
-        assert _numbers(tmp_path / "run") == whole[:2]
-        first, made = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-        of_step = json.loads((whole_run / "metrics.jsonl").read_text().splitlines()[1])
+        words = ["--steps", "3", "--evaluate", "null"]  # as it would be after the last step
+        assert main(["resume", str(tmp_path / "run"), *words]) == 0, "the step that the kill came after is done"
+        assert _numbers(tmp_path / "run") == whole[:3]
+        first, _, made = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        of_step = json.loads((whole_run / "metrics.jsonl").read_text().splitlines()[2])
+        assert (of_step["clipped"], of_step["repeats"]) == (True, 1)
         assert first.keys() - made.keys() == _UNKNOWN, "what docs/training.md says that such a line lacks"
         exact = {"data_tokens", "loss_tokens", "data_passes", "truncated_tokens", "flops", "tokens"}
         exact |= {"steps_clipped", "steps_skipped", "steps_repeated", "clipped", "skipped", "repeats"}
         assert {key: made[key] for key in exact} == {key: of_step[key] for key in exact}
-    assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 0
+    assert main(["resume", str(tmp_path / "run"), "--steps", "4", "--evaluate", "{every: 2, batches: 1}"]) == 0
     assert _numbers(tmp_path / "run") == whole
 
 

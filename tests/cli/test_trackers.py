@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a run of two steps in two stretches, in the place of one of three steps. All trackers have it;
+    """The folder of a run of two steps in two stretches, in the place of another run. All trackers have it;
     nothing goes to a network."""
     folder = tmp_path_factory.mktemp("tracked")
     words, resumed = ["train", str(write_run(folder))], ["resume", str(folder / "run")]
@@ -35,7 +35,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("WANDB_SILENT", "true")
         patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder}/mlruns")
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its databases need more than mlflow-skinny
-        assert main([*words, "--steps", "3", "--report_to", "tensorboard"]) == 0
+        assert main([*words, "--steps", "1", "--report_to", "tensorboard"]) == 0
         assert main([*words, "--steps", "1", "--report_to", "[tensorboard, mlflow, wandb]", "--overwrite"]) == 0
         assert main([*resumed, "--steps", "2"]) == 0
         yield folder / "run"
@@ -65,9 +65,8 @@ def _from_tensorboard(run: Path) -> dict[tuple[str, int], float]:
 
 def test_tensorboard_has_every_step_also_of_a_resumed_run(tracked: Path) -> None:
     assert set(_metrics(tracked)) == {1, 2}
-    found = _from_tensorboard(tracked)
-    _assert_logged(found, tracked)
-    assert {step for _, step in found} == {1, 2}, "those of the run before are gone with it"
+    _assert_logged(_from_tensorboard(tracked), tracked)
+    assert len(list((tracked / "tensorboard").iterdir())) == 2, "one of each stretch: an earlier run's is gone with it"
 
 
 def test_steps_that_a_kill_has_undone_are_not_shown(tmp_path: Path) -> None:

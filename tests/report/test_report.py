@@ -608,6 +608,9 @@ def test_report_writes_all_that_is_asked_for(tmp_path: Path, capsys: pytest.Capt
     assert set(re.findall(r">([^<]* [KMG]iB) *<", svg.read_text())) == {"budget 24 GiB", "24 GiB"}
     draw(svg, None, large, {"device": 80 << 30})
     assert set(re.findall(r">([^<]* [KMG]iB) *<", svg.read_text())) == {"22 GiB"}, "the peak, where no budget is drawn"
+    empty = Prediction.of(simulated(parse_schedule("schedule none micro-batches 1 chunk 0\n"), 0))
+    draw(svg, replace(empty, memory={"device": ((0.0, 1 << 30),)}), large, {})
+    assert "predicted" in svg.read_text(), "beside a prediction of no op at all"
 
 
 def test_a_picture_without_a_name_is_put_beside_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

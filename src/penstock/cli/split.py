@@ -13,7 +13,7 @@ from penstock.cli.pipeline import fastest, in_comparison
 from penstock.cli.task import as_free_here, requests_of, shape_of, task_of
 from penstock.config import TrainConfig
 from penstock.config.batch import dealt, other_batch
-from penstock.config.step import check_deal, check_pipeline, check_strands, sharing
+from penstock.config.step import STRANDS, check_deal, check_pipeline, check_strands, sharing
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.ask import refused_batch
@@ -44,6 +44,8 @@ class Cut:
 
 def check_shared(config: TrainConfig, ranks: int) -> None:
     """Raises ConfigError: several ranks cannot train such a run, or not with such a batch."""
+    if ranks > STRANDS:
+        raise ConfigError(f"{ranks:,} ranks are started, and at most {STRANDS:,} train one run: start fewer")
     groups = config.sharing(ranks)
     check_of_pipeline(config, ranks)
     check_sums(config, ranks)

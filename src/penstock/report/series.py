@@ -36,7 +36,7 @@ class Side:
 
     @property
     def end(self) -> float:
-        return max(bar.end for bar in self.bars)
+        return max((bar.end for bar in self.bars), default=0.0)
 
 
 def series(side: Side, put: Columns, names: Names) -> Mapping[str, Any]:
