@@ -16,7 +16,7 @@ from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Format
 from penstock.shape.huggingface import model_shape
-from penstock.shape.model import ModelProfile, stage_times
+from penstock.shape.model import ModelProfile, StageTimes, stage_times
 from penstock.sim.costs import Costs
 from penstock.sim.models import CostModel
 
@@ -90,6 +90,9 @@ class Training:
         """Key of a machine's optimizer rates."""
         return f"adamw.{self.precision}"
 
+    def times(self, machine: Machine) -> StageTimes:
+        return stage_times(self.profile, machine, self.precision)
+
 
 def training_of(arguments: Arguments, machine: Machine | None) -> Training:
     """The model that was asked for, in micro-batches as asked for, for a machine's kind of device.
@@ -116,13 +119,14 @@ def real_case(world: World, title: str, machine: Machine, training: Training, *,
     Raises:
         ConfigError: the machine lacks what the schedule uses.
     """
-    if not layers:
-        _check_machine(world, machine, training)
-    times = stage_times(training.profile, machine, training.precision)
     if layers:
-        costs = layer_costs(machine, training.profile, training.form, times, training.optimizer, world)
+        costs = layer_costs(
+            machine, training.profile, training.form, training.times(machine), training.optimizer, world
+        )
     else:
-        costs = machine_costs(machine, training.profile.program, training.form, times, training.optimizer)
+        _check_machine(world, machine, training)
+        program, times = training.profile.program, training.times(machine)
+        costs = machine_costs(machine, program, training.form, times, training.optimizer)
     return Case(
         title=title,
         world=world,
