@@ -7,6 +7,7 @@ large that they are mapped anew (``tests/bench/test_folder.py``).
 """
 
 import atexit
+import contextlib
 import io
 import multiprocessing
 import os
@@ -101,8 +102,10 @@ class Process:
         return code
 
     def send_signal(self, number: int) -> None:
+        """To a program that has ended: nothing. The server hears of an end first, and tells it then."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
