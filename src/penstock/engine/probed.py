@@ -11,6 +11,7 @@ from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.program import Stage
 from penstock.shape.model import StageTimes
 from penstock.tape import trees
+from penstock.tape.early_stop import last_of_all
 from penstock.tape.facts import Facts, StageFacts
 from penstock.tape.handed import Handed, Shared
 from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
@@ -86,6 +87,7 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
             trains=any(f.call.trains for f in same),
             reachable=any(f.call.reachable for f in same),
             finds=tuple(dict.fromkeys(h for f in same for h in f.call.finds)),
+            last=last_of_all([f.call.last for f in same]),
         )
         assigned = tuple(dict.fromkeys(a for f in same for a in f.assigned))
         offload = _movable_for_all([f.offload for f in same])

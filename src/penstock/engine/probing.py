@@ -139,7 +139,7 @@ class Probing:
             stages=stages,
             facts=facts,
             times=times,
-            flops=model_flops(stages, shared.tape.work),
+            flops=model_flops(shared.tape.work),
             tokens=batch.tokens(micro_batch),
             nbytes=nbytes,
             moved=moved,

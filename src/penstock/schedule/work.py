@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import add, sub
 
-from penstock.schedule.program import Stage
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
@@ -14,7 +12,7 @@ class Work:
     ``flops``: of matrix products, a multiplication and an addition counted as two. ``traffic``: bytes that all other
     ops read from the device's memory and write to it. ``sent``: bytes that attention sends to ranks that share each
     sequence, in so many ``exchanges``. ``ops``: of torch, below autograd, each of which takes the host some time,
-    however small it is.
+    however small it is. ``again``: those of ``flops`` that compute once more what a forward has computed.
     """
 
     flops: int = 0
@@ -22,6 +20,7 @@ class Work:
     sent: int = 0
     exchanges: int = 0
     ops: int = 0
+    again: int = 0
 
     def __add__(self, other: "Work") -> "Work":
         return self._each(add, other)
@@ -35,11 +34,11 @@ class Work:
 
 NOTHING = Work()
 BothWays = tuple[Work, Work]
-"""The work of a stage's forward, and that of its backward, which includes the recomputation of a call's forward. The
-epilogue's backward runs at once: it is part of its forward."""
+"""The work of a stage's forward, and that of its backward, which includes the recomputation of a call's forward, but
+for a product that nothing reads (``tape.early_stop``). The epilogue's backward runs at once: it is part of its
+forward."""
 
 
-def model_flops(stages: Sequence[Stage], work: Sequence[BothWays]) -> int:
+def model_flops(work: Sequence[BothWays]) -> int:
     """FLOP without what is computed a second time: what model FLOPs utilisation (MFU) counts."""
-    calls = (both[0] for stage, both in zip(stages, work, strict=True) if stage.kind == "call" and both[1].flops)
-    return sum(forward.flops + backward.flops for forward, backward in work) - sum(again.flops for again in calls)
+    return sum(one.flops - one.again for both in work for one in both)

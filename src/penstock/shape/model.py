@@ -42,7 +42,7 @@ class ModelProfile:
     @property
     def model_flops(self) -> int:
         """``flops`` without what is computed a second time: what model FLOPs utilisation (MFU) counts."""
-        return model_flops(self.program.stages, self.work)
+        return model_flops(self.work)
 
 
 class ModelShape(Protocol):

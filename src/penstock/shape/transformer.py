@@ -7,8 +7,8 @@ others they may be low.
 
 T tokens in a micro-batch of sequences of length s, width h, q = heads x head_dim, k = kv_heads x head_dim, f the MLP's
 width, V the vocabulary, all matrices of a block W elements: a block's forward is 2·T·W + 4·T·s·q FLOP (for GPT,
-24·T·h² + 4·T·s·h), its backward the recomputed forward, and twice the products (2.5 times attention's, whose scores
-are not kept).
+24·T·h² + 4·T·s·h), its backward the recomputed forward without the product out of the MLP (``tape.early_stop``), and
+twice the products (2.5 times attention's, whose scores are not kept).
 """
 
 from collections.abc import Sequence
@@ -218,10 +218,11 @@ class _Sizes:
         shape = self.shape
         attention = 4 * self.tokens * self.length * shape.heads * shape.head_dim
         products = 2 * self.tokens * shape.matrices + attention
+        again = products - 2 * self.tokens * shape.intermediate * shape.hidden
         traffic, ops = self._block_traffic(), self._block_ops()
         return (
             Work(flops=products, traffic=traffic[0], ops=ops[0]),
-            Work(flops=3 * products + attention // 2, traffic=traffic[1], ops=ops[1]),
+            Work(flops=2 * products + attention // 2 + again, traffic=traffic[1], ops=ops[1], again=again),
         )
 
     def epilogue_work(self, tile: int | None) -> BothWays:

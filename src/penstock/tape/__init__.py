@@ -7,6 +7,7 @@
     running   one stage of one micro-batch: its random numbers, and the gradients that come of it
     suspended  one micro-batch's suspended forward, and its cuts
     backward  the backward of that: blocks by recomputation
+    early_stop  recomputations without the last product of a block
     boundary  stands in front of a block, where forwards are suspended
     saved_activations  those of a step, which may leave the device
     let_go    weights and activations that are elsewhere: to read one is an error

@@ -9,7 +9,7 @@ A call whose graph is kept (``kept_graph``) is not computed again.
 """
 
 import contextvars
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from penstock.errors import ModelError
 from penstock.tape import graph, trees
 from penstock.tape.buffers import Attributes, Buffer, copies, placed
 from penstock.tape.cut import Leaf, leaf_of
+from penstock.tape.early_stop import LastProduct, Search
 from penstock.tape.facts import Site
 from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, has_plain_arguments, on_leaves
 from penstock.tape.likeness import FirstOutputs
@@ -39,7 +40,7 @@ class Call:
     they were before it; ``versions`` and ``needed`` are theirs: of each, its version, and whether it needed a gradient.
     ``buffers``: those that it may have changed, as they were before it, and ``attributes``: the plain ones of the
     modules that have them; ``own``: the micro-batch's own values. ``graph``: the one that its backward goes through;
-    None: that has to be computed again.
+    None: that has to be computed again. ``last``: the product that can be left out of that.
     """
 
     site: Site
@@ -54,6 +55,12 @@ class Call:
     attributes: tuple[Attributes, ...]
     own: HeldValues
     graph: KeptGraph | None = None
+    last: LastProduct | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it can be run several times, and nothing is to be put in place for it."""
+        return not (self.buffers or self.attributes or self.own)
 
     def apart(self) -> "Call":
         """The same call, to be run besides: what it changes is its own."""
@@ -73,6 +80,8 @@ class Backward:
     | ``hooked`` | in a probe: where the model has hooks of its own |
     | ``outputs`` | in a probe: those of all calls, until they are recomputed |
     | ``footprint`` | in a probe: of the next call that is recomputed |
+    | ``search`` | in a probe: for the last product of that |
+    | ``last`` | in a probe: what that has found |
     """
 
     def __init__(self, *, device: torch.device, device_types: tuple[str, ...], flags: TrainingFlags) -> None:
@@ -82,6 +91,8 @@ class Backward:
         self.hooked = graph.Hooked()
         self.outputs: FirstOutputs | None = None
         self.footprint: Footprint | None = None
+        self.search: Search | None = None
+        self.last: LastProduct | None = None
         self._device = device
         self._device_types = device_types
         self._flags = flags
@@ -111,26 +122,27 @@ class Backward:
         call = self.calls.get(stage)
         return () if call is None else tuple(leaf.gradient is not None for leaf in call.outputs)
 
-    def run_call(self, stage: int, splitting: Splitting | None = None) -> Held | None:
-        """Recompute a block call with a graph and run it backward, if a gradient has come to it. ``splitting``: the
-        first part alone is run, and what the second one needs is returned."""
+    def run_call(self, stage: int, seed: Callable[[], None], splitting: Splitting | None = None) -> Held | None:
+        """Recompute a block call with a graph and run it backward, if a gradient has come to it. ``seed``: has random
+        numbers drawn as in the call, as they are when this begins; ``splitting``: the first part alone is run, and what
+        the second one needs is returned."""
         call = self.calls.pop(stage, None)
         if call is None:
             return None
-        held, found = self._run_back(stage, call, [leaf.take() for leaf in call.outputs], splitting)
+        held, found = self._run_back(stage, call, [leaf.take() for leaf in call.outputs], seed, splitting)
         for source, leaf_input in found:
             gradient, leaf_input.grad = leaf_input.grad, None
             if gradient is not None:
                 self.route(source, gradient)
         return held
 
-    def try_split(self, stage: int) -> Held | None:
+    def try_split(self, stage: int, seed: Callable[[], None]) -> Held | None:
         """In a probe: the first part of a call's backward, of which nothing comes to what was before the call, and
         nothing to what it is run back from as a whole."""
         call = self.calls[stage].apart()
         outputs, self.outputs = self.outputs, None  # they are compared when the call is run back as a whole
         try:
-            held, found = self._run_back(stage, call, [leaf.gradient for leaf in call.outputs], Splitting())
+            held, found = self._run_back(stage, call, [leaf.gradient for leaf in call.outputs], seed, Splitting())
             for _, leaf_input in found:  # which what is held still leads to
                 leaf_input.grad = None
             return held
@@ -138,7 +150,12 @@ class Backward:
             self.outputs = outputs
 
     def _run_back(
-        self, stage: int, call: Call, gradients: list[torch.Tensor | None], splitting: Splitting | None
+        self,
+        stage: int,
+        call: Call,
+        gradients: list[torch.Tensor | None],
+        seed: Callable[[], None],
+        splitting: Splitting | None,
     ) -> tuple[Held | None, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
         """``run_call`` of one that gradients have come to. Returns besides each input and the leaf in its place,
         which has the gradient."""
@@ -150,7 +167,7 @@ class Backward:
         call = replace(call, graph=None)  # one that was changed is not needed any more
         fresh: Leaves = {}
         with nullcontext() if splitting is None else splitting.hooks():
-            made = self._recompute(call, fresh) if self.footprint is None else self._recompute_seen(call, fresh)
+            made, edges = self._made_again(call, fresh, seed)
         if len(made) != len(gradients):
             raise ModelError(
                 f"block {call.site.name!r} made {len(gradients)} tensors in the forward and {len(made)} when it was "
@@ -158,7 +175,6 @@ class Backward:
             )
         if self.outputs is not None:
             self.outputs.compare(stage, call.site.name, made)
-        edges = [get_gradient_edge(t) if t.requires_grad else None for t in made]
         if self.footprint is not None:
             if self.outputs is None or not self.outputs.are_same(stage, made):
                 self.footprint.refused = True
@@ -173,6 +189,27 @@ class Backward:
         elif pairs:
             torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
         return held, fresh.values()
+
+    def _made_again(
+        self, call: Call, fresh: Leaves, seed: Callable[[], None]
+    ) -> tuple[list[torch.Tensor], list[GradientEdge | None]]:
+        """The outputs of a block that is run again, and their edges. Where a product was left out that turns out to be
+        needed it is run once more."""
+        if call.last is not None and call.is_plain and call.last.can_be_left_out():
+            with call.last.left_out() as left_out:
+                made = self._recompute(call, fresh)
+            edges = _edges(made)
+            if left_out.was_unread(edges):
+                return made, edges
+            call.last.needed = True
+            fresh.clear()
+            seed()
+        search, self.search = self.search, None
+        with nullcontext() if search is None else search.watching():
+            made = self._recompute(call, fresh) if self.footprint is None else self._recompute_seen(call, fresh)
+        edges = _edges(made)
+        self.last = None if search is None else search.found(edges)
+        return made, edges
 
     def is_alike(self, stage: int, *, grad: bool) -> bool:
         """In a probe: True if a call, run again, returns what it did; ``grad``: with a graph, as in a plain loop."""
@@ -271,6 +308,10 @@ def _check_unchanged(call: Call) -> None:
             f"an input of block {call.site.name!r} was detached in place after the block had run (x.detach_()), so its "
             "gradient would be lost: write x = x.detach()"
         )
+
+
+def _edges(made: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
+    return [get_gradient_edge(t) if t.requires_grad else None for t in made]
 
 
 def _pairs(

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from penstock.tape import trees
+from penstock.tape.early_stop import LastProduct
 from penstock.tape.holders import Holder
 
 
@@ -31,6 +32,7 @@ class Facts:
     writes to, and that are to be what they were. ``trains``: it reads parameters that train, be they the block's own.
     ``reachable``: its graph may have tensors that others reach, besides weights, inputs and what it returns: from
     before the call, or such as it leaves behind. ``finds``: the places of values that earlier stages assign for it.
+    ``last``: the product that its recomputation can do without.
     """
 
     buffers: tuple[tuple[nn.Module, str], ...] = ()
@@ -38,6 +40,7 @@ class Facts:
     trains: bool = False
     reachable: bool = False
     finds: tuple[Holder, ...] = ()
+    last: LastProduct | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from penstock.compat.torch import unwatched, without_functions, without_transfor
 from penstock.errors import ModelError
 from penstock.schedule.program import OF_BLOCK, Stage
 from penstock.schedule.work import BothWays, Work
-from penstock.tape import graph, trees
+from penstock.tape import early_stop, graph, trees
 from penstock.tape.asked import Asked
 from penstock.tape.buffers import ModulesBefore, attributes_of, copies
 from penstock.tape.facts import Facts, Site, StageFacts
@@ -85,6 +85,7 @@ class Probe:
         self.seen = Calls()
         """The calls of the forward."""
         self._made: weakref.ref[torch.Tensor] | None = None  # what the latest call has put out, if it was one tensor
+        self._stopping: early_stop.Search | None = None
         self._forward_done = False  # what comes then is computed again, and waits again
         self.losses = Losses()
         """Losses of torch that the model's own code has called."""
@@ -268,6 +269,8 @@ class Probe:
             )
 
     def _on_op(self, op: Op) -> None:
+        if self._stopping is not None:
+            self._stopping.on_op(op)
         elsewhere = [o for o in op.written if not self._packer.has(o.storage)]  # parameters end as they were
         self._smuggled.on_op(op, elsewhere)
         self._views.on_op(self._who(), op)
@@ -434,13 +437,30 @@ class Probe:
                     self._begin(segment.backward)
                     footprint = Footprint(self._packer, self._watch) if self._tape.keeps else None
                     suspended.backward.footprint = footprint
-                    self._running.backward_call(suspended, index)
+                    self._run_back(suspended, index)
                     if footprint is not None:
                         segment.graph = _graph(footprint, segment)
                         segment.facts = replace(segment.facts, reachable=segment.facts.reachable or footprint.older)
+                left_out = 0 if segment.facts.last is None else segment.facts.last.flops
+                segment.backward.work -= Work(flops=left_out)
+                segment.backward.work += Work(again=segment.forward.work.flops - left_out)
             else:
                 with self._measuring(Usage(), segment.site):
                     self._running.refuse_unlike(suspended, index, segment.site.name)
+
+    def _run_back(self, suspended: SuspendedForward, index: int) -> None:
+        """Run a call's backward, and see what its recomputation can do without."""
+        segment, search = self._segments[index], None
+        if not self._tape.compiled and not segment.facts.written and suspended.backward.calls[index].is_plain:
+            search = self._stopping = early_stop.Search(self._watch)
+        suspended.backward.search = search
+        try:
+            self._running.backward_call(suspended, index)
+        finally:
+            self._stopping = None
+        last, suspended.backward.last = suspended.backward.last, None
+        if search is not None and last is not None and not search.has_left():
+            segment.facts = replace(segment.facts, last=last)
 
     def _split(self, suspended: SuspendedForward, index: int) -> InTwo | None:
         """Run a call's backward in two parts, besides: what each takes. None: it can only be run as a whole."""

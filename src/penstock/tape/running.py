@@ -5,6 +5,7 @@ Each run draws its own random numbers: before it, torch's generators are seeded 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -128,18 +129,20 @@ class Running:
         Raises:
             NotInTwoError: this call's backward can only be run as a whole.
         """
-        self._seed_for(suspended, stage, rng.FORWARD)
+        seed = partial(self._seed_for, suspended, stage, rng.FORWARD)
+        seed()
         with self._backward_of(stage, "call" if splitting is None else "inputs"):
-            held = suspended.backward.run_call(stage, splitting)
+            held = suspended.backward.run_call(stage, seed, splitting)
         return None if held is None else self._with_waiting(held)
 
     def try_split(self, suspended: SuspendedForward, stage: int) -> Held | None:
         """In a probe: run the first part of a call's backward, of which nothing comes to other stages. None: it cannot
         be run in two parts, or nothing would be left to the second."""
-        self._seed_for(suspended, stage, rng.FORWARD)
+        seed = partial(self._seed_for, suspended, stage, rng.FORWARD)
+        seed()
         try:
             with self._backward_of(stage, "inputs"):
-                held = suspended.backward.try_split(stage)
+                held = suspended.backward.try_split(stage, seed)
         except (NotInTwoError, CheckpointError):  # a checkpoint within may save in other ways when it runs again
             held = None
         except RuntimeError as error:

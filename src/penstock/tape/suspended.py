@@ -307,6 +307,7 @@ class SuspendedForward:
                 attributes=attributes_beside(attributes, saved),
                 own=self.own.now(self.facts.finds),
                 graph=None if keeping is None else self._kept(cuts.originals, before, keeping),
+                last=self.facts.last,
             )
         return output
 
