@@ -25,8 +25,21 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel() // groups * b.shape[-1]
 
 
+def _product(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """A product of matrices, or of as many pairs of them."""
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _added(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: Any, **___: Any) -> int:
+    """A product that is added to a tensor."""
+    return 2 * a.numel() * b.shape[-1]
+
+
 FLOP: Mapping[Any, Callable[..., int]] = {
     **private.flop_registry,
+    # as torch counts them, whose formulas go through trees of arguments, some twice
+    **dict.fromkeys((_ATEN.mm, _ATEN.bmm), _product),
+    **dict.fromkeys((_ATEN.addmm, _ATEN.baddbmm), _added),
     private.GROUPED_MM: _grouped,
     # torch counts attention on every other device; the arguments are the same
     private.FLASH_CPU: private.flop_registry[private.FLASH],
