@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.tape.watch import Operand, Watch
 
@@ -46,6 +47,24 @@ def test_an_op_moves_what_it_reads_and_writes(name: str) -> None:
         do()
     assert watch.work.traffic == wanted
     assert (watch.work.flops > 0) == (name == "a product")
+
+
+WIDE, PAIRS = torch.ones(64, 3), torch.ones(2, 8, 64)
+PRODUCTS: dict[str, Callable[[], object]] = {
+    "of matrices": lambda: ROWS @ WIDE,
+    "of pairs": lambda: PAIRS @ WIDE.expand(2, 64, 3),
+    "added to a row": lambda: torch.addmm(WIDE[0], ROWS, WIDE, beta=0.5),
+    "added to pairs": lambda: torch.baddbmm(WIDE[0], PAIRS, WIDE.expand(2, 64, 3), alpha=2.0),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_has_the_flop_that_torch_counts(name: str) -> None:
+    with (watch := Watch({}, lambda group: None)):
+        PRODUCTS[name]()
+    with (counter := FlopCounterMode(display=False)):
+        PRODUCTS[name]()
+    assert watch.work.flops == counter.get_total_flops() > 0
 
 
 def test_an_op_that_is_defined_anew_writes_to_what_it_says_now() -> None:

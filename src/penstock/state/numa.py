@@ -89,8 +89,7 @@ def bind(pci: str | None, *, allowed: frozenset[int], root: Path = _ROOT) -> Nod
 
     ``allowed``: the cores that this process may use. A node that has none of them is not bound to.
     """
-    every = nodes(root)
-    if pci is None or len(every) < 2:
+    if pci is None or len(every := nodes(root)) < 2:
         return None
     near = gpu_node(pci, root)
     found = (Node(index=node.index, cpus=node.cpus & allowed) for node in every if node.index == near)

@@ -273,7 +273,7 @@ class Probe:
             self._stopping.on_op(op)
         elsewhere = [o for o in op.written if not self._packer.has(o.storage)]  # parameters end as they were
         self._smuggled.on_op(op, elsewhere)
-        self._views.on_op(self._who(), op)
+        self._views.on_op(self._who, op)
         if not self._forward_done:
             if self._waiting:
                 self.waits.on_op(self._block(), op)
@@ -281,8 +281,10 @@ class Probe:
 
     def _note_trained(self, op: Op) -> None:
         """Note if a call reads parameters that train, which need not be its block's own."""
+        if self._calling is None:
+            return
         segment, suspended = self._segments[self._watch.segment], self._tape.suspended[0]
-        if self._calling is None or segment.facts.trains:
+        if segment.facts.trains:
             return
         if any(id(o.tensor) in self._group_of and o.tensor.requires_grad for o in op.inputs):
             suspended.facts = segment.facts = replace(segment.facts, trains=True)
@@ -322,7 +324,7 @@ class Probe:
             watching = self._accesses.watching() if self._tape.compiled else nullcontext()
             with self._asked, self.losses, watching, self._accesses.during(self._watch.segment):
                 event = self._running.run_code(suspended, self._watch.segment)
-            self._smuggled.end(kept=self._search)
+            self._smuggled.end(kept=() if event == "done" else self._search)  # nothing reads it any more
             suspended.own.note(self._accesses.written_in(self._watch.segment))
             if event == "done":
                 assert suspended.loss is not None

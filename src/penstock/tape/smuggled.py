@@ -119,7 +119,7 @@ class Smuggled:
         if op.generator is not None:
             self.carried.draws(op.generator, self._segment)
         depends, of_shapes = any(map(self._depends, op.inputs)), id(op.packet) in _OF_SHAPES
-        if written or not op.is_view():  # a view reads nothing
+        if written or op.made:  # a view reads nothing
             changed = {id(operand.tensor) for operand in written}
             for operand in op.inputs:
                 if operand.birth is not None or id(operand.tensor) not in changed:  # what is kept may be added to

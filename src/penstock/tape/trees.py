@@ -75,7 +75,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """True if a tensor is one piece of memory: sparse and nested ones are several, in tensors of their own."""
-    return tensor.layout == torch.strided and not tensor.is_nested
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:

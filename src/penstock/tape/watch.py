@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,18 +25,27 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel() // groups * b.shape[-1]
 
 
+def _product(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """A product of matrices, or of as many pairs of them."""
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _added(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: Any, **___: Any) -> int:
+    """A product that is added to a tensor."""
+    return 2 * a.numel() * b.shape[-1]
+
+
 FLOP: Mapping[Any, Callable[..., int]] = {
     **private.flop_registry,
+    # as torch counts them, whose formulas go through trees of arguments, some twice
+    **dict.fromkeys((_ATEN.mm, _ATEN.bmm), _product),
+    **dict.fromkeys((_ATEN.addmm, _ATEN.baddbmm), _added),
     private.GROUPED_MM: _grouped,
     # torch counts attention on every other device; the arguments are the same
     private.FLASH_CPU: private.flop_registry[private.FLASH],
     private.FLASH_CPU_BACKWARD: private.flop_registry[private.FLASH_BACKWARD],
 }
 """The FLOP of an op, from its arguments: none of what is no product, those of the whole square of causal attention."""
-
-_FORMULAS = {id(packet): formula for packet, formula in FLOP.items()}
-"""``FLOP``, as ``Packets`` has ops."""
-
 
 CHANGES = (
     "{} changes {} in its forward{}: its recomputation would change it again, and the change would not be kept. Make "
@@ -95,11 +104,16 @@ class Operand(NamedTuple):
     birth: Birth | None
 
 
+_operand = partial(tuple.__new__, Operand)
+"""``Operand``, of a tuple of its fields: in half of the time, for each op has several."""
+
+
 class Op(NamedTuple):
     """An op that has run. ``packet``: of all its overloads; ``generator``: the one that it was given.
 
-    ``inputs``: the distinct tensors among its arguments; ``written``: those of them that it has changed; ``unwaited``:
-    it is a copy that nobody is to wait for (``non_blocking``).
+    ``inputs``: the distinct tensors among its arguments; ``written``: those of them that it has changed; ``made``: the
+    ``results`` that are no views of what it was given; ``unwaited``: it is a copy that nobody is to wait for
+    (``non_blocking``).
     """
 
     func: Any
@@ -108,11 +122,11 @@ class Op(NamedTuple):
     inputs: list[Operand]
     written: list[Operand]
     results: list[Operand]
+    made: list[Operand]
     unwaited: bool
 
-    def is_view(self) -> bool:
-        """True if it has made nothing, but perhaps views of what it was given."""
-        return not _new(self.inputs, self.results)
+
+_op = partial(tuple.__new__, Op)
 
 
 class Ahead(TorchFunctionMode):
@@ -129,7 +143,7 @@ class Ahead(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", None) != "__get__":  # a look at its shape or dtype needs no numbers
-            for value in (*args, *(kwargs or {}).values()):
+            for value in (*args, *kwargs.values()) if kwargs else args:
                 group = self._parameters.get(id(value))
                 if group is not None:
                     self._load(group)
@@ -168,7 +182,8 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def hold(self, nbytes: int) -> None:
         """Count bytes that no op of the model has made, or (negative) has freed."""
         self.live += nbytes
-        self.peak = max(self.peak, self.live)
+        if self.live > self.peak:
+            self.peak = self.live
 
     @property
     def work(self) -> Work:
@@ -186,58 +201,66 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        packet = packet_of(func)
         with private.without_functions():  # of ops, and looks of our own, ``Ahead`` and others need not hear
-            inputs = self._before(args, kwargs)
+            known = _KNOWN.get(id(func)) or _known(func)
+            packet = known.packet
+            inputs = self._before(_tensors((*args, *kwargs.values()) if kwargs else args))
             # set_ points elsewhere: peft does so, with the same place, around what it adds to experts.
-            written = [] if packet is _ATEN.set_ else self._operands(written_by(func, args, kwargs))
+            written = self._operands(written_by(func, args, kwargs)) if known.writes and not known.sets else []
             if self._on_write is not None:
                 for operand in written:
                     self._on_write(operand)
             result = func(*args, **kwargs)
             self.ops += 1
-            formula = _FORMULAS.get(id(packet))
-            if formula is not None:
-                self.flops += _flop(formula, args, kwargs, result)
+            if known.formula is not None:
+                self.flops += _flop(known.formula, args, kwargs, result)
                 self.products.append(id(packet))
-            if packet is _ATEN.set_:
+            if known.sets:
                 inputs = self._operands(operand.tensor for operand in inputs)  # they lie elsewhere now
-            results = self._results(inputs, result)
+            results, made = self._results(inputs, result)
             if self._on_op is not None:
                 unwaited = kwargs.get("non_blocking", packet is _ATEN.copy_ and len(args) > 2 and args[2])
-                changed = [*written, *self._operands(_updated(packet, args))]
-                self._on_op(Op(func, packet, kwargs.get("generator"), inputs, changed, results, bool(unwaited)))
-            if formula is None:
-                self.traffic += _traffic(packet, inputs, written or _new(inputs, results))
+                changed = [*written, *self._operands(_updated(args))] if known.is_norm else written
+                generator = kwargs.get("generator")
+                self._on_op(_op((func, packet, generator, inputs, changed, results, made, bool(unwaited))))
+            if known.formula is None and (written or made):
+                self.traffic += known.moved(inputs, written or made)
         return result
 
-    def _before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Operand]:
+    def _before(self, given: list[torch.Tensor]) -> list[Operand]:
         """The tensors that an op is about to read."""
-        given = _tensors((*args, *kwargs.values()))
+        inputs = []
         for tensor in given:
             group = self._parameters.get(id(tensor))
             if group is not None:
                 self._on_weight(group)  # which moves it
-        inputs = self._operands(given)
-        for operand in inputs:
-            if operand.birth is not None:
-                operand.birth.touched.add(self.segment)
+            key = storage_key(tensor)
+            birth = self.births.get(key)
+            if birth is not None:
+                birth.touched.add(self.segment)
+            inputs.append(_operand((tensor, key, birth)))
         return inputs
 
-    def _results(self, inputs: list[Operand], result: Any) -> list[Operand]:
-        """The tensors that an op has returned, each of which is followed from here on."""
-        old = {operand.storage for operand in inputs}
-        found = _tensors((result,))
-        for tensor in found:
-            if (key := storage_key(tensor)) not in old and key not in self.births:
-                self.follow(key, tensor.untyped_storage())
-        return self._operands(found)
+    def _results(self, inputs: list[Operand], result: Any) -> tuple[list[Operand], list[Operand]]:
+        """The tensors that an op has returned, each of which is followed from here on; and those of them that are no
+        views of what it was given."""
+        old = {storage for _, storage, _ in inputs}
+        results, made = [], []
+        for tensor in _tensors((result,)):
+            key = storage_key(tensor)
+            birth, is_new = self.births.get(key), key not in old
+            if is_new and birth is None:
+                birth = self.follow(key, tensor.untyped_storage())
+            results.append(operand := _operand((tensor, key, birth)))
+            if is_new:
+                made.append(operand)
+        return results, made
 
     def _operands(self, tensors: Iterable[torch.Tensor]) -> list[Operand]:
         births = self.births
-        return [Operand(tensor, key := storage_key(tensor), births.get(key)) for tensor in tensors]
+        return [_operand((tensor, key := storage_key(tensor), births.get(key))) for tensor in tensors]
 
-    def follow(self, key: int, storage: torch.UntypedStorage) -> None:
+    def follow(self, key: int, storage: torch.UntypedStorage) -> Birth:
         nbytes = storage.nbytes()
 
         def freed(_: object) -> None:
@@ -245,9 +268,10 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.births.pop(key, None)
             self._alive.pop(key, None)
 
-        self.births[key] = Birth(nbytes, self.segment)
+        birth = self.births[key] = Birth(nbytes, self.segment)
         self._alive[key] = weakref.ref(storage, freed)
         self.hold(nbytes)
+        return birth
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -255,10 +279,11 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.setdefault(id(value), value)
+            if trees.has_storage(value):
+                found[id(value)] = value
         elif isinstance(value, list | tuple):
-            found.update((id(item), item) for item in value if isinstance(item, torch.Tensor))
-    return [item for item in found.values() if trees.has_storage(item)]
+            found.update((id(t), t) for t in value if isinstance(t, torch.Tensor) and trees.has_storage(t))
+    return [*found.values()]
 
 
 _PICKING = packets(_ATEN.embedding, _ATEN.gather, _ATEN.index, _ATEN.index_select, _ATEN.nll_loss_forward)
@@ -275,34 +300,40 @@ _MAKING = packets(_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_
 """Ops that return memory as it is."""
 
 
-def _new(inputs: list[Operand], results: list[Operand]) -> list[Operand]:
-    """The results of an op that are no views of what it was given."""
-    old = {operand.storage for operand in inputs}
-    return [operand for operand in results if operand.storage not in old]
-
-
-def _traffic(packet: Any, inputs: list[Operand], made: list[Operand]) -> int:
-    """Bytes of memory that an op which is no product moves: each argument's, and those of what it has ``made``, or
-    changed; but for ops that look at a part of them. A view is nothing."""
-    if not made or id(packet) in _MAKING:
-        return 0
-    put = sum(_nbytes(operand.tensor) for operand in made)
+def _moved(packet: Any) -> Callable[[list[Operand], list[Operand]], int]:
+    """A function that says how many bytes of memory an op which is no product moves, from its arguments and from what
+    it has made, or changed: all of these, but for ops that look at a part of them."""
+    if id(packet) in _MAKING:
+        return lambda inputs, made: 0
     if id(packet) in _PICKING:
-        return 2 * put
+        return lambda inputs, made: 2 * _sum(made)
     if id(packet) in _FILLING:
-        return put
-    putting = id(packet) in _PUTTING
-    if putting or packet is _ATEN.copy_:
-        changed = {id(operand.tensor) for operand in made}
-        inputs = [operand for operand in inputs if id(operand.tensor) not in changed]
-    read = [_nbytes(operand.tensor) for operand in inputs]
-    return 3 * max(read, default=0) if putting else put + sum(read)
+        return lambda inputs, made: _sum(made)
+    if id(packet) in _PUTTING:
+        return lambda inputs, made: 3 * max((_nbytes(o.tensor) for o in _others(inputs, made)), default=0)
+    if packet is _ATEN.copy_:
+        return lambda inputs, made: _sum(made) + _sum(_others(inputs, made))
+    return lambda inputs, made: _sum(made) + _sum(inputs)
+
+
+def _others(inputs: list[Operand], made: list[Operand]) -> list[Operand]:
+    changed = {id(operand.tensor) for operand in made}
+    return [operand for operand in inputs if id(operand.tensor) not in changed]
+
+
+def _sum(operands: list[Operand]) -> int:
+    total = 0
+    for tensor, _, _ in operands:
+        total += _nbytes(tensor)
+    return total
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
     """Bytes of memory that a tensor's elements are in: of an expanded one fewer than it has elements. A single number
     is nothing."""
-    apart = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    apart = tensor.numel()
+    if not (apart and tensor.is_contiguous()):
+        apart = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return 0 if apart == 1 else apart * tensor.element_size()
 
 
@@ -335,9 +366,10 @@ _NORMS = packets(_ATEN.native_batch_norm, _ATEN.cudnn_batch_norm, _ATEN.miopen_b
 """Ops that change running statistics, and do not say so."""
 
 
-def _updated(packet: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The running statistics that an op changes: its fourth and fifth argument, if the sixth says that it trains."""
-    return _tensors(args[3:5]) if id(packet) in _NORMS and args[5] else []
+def _updated(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The running statistics that one of these changes: its fourth and fifth argument, if the sixth says that it
+    trains."""
+    return _tensors(args[3:5]) if args[5] else []
 
 
 @cache
@@ -351,3 +383,28 @@ def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+class _Known:
+    """An op, as it is whatever it is handed. ``formula``: of ``FLOP``; ``moved``: as of ``_moved``; ``writes``: it
+    changes arguments; ``sets``: these are other memory afterwards; ``is_norm``: of ``_NORMS``."""
+
+    __slots__ = ("formula", "func", "is_norm", "moved", "packet", "sets", "writes")
+
+    def __init__(self, func: Any) -> None:
+        self.func = func  # as long as this is there, no other op has its identity
+        self.packet = packet_of(func)
+        self.formula = FLOP.get(self.packet)
+        self.moved = _moved(self.packet)
+        self.writes = bool(_places_written(func))
+        self.sets = self.packet is _ATEN.set_
+        self.is_norm = id(self.packet) in _NORMS
+
+
+_KNOWN: dict[int, _Known] = {}
+"""By the identity of an op, as of ``Packets``."""
+
+
+def _known(func: Any) -> _Known:
+    _KNOWN[id(func)] = known = _Known(func)
+    return known

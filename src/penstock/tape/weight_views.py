@@ -6,7 +6,7 @@ was taken before the engine had the model (a buffer in a weight's memory) still 
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -54,12 +54,12 @@ class WeightViews:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._found: str | None = None
 
-    def on_op(self, who: str, op: Op) -> None:
-        """Take note of an op of ``who``."""
+    def on_op(self, who: Callable[[], str], op: Op) -> None:
+        """Take note of an op. ``who()``: the code that runs it, in words."""
         for tensor, storage, _ in op.inputs:
             taken = self._taken.get(storage)
             if taken is not None and not self._packer.has(storage) and not isinstance(tensor, nn.Parameter):
-                self._find(who, tensor, taken)
+                self._find(who(), tensor, taken)
         for tensor, storage, _ in op.results:
             if not self._packer.has(storage) or isinstance(tensor, nn.Parameter):
                 continue
