@@ -107,16 +107,15 @@ def test_a_pipeline_has_the_bits_of_one_rank(way: str, size: int, piece: int | N
         assert moved == said == formula
 
 
+COPIES = test_copies.WAYS | {"adamw in 8 bits": test_compact.WAYS["copies, adamw"][2:]}
+
+
 @pytest.mark.parametrize(
-    ("way", "numbers", "run"),
-    [
-        pytest.param(way, *given, marks=[] if way == "adamw in 8 bits" else [pytest.mark.campaign])
-        for way, given in {**test_copies.WAYS, "adamw in 8 bits": test_compact.WAYS["copies, adamw"][2:]}.items()
-    ],
+    "way",
+    [pytest.param(way, marks=[] if way == "adamw in 8 bits" else [pytest.mark.campaign]) for way in COPIES],
 )
-def test_two_copies_of_two_ranks_each_have_the_bits_of_one_rank(
-    way: str, numbers: test_bits.Numbers, run: test_bits.Run, tmp_path: Path
-) -> None:
+def test_two_copies_of_two_ranks_each_have_the_bits_of_one_rank(way: str, tmp_path: Path) -> None:
+    numbers, run = COPIES[way]
     for found in together(4, test_copies.trained_in_copies, numbers, run, tmp_path / "store", on_device=True):
         equal(found, alone(test_bits, numbers))
 

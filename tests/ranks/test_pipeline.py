@@ -152,7 +152,7 @@ ELSEWHERE = (
     "1f1b, strands",
     "interleaved in memory",
 )
-"""Of which test_beside and the sample of test_accelerator run the same, or the like, each time."""
+"""Of which test_beside and test_accelerator run the same, or the like, each time."""
 
 
 def compare(way: str, size: int, disk: Path) -> None:
