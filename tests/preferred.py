@@ -20,6 +20,8 @@ CONFIGS: dict[str, Any] = {
     RewardTrainer.__name__: trl.RewardConfig,
 }
 KEPT = {"precompute_ref_log_probs": True}
+ROWS = (16, 6)
+"""Examples that several processes train with, and evaluate with."""
 
 
 def preferences(count: int) -> Dataset:
@@ -85,11 +87,12 @@ def preferring(
 
 
 def by_processes(folder: Path, each: int, engine: EngineArguments, *names: str) -> dict[str, list[Any]]:
-    """What trainers of these ``names`` log in several processes: the engine's, and TRL's own."""
+    """What trainers of these ``names`` log in several processes: the engine's, and TRL's own. Of what they evaluate
+    there is no whole round of batches at the end."""
     found = {}
     for name in names:
-        plain = preferring(trl, name, folder / f"plain-{name}", each)
-        own = preferring(penstock.hf, name, folder / name, each, engine=engine)
+        plain = preferring(trl, name, folder / f"plain-{name}", each, ROWS)
+        own = preferring(penstock.hf, name, folder / name, each, ROWS, engine=engine)
         for trainer in (plain, own):
             trainer.train()
         found[name] = [shown(own), shown(plain)]

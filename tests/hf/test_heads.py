@@ -83,7 +83,7 @@ def peak(heads: int | None, length: int) -> int:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
     model = models.llama(intermediate_size=32, max_position_embeddings=256, **sizes)
     model.set_attn_implementation("sdpa")
-    tiled_mlps(model, 8)
+    tiled_mlps(model, 24)
     return peak_of(model if heads is None else split_attention(model, heads), length)
 
 
@@ -235,7 +235,7 @@ def test_pieces_are_counted_where_a_model_is_run_without_weights() -> None:
     peaks = []
     for heads in (4, 1):
         shape = from_config(
-            config, name="a", kind="cpu", change=lambda m, h=heads: split_attention(tiled_mlps(m, 64), h)
+            config, name="a", kind="cpu", change=lambda m, h=heads: split_attention(tiled_mlps(m, 128), h)
         )
         program = shape.profile(1, 256, form).program
         peaks.append(max(stage.backward_peak for stage in program.stages if stage.kind == "call"))

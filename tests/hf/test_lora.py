@@ -106,7 +106,7 @@ def test_adapters_whose_moments_take_less_have_the_bits_of_the_oracle_and_go_on_
 ) -> None:
     """Matrices of 128 x 32, which are large enough to be kept in less than fp32."""
     of_one_shape = [micro_batches[0] for micro_batches in steps_of(ZOO["llama"])]
-    steps = [of_one_shape[:2], of_one_shape[1:], of_one_shape[:2], of_one_shape[1:]]
+    steps = [of_one_shape[:2], of_one_shape[1:], of_one_shape[:2]]
     settings = {"optimizer": COMPACT[name], "precision": "bf16"}
 
     def engine(folder: str, **more: Any) -> penstock.Engine:
@@ -120,13 +120,12 @@ def test_adapters_whose_moments_take_less_have_the_bits_of_the_oracle_and_go_on_
         groups = [g.spec for g in oracle.inside.resources.groups if g.spec.trainable]
         assert any(spec.compact and spec.frozen for spec in groups)
         assert any(spec.whole is not None for spec in groups) == (name == "muon")
-    half = len(steps) // 2
     with engine("store", delay=0.5) as first:
-        found = [first.step(micro_batches).loss for micro_batches in steps[:half]]
+        found = [first.step(micro_batches).loss for micro_batches in steps[:2]]
         abandon(first)
     with engine("store", delay=0.5) as second:
         done = second.step_count
-        assert 0 < done <= half
+        assert 0 < done <= 2
         found[done:] = [second.step(micro_batches).loss for micro_batches in steps[done:]]
         assert found == losses
         assert all(torch.equal(value, wanted[n]) for n, value in second.master_parameters())

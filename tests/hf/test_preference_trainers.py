@@ -135,7 +135,7 @@ def test_a_reference_without_values_in_memory_says_the_same_and_is_asked_once(
 
 def test_a_run_that_was_stopped_goes_on_with_its_reference(tmp_path: Path) -> None:
     """Its data are in memory alone, and its store has a model that has been trained already."""
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "eval_strategy": "no"}
 
     def trained(folder: Path, resume: bool = False, **given: Any) -> Any:
         engine = on_disk(folder / "store")

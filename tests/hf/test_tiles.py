@@ -100,7 +100,7 @@ def backward_of(norms: bool) -> float:
     """What a block's backward in bf16 takes on 256 tokens, in hidden states, run without weights."""
 
     def change(model: nn.Module) -> nn.Module:
-        tiled_mlps(model, 32)
+        tiled_mlps(model, 64)
         for module in model.modules() if not norms else ():
             if "RMSNorm" in type(module).__name__:
                 del vars(module)["forward"]

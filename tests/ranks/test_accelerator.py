@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.accelerator import DEVICE, build, simulated
 from tests.accelerator.mutation import Mutation
 from tests.engine.test_accelerator import Wide
 from tests.patience import until
-from tests.ranks import test_beside, test_bits, test_copies, test_failures, test_pipeline, test_ulysses
+from tests.ranks import test_beside, test_bits, test_compact, test_copies, test_failures, test_pipeline, test_ulysses
 from tests.ranks.test_bits import equal, results
 from tests.ranks.worlds import World, pipeline, sharing, together
 from tests.training import budget, run_steps, steps_of, wrap
@@ -48,41 +49,85 @@ def devices() -> None:
         pytest.skip(reason)
 
 
+@contextmanager
+def pieces(size: int | None) -> Iterator[None]:
+    """Within, every message has a head of its own, and passes through the host in pieces of so many bytes; None:
+    small ones have none, and no message is cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        if size is not None:
+            patch.setattr(crossing, "SMALL", -1)
+            patch.setattr(dealt, "MESSAGE_PIECE", size)
+        yield
+
+
+def in_pieces(
+    mesh: DeviceMesh, numbers: test_pipeline.Numbers, run: test_pipeline.Run, disk: Path, piece: int | None
+) -> Any:
+    with pieces(piece):
+        return test_pipeline.trained(mesh, numbers, run, disk)
+
+
 @cache
 def alone(module: Any, numbers: Any) -> Any:
     """What one rank on an accelerator does, in memory."""
     return together(1, module.trained, numbers, module.Run(), None, on_device=True)[0]
 
 
-@pytest.mark.sampled(2, values=False)
-@pytest.mark.parametrize("way", test_bits.WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[] if way == "horizontal, gradients in bf16, stage 2" else [pytest.mark.campaign])
+        for way in test_bits.WAYS
+    ],
+)
 def test_two_ranks_that_share_the_state_have_the_bits_of_one(way: str, tmp_path: Path) -> None:
     numbers, run = test_bits.WAYS[way]
     for found in together(2, test_bits.trained, numbers, run, tmp_path / "store", on_device=True):
         equal(found, alone(test_bits, numbers))
 
 
-@pytest.mark.sampled(2, values=False)
-@pytest.mark.parametrize(("way", "size"), test_pipeline.IN_SHORT)
-def test_a_pipeline_has_the_bits_of_one_rank(way: str, size: int, tmp_path: Path) -> None:
+PIPELINES = (("hidden states are collected", 2, None), ("1f1b, all on disk", 3, 1000))
+"""Of which every run of the tests takes: a way, ranks, and the bytes of a message's pieces; None: each is one piece."""
+
+
+@pytest.mark.parametrize(
+    ("way", "size", "piece"),
+    [
+        pytest.param(*one, marks=[] if one in PIPELINES else [pytest.mark.campaign])
+        for one in dict.fromkeys([*PIPELINES, *((way, size, None) for way, size in test_pipeline.IN_SHORT)])
+    ],
+)
+def test_a_pipeline_has_the_bits_of_one_rank(way: str, size: int, piece: int | None, tmp_path: Path) -> None:
+    """Whether messages pass through the host at once or in many pieces."""
     numbers, run = test_pipeline.WAYS[way]
     for found, (moved, said, formula) in pipeline(
-        size, test_pipeline.trained, numbers, run, tmp_path / "store", on_device=True
+        size, in_pieces, numbers, run, tmp_path / "store", piece, on_device=True
     ):
         equal(found, alone(test_pipeline, numbers))
         assert moved == said == formula
 
 
-@pytest.mark.sampled(1, values=False)
-@pytest.mark.parametrize("way", ["on disk, early, bf16", "stage 2"])
+COPIES = test_copies.WAYS | {"adamw in 8 bits": test_compact.WAYS["copies, adamw"][2:]}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[] if way == "adamw in 8 bits" else [pytest.mark.campaign]) for way in COPIES],
+)
 def test_two_copies_of_two_ranks_each_have_the_bits_of_one_rank(way: str, tmp_path: Path) -> None:
-    numbers, run = test_copies.WAYS[way]
+    numbers, run = COPIES[way]
     for found in together(4, test_copies.trained_in_copies, numbers, run, tmp_path / "store", on_device=True):
         equal(found, alone(test_bits, numbers))
 
 
-def test_two_pipelines_of_two_ranks_have_the_bits_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [test_compact.MUON, pytest.param(test_bits.ADAMW, marks=pytest.mark.campaign)], ids=["muon", "adamw"]
+)
+def test_two_pipelines_of_two_ranks_have_the_bits_of_one_rank(
+    optimizer: penstock.AdamW | penstock.Muon, tmp_path: Path
+) -> None:
     numbers, run = test_beside.WAYS["on disk, early, bf16"]
+    numbers = replace(numbers, optimizer=optimizer)
     (wanted,) = together(1, test_beside.by_itself, numbers, on_device=True)
     for found in together(4, test_beside.in_pipelines, 2, numbers, run, tmp_path / "store", on_device=True):
         equal(found, wanted)
@@ -127,6 +172,8 @@ def test_a_device_that_waits_for_a_rank_that_is_gone_is_not_waited_for(how: int,
     (other,) = test_failures.others(world.outcomes(), 1)
     assert other.kind == "RankError"
     assert "rank 1 " in other.said
+    if how == signal.SIGSTOP:
+        return
     wanted = (2, nothing_happened()[2:])
     assert together(2, test_failures.steps, tmp_path / "store", 2, on_device=True) == [wanted] * 2
 
@@ -144,29 +191,6 @@ def test_a_pipeline_whose_rank_is_killed_goes_on_from_its_last_commit(schedule: 
 
 
 # ---- what passes through host memory
-
-
-@contextmanager
-def pieces(size: int) -> Iterator[None]:
-    """Within, every message has a head of its own, and passes through the host in pieces of so many bytes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crossing, "SMALL", -1)
-        patch.setattr(dealt, "MESSAGE_PIECE", size)
-        yield
-
-
-def in_pieces(mesh: DeviceMesh, numbers: test_pipeline.Numbers, run: test_pipeline.Run, piece: int) -> Any:
-    with pieces(piece):
-        return test_pipeline.trained(mesh, numbers, run, None)
-
-
-@pytest.mark.sampled(1, values=False)
-@pytest.mark.parametrize(("way", "piece"), [("in memory", 1000), ("interleaved in memory", 1 << 20)])
-def test_messages_of_many_pieces_and_of_one(way: str, piece: int) -> None:
-    numbers, run = test_pipeline.WAYS[way]
-    for found, (moved, said, formula) in pipeline(2, in_pieces, numbers, run, piece, on_device=True):
-        equal(found, alone(test_pipeline, numbers))
-        assert moved == said == formula
 
 
 def memory(mesh: DeviceMesh, schedule: str) -> tuple[int, int, int]:
@@ -300,7 +324,7 @@ def mutated(mesh: DeviceMesh, name: str) -> None:
             else:
                 case = test_bits.CASES["gemma3"]
                 with pieces(1000), wrap(case, budget(None), mesh=mesh) as engine:
-                    run_steps(engine, steps_of(case, 1, lengths=test_pipeline.LENGTHS))
+                    run_steps(engine, steps_of(case, 1, lengths=(8, 8, 8)))
         except (ArithmeticError, RuntimeError, ValueError):  # of what was read too early
             if not simulated.start().findings():
                 raise

@@ -144,7 +144,7 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "on disk, after the norm": (BF16, Run(disk=True, settings={"speculate": False})),
     "gradients and saved activations on disk": (
         FP32,
-        Run(disk=True, settings={"speculate": False}, budget={"gradients": "disk", "activations": "disk"}),
+        Run(disk=True, chunk=4096, settings={"speculate": False}, budget={"gradients": "disk", "activations": "disk"}),
     ),
     "weights on the host": (BF16, Run(disk=True, budget={"weights": "host"})),
     "delayed": (FP32, Run(disk=True, settings={"delay": 0.5})),
@@ -154,7 +154,7 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "small chunks, delayed": (FP32, Run(disk=True, chunk=4096, settings={"delay": 0.5})),
     "gradients in bf16": (replace(BF16, grad_dtype="bf16"), Run(disk=True)),
     "no limit": (replace(BF16, clip=None), Run(disk=True)),
-    "experts": (Numbers(model="qwen3_moe", precision="fp32", clip=0.5), Run(disk=True)),
+    "experts": (Numbers(model="qwen3_moe", precision="fp32", clip=0.5), Run(disk=True, chunk=4096)),
     "a router's loss": (Numbers(model="mixtral", precision="fp32", clip=0.5), Run()),
     "two stacks": (Numbers(model="t5", precision="fp32", clip=0.5), Run(disk=True, settings={"delay": 0.5})),
     "horizontal": (FP32, Run(settings=HORIZONTAL)),
@@ -175,7 +175,7 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
     "horizontal, small chunks": (BF16, Run(disk=True, chunk=4096, settings=HORIZONTAL)),
     "horizontal, gradients in bf16": (
         replace(BF16, grad_dtype="bf16"),
-        Run(disk=True, settings=HORIZONTAL),
+        Run(disk=True, chunk=4096, settings=HORIZONTAL),
     ),
     "horizontal, no limit": (replace(BF16, clip=None), Run(disk=True, settings=HORIZONTAL)),
     "horizontal, experts": (

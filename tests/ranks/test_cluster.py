@@ -120,7 +120,7 @@ def test_each_host_of_a_pipeline_converts_its_own_moments_and_puts_them_in_their
     write_run(alone, run=alone / "run")
     (alone / "host").mkdir()
     (folder := tmp_path / "several").mkdir()
-    more, other = ("--steps", "2"), ("--steps", "4", "--optimizer.moments", "int8")
+    more, other = ("--steps", "1"), ("--steps", "2", "--optimizer.moments", "int8")
     assert penstock(alone / "host", *WORDS, *more)[0] == 0
     assert penstock(alone / "host", "resume", alone / "run", *other)[0] == 0
     for code, _, errors in on_hosts(two_hosts, folder, "-m", "penstock", *WORDS, *more, "--pipeline", "2").outcomes():

@@ -36,9 +36,10 @@ WAYS: dict[str, tuple[Any, int, Numbers, Run]] = {
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if way == "copies, adamw" else [pytest.mark.campaign]) for way in WAYS]
+    "way", [pytest.param(way, marks=[] if way == "two ranks, muon" else [pytest.mark.campaign]) for way in WAYS]
 )
 def test_ranks_have_the_bits_of_one(way: str, tmp_path: Path) -> None:
+    """Each time ``test_accelerator`` runs copies, with AdamW in 8 bits."""
     train, ranks, numbers, run = WAYS[way]
     for found in together(ranks, train, numbers, run, tmp_path / "store"):
         test_bits.equal(found, test_bits.alone(numbers))
@@ -48,11 +49,12 @@ def in_two_pipelines(mesh: DeviceMesh, numbers: Numbers, run: Run, disk: Path | 
     return test_beside.in_pipelines(mesh, 2, numbers, run, disk)
 
 
-@pytest.mark.sampled(1, values=False)
+@pytest.mark.campaign
 @pytest.mark.parametrize("optimizer", [MUON, ADAMW], ids=["muon", "adamw"])
 def test_pipelines_beside_each_other_have_the_bits_of_one_process(
     optimizer: penstock.AdamW | penstock.Muon, tmp_path: Path
 ) -> None:
+    """With Muon ``test_accelerator`` runs them each time."""
     numbers = of(optimizer)
     for found in together(4, in_two_pipelines, numbers, Run(disk=True), tmp_path / "store"):
         test_bits.equal(found, test_beside.alone(numbers))

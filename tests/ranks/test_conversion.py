@@ -23,7 +23,7 @@ from tests.training import ADAMW, budget, run_steps, steps_of, wrap
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASE = MODELS["gpt2"]
-LENGTHS = (12, 8, 10, 12)
+LENGTHS = (12, 8, 8, 12)
 HOW: Mapping[str, Any] = {"precision": "bf16", "clip_grad_norm": 0.92, "strands": 4}
 COMPACT = {"optimizer": replace(ADAMW, moments="int8")}
 

@@ -501,7 +501,7 @@ def interrupted(mesh: DeviceMesh, disk: Path) -> int:
 
 
 def test_an_interrupt_of_all_ranks_keeps_what_is_in_memory(tmp_path: Path) -> None:
-    assert [together(2, interrupted, tmp_path / "store") for _ in range(3)] == [[0, 0], [1, 1], [2, 2]]
+    assert [together(2, interrupted, tmp_path / "store") for _ in range(2)] == [[0, 0], [1, 1]]
 
 
 def full(mesh: DeviceMesh, disk: Path, fails: bool) -> int:
@@ -528,7 +528,7 @@ def test_what_a_start_that_failed_has_left_without_a_commit_makes_room_for_anoth
     assert all((tmp_path / f"rank-{rank}").is_dir() for rank in range(2))
     if lost is not None:
         shutil.rmtree(tmp_path / f"rank-{lost}")
-    assert together(2, steps, tmp_path, 4) == [(0, whole())] * 2
+    assert together(2, steps, tmp_path, 1) == [(0, whole()[:1])] * 2
 
 
 def test_parts_of_two_runs_are_not_mixed(stored: Path, tmp_path: Path) -> None:

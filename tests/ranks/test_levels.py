@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.ranks.process_groups import Together
 from tests.models import MODELS
-from tests.ranks.test_bits import BF16, FP32, HORIZONTAL, Numbers, Run, alone, equal, trained
+from tests.ranks.test_bits import BF16, FP32, HORIZONTAL, Numbers, Run, alone, equal, results, trained
 from tests.ranks.worlds import together
-from tests.training import budget, wrap
+from tests.training import budget, result_of, run_steps, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOSTS, EACH = 2, 2
+HOW: Mapping[str, Any] = {"precision": "bf16", "clip_grad_norm": 1.0}
 
 
 def on_a_host(mesh: DeviceMesh) -> None:
@@ -39,18 +41,34 @@ WAYS: dict[str, tuple[Numbers, Run]] = {
 }
 
 
-@pytest.mark.sampled(1, values=False)
+@pytest.mark.campaign
 @pytest.mark.parametrize("way", WAYS)
 def test_two_hosts_of_two_ranks_have_the_bits_of_one_rank(way: str, tmp_path: Path) -> None:
+    """Each time the test below has those of stage 2, and ``test_own_schedule`` those of stage 3, on disk."""
     numbers, run = WAYS[way]
     for found in together(HOSTS * EACH, trained_on_hosts, numbers, run, tmp_path / "store"):
         equal(found, alone(numbers))
 
 
-def crossed(mesh: DeviceMesh) -> dict[str, int]:
-    """Bytes of a step that a rank sends those of the other host."""
+CASE = MODELS["llama"]
+
+
+def of_step(step: int, rank: int) -> Any:
+    return CASE.micro_batches(1, seed=10 * step + rank)
+
+
+@cache
+def of_one_rank() -> dict[str, Any]:
+    """What ``crossed`` finds and leaves, of one process that sums as its ranks do."""
+    with wrap(CASE, budget(None), strands=HOSTS * EACH, **HOW) as engine:
+        steps = [[mb for rank in range(HOSTS * EACH) for mb in of_step(step, rank)] for step in (1, 2)]
+        return results(engine, run_steps(engine, steps))
+
+
+def crossed(mesh: DeviceMesh) -> dict[str, Any]:
+    """Bytes of a step that a rank sends those of the other host; what two steps have found and left."""
     on_a_host(mesh)
-    case, host, sent = MODELS["llama"], mesh.get_rank() // EACH, 0
+    host, sent = mesh.get_rank() // EACH, 0
     gather, exchange, trade = Together.gather_in, Together.exchange_in, Together.trade_in
 
     def elsewhere(ranks: Iterable[int]) -> int:
@@ -79,20 +97,24 @@ def crossed(mesh: DeviceMesh) -> dict[str, int]:
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        wrap(case, budget(None), mesh=mesh, precision="bf16", stage=2) as engine,
+        wrap(CASE, budget(None), mesh=mesh, stage=2, **HOW) as engine,
     ):
-        engine.step(case.micro_batches(1, seed=1))
+        first = engine.step(of_step(1, mesh.get_rank()))
         for name, counted in (("gather_in", gather_in), ("exchange_in", exchange_in), ("trade_in", trade_in)):
             patch.setattr(Together, name, counted)
-        engine.step(case.micro_batches(1, seed=2))
+        second, whole = engine.step(of_step(2, mesh.get_rank())), sent
         stages, groups = engine.plan.program.stages, [group.spec for group in engine.inside.resources.groups]
         made = sum(groups[g].trainable for stage in stages for g in stage.gradients)
-        return {"sent": sent, "made": made, "elements": sum(group.numel for group in groups)}
+        found = results(engine, result_of(engine, [first, second]))
+        return {"sent": whole, "made": made, "elements": sum(group.numel for group in groups), "found": found}
 
 
 def test_of_each_gradient_and_each_gather_a_host_sends_the_others_one_whole() -> None:
-    """(w + 4) N (H - 1) / H bytes in stage 2, whatever the number of its ranks; besides what they tell each other."""
+    """(w + 4) N (H - 1) / H bytes in stage 2, whatever the number of its ranks; besides what they tell each other. With
+    the bits of one rank."""
     found = together(HOSTS * EACH, crossed)
+    for one in found:
+        equal(one["found"], of_one_rank())
     for host in range(HOSTS):
         ranks = found[host * EACH : (host + 1) * EACH]
         whole = (ranks[0]["elements"] * 2 + ranks[0]["made"] * 4) * (HOSTS - 1) // HOSTS

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ScheduleError
@@ -76,7 +77,9 @@ def trained(
     if hosts:
         on_a_host(mesh)
     plan, request = built(mesh, numbers, settings, disk / "built" if on_disk else None)
-    own = reordered(plan, request, Random(way), swaps)
+    text = [str(reordered(plan, request, Random(way), swaps)) if mesh.get_rank() == 0 else ""]
+    dist.broadcast_object_list(text)
+    own = parse_schedule(text[0])
     assert {lane: [op.id for op in ops] for lane, ops in own.lanes.items()} != {
         lane: [op.id for op in ops] for lane, ops in plan.schedule.lanes.items()
     }
@@ -88,7 +91,7 @@ def trained(
         mesh=mesh,
         strands=STRANDS,
         **numbers.settings(),
-        schedule=parse_schedule(str(own)),
+        schedule=own,
         **whole,
     ) as engine:
         found = results(engine, run_steps(engine, of_rank(numbers.model, mesh)))

@@ -44,13 +44,13 @@ def saved(mesh: DeviceMesh | None, path: Path, disk: Path | None = None) -> None
 
 
 def gone_on(mesh: DeviceMesh | None, *paths: Path, disk: Path | None = None) -> list[dict[str, Any]]:
-    """What the steps after each snapshot find and leave, each by the same engine; and this rank's arrays before."""
+    """What the step after each snapshot finds and leaves, each by the same engine; and this rank's arrays before."""
     with wrap(CASE, budget(disk), mesh=mesh, **HOW) as engine:
         found = []
         for path in paths:
             engine.load(path)
             arrays = state_of(engine)
-            ran = run_steps(engine, own(mesh, 2, first=engine.step_count + 1))
+            ran = run_steps(engine, own(mesh, 1, first=engine.step_count + 1))
             found.append(results(engine, ran) | {"own": arrays})
         return found
 
@@ -64,7 +64,7 @@ def test_any_number_of_ranks_goes_on_with_the_bits_of_one_process(tmp_path: Path
     with wrap(CASE, budget(None), **HOW) as engine:
         run_steps(engine, own(None, 2))
         engine.save(tmp_path / "one")
-        wanted = results(engine, run_steps(engine, own(None, 2, first=3)))
+        wanted = results(engine, run_steps(engine, own(None, 1, first=3)))
     for found in [*together(2, saved_and_gone_on, tmp_path), gone_on(None, tmp_path / "two", tmp_path / "one")]:
         assert_same_state(*(one.pop("own") for one in found))  # what pads it, too
         for one in found:
@@ -86,7 +86,7 @@ def with_all_of_it(mesh: DeviceMesh, folder: Path) -> list[dict[str, Any]]:
     with wrap(CASE, budget(folder / "other"), mesh=mesh, **how) as engine:
         for path in (folder / "whole", folder / "parts"):
             engine.load(path)
-            ran = run_steps(engine, own(mesh, 2, first=engine.step_count + 1))
+            ran = run_steps(engine, own(mesh, 1, first=engine.step_count + 1))
             found.append(results(engine, ran) | {"own": {}})
     return found
 
@@ -95,7 +95,7 @@ def test_ranks_that_each_have_all_of_the_state_save_it_once(tmp_path: Path) -> N
     """A snapshot is one of one process then, and whoever has parts or all of it goes on from either."""
     with wrap(CASE, budget(None), **HOW) as engine:
         run_steps(engine, own(None, 2))
-        wanted = results(engine, run_steps(engine, own(None, 2, first=3)))
+        wanted = results(engine, run_steps(engine, own(None, 1, first=3)))
     for found in [*together(2, with_all_of_it, tmp_path), gone_on(None, tmp_path / "whole")]:
         for one in found:
             one.pop("own")

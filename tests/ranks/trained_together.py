@@ -31,16 +31,14 @@ def pipeline(folder: Path) -> None:
     predicted = resumed.predict(HELD_OUT)
     found = {"shown": shown(resumed), "predicted": predicted.predictions.tolist()}
     resumed.end()
-    own = tuned(SFTTrainer, folder / "trl", EACH, engine=on_disk(folder / "trl" / "store", strands=2, **layout))
-    own.save_model(str(folder / "trl" / "out"))
-    found |= {"own": shown(own), "plain": shown(tuned(trl.SFTTrainer, folder / "plain", EACH))}
-    own.end()
-    packed = tuned(SFTTrainer, folder / "packed", EACH, PACKED, engine=in_memory(strands=2, **layout))
-    packed.save_model(str(folder / "packed" / "out"))
-    found["packed"] = shown(packed), shown(tuned(trl.SFTTrainer, folder / "plainly packed", EACH, PACKED))
+    packed = tuned(
+        SFTTrainer, folder / "trl", EACH, PACKED, engine=on_disk(folder / "trl" / "store", strands=2, **layout)
+    )
+    packed.save_model(str(folder / "trl" / "out"))
+    found["packed"] = shown(packed), shown(tuned(trl.SFTTrainer, folder / "plain", EACH, PACKED))
     packed.end()
     found["preferred"] = by_processes(folder / "preferred", EACH, in_memory(strands=2, **layout), "DPOTrainer")
-    if own.is_world_process_zero():
+    if packed.is_world_process_zero():
         (folder / "found.json").write_text(json.dumps(found))
 
 
