@@ -1,5 +1,6 @@
 """The ranks of a run: what the processes that train one model do together, and what that is for one that is alone."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -37,7 +38,7 @@ class Ranks:
     hosts: int = 1
     copies: int = 1
     cp: int = 1
-    _of_all: BaseException | None = None
+    _of_all: "weakref.ref[BaseException] | None" = None
     _pipe: "Ranks | None" = None
     _sharing: "Ranks | None" = None
     _of_sequence: "Ranks | None" = None
@@ -230,11 +231,11 @@ class Ranks:
 
     def is_of_all(self, error: BaseException) -> bool:
         """True if an error is the last that all ranks have raised alike."""
-        return error is self._of_all
+        return self._of_all is not None and self._of_all() is error
 
     def of_all(self, error: E) -> E:
         """An error that all ranks are about to raise alike: it ends nothing for the others."""
-        self._of_all = error
+        self._of_all = weakref.ref(error)  # its traceback holds a model, and who is alone is there for ever
         return error
 
     @property
