@@ -12,6 +12,8 @@ import torch
 
 import penstock
 from penstock.engine.durability import Durability
+from penstock.store.layout import ALIGN, Layout
+from penstock.store.store import Store
 from tests.engine.test_turns import in_child
 from tests.models import MODELS
 from tests.training import AT_ONCE, assert_same_state, budget, run_steps, state_of, steps_of, train, wrap
@@ -74,6 +76,18 @@ def test_an_engine_that_is_dropped_gives_its_memory_back(tmp_path: Path) -> None
         gc.collect()
         assert arrays() is None
         assert not engines_threads()
+
+
+def test_a_model_whose_store_is_refused_is_let_go_with_the_error(tmp_path: Path) -> None:
+    with Store.create([tmp_path / "rank-0"], Layout.build([("a", ALIGN, 2)]), model={}) as store:
+        store.commit({"step": 3, "whole": True})
+    model = CASE.model()
+    gone = weakref.ref(model)
+    with pytest.raises(penstock.StoreError, match="has the state of a rank of several"):
+        wrap(CASE, budget(tmp_path), model=model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_an_engine_that_a_forked_child_drops_is_the_parents(tmp_path: Path) -> None:

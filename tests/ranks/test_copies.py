@@ -2,7 +2,6 @@
 that is lost costs nothing.
 """
 
-import re
 import shutil
 from contextlib import nullcontext
 from functools import cache
@@ -12,13 +11,9 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import penstock
 from penstock.errors import ConfigError, StoreError
-from penstock.state.take_over import require_drives
+from penstock.state.take_over import Drive, drives_of, require_new
 from penstock.store.directory import mount_point
-from penstock.store.manifest import Manifest
-from penstock.store.parts import opened_parts
-from penstock.store.records import CommitLog
 from tests.ranks.test_bits import BF16, FP32, HORIZONTAL, Numbers, Run, alone, equal, trained
 from tests.ranks.test_failures import CASE, LENGTHS, micro_batches, steps
 from tests.ranks.test_wire import sent
@@ -117,25 +112,6 @@ def test_ranks_that_have_lost_their_state_take_it_over_from_another_copy(stage: 
     assert any("holds no store, and other ranks have theirs" in found.said for found in lost), lost
 
 
-def test_a_drive_that_may_not_be_mounted_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
-    """The two ranks have drives of their own, of which the second's has gone, or left an empty mount point."""
-    drives = [tmp_path / "one", tmp_path / "two"]
-    for drive in drives:
-        drive.mkdir()
-    together(2, steps, drives, 1, stage=0)
-    (own := drives[1] / "rank-1").rename(tmp_path / "unmounted")
-    drives[1].rmdir()
-    for _ in range(2):
-        for found in World(2, steps, drives, 1, stage=0).outcomes():
-            assert found.kind == StoreError.__name__
-            assert f"{own} is not there: is the drive mounted?" in found.said
-            assert f"mkdir -p {own}" in found.said
-        assert not own.exists()
-        drives[1].mkdir(exist_ok=True)
-    own.mkdir()
-    assert together(2, steps, drives, 1, stage=0) == [(1, whole(2)[1:2])] * 2
-
-
 @pytest.mark.parametrize(
     ("made", "theirs", "sure"),
     [
@@ -151,52 +127,15 @@ def test_a_drive_is_new_where_a_copy_has_its_mounted_at_the_same_place_or_somebo
 ) -> None:
     (tmp_path / made).mkdir(parents=True, exist_ok=True)
     own, disk = tmp_path / "disk" / "rank-1", tmp_path / "disk"
-    mounts = {str(disk): str(mount_point(tmp_path)) if theirs == "here" else theirs}
+    mount = mount_point(tmp_path) if theirs == "here" else Path(theirs)
+    of_giver = [Drive(path=disk / "rank-0", is_there=True, named=disk, named_is_there=True, mount=mount)]
     with nullcontext() if sure else pytest.raises(StoreError, match="rank 1 then takes the state over from rank 0"):
-        require_drives([own], 1, 0, mounts)
+        require_new(drives_of([own]), 1, 0, of_giver)
 
 
 def test_the_mount_point_of_what_is_not_there_is_that_of_what_it_would_be_in() -> None:
     assert mount_point(Path("/proc/none/such")) == Path("/proc")
     assert mount_point(Path("/none/such")) == Path("/")
-
-
-def log_of(disk: Path, rank: int) -> CommitLog:
-    """A rank's commits, to be changed."""
-    directory = disk / f"rank-{rank}"
-    return CommitLog(directory, Manifest.read(directory).store)
-
-
-def test_copies_that_have_come_to_the_same_step_with_other_numbers_are_refused(tmp_path: Path) -> None:
-    disk = tmp_path / "store"
-    together(2, steps, disk, 2, stage=0)
-    log = log_of(disk, 1)
-    record, table = log.last, log.table
-    assert record is not None
-    log.take_back(log.sequence - 1)
-    log.append(record | {"last": record["last"] | {"grad_norm": 0.5}}, table)
-    said = re.compile(r"step 2 with loss \S+ and norm .* step 2 with loss \S+ and norm 0\.5: put back what was there")
-    for found in World(2, steps, disk, 1, stage=0).outcomes():
-        assert found.kind == StoreError.__name__
-        assert said.search(found.said), found
-    with pytest.raises(StoreError, match=said), opened_parts([[disk / f"rank-{rank}"] for rank in range(2)]):
-        pass
-
-
-def test_where_a_copy_is_lost_before_all_ranks_have_a_commit_the_run_begins(tmp_path: Path) -> None:
-    """The first rank has made its first commit, the second not yet, and the third has lost its state."""
-    disk = tmp_path / "store"
-    begun = together(3, steps, disk, 1, stage=0)
-    for rank in (0, 1):
-        log = log_of(disk, rank)
-        for name in ("commit.0", "commit.1"):
-            (disk / f"rank-{rank}" / name).unlink()
-        CommitLog.create(disk / f"rank-{rank}", Manifest.read(disk / f"rank-{rank}").store)
-        if rank == 0:
-            assert log.last is not None
-            log_of(disk, rank).append(log.last, log.table)
-    shutil.rmtree(disk / "rank-2")
-    assert together(3, steps, disk, 1, stage=0) == begun
 
 
 def saved_and_gone_on(mesh: DeviceMesh, folder: Path) -> list[float]:
@@ -214,33 +153,6 @@ def test_a_snapshot_of_copies_is_gone_on_from_by_copies_and_by_one_process(tmp_p
     with wrap(CASE, budget(None), strands=4) as engine:
         engine.load(tmp_path / "saved")
         assert run_steps(engine, steps_of(CASE, 2, first=3, lengths=LENGTHS)).losses == whole(4)[2:]
-
-
-def steps_as_asked(mesh: DeviceMesh, disk: Path, count: int, stage: int, moments: str) -> tuple[int, list[float]]:
-    optimizer = penstock.AdamW(lr=1e-3, moments=moments)
-    with wrap(CASE, budget(disk), mesh=mesh, stage=stage, optimizer=optimizer) as engine:
-        begun = engine.step_count
-        return begun, run_steps(engine, steps_of(CASE, count, first=begun + 1, lengths=LENGTHS)).losses
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "said"),
-    [
-        ((0, "fp32"), (0, "int8"), "has another form of moments, and another rank has lost its state"),
-        ((3, "fp32"), (0, "fp32"), "has the part of rank 0 of 2, and what is asked for is all of the state"),
-    ],
-)
-def test_what_would_be_taken_over_into_another_form_is_refused_on_all_ranks_and_nothing_is_made(
-    before: tuple[int, str], after: tuple[int, str], said: str, tmp_path: Path
-) -> None:
-    disk = tmp_path / "store"
-    together(2, steps_as_asked, disk, 1, *before)
-    shutil.rmtree(disk / "rank-1")
-    for found in World(2, steps_as_asked, disk, 1, *after).outcomes():
-        assert said in found.said, found
-    assert not (disk / "rank-1").exists()
-    if before[0] == 0:
-        assert {begun for begun, _ in together(2, steps_as_asked, disk, 0, *before)} == {1}
 
 
 @cache

@@ -275,36 +275,6 @@ def test_calls_of_two_engines_in_different_orders_are_said_and_not_waited_for(ca
     assert together(2, in_order, call, True) == [None, None]
 
 
-def foreign(mesh: DeviceMesh, disk: Path, order: list[int]) -> None:
-    rank = mesh.get_rank()
-    places = [disk / str(order[other]) for other in range(mesh.size())]
-    for place in places:
-        place.mkdir(parents=True, exist_ok=True)
-    with wrap(CASE, budget(places), mesh=mesh) as engine:
-        engine.step(micro_batches(mesh, 1, first=engine.step_count + 1)[0])
-    assert (places[rank] / f"rank-{rank}").exists()
-
-
-def test_the_stores_of_ranks_are_not_exchanged(tmp_path: Path) -> None:
-    together(2, foreign, tmp_path, [0, 1])
-    together(2, foreign, tmp_path, [0, 1])
-    for a, b in ((0, 1), (1, 0)):
-        (tmp_path / str(a) / f"rank-{a}").rename(tmp_path / str(a) / f"rank-{b}")
-    found = World(2, foreign, tmp_path, [1, 0]).outcomes()
-    assert any("has the part of rank" in f.said for f in found)
-    assert {f.kind for f in found} <= {"StoreError", "RankError"}
-
-
-def test_a_store_that_is_gone_is_said(tmp_path: Path) -> None:
-    together(2, foreign, tmp_path, [0, 1])
-    for file in (tmp_path / "1" / "rank-1").iterdir():
-        file.unlink()
-    found = World(2, foreign, tmp_path, [0, 1]).outcomes()
-    assert found[1].kind == "StoreError"
-    assert "holds no store, and other ranks have theirs" in found[1].said
-    assert "rank 1" in found[0].said
-
-
 def alone_on(disk: Path) -> None:
     with wrap(CASE, budget(disk / "rank-0")):
         raise AssertionError("not refused")
@@ -529,15 +499,6 @@ def test_what_a_start_that_failed_has_left_without_a_commit_makes_room_for_anoth
     if lost is not None:
         shutil.rmtree(tmp_path / f"rank-{lost}")
     assert together(2, steps, tmp_path, 1) == [(0, whole()[:1])] * 2
-
-
-def test_parts_of_two_runs_are_not_mixed(stored: Path, tmp_path: Path) -> None:
-    together(2, steps, tmp_path / "other", 1)
-    (stored / "rank-1").rename(tmp_path / "aside")
-    (tmp_path / "other" / "rank-1").rename(stored / "rank-1")
-    for f in World(2, steps, stored, 1).outcomes():
-        assert f.kind == "ConfigError"
-        assert "the same run, whose parts their stores have" in f.said
 
 
 def test_strands_that_cannot_be_leave_no_store(tmp_path: Path) -> None:

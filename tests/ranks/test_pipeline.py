@@ -265,14 +265,6 @@ def test_a_run_changes_its_order_where_the_deal_of_its_store_fits(tmp_path: Path
             pipeline(2, steps_in, piece, order)
 
 
-def test_a_lost_store_of_a_pipeline_is_never_made_of_another_ranks(tmp_path: Path) -> None:
-    pipeline(2, steps, tmp_path / "store", 1)
-    shutil.rmtree(tmp_path / "store" / "rank-1")
-    with pytest.raises(RankFailedError, match="holds no store, and other ranks have theirs"):
-        pipeline(2, steps, tmp_path / "store", 1)
-    assert not (tmp_path / "store" / "rank-1").exists()
-
-
 SHARED, DEALT = "the part of rank . of 2", "the blocks of rank . of a pipeline of 2"
 
 

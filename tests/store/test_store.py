@@ -19,6 +19,7 @@ from penstock.errors import StoreError
 from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, digests, records
 from penstock.store.directory import in_memory
 from penstock.store.facts import facts_of, store_exists
+from penstock.store.manifest import require_alike
 from penstock.store.removal import delete_store
 from penstock.store.striping import Striping
 from tests import warm
@@ -331,13 +332,13 @@ def test_a_data_file_of_the_wrong_size_is_refused(store: Store) -> None:
 
 
 def test_another_model_is_told_by_what_differs(store: Store) -> None:
-    store.require_model(json.loads(json.dumps(MODEL)))
+    require_alike(store.model, json.loads(json.dumps(MODEL)), "here")
     other = json.loads(json.dumps(MODEL))
     other["groups"][0]["shapes"][0][1] = 7
     with pytest.raises(StoreError, match=r"groups\[0\].shapes\[0\]\[1\] is 3 in the store and 7 in this model"):
-        store.require_model(other)
+        require_alike(store.model, other, "here")
     with pytest.raises(StoreError, match=r"tied is only in this model: put back .*, or give another directory"):
-        store.require_model(MODEL | {"tied": True})
+        require_alike(store.model, MODEL | {"tied": True}, "here")
 
 
 # ---- one run at a time

@@ -98,8 +98,7 @@ def _settle(ranks: Ranks, config: TrainConfig, start: Start) -> None:
         record = RunRecord.read(Path(config.run))
         return record is not None and (record.ranks, record.hosts, record.resharding) == (ranks.size, ranks.hosts, None)
 
-    found = ranks.jointly("ranks of the run", theirs if ranks.rank == 0 else lambda: False)
-    if ranks.gather_objects("run of these ranks", found)[0]:
+    if ranks.by_rank("ranks of the run", theirs if ranks.rank == 0 else lambda: False)[0]:
         own = config.budget.of_rank(ranks.rank, ranks.size, ranks.hosts).disk_paths
         settle_together(ranks, own, ranks.size if ranks.are_pipeline else config.parts(ranks.each))
 

@@ -4,13 +4,18 @@ Each function says what the name stands for, and (*Without*) what Penstock could
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import (
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -84,6 +89,18 @@ def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     Without: what they keep of one micro-batch for later code would be another one's.
     """
     return (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+
+
+@contextmanager
+def calls_seen(entered: Callable[[nn.Module], None], left: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Inside, these are told of each module whose forward begins, and ends.
+
+    Without: nobody could tell in which module an op runs.
+    """
+    with ExitStack() as hooks:
+        hooks.callback(register_module_forward_pre_hook(lambda module, _: entered(module)).remove)
+        hooks.callback(register_module_forward_hook(lambda module, *_: left(module), always_call=True).remove)
+        yield
 
 
 def are_all_hooked() -> bool:

@@ -342,6 +342,9 @@ EFFICIENT = _aten._scaled_dot_product_efficient_attention
 COPY_TO = _aten._to_copy
 """A copy of another dtype or on another device. Without: a model's ``.to(device)`` would be no wait for the device."""
 
+HANDING_ON = (_aten._unsafe_view, _aten._reshape_alias, COPY_TO)
+"""Ops whose results have the numbers of what they are given. Without: a reshaped product would count as read."""
+
 _FLASH_CHOICE = 1
 """``torch._C._SDPBackend.FLASH_ATTENTION``, as ``torch._fused_sdp_choice`` returns it."""
 

@@ -100,7 +100,7 @@ def _kept(blocks: Sequence[str], ranks: Ranks, paths: Sequence[Path]) -> tuple[i
         found = manifest_of(paths[0]) if paths else None
         return None if found is None else _dealt_in(found.model, blocks, ranks.stages)
 
-    told = ranks.gather_objects("deal of the blocks", ranks.jointly("store of a pipeline", look))
+    told = ranks.by_rank("deal of the blocks", look)
     dealt = next((found for found in told if found is not None), None)
     if dealt is None:
         return None

@@ -1,5 +1,6 @@
 """The ranks of a run: what the processes that train one model do together, and what that is for one that is alone."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -37,7 +38,7 @@ class Ranks:
     hosts: int = 1
     copies: int = 1
     cp: int = 1
-    _of_all: BaseException | None = None
+    _of_all: "weakref.ref[BaseException] | None" = None
     _pipe: "Ranks | None" = None
     _sharing: "Ranks | None" = None
     _of_sequence: "Ranks | None" = None
@@ -181,30 +182,44 @@ class Ranks:
         self.gather_objects(what, None)
         return work()
 
-    def jointly(self, what: str, work: Callable[[], T]) -> T:
-        """This rank's result of ``work``, which each rank does for itself, and which counts once all have done it. An
-        error that one of them finds is raised on all, and they can go on together.
+    def by_rank(self, what: str, work: Callable[[], T]) -> list[T]:
+        """The results of ``work``, which each rank does for itself, by rank: small values that pickle. An error that
+        one of them finds is raised on all, and they can go on together.
 
         Raises:
             StoreError, ConfigError, BudgetError, ScheduleError: this rank's own; or else that of the first other one,
                 which it names.
         """
-        found: list[T] = []
         own: StoreError | ConfigError | BudgetError | ScheduleError | None = None
         try:
+            told: tuple[list[T], tuple[type[StoreError | ConfigError | BudgetError | ScheduleError], str] | None]
             try:
-                found.append(work())
+                told = [work()], None
             except (StoreError, ConfigError, BudgetError, ScheduleError) as error:
-                own = error
-            failures = self.gather_objects(what, None if own is None else (type(own), str(own)))
+                own, told = error, ([], (type(error), str(error)))
+            every = self.gather_objects(what, told)
             if own is not None:
                 raise self.of_all(own)
-            for rank, failure in enumerate(failures):
+            for rank, (_, failure) in enumerate(every):
                 if failure is not None:
                     raise self.of_all(failure[0](f"rank {rank}: {failure[1]}"))
-            return found[0]
+            return [found[0] for found, _ in every]
         finally:
             del own  # its traceback holds this frame, which would hold it
+
+    def jointly(self, what: str, work: Callable[[], T]) -> T:
+        """This rank's result of ``work``, which counts once all have done it. Raises as ``by_rank``."""
+        found: list[T] = []
+        self.by_rank(what, lambda: found.append(work()))
+        return found[0]
+
+    def alike(self, work: Callable[[], T]) -> T:
+        """The result of ``work``, which is the same on all ranks, of what all know; so is an error of it."""
+        try:
+            return work()
+        except (StoreError, ConfigError) as error:
+            self.of_all(error)
+            raise
 
     def lend(self, tensor: torch.Tensor, owner: int) -> None:
         """Make a tensor on the CPU what it is on rank ``owner``."""
@@ -216,11 +231,11 @@ class Ranks:
 
     def is_of_all(self, error: BaseException) -> bool:
         """True if an error is the last that all ranks have raised alike."""
-        return error is self._of_all
+        return self._of_all is not None and self._of_all() is error
 
     def of_all(self, error: E) -> E:
         """An error that all ranks are about to raise alike: it ends nothing for the others."""
-        self._of_all = error
+        self._of_all = weakref.ref(error)  # its traceback holds a model, and who is alone is there for ever
         return error
 
     @property

@@ -35,7 +35,6 @@ from penstock.state.numa import thread_count
 from penstock.state.parts import form_of, groups_of
 from penstock.state.record import NAMES, check_renumbered
 from penstock.store.parts import HOLDERS
-from penstock.store.store import Store
 
 
 class WholeArrays(Protocol):
@@ -113,10 +112,9 @@ def _trained(model: Mapping[str, Any]) -> list[str]:
     return [name for group in model["groups"] for name, _, _, trained in group["parameters"] if trained]
 
 
-def require_like_but_for_form(store: Store, model: Mapping[str, Any]) -> None:
-    """Refuses a store that was made for another model in more than the form of moments."""
-    had, asked = ({**without_form(each), HOLDERS: _held(each)} for each in (store.model, model))
-    store.require_alike(had, asked)
+def like_but_for_form(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The description that a store is made for, without the form of moments and what follows from it."""
+    return {**without_form(model), HOLDERS: _held(model)}
 
 
 def _held(model: Mapping[str, Any]) -> dict[str, int]:

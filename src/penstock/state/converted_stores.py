@@ -47,7 +47,6 @@ def convert_stores(
     store: Store,
     stores: Stores,
     model: dict[str, Any],
-    record: Mapping[str, Any],
     *,
     ranks: Ranks = ALONE,
 ) -> None:
@@ -55,13 +54,15 @@ def convert_stores(
     these are closed. All ranks come here, each with its own open. Needs 32 MiB of memory on each.
 
     ``store``: this rank's, one of ``stores``. ``model``: what it is to be made for, which differs in nothing but the
-    form. ``record``: its last commit, which is whole; all ranks have that step's.
+    form. Its last commit is whole; all ranks have that step's.
 
     Raises:
         StoreError: a drive fails or has no room for both, or a rank cannot read the stores that it needs; on all ranks.
             The old ones still count then, and are what they were.
     """
-    record = renumbered(record, store.model, model, f"the last commit in {store.paths[0]}")
+    last = store.last_commit()
+    assert last is not None, "there is a step to go on from"
+    record = renumbered(last, store.model, model, f"the last commit in {store.paths[0]}")
     if ranks.size > 1:
         model = {**model, "world": ranks.gather_objects("world of the converted state", uuid.uuid4().hex)[0]}
     found = ranks.gather_objects("stores of the state", _Lent(store.identity, store.commits.sequence))

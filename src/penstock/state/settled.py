@@ -5,13 +5,12 @@ state, a rank that has lost its store has nothing to put in its place: it takes 
 (``state.take_over``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from penstock.errors import StoreError
 from penstock.ranks.group import Ranks
-from penstock.state.take_over import Found, drives_of, givers, require_drives
+from penstock.state.take_over import Drive, drives_of, givers, no_store
 from penstock.store import successor
 from penstock.store.directory import is_there
 from penstock.store.making import NEXT, STAGED
@@ -29,38 +28,29 @@ def settle_together(ranks: Ranks, paths: Sequence[Path], parts: int) -> None:
         StoreError: on all ranks: as ``successor.settle``; or a part of the state is lost.
     """
     # Each looks at its own: those of the others need not be within reach.
-    counts = ranks.jointly("look at the stores", partial(successor.decided, [paths])) is not None
-    if not any(ranks.gather_objects("stores that count", counts)):
+    if not any(ranks.by_rank("stores that count", lambda: successor.decided([paths]) is not None)):
         return
-    own = [] if _is_lost(ranks, paths, parts) else [paths]
-    found = ranks.jointly("stores to be put in their place", partial(successor.find, own))
-    told = ranks.gather_objects("whose stores count", next(iter(found), None))
-    of_all = [None if one is None else (one.path, one.model) for one in told]
-    ranks.jointly("stores of one run", partial(require_one_run, of_all))
-    ranks.jointly("stores that say so", partial(successor.call_next, own, found))
+    left = ranks.by_rank("what is left of the stores", lambda: (_any_left(paths), drives_of(paths)))
+    own = [] if ranks.rank in ranks.alike(partial(_takers, left, parts)) else [paths]
+    found = ranks.by_rank("stores to be put in their place", partial(successor.find, own))
+    ranks.alike(partial(require_one_run, [(one[0].path, one[0].model) if one else None for one in found]))
+    ranks.jointly("stores that say so", partial(successor.call_next, own, found[ranks.rank]))
     ranks.jointly("stores in their place", partial(successor.move_in, own))
 
 
-def _is_lost(ranks: Ranks, paths: Sequence[Path], parts: int) -> bool:
-    """True if this rank has lost its store, and another one has the same part of the state.
+def _takers(left: Sequence[tuple[bool, Sequence[Drive]]], parts: int) -> Collection[int]:
+    """The ranks that have lost their store, where another one has the same part of the state. ``left``: of each rank
+    whether anything is, and its drives.
 
     Raises:
-        StoreError: on all ranks: no other has; or it is not sure that it is lost.
+        StoreError: no other has; or it is not sure that it is lost.
     """
-    there = ranks.jointly("what is left of the stores", partial(_any_left, paths))
-    told = ranks.gather_objects("stores that are lost", there)
-    takers = givers([Found(sequence=1 if one else -1, untouched=not one) for one in told], parts)
-    drives = ranks.gather_objects("drives", drives_of(paths))
-
-    def look() -> None:
-        if not there and takers is None:
-            raise StoreError(f"{paths[0]} holds no store, and other ranks have theirs: is the drive mounted?")
-        if not there:
-            giver = (takers or {})[ranks.rank]
-            require_drives(paths, ranks.rank, giver, drives[giver])
-
-    ranks.jointly("lost stores", look)
-    return not there
+    lost = [rank for rank, (there, _) in enumerate(left) if not there]
+    takers = givers(lost, [drives for _, drives in left], parts)
+    for rank in lost:
+        if rank not in takers:
+            raise no_store(left[rank][1][0].path)
+    return takers
 
 
 def _any_left(paths: Sequence[Path]) -> bool:

@@ -1,6 +1,6 @@
 """The manifest in each directory of a store: the model that it is made for, and the directory's own number."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,18 +118,30 @@ def require_all(paths: Sequence[Path], found: Sequence[Manifest]) -> None:
         raise StoreError(f"the store's directories are given in another order than they were made in: give {right}")
 
 
-def difference(ours: object, theirs: object, where: str) -> str | None:
+def require_alike(had: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
+    """Raises:
+    StoreError: what the store in ``where`` was made for differs from what is asked for; names the first difference.
+    """
+    differs = _difference(had, asked, "")
+    if differs is not None:
+        raise StoreError(
+            f"{where}: the store was made for another model: {differs}: put back what it was made with, or give "
+            "another directory"
+        )
+
+
+def _difference(ours: object, theirs: object, where: str) -> str | None:
     """The first place where two JSON values differ, in words; None if they are equal."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in [*ours, *(key for key in theirs if key not in ours)]:
             place = f"{where}.{key}" if where else str(key)
             if key not in ours or key not in theirs:
                 return f"{place} is only in {'this model' if key in theirs else 'the store'}"
-            found = difference(ours[key], theirs[key], place)
+            found = _difference(ours[key], theirs[key], place)
             if found is not None:
                 return found
         return None
     if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
-        pairs = (difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(ours, theirs, strict=True)))
+        pairs = (_difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(ours, theirs, strict=True)))
         return next((found for found in pairs if found is not None), None)
     return None if ours == theirs else f"{where} is {shown(ours)} in the store and {shown(theirs)} in this model"

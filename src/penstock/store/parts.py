@@ -29,10 +29,7 @@ def opened_parts(stores: Sequence[Sequence[Path]]) -> Iterator[tuple[Store, ...]
         for store in found:
             if store.commits.sequence > newest:
                 store.take_back(newest)
-        first, *others = ((store.paths[0], in_words(store.last_commit())) for store in found)
-        for path, said in others:
-            if said != first[1]:
-                raise StoreError(f"{first[0]} has come to {first[1]}, and {path} to {said}: put back what was there")
+        require_one_commit([(store.paths[0], in_words(store.last_commit())) for store in found])
         yield found
 
 
@@ -148,3 +145,15 @@ def require_one_run(parts: Sequence[tuple[Path, Mapping[str, Any]] | None]) -> N
         replace(wanted, rank=rank, ranks=len(parts)).require(path, own)
         if own.get("world") != model.get("world"):
             raise StoreError(f"{first} and {path} have parts of two runs: put back what was there")
+
+
+def require_one_commit(parts: Sequence[tuple[Path, str]]) -> None:
+    """``parts``: of each store a directory, and its commit in words.
+
+    Raises:
+        StoreError: one has come to something else than another.
+    """
+    (first, wanted), *others = parts
+    for path, said in others:
+        if said != wanted:
+            raise StoreError(f"{first} has come to {wanted}, and {path} to {said}: put back what was there")

@@ -19,8 +19,8 @@ from penstock.store.directory import DirectoryLock
 from penstock.store.layout import Extent, Grid, Layout
 from penstock.store.making import claim, file_sizes, fill, require_settled, striped
 from penstock.store.manifest import DATA as DATA
-from penstock.store.manifest import Manifest, difference, read_manifests
-from penstock.store.owner import Owner, check_owner
+from penstock.store.manifest import Manifest, read_manifests
+from penstock.store.owner import Owner
 from penstock.store.packed import PackedFile, reported
 from penstock.store.records import CommitLog, Table
 from penstock.store.transfer import Buffer, StripedFiles, aligned_bytes, byte_view
@@ -386,30 +386,6 @@ class Store(AbstractContextManager["Store"]):
     def last_commit(self) -> dict[str, Any] | None:
         """The newest commit record, or None if there was none."""
         return self.commits.last
-
-    def require_owner(self, owner: Owner | None) -> None:
-        """Raises:
-        StoreError: the store belongs to another run than ``owner``, or to one where that is None.
-        """
-        check_owner(self.owner, owner, ", ".join(map(str, self.paths)))
-
-    def require_model(self, model: dict[str, Any]) -> None:
-        """Raises:
-        StoreError: the store was made for another model; names the first thing that differs.
-        """
-        self.require_alike(self.model, model)
-
-    def require_alike(self, had: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-        """Raises:
-        StoreError: what the store was made for differs from what is asked for; names the first difference.
-        """
-        differs = difference(had, asked, "")
-        if differs is not None:
-            where = ", ".join(map(str, self.paths))
-            raise StoreError(
-                f"{where}: the store was made for another model: {differs}: put back what it was made with, or give "
-                "another directory"
-            )
 
     def close(self) -> None:
         """Give files and locks back. No read or write may be under way. In a forked child nothing happens: its files,

@@ -17,24 +17,25 @@ more.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from penstock.compat.modules import are_all_hooked, forward_hooks
+from penstock.compat import torch as private
+from penstock.compat.modules import are_all_hooked, calls_seen, forward_hooks
 from penstock.compat.torch import TorchDispatchMode, next_number, number_of
 from penstock.tape.watch import Birth, Op, Watch, packets
 
 _ATEN = torch.ops.aten
 _PRODUCTS = packets(_ATEN.mm, _ATEN.addmm)
 _HANDING_ON = packets(
-    *(_ATEN.view, _ATEN._unsafe_view, _ATEN._reshape_alias, _ATEN.alias, _ATEN.detach, _ATEN.clone, _ATEN._to_copy),
-    *(_ATEN.t, _ATEN.transpose, _ATEN.permute, _ATEN.squeeze, _ATEN.unsqueeze, _ATEN.slice, _ATEN.select),
+    *private.HANDING_ON,
+    *(_ATEN.view, _ATEN.alias, _ATEN.detach, _ATEN.clone, _ATEN.t, _ATEN.transpose, _ATEN.permute),
+    *(_ATEN.squeeze, _ATEN.unsqueeze, _ATEN.slice, _ATEN.select),
     *(_ATEN.add, _ATEN.add_, _ATEN.sub, _ATEN.native_dropout),
 )
 """Ops whose results have numbers that follow from what they are given, and on which nothing else depends."""
@@ -164,17 +165,15 @@ class Search:
     def watching(self) -> Iterator[None]:
         """Inside, the call is recomputed."""
         self._counted, self._is_on = self._watch.flops, True
-        with ExitStack() as hooks:
-            hooks.callback(register_module_forward_pre_hook(self._enter).remove)
-            hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        with calls_seen(self._enter, self._leave):
             yield
         self._end, self._is_on = next_number(), False
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module) -> None:
         self._stack.append(module)
         self._calls[id(module)] += 1
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, _: nn.Module) -> None:
         self._stack.pop()
 
     def on_op(self, op: Op) -> None:
