@@ -4,7 +4,6 @@ is what the schedule says; what cannot be sent is refused by name."""
 import gc
 import os
 import re
-import shutil
 import signal
 import threading
 import weakref
