@@ -136,10 +136,10 @@ def help_text() -> str:
 def read_arguments(words: Sequence[str]) -> Arguments:
     """Raises ConfigError: as ``read_words``; or there is no model."""
     switches = _switches(ModelArguments) - _switches(FileArguments)  # of a file they would be settings, with a value
-    for word, value in pairwise(words):
-        if word in switches and value in TRUTHS:
-            raise ConfigError(no_value(word))
     plain, flags = split_words(FileArguments, [word for word in words if word not in switches])
+    for word, after in pairwise(words):
+        if word in switches and plain == [after] and after in TRUTHS:
+            raise ConfigError(no_value(word))
     given = {flag.removeprefix("--").replace("-", "_") for flag, _ in flags}
     settings = {key for key in given if key.partition(".")[0] in hints_of(TrainConfig)}
     own = {*hints_of(FileArguments), *hints_of(ModelArguments)}
