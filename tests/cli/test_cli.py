@@ -585,6 +585,16 @@ def test_the_bottleneck_in_the_last_words_is_said_of_the_forecast_and_not_of_wha
     assert lines[at + 1] == "forecast Compute is the bottleneck."
 
 
+def test_one_step_is_said_to_be_one_and_an_error_of_none_has_no_minus(tmp_path: Path) -> None:
+    meter = _meter()
+    meter.add(_stats())
+    meter.forecast(1.0, "Compute is the bottleneck.")
+    assert ", in 1 step, " in closing(meter, own_bytes=MIB, folder=tmp_path, trace=None, stopped=False)
+    meter.add(_stats())
+    meter.add(_stats(seconds=1.004))
+    assert "1 s predicted (+0%)" in closing(meter, own_bytes=MIB, folder=tmp_path, trace=None, stopped=False)
+
+
 def test_a_run_that_keeps_nothing_is_not_said_to_go_on(tmp_path: Path) -> None:
     meter = _meter()
     meter.add(_stats())

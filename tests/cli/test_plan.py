@@ -309,6 +309,14 @@ def test_unknown_names_say_what_is_near(capsys: pytest.CaptureFixture[str]) -> N
     assert "cannot read the settings" in refused(capsys, "missing.yaml", "--machine", "a100-40g")
 
 
+def test_an_option_of_the_other_form_says_which_it_is_for(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--model", "gpt-65b", "--machine", "a100-40g")
+    for flag in ("--ranks", "--epoch-tokens"):
+        assert f"{flag} is for a settings file, and none is given" in refused(capsys, *model, flag, 2)
+    assert "--tokens is for a model without a settings file" in refused(capsys, config, "--tokens", "5M")
+    assert "--momentum takes no value" in refused(capsys, *model, "--momentum", "true")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -17,6 +17,7 @@ from penstock.config import TrainConfig
 from penstock.hardware.machine import Machine, Network
 from penstock.hardware.profiles import save_profile
 from penstock.planner.dealt import Pipeline
+from penstock.report.sentence import format_time
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.lanes import Lane
 from penstock.shape.model import ModelShape, stage_times
@@ -185,6 +186,20 @@ def test_a_slow_step_is_told_by_a_lane_that_had_something_to_do(config: Path) ->
     assert said is not None
     assert "10x the" in said
     assert "the compute lane was busy for" in said
+
+
+def test_a_slow_step_whose_ops_were_not_slow_is_blamed_on_no_lane(config: Path) -> None:
+    settings = load(config, ())
+    machine = replace(MACHINE, drives=(replace(DRIVE, path="/disk"),), network=NETWORK)
+    prediction = expected(settings, shape_of(settings, "cpu"), machine, *settings.split, ranks=2).step.simulation
+    planned, seconds = prediction.busy(0), 4 * prediction.time + 2.0
+    pace = Pace()
+    stats = stats_of(seconds, prediction.world.ranks[0].bytes_per_lane(), {**planned, "write": planned["write"] + 0.1})
+    assert pace.check(stats, prediction) is None, "the first counts for nothing"
+    said = pace.check(stats, prediction)
+    assert said is not None
+    assert f"{format_time(3 * prediction.time + 1.9)} of that went by outside of its ops" in said
+    assert "doctor" not in said
 
 
 def stats_of(seconds: float, moved: dict[Lane, int], lanes: dict[Lane, float]) -> StepStats:

@@ -135,6 +135,27 @@ def test_another_tools_name_says_what_it_is_called_here(key: str, here: str, con
     assert _refused(config_file, (key, "1")).startswith(f"--{key}: there is no setting {named}; here it is {here}")
 
 
+@pytest.mark.parametrize(
+    ("key", "here"),
+    [
+        ("moments", "optimizer.moments"),
+        ("sequence-length", "data.sequence_length"),
+        ("per_day", "budget.endurance.per_day"),
+        ("data.share", "data.validation.share"),
+        ("optimizer.clip_grad_norm", "clip_grad_norm"),
+        ("optimizer.adamw.moments", "optimizer.moments"),
+        ("decay_norms_and_biases", "optimizer.decay_norms_and_biases or optimizer.adamw.decay_norms_and_biases"),
+    ],
+)
+def test_a_setting_in_the_wrong_section_says_where_it_belongs(key: str, here: str, config_file: Path) -> None:
+    named = key.replace("-", "_")
+    assert _refused(config_file, (key, "1")) == f"--{key}: there is no setting {named}; here it is {here}"
+
+
+def test_a_setting_of_another_section_is_no_answer(config_file: Path) -> None:
+    assert "there is no setting budget.moments; did you mean budget." in _refused(config_file, ("budget.moments", "1"))
+
+
 def test_another_tools_name_in_a_file_says_its_line(config_file: Path) -> None:
     config_file.write_text(MINIMAL + "logging_steps: 10\n")
     assert "c.yaml:12: there is no setting logging_steps; drop it: every step is written" in _refused(config_file)

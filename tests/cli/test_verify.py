@@ -248,3 +248,7 @@ def test_a_run_that_has_its_store_in_its_own_folder_is_looked_at_as_a_run(
         file.write(" ")
     assert main(["verify", str(run)]) == 1
     assert "config.json is not what the run wrote there" in capsys.readouterr().out
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("steps: 1", "steps: 2"))
+    assert main(["verify", str(run)]) == 2, "it may be settings that somebody has changed"
+    assert "config.yaml is not what the run wrote there" in capsys.readouterr().err

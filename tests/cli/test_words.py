@@ -82,6 +82,7 @@ def test_each_kind_of_option_is_read() -> None:
         (["f", "--count", "13"], "--count=13: must be another one"),
         (["f", "--count", "1", "--count=2"], "--count is given twice"),
         (["f", "--fast=yes"], "--fast takes no value"),
+        (["f", "--fast", "false"], "--fast takes no value: write --fast alone, or leave it out"),
         (["f", "--kind", "c"], "--kind must be one of a, b, not 'c'"),
         (["f", "--file", "g"], "there is no option --file"),
         (["f", "--count", "[1"], "--count: this is not YAML"),

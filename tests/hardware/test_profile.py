@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -236,7 +237,31 @@ def test_every_shipped_profile_is_whole(name: str) -> None:
     known = peaks.maker_peak(found.device.name)
     assert known in ({}, found.device.peak)
     assert found.device.peak or name == "dgx-spark", "its maker states none"
-    assert f"| `{name}` |" in (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
+
+
+@pytest.mark.parametrize("name", profiles.shipped_names())
+def test_the_page_has_the_figures_of_a_shipped_profile(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
+    row = re.search(rf"^\| `{name}` \| [^|]+ \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
+    assert row is not None, name
+    found, giga = profiles.machine_named(name), 1e9
+    gpu, host, link, drives = row.groups()
+    size, unit = re.findall(r"(\d+) (GB)", gpu)[0]
+    assert found.device.memory == int(size) * (giga if name == "dgx-spark" else 2**30), gpu
+    size, unit = re.findall(r"(\d+) (GB|GiB|TiB)", host)[0]
+    assert found.host.memory == pytest.approx(int(size) * {"GB": giga, "GiB": 2**30, "TiB": 2**40}[unit], rel=1e-3)
+    bandwidth = int(re.findall(r"(\d+)(?: of \d+)? GB/s", host)[0])
+    assert found.host.copy == pytest.approx(0.4 * bandwidth * giga, rel=0.01)
+    assert found.host.lockable == found.host.memory
+    alone, both = link.removesuffix(" GB/s").split(" / ")
+    up, down = re.findall(r"[\d.]+", alone)[0], re.findall(r"[\d.]+", alone)[-1]
+    device = found.device
+    rates = (device.h2d, device.d2h, device.h2d_both, device.d2h_both)
+    assert rates == tuple(float(rate) * giga for rate in (up, down, both, both))
+    count, read, write = re.findall(r"^(\d+) x Gen\d, ([\d.]+) / ([\d.]+) GB/s$", drives)[0]
+    assert len(found.drives) == int(count)
+    assert sum(each.read for each in found.drives) == pytest.approx(float(read) * giga)
+    assert sum(each.write for each in found.drives) == pytest.approx(float(write) * giga)
 
 
 def test_the_shipped_machines() -> None:

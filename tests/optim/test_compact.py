@@ -1,7 +1,9 @@
 """State in less memory: split weights lose nothing, and moments in 8 bits are what ``docs/numerics.md`` says."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -158,6 +160,17 @@ def test_what_is_lost_is_less_than_a_code_of_the_largest(dtype: torch.dtype) -> 
     largest = x.view(-1, GROUP).abs().amax(dim=1, keepdim=True)
     lost = (back - x).view(-1, GROUP).abs() / largest
     assert lost.max() < (1 / 127 if dtype == torch.int8 else 1 / 510) + 2**-10
+
+
+def test_a_size_above_the_largest_scale_is_the_one_that_the_page_names() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+    said = re.search(r"A size above the largest \*S\*, ([\d,]+), is that", page)
+    assert said is not None
+    x, back = torch.tensor([65473.0, torch.inf]).repeat_interleave(GROUP), torch.empty(2 * GROUP)
+    codes = zero_moment(torch.int8, len(x))
+    kernels.encode(codes, x)
+    kernels.decode(back, codes)
+    assert back.unique().tolist() == [float(said[1].replace(",", ""))]
 
 
 @pytest.mark.parametrize("dtype", CODES)

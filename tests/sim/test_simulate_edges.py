@@ -28,7 +28,7 @@ COMMAND = (sys.executable, "-m", "penstock.cli")
         ("fsdp --delay 0", "--delay does nothing for fsdp"),
         ("1f1b --device-blocks 0", "--device-blocks does nothing for 1f1b"),
         ("1f1b --html a --trace ./a", "--html and --trace would both write a"),
-        ("vertical --ranks 2", "no network between them: add a network (bandwidth, latency) to its profile"),
+        ("vertical --ranks 2 --costs a100-40g", "no network between them: add a network (bandwidth, latency) to"),
         ("vertical --ranks 2 --micro-batches 3", "--micro-batches 3 cannot be shared evenly by 2 ranks"),
     ],
 )
@@ -68,6 +68,21 @@ def test_ranks_of_offload_share_weights_state_and_micro_batches(
     assert len(together["ranks"]) == 2
     assert together["bytes"]["net"] > 0
     assert together["bytes"]["read"] == pytest.approx(alone["bytes"]["read"], rel=0.01)
+
+
+@pytest.mark.parametrize("words", ["vertical-pipeline", "streamed-1f1b", "vertical --ranks 2"])
+def test_several_ranks_that_stream_are_simulated_where_nothing_is_said_of_their_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str
+) -> None:
+    options = [*words.split(), "--layers", "4", "--micro-batches", "4", "--chunks", "2"]
+    assert main(["simulate", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["ranks"]) == (2 if "2" in words else 4)
+    assert main(["simulate", *options, "--text"]) == 0
+    path = tmp_path / "mine.txt"
+    path.write_text(capsys.readouterr().out)
+    assert main(["simulate", str(path), "--model", "gpt-65b", "--layers", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["time"] == found["time"]
 
 
 def test_the_bound_of_a_rank_that_does_one_thing_at_a_time_is_all_that_it_does(

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, get_args
 
@@ -13,7 +14,7 @@ from penstock.cli.plan_hosts import check_hosts, compare
 from penstock.cli.settings import load
 from penstock.cli.split import check_of_pipeline, check_sums
 from penstock.cli.task import as_free_here, check_names, shape_of, shipped_shape, task_of
-from penstock.cli.words import Words, declared, help_of, read_words, split_words, takes_no_value
+from penstock.cli.words import TRUTHS, Words, declared, help_of, no_value, read_words, split_words, takes_no_value
 from penstock.config import Durability, TrainConfig, fields_of, format_size, parse_size
 from penstock.config.batch import dealt, other_batch
 from penstock.config.quantities import parse_count
@@ -136,16 +137,24 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     """Raises ConfigError: as ``read_words``; or there is no model."""
     switches = _switches(ModelArguments) - _switches(FileArguments)  # of a file they would be settings, with a value
     plain, flags = split_words(FileArguments, [word for word in words if word not in switches])
-    if plain:
-        return read_words(FileArguments, words)
+    for word, after in pairwise(words):
+        if word in switches and plain == [after] and after in TRUTHS:
+            raise ConfigError(no_value(word))
     given = {flag.removeprefix("--").replace("-", "_") for flag, _ in flags}
     settings = {key for key in given if key.partition(".")[0] in hints_of(TrainConfig)}
     own = {*hints_of(FileArguments), *hints_of(ModelArguments)}
+    if plain:
+        if "tokens" in given:  # which of a file would be taken for those of a batch
+            raise ConfigError("--tokens is for a model without a settings file, whose steps or epochs say it")
+        return read_words(FileArguments, words)
     # Without a file an option that is none of either form is a misspelt one, perhaps --model.
     if "model" in given or given - own - settings or switches.intersection(words):
         for flag, value in flags:
             if flag == "--schedule":
                 check_streamed(value)
+        for key in sorted(given & ({*hints_of(FileArguments)} - {*hints_of(ModelArguments)})):
+            said = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{said} is for a settings file, and none is given: penstock plan CONFIG.yaml {said} N")
         return read_words(ModelArguments, words)
     return read_words(FileArguments, words)
 

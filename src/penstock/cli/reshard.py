@@ -47,7 +47,7 @@ class Arguments(Words):
     | ``undo`` | leave it as it was, after an interruption before the new state was whole |
     | ``pipeline`` | blocks are dealt out to them (``pipeline`` of the settings); without, they share all state |
     | ``cp`` | so many neighbours share each sequence from now on (``cp`` of the settings); without, as many as did |
-    | ``strands`` | how the gradients of a step are summed from now on (docs/numerics.md), where the ranks cannot share
+    | ``strands`` | how the gradients of a step are summed from now on (docs/ranks.md), where the ranks cannot share
     the strands that the run has; changes its numbers from the next step on |
 
     Reads the last commit and checks every checksum; needs room for a second copy of the state. Interrupted at any

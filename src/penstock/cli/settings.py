@@ -159,7 +159,8 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
     known = {f.name: f for f in by_need(cls)}
     for key, item in tree.value.items():
         if key not in known:
-            there = counterpart(key, section, known) if section or cls is TrainConfig else None
+            of_the_file = section or cls is TrainConfig
+            there = (counterpart(key, section, known) or _elsewhere(key, section)) if of_the_file else None
             said = unknown(key, list(known), takes=named, form=_dotted(section, "{}"), there=there)
             raise ConfigError(f"{item.where}: {said}")
     missing = [name for name, f in known.items() if name not in tree.value and is_required(f)]
@@ -178,6 +179,18 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
 
 def _dotted(section: str, key: str) -> str:
     return f"{section}.{key}" if section else key
+
+
+def _elsewhere(key: str, section: str) -> str | None:
+    """A hint where settings of this name are further in or further out than ``section``; None: there is none."""
+    names = (setting.name.rpartition(".") for setting in settings_below(TrainConfig))
+    places = [place for place, _, name in names if name == key and (_holds(place, section) or _holds(section, place))]
+    found = (_dotted(place, key) for place in sorted(places, key=lambda place: place.count(".")))
+    return f"here it is {' or '.join(found)}" if places else None
+
+
+def _holds(section: str, other: str) -> bool:
+    return not section or f"{other}.".startswith(f"{section}.")
 
 
 def unknown(

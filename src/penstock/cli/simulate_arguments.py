@@ -42,7 +42,7 @@ class Arguments(StreamOptions, LayerOptions, Words):
     | ``micro_batch_size``, ``sequence_length`` | with a machine: sequences of a micro-batch, and tokens of each |
 
     Without --costs: unit for pipelines, puzzle for the others that do not offload, and for those that do a100-40g with
-    gpt-65b.
+    gpt-65b, or with several ranks a100-80g, whose GPUs are linked.
 
     What comes out
 

@@ -21,6 +21,7 @@ from penstock.sim.costs import Costs
 from penstock.sim.models import CostModel
 
 MACHINE = "a100-40g"
+LINKED_MACHINE = "a100-80g"
 MODEL = "gpt-65b"
 _SEQUENCE = 2048
 _DRIVE_LANES: Set[Lane] = {"read", "write"}

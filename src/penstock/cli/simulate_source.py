@@ -10,6 +10,7 @@ from textwrap import fill
 from penstock.cli.schedule_file import MOST_OPS, read_world
 from penstock.cli.simulate_arguments import Arguments
 from penstock.cli.simulate_case import (
+    LINKED_MACHINE,
     MACHINE,
     MODEL,
     Case,
@@ -32,6 +33,7 @@ from penstock.sim.costs import Costs
 from penstock.sim.models import CostModel, puzzle, unit
 
 _OFFLOAD_MICRO_BATCHES = 8
+_PIPELINE = 4
 _OFFLOAD_LANES: Set[Lane] = {"h2d", "d2h", "read", "write", "cpu"}
 
 _REAL = ("model", "precision", "micro_batch_size", "sequence_length")
@@ -176,11 +178,11 @@ def _offload(arguments: Arguments) -> Source:
     name = arguments.name
     family = FAMILIES[name]
     assert family.streaming is not None
-    ranks = arguments.ranks or 1
+    ranks = arguments.ranks or (min(_PIPELINE, arguments.layers or _PIPELINE) if family.streaming.dealt else 1)
     if ranks > 1 and family.one_rank:
         raise ConfigError(f"--ranks {ranks}: {name} is a schedule of one rank. Leave --ranks out")
     arguments.refuse(name, *_OF_LAYERS, *(option for option in _OF_STREAMS if option not in family.options))
-    costs = arguments.costs or MACHINE
+    costs = arguments.costs or _machine_of(ranks)
     if costs == "puzzle":
         raise ConfigError(
             f"--costs puzzle: the puzzles have neither host memory nor disk, which {name} needs: {_OTHERS}"
@@ -222,6 +224,11 @@ def _offload(arguments: Arguments) -> Source:
 _OTHERS = "use --costs unit or a machine's profile"
 
 
+def _machine_of(ranks: int) -> str:
+    """The machine where no costs are asked for: several ranks need one whose profile says what they send each other."""
+    return MACHINE if ranks == 1 else LINKED_MACHINE
+
+
 # ---- schedules from a file
 
 
@@ -232,7 +239,7 @@ def _file(arguments: Arguments) -> Source:
     world = read_world(path)
     lanes = {op.lane for schedule in world.ranks for op in schedule.ops}
     offloads = bool(lanes & _OFFLOAD_LANES) or all(schedule.chunk for schedule in world.ranks)
-    costs = arguments.costs or (MACHINE if offloads else "unit" if "send" in lanes else "puzzle")
+    costs = arguments.costs or (_machine_of(len(world.ranks)) if offloads else "unit" if "send" in lanes else "puzzle")
     ops = sum(len(schedule.ops) for schedule in world.ranks)
     title = f"{world.name} from {path}: {counted(len(world.ranks), 'rank')}, {counted(ops, 'op')}"
     if costs in ("puzzle", "unit"):

@@ -38,7 +38,8 @@ class Arguments(Words):
       penstock verify RUN            RUN is the folder that penstock train wrote: its store, and what it keeps beside it
       penstock verify DIR [DIR ...]  the directories of a store (budget.disk), in their order
 
-    Names every damage that it finds. Exit code 0: whole. 1: damaged, or in use by a run. 2: there is nothing to check.
+    Names every damage that it finds. Exit code 0: whole. 1: damaged, or in use by a run. 2: there is nothing to check,
+    or config.yaml is not as the run wrote it.
     """
 
     command: ClassVar[str] = "penstock verify"

@@ -313,7 +313,7 @@ def _compared(step: MeasuredStep, prediction: Prediction, moves: Mapping[Lane, i
 
 
 def _error(said: float, did: float) -> str:
-    return "–" if not did else f"{said / did - 1:+.1%}"
+    return "–" if not did else f"{said / did - 1:+z.1%}"
 
 
 def _size(nbytes: int) -> str:

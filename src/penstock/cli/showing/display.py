@@ -186,7 +186,7 @@ def step_time(meter: Meter) -> str:
     if meter.predicted is None:
         return f"{seconds} a step"
     error = 100 * (meter.predicted / meter.last.seconds - 1)
-    return f"{seconds} a step, {format_time(meter.predicted)} predicted ({error:+.0f}%)"
+    return f"{seconds} a step, {format_time(meter.predicted)} predicted ({error:+z.0f}%)"
 
 
 def wear(meter: Meter) -> str:

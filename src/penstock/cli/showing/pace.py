@@ -44,6 +44,11 @@ def _words(stats: StepStats, prediction: Simulation) -> str:
     busy = stats.lane_seconds.get(lane, 0.0)
     if busy <= planned[lane]:
         return f"{head}: no lane was slower than planned; is the machine busy with something else?"
+    every, lost = prediction.busy(0), stats.seconds - prediction.time
+    late = sum(max(0.0, seconds - every.get(each, 0.0)) for each, seconds in stats.lane_seconds.items())
+    if late < lost / 2:
+        outside = f"{format_time(lost - late)} of that went by outside of its ops"
+        return f"{head}: {outside}, in a search for another plan, or as the machine is busy with something else"
     if moved.get(lane, 0) and stats.bytes_moved.get(lane, 0):
         rate, assumed = stats.bytes_moved[lane] / busy / 1e9, moved[lane] / planned[lane] / 1e9
         return f"{head}: the {lane} lane moved {rate:.3g} GB/s where the plan assumed {assumed:.3g}. {_REMEDY}"

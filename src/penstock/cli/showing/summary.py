@@ -48,7 +48,8 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     loss = f"loss     {meter.losses[0]:.4f} -> {fmean(last):.4f}" + (f", mean of {len(last)}" if len(last) > 1 else "")
     if meter.validation:
         loss += f", held-out text {meter.validation[-1]:.4f}"
-    lines.append(f"{loss}, in {len(meter.losses)} steps, {meter.tokens:,} tokens, {clock(meter.seconds)}")
+    steps = f"{len(meter.losses)} step{'s' * (len(meter.losses) > 1)}"
+    lines.append(f"{loss}, in {steps}, {meter.tokens:,} tokens, {clock(meter.seconds)}")
     if meter.truncated:
         lines.append(f"data     {meter.truncated:,} tokens left out, of documents longer than a sequence")
     lines.append(f"speed    {_speed(meter)}")
@@ -108,7 +109,7 @@ def _foretold(meter: Meter) -> list[str]:
     measured = time_of_step(meter.step_seconds, meter.step_runs)
     error = 100 * (meter.predicted / measured - 1)
     words = f"{format_time(measured)}, median of {len(meter.step_seconds)}; {format_time(meter.predicted)} predicted"
-    return [f"step     {words} ({error:+.0f}%)", f"forecast {meter.bottleneck}"]
+    return [f"step     {words} ({error:+z.0f}%)", f"forecast {meter.bottleneck}"]
 
 
 def resident_bytes() -> int:
