@@ -327,10 +327,10 @@ class _Residual(nn.Module):
 class Plain(nn.Module):
     """Three layers with dropout between an embedding and a head, which may be tied."""
 
-    def __init__(self, *, tied: bool = False, width: int = 32) -> None:
+    def __init__(self, *, tied: bool = False, width: int = 32, dropout: float = 0.1) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(_Widened(width) for _ in range(3))
+        self.layers = nn.ModuleList(_Widened(width, dropout) for _ in range(3))
         self.head = nn.Linear(width, VOCABULARY)
         if tied:
             nn.init.normal_(self.embed.weight, std=0.02)  # else each token is told from the others already
@@ -344,11 +344,11 @@ class Plain(nn.Module):
 
 
 class _Widened(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(0.1)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.down(torch.relu(self.up(x))))
@@ -357,6 +357,8 @@ class _Widened(nn.Module):
 PLAIN = Case(build=Plain, micro_batch=causal_lm, blocks=3, loss_fn=lambda m, mb: m(**mb))
 """For tests that are about no model: an engine on it costs a third of one on a transformer."""
 TIED = replace(PLAIN, build=lambda: Plain(tied=True))
+SURE = replace(PLAIN, build=lambda: Plain(dropout=0.0))
+"""Without dropout: what a step does depends on no step number."""
 
 
 MODELS: dict[str, Case] = {

@@ -39,7 +39,7 @@ FROM_NOTHING = """\
 run: {run}
 model:
   init: true
-  config: {{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 3, num_attention_heads: 2}}
+  config: {{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2}}
 data:
   sources: "{text}"
   tokenizer: {{train: {{vocabulary: 300}}}}
@@ -52,11 +52,13 @@ budget: {{device: 8MiB, host: 12MiB, disk: "{{run}}/store", weights: disk, state
 evaluate: {{every: 2, batches: 1}}
 batch: {{sequences: 4}}
 micro_batch_size: 2
-clip_grad_norm: 2.6  # less than the norm of one step of the four
+clip_grad_norm: 2.43  # less than the norm of one step of the four
 device: cpu
 steps: 4
 plan: null
 """
+OF_THREE_BLOCKS = FROM_NOTHING.replace("num_hidden_layers: 2", "num_hidden_layers: 3").replace("2.43", "2.6")
+"""For ranks, which may have unequal numbers of them."""
 FROM_A_FOLDER = """\
 run: {run}
 model: {model}
@@ -88,3 +90,8 @@ def write_run(
     path = folder / "config.yaml"
     path.write_text(settings.format(run=run or folder / "run", text=write_text(folder / "text.txt", lines), **more))
     return path
+
+
+def write_run_of_three_blocks(folder: Path, **more: Any) -> Path:
+    """``write_run`` of a model with a block more."""
+    return write_run(folder, settings=OF_THREE_BLOCKS, **more)

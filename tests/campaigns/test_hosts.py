@@ -19,7 +19,7 @@ from tests.conftest import Campaign
 from tests.patience import PATIENCE, until
 from tests.ranks.launched import Launched
 from tests.ranks.test_cluster import WORDS, numbers, on_hosts, penstock
-from tests.runs import write_run
+from tests.runs import write_run_of_three_blocks as write_run
 
 SOON = 10.0
 """seconds"""

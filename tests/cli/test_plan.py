@@ -61,7 +61,9 @@ batch: {{sequences: 8}}
 micro_batch_size: 2
 clip_grad_norm: null
 precision: fp32
+delay: 0
 """
+"""Without a delay to choose, which takes most of a plan."""
 
 
 def as_ever(machine: Machine) -> Machine:
@@ -145,10 +147,11 @@ def test_overrides_are_compared_with_the_names_of_all_parameters(
     check_names(load(config, [("optimizer.overrides", "{match: layers.5, lr: 1}")]), "cpu")
 
 
+@pytest.mark.usefixtures("brief")
 def test_epochs_are_as_many_steps_as_the_run_makes_of_them(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rounded, and one at least: a step has 1,024 tokens."""
+    """Rounded, and one at least: a step has 1,024 tokens. The delay is chosen."""
     for epochs, steps in (("1.4", 1), ("1.6", 2), ("0.1", 1)):
-        flags = ("--steps", "null", "--epochs", epochs, "--epoch-tokens", "1024", "--json")
+        flags = ("--steps", "null", "--epochs", epochs, "--epoch-tokens", "1024", "--delay", "null", "--json")
         assert json.loads(answered(capsys, config, *flags))["run"]["steps"] == steps
 
 
@@ -199,17 +202,11 @@ def test_json_says_the_same_as_the_function(
     model = LLAMA | {"num_hidden_layers": 6}
     budget = penstock.Budget(device="10MiB", host="8MiB", disk=config.parent / "run" / "store")
     shape = model_shape(model, kind="cpu", loss_tile=1024)  # as is the default of settings
-    found = penstock.plan(
-        shape, budget=budget, micro_batches=4, micro_batch_size=2, sequence_length=128, schedule="vertical"
-    )
+    cut: dict[str, Any] = {"micro_batches": 4, "micro_batch_size": 2, "sequence_length": 128, "delay": 0}
+    found = penstock.plan(shape, budget=budget, schedule="vertical", **cut)
     assert found.json["step"] == step
     assert found.json["plan"] == data["plan"]
-    assert (
-        found.plan.settings
-        == plan(
-            model, budget=budget, micro_batches=4, micro_batch_size=2, sequence_length=128, schedule="vertical"
-        ).plan.settings
-    )
+    assert found.plan.settings == plan(model, budget=budget, schedule="vertical", **cut).plan.settings
 
 
 @pytest.mark.usefixtures("brief")
@@ -599,7 +596,7 @@ def test_what_is_written_a_day_is_told_beside_what_may_be(config: Path, capsys: 
 
 def test_a_schedule_of_ones_own_is_for_simulate(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (config.parent / "own.txt").write_text("")
-    assert "penstock simulate" in refused(capsys, config, "--schedule", config.parent / "own.txt")
+    assert "penstock simulate" in refused(capsys, config, "--delay", "null", "--schedule", config.parent / "own.txt")
 
 
 @pytest.mark.usefixtures("brief")

@@ -21,7 +21,7 @@ from penstock.errors import BudgetError
 from penstock.optim.spec import OptimizerSpec
 from penstock.planner import fit
 from penstock.schedule.ir.text import parse_schedule
-from tests.models import COLLECTING, MODELS
+from tests.models import COLLECTING, MODELS, TIED
 from tests.training import (
     MicroBatches,
     Result,
@@ -37,14 +37,14 @@ from tests.training import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["gpt2"]
+CASE, CLIP = TIED, 0.17
 STEPS = steps_of(CASE, 3)
 FORMATS: tuple[tuple[str, float | None], ...] = (
-    ("fp32", 1.75),
+    ("fp32", CLIP),
     ("fp32", None),
-    ("bf16", 1.75),
+    ("bf16", CLIP),
     ("bf16", None),
-    ("fp16", 1.75),
+    ("fp16", CLIP),
     ("fp16", None),
 )
 """Precision and limit of the gradient norm, which some of the steps exceed."""
@@ -89,8 +89,8 @@ VARIANTS: dict[str, tuple[Where, Setting]] = {
     "weights_on_host": (lambda p: budget(p, weights="host"), {}),
     "recomputed": (lambda p: budget(p), {"recompute": True}),
     "recomputed_horizontal": (lambda p: budget(p), {"schedule": "horizontal", "recompute": True}),
-    "some_recomputed": (lambda p: budget(p, device="600KiB"), {}),
-    "some_recomputed_horizontal": (lambda p: budget(p, device="450KiB"), {"schedule": "horizontal"}),
+    "some_recomputed": (lambda p: budget(p, device="300KiB"), {}),
+    "some_recomputed_horizontal": (lambda p: budget(p, device="400KiB"), {"schedule": "horizontal"}),
     "state_on_host": (lambda p: budget(p, weights="device", state="host"), {"schedule": "horizontal"}),
 }
 
@@ -128,7 +128,7 @@ def partly_resident(path: Path, precision: str) -> penstock.Budget:
     """Room on the device for some of the weights, and on the host for some of the state, beyond what is needed."""
     tight = {"weights": None, "state": None, "durability": "none", "activations": "host", "gradients": "host"}
     sizes: dict[str, int | str] = {"device": 0, "host": 1 << 40}
-    for tier, extra in (("device", 300_000), ("host", 250_000)):
+    for tier, extra in (("device", 120_000), ("host", 100_000)):
         sizes[tier] = 0
         where = budget(path, **tight, **sizes)
         with wrap(CASE, where, precision=precision) as engine, pytest.raises(BudgetError) as refusal:
@@ -145,15 +145,15 @@ def test_same_bits_when_some_groups_are_resident(
     precision: str, schedule: str, reference: Callable[..., Result], tmp_path: Path
 ) -> None:
     where = partly_resident(tmp_path / "store", precision)
-    found = train(CASE, where, STEPS, precision=precision, clip_grad_norm=1.75, schedule=schedule)
+    found = train(CASE, where, STEPS, precision=precision, clip_grad_norm=CLIP, schedule=schedule)
     assert found.placed == {"device", "host", "disk"}
-    assert_same(found, reference(precision, 1.75))
+    assert_same(found, reference(precision, CLIP))
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("chunk", [4096, 8192])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("clip", "schedule"), [(1.75, "vertical"), (None, "horizontal")])
+@pytest.mark.parametrize(("clip", "schedule"), [(CLIP, "vertical"), (None, "horizontal")])
 def test_same_bits_with_any_chunk_size(
     chunk: int,
     precision: str,
@@ -163,13 +163,14 @@ def test_same_bits_with_any_chunk_size(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    wanted = reference(precision, clip)  # with chunks of the usual size, whichever test asks for it first
     monkeypatch.setattr(fit, "CHUNKS", (chunk,))
     where = budget(tmp_path / "store", activations="disk", gradients="disk" if clip else None)
     with wrap(CASE, where, precision=precision, clip_grad_norm=clip, schedule=schedule) as engine:
         found = run_steps(engine, STEPS)
         assert engine.plan.settings.chunk == chunk
         assert max(op.id.chunk for op in engine.plan.schedule.ops) >= 1
-    assert_same(found, reference(precision, clip))
+    assert_same(found, wanted)
 
 
 def test_same_bits_where_outputs_that_a_model_collects_have_left(tmp_path: Path) -> None:
@@ -179,16 +180,16 @@ def test_same_bits_where_outputs_that_a_model_collects_have_left(tmp_path: Path)
 
 def test_same_bits_with_any_number_of_optimizer_threads(reference: Callable[..., Result], tmp_path: Path) -> None:
     torch.set_num_threads(3)
-    with wrap(CASE, budget(tmp_path / "store"), clip_grad_norm=1.75) as engine:
+    with wrap(CASE, budget(tmp_path / "store"), clip_grad_norm=CLIP) as engine:
         torch.set_num_threads(1)  # for the model: what its own kernels do with threads is not ours
-        assert_same(run_steps(engine, STEPS), reference("fp32", 1.75))
+        assert_same(run_steps(engine, STEPS), reference("fp32", CLIP))
 
 
 OPTIMIZERS = (
     penstock.Adam(lr=1e-3, weight_decay=0.01),
     penstock.SGD(lr=0.1),
     penstock.SGD(lr=0.1, momentum=0.9),
-    penstock.Lion(lr=1e-4, weight_decay=0.1, overrides=(penstock.Override(match="ln_|bias", weight_decay=0.0),)),
+    penstock.Lion(lr=1e-4, weight_decay=0.1, overrides=(penstock.Override(match="bias", weight_decay=0.0),)),
 )
 
 
@@ -200,9 +201,9 @@ def test_same_bits_with_each_optimizer(
     optimizer: OptimizerSpec, precision: str, variant: str, reference: Callable[..., Result], tmp_path: Path
 ) -> None:
     where, settings = VARIANTS[variant]
-    common: Setting = {"precision": precision, "clip_grad_norm": 1.75, "optimizer": optimizer}
+    common: Setting = {"precision": precision, "clip_grad_norm": CLIP, "optimizer": optimizer}
     found = train(CASE, where(tmp_path / "store"), STEPS, **common, **settings)
-    assert_same(found, reference(precision, 1.75, optimizer))
+    assert_same(found, reference(precision, CLIP, optimizer))
 
 
 @cache
@@ -216,13 +217,16 @@ def steps_and_oracle(name: str, precision: str) -> tuple[list[MicroBatches], Res
     return steps, wanted
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
-    "model", [("mixtral", "fp32"), ("mixtral", "bf16"), ("t5", "bf16"), ("skips", "fp32")], ids="/".join
+    "model",
+    [("gpt2", "fp32"), ("gpt2", "bf16"), ("mixtral", "fp32"), ("mixtral", "bf16"), ("t5", "bf16"), ("skips", "fp32")],
+    ids="/".join,
 )
 @pytest.mark.parametrize("variant", ["all_on_disk", "all_on_disk_horizontal", "on_device"])
 def test_same_bits_with_other_shapes_of_model(model: tuple[str, str], variant: str, tmp_path: Path) -> None:
-    """Router losses that gather from all blocks; two stacks and what is handed between them; skips, batch norm."""
+    """Attention with dropout; router losses that gather from all blocks; two stacks and what is handed between them;
+    skips, batch norm."""
     name, precision = model
     steps, wanted = steps_and_oracle(name, precision)
     where, settings = VARIANTS[variant]
@@ -262,9 +266,9 @@ def test_same_bits_when_saved_and_loaded_in_the_middle(
 def test_same_bits_when_closed_and_continued_on_its_store(
     variant: str, precision: str, reference: Callable[..., Result], tmp_path: Path
 ) -> None:
-    wanted, where = reference(precision, 1.75), VARIANTS[variant][0](tmp_path / "store")
-    first = train(CASE, where, STEPS[:2], precision=precision, clip_grad_norm=1.75)
-    with wrap(CASE, where, model=CASE.model(seed=5), precision=precision, clip_grad_norm=1.75) as engine:
+    wanted, where = reference(precision, CLIP), VARIANTS[variant][0](tmp_path / "store")
+    first = train(CASE, where, STEPS[:2], precision=precision, clip_grad_norm=CLIP)
+    with wrap(CASE, where, model=CASE.model(seed=5), precision=precision, clip_grad_norm=CLIP) as engine:
         assert engine.step_count == 2
         assert_same_state(state_of(engine), first.state)
         rest = run_steps(engine, STEPS[2:])
@@ -279,16 +283,16 @@ def test_same_bits_with_a_schedule_of_ones_own(
     """A schedule goes through its text form, and is run as it stands, whatever it is called: here with every pool a
     buffer larger."""
     where = budget(tmp_path / "store", activations="disk")
-    with wrap(CASE, where, clip_grad_norm=1.75, schedule=order) as engine:
+    with wrap(CASE, where, clip_grad_norm=CLIP, schedule=order) as engine:
         engine.step(STEPS[0])
         built = parse_schedule(str(engine.plan.schedule))
     shutil.rmtree(tmp_path / "store")
     own = replace(built, name=name, pools=tuple(replace(p, count=p.count + 1) for p in built.pools))
-    with wrap(CASE, where, clip_grad_norm=1.75, schedule=own) as engine:
+    with wrap(CASE, where, clip_grad_norm=CLIP, schedule=own) as engine:
         before, found = engine.evaluate(STEPS[0]), run_steps(engine, STEPS)
         assert (engine.plan.schedule.ops, engine.plan.schedule.pools) == (own.ops, own.pools)
         assert engine.evaluate(STEPS[0]) < before
-    assert_same(found, reference("fp32", 1.75))
+    assert_same(found, reference("fp32", CLIP))
 
 
 def test_with_a_delayed_schedule_of_ones_own_an_evaluation_sees_what_its_steps_have_left(
@@ -296,17 +300,17 @@ def test_with_a_delayed_schedule_of_ones_own_an_evaluation_sees_what_its_steps_h
 ) -> None:
     """An evaluation trains no group, and so has no update mode."""
     where = budget(tmp_path / "store")
-    with wrap(CASE, where, clip_grad_norm=1.75, delay=0.25) as engine:
+    with wrap(CASE, where, clip_grad_norm=CLIP, delay=0.25) as engine:
         engine.step(STEPS[0])
         own = parse_schedule(str(engine.plan.schedule))
     assert own.carried
     shutil.rmtree(tmp_path / "store")
-    with wrap(CASE, where, clip_grad_norm=1.75, schedule=own) as engine:
+    with wrap(CASE, where, clip_grad_norm=CLIP, schedule=own) as engine:
         before = engine.evaluate(STEPS[0])
         found = run_steps(engine, STEPS)
         assert engine.plan.schedule.carried == own.carried
         assert engine.evaluate(STEPS[0]) < before
-    assert_same(found, reference("fp32", 1.75))
+    assert_same(found, reference("fp32", CLIP))
 
 
 @pytest.mark.parametrize("variant", ["overlapped", "planned"])

@@ -30,15 +30,15 @@ from penstock.store.layout import Layout
 from penstock.store.store import Store
 from penstock.store.transfer import aligned_bytes
 from tests import campaign
-from tests.models import MODELS
+from tests.models import TIED
 from tests.programs import transformer
 from tests.training import Result, assert_same_state, budget, run_steps, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["gpt2"]
+CASE = TIED
 STEPS = steps_of(CASE, 3)
-COMMON: dict[str, Any] = {"clip_grad_norm": 1.0, "precision": "bf16", "plan": None}
+COMMON: dict[str, Any] = {"clip_grad_norm": 0.1, "precision": "bf16", "plan": None}
 
 
 def frozen_biases() -> nn.Module:
@@ -147,7 +147,7 @@ def test_what_was_pending_when_a_step_broke_does_not_come_back_with_a_snapshot(
 
 
 def test_a_commit_in_the_middle_of_a_step_waits_for_delayed_chunks_in_memory_too(tmp_path: Path) -> None:
-    where = budget(tmp_path, weights=None, state=None, durability="none", device="300KiB", host="1100KiB")
+    where = budget(tmp_path, weights="host", state=None, durability="none", device="300KiB", host="900KiB")
     with wrap(CASE, where, delay=1.0, **COMMON) as engine:
         engine.step(STEPS[0])
         arrays = engine.inside.resources.arrays

@@ -23,16 +23,16 @@ from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.program import Program
 from penstock.shape.model import StageTimes
 from tests.engine.test_prediction import machine
-from tests.models import MODELS
+from tests.models import TIED
 from tests.other_plans import other_plans
 from tests.ranks.worlds import together
 from tests.training import Result, assert_same, budget, result_of, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["gpt2"]
+CASE = TIED
 STEPS = steps_of(CASE, 9, lengths=(8, 6))
-TIGHT = {"weights": None, "state": None, "durability": "none", "device": 1_000_000, "host": 1_500_000}
+TIGHT = {"weights": None, "state": None, "durability": "none", "device": "500KB", "host": "1.1MB"}
 SLOW = 50.0
 
 

@@ -1,7 +1,8 @@
 """``grad_dtype``: gradients rounded once, where it does not matter, and half the bytes where they are rounded early.
 
 The oracle has no overlap, no speculation, no delay, and rounds as the optimizer reads: everything on disk, one op at a
-time. The head of GPT-2 is its embedding: that gradient comes in two parts, is summed on the host, and rounded there.
+time. The head of the model is its embedding: that gradient comes in two parts, is summed on the host, and rounded
+there.
 """
 
 import copy
@@ -21,7 +22,7 @@ from penstock.planner.plan import Plan
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.lower.visits import lower_step
-from tests.models import MODELS, causal_lm, llama
+from tests.models import MODELS, TIED, causal_lm, llama
 from tests.stacks import Layer, Stack, stack, unequal
 from tests.training import (
     Result,
@@ -37,7 +38,7 @@ from tests.training import (
     wrap,
 )
 
-CASE = MODELS["gpt2"]
+CASE = TIED
 STEPS = steps_of(CASE, 2)
 BF16: dict[str, Any] = {"precision": "bf16", "grad_dtype": "bf16"}
 SERIAL: dict[str, Any] = {"overlap": False, "speculate": False, "delay": 0.0}

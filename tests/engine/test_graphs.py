@@ -12,13 +12,13 @@ import torch
 from penstock.compat.torch import TorchDispatchMode
 from penstock.errors import BudgetError, ConfigError, ModelError
 from penstock.tape.watch import Watch
-from tests.models import MODELS
+from tests.models import MODELS, PLAIN
 from tests.stacks import Layer, stack
 from tests.training import assert_same, budget, run_steps, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 STEPS = steps_of(CASE, 2)
 CALLS = 3 * len(STEPS[0])
 ON_HOST: Mapping[str, Any] = {"weights": "host", "state": "host"}
@@ -49,7 +49,7 @@ def test_as_many_graphs_as_there_is_room_for_change_no_bit(schedule: str) -> Non
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     with (
-        wrap(CASE, budget(None, **ON_HOST, device="600KiB"), recompute=False) as engine,
+        wrap(CASE, budget(None, **ON_HOST, device="300KiB"), recompute=False) as engine,
         pytest.raises(BudgetError, match="the smallest that works is"),
     ):
         engine.step(STEPS[0])

@@ -15,13 +15,13 @@ import penstock
 from penstock.config.optimizer import Moments
 from penstock.errors import ConfigError
 from penstock.schedule.program import COMPACT_FROM
-from tests.models import MODELS
+from tests.models import TIED
 from tests.other_plans import other_plans
 from tests.training import ADAMW, Result, assert_same, budget, result_of, run_steps, steps_of, train, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE, CLIP = MODELS["gpt2"], 1.75
+CASE, CLIP = TIED, 0.17
 STEPS = steps_of(CASE, 4)
 FORMS: tuple[Moments, ...] = ("bf16", "int8")
 OPTIMIZERS = {

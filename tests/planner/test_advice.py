@@ -36,7 +36,7 @@ def planned(pins: dict[str, Any], **settings: Any) -> PlanReport:
 
 @pytest.fixture(scope="module")
 def found() -> Forecast:
-    return planned({}).forecast
+    return planned({}, delay=0.0).forecast
 
 
 def test_every_task_gets_its_advice(found: Forecast, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_the_smallest_change_is_found_where_loading_takes_several_times_what_the
     def asked(host: str) -> PlanReport:
         budget = Budget(device="64MiB", host=host)
         cut = {"micro_batches": 2, "micro_batch_size": 1, "sequence_length": 64}
-        return plan(model, machine=gpu, budget=budget, schedule="vertical", **cut)
+        return plan(model, machine=gpu, budget=budget, schedule="vertical", delay=0.0, **cut)
 
     with pytest.raises(BudgetError, match=r"The smallest change that makes it fit") as caught:
         asked(host)

@@ -35,7 +35,8 @@ def random_pipeline(seed: int) -> Asked:
     rng = Random(seed)
     machine: Machine = rng.choice((FAST, SLOW_DRIVE))
     ranks = rng.choice((2, 2, 3))
-    what = asked((machine, ranks), each=1, layers=rng.randint(2 * ranks, 3 * ranks), batch=rng.choice((8, 16)))
+    layers, batch = rng.randint(2 * ranks, 3 * ranks), rng.choice((8, 16))
+    what = asked((machine, ranks), each=1, layers=layers, batch=batch, delay=None)
     budget = Budget(
         device=rng.choice((12, 16, 28)) << 20,
         host=rng.choice((10, 14, 20)) << 20,

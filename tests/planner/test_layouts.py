@@ -41,6 +41,7 @@ SLOW = replace(
 
 
 def asked(*kinds: tuple[Machine, int], each: int = 2, layers: int = 6, batch: int = 16, **changes: Any) -> Asked:
+    """Without a delay to choose, which takes most of a search, unless ``changes`` ask for it."""
     hosts = Hosts(
         kinds=tuple(Kind(name=machine.name, machine=machine, count=count) for machine, count in kinds), each=each
     )
@@ -55,13 +56,13 @@ def asked(*kinds: tuple[Machine, int], each: int = 2, layers: int = 6, batch: in
         families=("vertical",),
         disk_free=room_of_each(kinds[0][0].drives, 1),
         clip_grad_norm=None,
-        **changes,
+        **{"delay": 0.0} | changes,
     )
     return Asked(task=task, hosts=hosts, batch=batch)
 
 
 BOTH = (FAST, 1), (SLOW, 1)
-ALIKE, DIFFERENT = asked((FAST, 2)), asked(*BOTH)
+ALIKE, DIFFERENT = asked((FAST, 2), delay=None), asked(*BOTH, delay=None)
 
 
 def as_pipelines(what: Asked, stages: int | None = None) -> tuple[Asked, Layout, list[Machine]]:
@@ -244,7 +245,7 @@ def test_a_rate_that_a_kind_of_host_lacks_is_said_by_the_name_of_its_profile() -
 
 def test_the_ranks_of_a_pipeline_keep_to_the_endurance_of_their_drives_or_are_refused_with_whose_do_not() -> None:
     """All state is on disk, so that each step writes as much, and nothing is left to choose."""
-    what = asked((FAST, 2), delay=0.0)
+    what = asked((FAST, 2))
     on_disk = replace(what.task.budget, weights="disk", state="disk")
     free, layout, views = as_pipelines(replace(what, task=replace(what.task, budget=on_disk)))
     found = simulated(free, layout, views, 2)

@@ -142,7 +142,7 @@ def test_an_evaluation_holds_no_weights_for_a_second_use() -> None:
 @pytest.mark.parametrize(("form", "wait"), [(ADAM16, False), (ADAM32, True)])
 def test_the_choice_is_within_three_percent_of_a_grid(form: Format, wait: bool) -> None:
     """``bench/lp_vs_brute_force.py`` in small."""
-    asked = question(transformer(2, block=40), form=form, wait=wait, device=5 * MIB, host=10 * MIB, micro_batches=2)
+    asked = question(transformer(2, block=32), form=form, wait=wait, device=4 * MIB, host=8 * MIB, micro_batches=2)
     found = brute_force(asked)
     assert found.simulated > 5
     assert searched(replace(asked, families=("vertical", "horizontal"))).seconds <= found.seconds * (1 + WITHIN)
@@ -255,8 +255,15 @@ def test_a_batch_that_is_not_cut_is_refused_with_what_would_be(batch: int, other
 
 
 def task(
-    *, device: int = 8 * MIB, host: int = 40 * MIB, machine: Machine = MACHINE, waits: bool = False, layers: int = 4
+    *,
+    device: int = 8 * MIB,
+    host: int = 40 * MIB,
+    machine: Machine = MACHINE,
+    waits: bool = False,
+    layers: int = 4,
+    delay: float | None = 0.0,
 ) -> Task:
+    """Without a delay to choose, which takes most of a search, unless it is asked for."""
     shape = from_config(
         LLAMA | {"num_hidden_layers": layers, "max_position_embeddings": 512},
         name="small llama",
@@ -273,6 +280,7 @@ def task(
         clip_grad_norm=1.0 if waits else None,
         families=("vertical",),
         disk_free=room_of_each(machine.drives, 1),
+        delay=delay,
     )
 
 
@@ -291,7 +299,7 @@ def test_of_experts_those_count_that_a_token_goes_to() -> None:
     experts = {"num_local_experts": 16, "num_experts_per_tok": 1, "num_key_value_heads": 4}
     cut = {"sequence_length": 64, "micro_batches": 2, "micro_batch_size": 1}
     budget = Budget(device="64MiB", host="128MiB")
-    f = plan(LLAMA | experts | {"model_type": "mixtral"}, machine=MACHINE, budget=budget, **cut).forecast
+    f = plan(LLAMA | experts | {"model_type": "mixtral"}, machine=MACHINE, budget=budget, delay=0.0, **cut).forecast
     computes = f.lanes["compute"].work / f.step_seconds
     assert 0.3 * computes < f.of_product <= EFFICIENCY["cpu"] * computes
 
@@ -382,7 +390,7 @@ def test_advice_is_what_planning_again_gives_and_for_a_large_schedule_not_simula
 def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
     """Never by itself: it changes the numbers, and the advice says so."""
     slow_link = replace(MACHINE, device=replace(MACHINE.device, d2h=3e6, d2h_both=3e6, kind="cuda"))
-    asked = replace(task(host=1 << 28, machine=slow_link, layers=8), delay=0.0)
+    asked = task(host=1 << 28, machine=slow_link, layers=8)
     gains = {change: gain for change, gain in advised(asked, 2, 2).items() if change.startswith("grad_dtype bf16")}
     assert len(gains) == 1
     assert "changes the numbers" in next(iter(gains))
@@ -464,7 +472,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
 
 
 def test_a_batch_is_cut_without_a_rest_and_the_choice_is_one_of_the_cuts() -> None:
-    asked = task(host=12 * MIB, machine=SLOW)
+    asked = task(host=12 * MIB, machine=SLOW, delay=None)
     found = splits(asked, 24)
     assert found
     assert all(s.micro_batch_size * s.micro_batches == 24 for s in found)

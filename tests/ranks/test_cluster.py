@@ -15,7 +15,7 @@ from penstock.store.manifest import Manifest
 from tests import warm
 from tests.patience import PATIENCE
 from tests.ranks.launched import Launched
-from tests.runs import write_run
+from tests.runs import write_run_of_three_blocks as write_run
 
 WORDS = ("train", "../config.yaml", "--strands", "2", "--batch.sequences", "8", "--budget.disk", "drive")
 """The budget names a directory of each host's own."""

@@ -13,7 +13,7 @@ import pytest
 from tests import warm
 from tests.patience import PATIENCE, until
 from tests.ranks.launched import Launched, launched
-from tests.runs import write_run
+from tests.runs import write_run_of_three_blocks as write_run
 
 STRANDS = ("--strands", "2", "--batch.sequences", "8")
 

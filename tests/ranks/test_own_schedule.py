@@ -23,7 +23,7 @@ from tests.ranks.test_command import numbers
 from tests.ranks.test_copies import copies_of
 from tests.ranks.test_levels import on_a_host
 from tests.ranks.worlds import together
-from tests.runs import write_run
+from tests.runs import write_run_of_three_blocks as write_run
 from tests.training import budget, run_steps, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,7 +20,8 @@ from tests.patience import PATIENCE
 from tests.questions import DRIVE, MACHINE
 from tests.ranks.launched import Launched, launched
 from tests.ranks.test_command import IN_MEMORY, OFTEN, STOPPED, lines, numbers, penstock, trained
-from tests.runs import settings_for, write_run
+from tests.runs import settings_for
+from tests.runs import write_run_of_three_blocks as write_run
 
 MORE = ("--batch.sequences", "8")
 PIPELINE = ("--pipeline", "2")
