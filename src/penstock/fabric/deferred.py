@@ -286,7 +286,7 @@ def run(root: Deferred, model: nn.Module, there: "There", *, widens: bool) -> An
     """
     done: dict[int, Any] = {}
     outputs: set[int] = set()
-    """of parts that are what the model has put out, or containers in that"""
+    """the ``id`` of each part that the model has put out, or that is a container in that"""
 
     def value_of(part: Any, *, is_call: bool, takes_part: bool) -> Any:
         moved = there.for_model if is_call else there.for_loop
