@@ -8,7 +8,7 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from penstock.compat.fabric import drop_by
+from penstock.compat.fabric import drop_by, not_compiled
 from penstock.engine.batch import LABELS
 from penstock.engine.engine import Engine
 from penstock.engine.spans import Beside
@@ -50,7 +50,7 @@ class Recorder(nn.Module):
         there are none of. ``ranks``: those of the engine, and ``device`` the one that this computes on."""
         super().__init__()
         self.module = module
-        self._engine, self._moment, self._discard = engine, moment, discard
+        self.engine, self._moment, self._discard = engine, moment, discard
         self._ranks, self._device, self._computing = ranks, device, computing
         self._forward_at_setup = vars(module).get("forward")
         drop = _weakly(discard)  # the engine has the model: what leads from there to the engine keeps it for ever
@@ -74,13 +74,22 @@ class Recorder(nn.Module):
 
     def _evaluate(self, call: Deferred) -> Any:
         recorded, pipeline = Recorded(call, self._computing, evaluates=True), self._ranks.stages > 1
-        self._engine.evaluate([recorded.micro_batch(with_values=pipeline)], loss_weights=[1.0])
+        self.engine.evaluate([recorded.micro_batch(with_values=pipeline)], loss_weights=[1.0])
         if pipeline:
             return told_by_first(self._ranks, "outputs of the model", recorded.outputs, self._device)
         return recorded.outputs
 
 
+def _refuse_compiled(recorder: Recorder) -> NoReturn:
+    recorder.engine.close()
+    raise ConfigError(
+        "fabric.setup() was given a model that torch.compile has compiled as a whole, and the engine runs its blocks "
+        "one by one: give it the model as it was, and PenstockStrategy(compile=True), or a backend's name"
+    )
+
+
 drop_by(Recorder)
+not_compiled(Recorder, _refuse_compiled)
 
 
 def _weakly(discard: Callable[[], None]) -> Callable[[bool], None]:
