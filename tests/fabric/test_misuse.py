@@ -245,6 +245,12 @@ def misuse_autocast() -> None:
         model(**batch())
 
 
+def misuse_a_compiled_model() -> None:
+    """Nothing of it would be compiled but how the loop is recorded."""
+    model: Any = torch.compile(llama(), backend="eager")
+    fabric_on().setup(model, torch.optim.AdamW(model.parameters()))
+
+
 def misuse_state_dict() -> None:
     _, model, _ = set_up()
     model.state_dict()
@@ -306,6 +312,7 @@ MISUSES = {
     misuse_no_grad_in_training: "to train, call model.train",
     misuse_unpacking: r"take them as output\[0\], output\[1\]",
     misuse_autocast: "autocast is on",
+    misuse_a_compiled_model: r"give it the model as it was, and PenstockStrategy\(compile=True\)",
     misuse_state_dict: "the model's weights are the engine's",
     misuse_saving_the_model_alone: "the model and its optimizer together",
     misuse_loading_without_objects: "fabric.load.. needs state=",

@@ -244,6 +244,36 @@ def test_a_constructor_may_have_the_engines_optimizer_and_its_schedule_made(tmp_
     Early(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory()).end()
 
 
+@pytest.mark.parametrize("limit", [None, "1.0", True])
+def test_a_limit_of_the_norm_that_is_no_number_is_refused(limit: Any, tmp_path: Path) -> None:
+    with pytest.raises(penstock.ConfigError, match=f"max_grad_norm={limit!r}: must be a number. 0 stands for no"):
+        check_arguments(arguments(tmp_path, max_grad_norm=limit))
+
+
+class Clips(TrainerCallback):
+    """Asks for other clipping after the first step."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+
+    def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:
+        args.max_grad_norm = self.limit
+
+
+def test_another_limit_of_the_norm_in_the_middle_of_a_run_is_refused_and_never_passed_over(tmp_path: Path) -> None:
+    """The library's own steps heed it."""
+    for limit, steps in ((0.01, 1), (0.0, 1), (1.0, 2)):
+        args = arguments(tmp_path, max_steps=2, gradient_accumulation_steps=1)
+        found = Trainer(llama(), args, train_dataset=DATA, callbacks=[Clips(limit)], engine=in_memory())
+        if steps == 2:
+            found.train()
+        else:
+            with pytest.raises(penstock.ConfigError, match=f"max_grad_norm={limit!r} was set after the engine was"):
+                found.train()
+        assert found.engine.step_count == steps
+        found.end()
+
+
 def test_a_checkpoint_without_the_engines_state_is_refused(tmp_path: Path) -> None:
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     trainer = Trainer(model=llama(), args=arguments(tmp_path, **settings), train_dataset=DATA, engine=in_memory())

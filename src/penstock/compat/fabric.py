@@ -9,13 +9,13 @@ from lightning_fabric.plugins.precision import Precision
 from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 from lightning_fabric.utilities.apply_func import convert_to_tensors
 from lightning_fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
-from lightning_fabric.wrappers import _FabricModule, _unwrap_compiled
+from lightning_fabric.wrappers import _FabricModule, _to_compiled, _unwrap_compiled
 from torch import distributed as dist
 from torch import nn
 
 from penstock.compat.torch import tree_map_only
 
-__all__ = ["OneDevice", "Precision", "drop_by", "resolve_first"]
+__all__ = ["OneDevice", "Precision", "drop_by", "not_compiled", "resolve_first"]
 # Precision: a plugin by which Fabric converts nothing. Without: the same class, as ``lightning_fabric.plugins`` has it.
 
 
@@ -47,6 +47,22 @@ def drop_by(kind: type[nn.Module]) -> None:
             nn.Module.zero_grad(model, set_to_none)
 
     _FabricModule.zero_grad = zero_grad  # type: ignore[method-assign, assignment]
+
+
+def not_compiled(kind: type[nn.Module], refuse: Callable[[Any], None]) -> None:
+    """Have ``refuse`` called with a module of a ``kind`` which Fabric is about to compile, because the model that
+    ``fabric.setup`` was given is. It may raise.
+
+    A function is put in the place of Fabric's ``_to_compiled``. Without: torch would compile how a loop is recorded,
+    and nothing of the model.
+    """
+
+    def compiled(module: nn.Module, compile_kwargs: dict[str, Any]) -> Any:
+        if isinstance(module, kind):
+            refuse(module)
+        return _to_compiled(module, compile_kwargs)
+
+    vars(fabric)["_to_compiled"] = compiled
 
 
 class OneDevice(SingleDeviceStrategy):

@@ -41,8 +41,8 @@ def join(probed: Sequence[tuple[Stage, ...]], movable: Sequence[tuple[Places, ..
     ways = {tuple((s.kind, s.name) for s in stages) for stages in probed}
     if len(ways) > 1:
         raise ModelError(
-            "micro-batches of different shapes take different ways through the model's blocks: give each step "
-            "micro-batches that take the same way"
+            "micro-batches of one step take different ways through the model's blocks: give each step micro-batches "
+            "that take the same way"
         )
     joined = []
     for same, known in zip(zip(*probed, strict=True), zip(*movable, strict=True), strict=True):

@@ -14,6 +14,9 @@ would be lost is one always: a change in place, of a Deferred or by one, and a c
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -213,25 +216,44 @@ def is_spent(root: Deferred) -> bool:
     return any(node._spent for node in nodes(root))
 
 
-def inputs_of(root: Deferred) -> dict[str, torch.Tensor]:
-    """Every tensor that a recorded computation starts from, as a micro-batch.
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The tensors that a recorded computation starts from. ``named``: those that the model is called with by name;
+    ``unnamed``: its others; ``read``: those that the loop alone reads, beside the outputs; ``of_both``: the ``id`` of
+    those that it reads and the model is called with."""
 
-    Those that the model is called with by name keep it; the others are numbered in the order of the recording.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for node in nodes(root):
-        named = node._kwargs.items() if node._compute is MODEL else ()
-        names = {id(value): name for name, value in named if isinstance(value, torch.Tensor) and name not in found}
-        for tensor in _tensors(node):
-            if not any(tensor is known for known in found.values()):
-                found[names.get(id(tensor), f"tensor {len(found)}")] = tensor
-    return found
+    named: Mapping[str, torch.Tensor]
+    unnamed: Sequence[torch.Tensor]
+    read: Sequence[torch.Tensor]
+    of_both: frozenset[int]
+
+
+def inputs_of(root: Deferred) -> Inputs:
+    """The tensors that a recorded computation starts from, each once."""
+    named: dict[str, torch.Tensor] = {}
+    calls = calls_of(root)
+    for name, value in chain.from_iterable(call._kwargs.items() for call in calls):
+        if isinstance(value, torch.Tensor) and not any(value is known for known in named.values()):
+            named.setdefault(name, value)
+    given = trees.tensors([_tensors(call) for call in calls])
+    read = trees.tensors([_tensors(node) for node in nodes(root) if node._compute is not MODEL])
+    by_name, by_model = ({id(tensor) for tensor in some} for some in (named.values(), given))
+    return Inputs(
+        named=named,
+        unnamed=[tensor for tensor in given if id(tensor) not in by_name],
+        read=[tensor for tensor in read if id(tensor) not in by_model],
+        of_both=frozenset(id(tensor) for tensor in read) & by_model,
+    )
+
+
+def calls_of(root: Deferred) -> list[Deferred]:
+    """The calls of the model in a recorded computation."""
+    return [node for node in nodes(root) if node._compute is MODEL]
 
 
 def values_of(root: Deferred) -> dict[str, bool | int | float | str]:
     """The plain values that the model is called with by name."""
-    calls = (node for node in nodes(root) if node._compute is MODEL)
-    found = ((name, value) for call in calls for name, value in call._kwargs.items())
+    found = ((name, value) for call in calls_of(root) for name, value in call._kwargs.items())
     return {name: value for name, value in found if isinstance(value, bool | int | float | str)}
 
 
@@ -256,29 +278,58 @@ def check_unchanged(root: Deferred) -> None:
         node._check_unchanged()
 
 
-def run(root: Deferred, model: nn.Module, originals: Mapping[str, torch.Tensor], moved: Mapping[str, Any]) -> Any:
-    """Carry out what was recorded, on the device: with ``moved`` in the place of the micro-batch's ``originals``.
+def run(root: Deferred, model: nn.Module, there: "There", *, widens: bool) -> Any:
+    """Carry out what was recorded, on the device, with what is ``there`` in the place of the tensors that it starts
+    from. ``widens``: what the model puts out in 16 bits is handed to the loop's own code in fp32.
 
     Single numbers on the way are kept; the latest run's count.
     """
-    there = {id(tensor): moved[name] for name, tensor in originals.items()}
     done: dict[int, Any] = {}
+    outputs: set[int] = set()
+    """the ``id`` of each part that the model has put out, or that is a container in that"""
 
-    def value_of(part: Any) -> Any:
+    def value_of(part: Any, *, is_call: bool, takes_part: bool) -> Any:
+        moved = there.for_model if is_call else there.for_loop
         if isinstance(part, Deferred):
-            return done[id(part)]
-        return trees.replace(part, lambda tensor: there.get(id(tensor), tensor)) if trees.tensors(part) else part
+            value = done[id(part)]
+            if is_call:
+                return in_dtype(value, there.dtype)
+            return in_dtype(value, torch.get_default_dtype()) if id(part) in outputs and not takes_part else value
+        return trees.replace(part, lambda tensor: moved.get(id(tensor), tensor)) if trees.tensors(part) else part
 
     for node in nodes(root):
-        args, kwargs = tree_map_only(object, value_of, (node._args, node._kwargs))
+        is_call = node._compute is MODEL
+        takes_part = node._compute in _PARTS and isinstance(node._args[0], Deferred) and id(node._args[0]) in outputs
+        given = partial(value_of, is_call=is_call, takes_part=takes_part)
+        args, kwargs = tree_map_only(object, given, (node._args, node._kwargs))
         with torch.set_grad_enabled(node._grad and torch.is_grad_enabled()):
-            value = (model if node._compute is MODEL else node._compute)(*args, **kwargs)
+            value = (model if is_call else node._compute)(*args, **kwargs)
+            if widens and (is_call or takes_part):
+                if isinstance(value, torch.Tensor):
+                    value = in_dtype(value, torch.get_default_dtype())
+                else:
+                    outputs.add(id(node))
         done[id(node)] = value
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             node._value = value.detach().clone()
         elif isinstance(value, bool | int | float):
             node._value = value
     return done[id(root)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class There:
+    """Copies of tensors on the device, by the ``id`` of what they are copies of: as the model, which computes in
+    ``dtype``, is called with them, and as the loop's own code reads them."""
+
+    dtype: torch.dtype
+    for_model: Mapping[int, torch.Tensor]
+    for_loop: Mapping[int, torch.Tensor]
+
+
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """A value whose floating-point tensors are in ``dtype``."""
+    return trees.replace(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def spend(root: Deferred) -> None:
@@ -291,6 +342,10 @@ def spend(root: Deferred) -> None:
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+_PARTS = (getattr, operator.getitem, _call)
+"""Computations that take an attribute or an item, or call one."""
 
 
 def _tensors(node: Deferred) -> list[torch.Tensor]:

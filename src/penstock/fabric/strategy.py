@@ -30,10 +30,10 @@ from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError, NonFiniteError
 from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, is_spent, nodes, spend
 from penstock.fabric.pipelines import tell_numbers
-from penstock.fabric.recorder import Recorded, Recorder, loss_of_root, modes_of
+from penstock.fabric.recorder import Computing, Recorded, Recorder, loss_of_root, modes_of
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
-from penstock.optim.precision import precision_of_weights
+from penstock.optim.precision import DTYPES, precision_of_weights
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.process_groups import join
 from penstock.ranks.start import torchrun_mesh
@@ -101,6 +101,7 @@ class PenstockStrategy(OneDevice):
         self._asked = asked
         self._clip = asked.clip_grad_norm
         self._compute: Precision | None = None
+        self._computing = Computing(dtype=torch.float32, widens=False)  # until there is an engine
         self.parallel_devices: list[torch.device] = []  # which Fabric sets
         self._mesh: DeviceMesh | None = None
         self._ranks: Ranks = ALONE  # until there is an engine, whose ranks they are
@@ -188,9 +189,11 @@ class PenstockStrategy(OneDevice):
         (given,) = optimizers
         names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         device = resolve_device(self.root_device)
+        precision = self._compute or precision_of_weights(module)
+        self._computing = Computing(dtype=DTYPES[precision], widens=self._compute is not None)
         asked = WrapArguments(
             optimizer=replace(spec_of_optimizer(given, names), moments=self._asked.moments),
-            precision=self._compute or precision_of_weights(module),
+            precision=precision,
             device=device,
             loss_fn=loss_of_root,
             clip_grad_norm=self._clip,
@@ -210,7 +213,7 @@ class PenstockStrategy(OneDevice):
         guard(module, "use fabric.save and fabric.load, or strategy.engine")
         self._engine, self._given = engine, given
         return (
-            Recorder(module, engine, self._moment, self._discard, ranks, device),
+            Recorder(module, engine, self._moment, self._discard, ranks, device, self._computing),
             [DrivenOptimizer(engine.optimizer, self._step, self._discard)],
             scheduler,
         )
@@ -308,7 +311,8 @@ class PenstockStrategy(OneDevice):
         self._discard()  # what is refused above can be mended, and the step taken
         self._stepped = True
         pipeline = self._asked.pipeline > 1
-        micro_batches = [Recorded(root).micro_batch(with_values=pipeline) for root in roots]
+        recorded = [Recorded(root, self._computing) for root in roots]
+        micro_batches = [one.micro_batch(with_values=pipeline) for one in recorded]
         # the mean of all that have micro-batches of their own, as Fabric's own strategies have it
         groups, before = self._asked.sharing(self.world_size), self.engine.step_count
         try:

@@ -11,7 +11,6 @@ what came of those that it was dealt.
 """
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +37,7 @@ from penstock.hf.lora import BaseWeights
 from penstock.hf.models.adapters import check_adapters, has_adapters
 from penstock.hf.pieces import Loss, Notes, as_micro_batch, current_notes, loss_of_piece, notes_of, of_spans
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
-from penstock.hf.training_arguments import check_arguments, check_launch, check_spans
+from penstock.hf.training_arguments import check_arguments, check_launch, check_limit, check_spans, limit_of
 from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
 from penstock.ranks.group import ALONE, Ranks
@@ -94,6 +93,7 @@ class EngineMixin(EvaluationSteps):
         self._has_neighbours = False  # how the data for training are dealt out
         self._collected: list[tuple[Any, Loss, float]] = []  # batches of the step that is begun, with weights
         self._stats: StepStats | None = None
+        self._limit: float | None = None  # of the norm, once there is an engine
         self._evaluation = Evaluation()
         self._resumes: Path | None = None
         self._written: Path | None = None  # the checkpoint that was begun last
@@ -215,13 +215,13 @@ class EngineMixin(EvaluationSteps):
         if not start.built_on_meta(model):
             self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         given = self._engine_arguments
-        weights, limit = given.weights, self.args.max_grad_norm
+        weights, self._limit = given.weights, limit_of(self.args)
         if weights is not None and hasattr(model, "peft_config"):
             weights = BaseWeights(weights)
         return WrapArguments(
             optimizer=optimizer_of(self, given.moments),
             precision=precision_of(self.args, model),
-            clip_grad_norm=limit if limit > 0 and math.isfinite(limit) else None,
+            clip_grad_norm=self._limit,
             device=self.args.device,
             loss_fn=loss_of_piece,
             seed=self.args.seed,
@@ -325,6 +325,7 @@ class EngineMixin(EvaluationSteps):
             return torch.zeros((), device=self.args.device)
         if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), DrivenOptimizer):
             raise ConfigError("create_optimizer was overridden: the engine's optimizer is the only one that it can use")
+        check_limit(self.args, self._limit)
         batches, losses, weights = zip(*self._collected, strict=True)
         self._collected.clear()
 

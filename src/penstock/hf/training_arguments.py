@@ -8,6 +8,7 @@ A field that is in none of them, of a version of the library that is newer than 
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -155,9 +156,35 @@ def check_arguments(args: Any) -> None:
             "have started torch.distributed, which may look for those of the attempt before then: call "
             "penstock.torchrun_mesh() before the TrainingArguments are made"
         )
+    limit_of(args)
     if args.load_best_model_at_end and args.save_only_model:
         raise ConfigError(
             "load_best_model_at_end=True needs the whole state in the checkpoints: leave save_only_model out"
+        )
+
+
+def limit_of(args: Any) -> float | None:
+    """The limit of the norm that the arguments ask for; None: there is none.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    limit = args.max_grad_norm
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        raise ConfigError(f"max_grad_norm={limit!r}: must be a number. 0 stands for no clipping")
+    return limit if limit > 0 and math.isfinite(limit) else None
+
+
+def check_limit(args: Any, limit: float | None) -> None:
+    """Refuse ``max_grad_norm`` that was changed since the engine was made, which clips by ``limit``.
+
+    Raises:
+        ConfigError: it is another one now, which the library's own steps would heed.
+    """
+    if limit_of(args) != limit:
+        raise ConfigError(
+            f"max_grad_norm={args.max_grad_norm!r} was set after the engine was made, which clips by "
+            f"{limit!r}, and cannot be honoured: give it in the TrainingArguments, and make another trainer"
         )
 
 
