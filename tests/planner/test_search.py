@@ -212,6 +212,18 @@ def test_more_memory_a_faster_disk_and_a_free_choice_of_family_never_make_it_slo
         assert searched(better).seconds <= base * 1.01
 
 
+def test_where_no_whole_groups_fit_with_the_tiers_that_promise_most_others_are_taken() -> None:
+    """Gradients in host memory promise most here, and only those on disk leave room for whole groups."""
+    rates = {"adamw.bf16": 1e9}
+    links = replace(MACHINE.device, h2d=2e9, d2h=1e9, h2d_both=2e9, d2h_both=1e9, optimizer=rates)
+    on = replace(MACHINE, device=links, host=replace(MACHINE.host, optimizer=rates))
+    budget: dict[str, int] = {"device": 45_500_000, "host": 2_510_000}
+    asked = question(transformer(6, block=100), form=ADAM16, wait=True, micro_batches=1, machine=on, **budget)
+    asked = replace(asked, request=replace(asked.request, delay=None, accelerated=True), simulated_ops=3000)
+    assert fits(asked)
+    assert searched(asked).plan.host_bytes <= budget["host"]
+
+
 def test_too_little_disk_is_refused_with_what_is_missing() -> None:
     asked = question(transformer(6, block=40), form=ADAM16, device=4 * MIB, host=8 * MIB)
     needed = asked.request.space_bytes(searched(asked).plan.settings)

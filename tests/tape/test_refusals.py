@@ -345,9 +345,21 @@ def lazy(model: nn.Module) -> nn.Module:
     return model
 
 
+def sparse(model: nn.Module) -> nn.Module:
+    model.table = nn.Parameter(torch.eye(3).to_sparse())
+    return model
+
+
+def nested(model: nn.Module) -> nn.Module:
+    model.table = nn.Parameter(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    return model
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (sparse, "parameter 'table' is sparse or nested, and what streams is one piece of memory: let it be dense"),
+        (nested, "parameter 'table' is sparse or nested, and what streams is one piece of memory: let it be dense"),
         (parallel, "the model is a DataParallel: it splits batches over devices by itself. Give the module inside it"),
         (compiled_whole, "the model is a OptimizedModule: torch.compile has made one program of the whole model"),
         (compiled_layer, "'layers.1' has been compiled by its compile()"),

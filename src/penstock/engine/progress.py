@@ -37,7 +37,7 @@ class Progress:
         """The optimizer's settings, by param group.
 
         Raises:
-            ConfigError: JSON does not hold one of them.
+            ConfigError: JSON does not hold one of them; of those that a step takes it says what they must be.
         """
         left_out = HOW | {"params"}
         groups = [{k: _plain(v) for k, v in g.items() if k not in left_out} for g in self.optimizer.param_groups]
@@ -47,6 +47,7 @@ class Progress:
             try:
                 read_back(settings, "param_groups", finite=False)
             except ConfigError:
+                self.optimizer.hypers()  # of one that a step takes it says what it must be
                 for key, value in settings.items():
                     read_back(value, f"param_groups: {key}", finite=False)
                 raise

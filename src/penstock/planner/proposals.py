@@ -154,31 +154,39 @@ class Proposals:
             promised
             for request, delays in promising
             for delay, chunk in product(delays, self.chunk_sizes(request))
-            for promised in self._promised(request, chunk, delay)
+            for promised in self._promised(request, chunk, delay)[:_TIERS_TRIED]
         )
         return sorted(found, key=lambda promised: promised.seconds)
 
     def at(self, request: Request, chunk: int, delay: float) -> list[Proposal]:
-        """The proposals of the linear program for one delay and chunk size."""
-        return [p for promised in self._promised(request, chunk, delay) for p in self.kept(promised)]
+        """The proposals of the linear program for one delay and chunk size; where no whole groups fit with the tiers of
+        saved activations and gradients that promise most, those with the first others with which any do."""
+        promised = self._promised(request, chunk, delay)
+        found = [p for one in promised[:_TIERS_TRIED] for p in self.kept(one)]
+        return found or next((others for one in promised[_TIERS_TRIED:] if (others := self.kept(one))), [])
 
     def _promised(self, request: Request, chunk: int, delay: float) -> list[Promised]:
+        """A promise for each combination of tiers for saved activations and gradients, the one of the least seconds
+        first."""
         option = replace(settings_of(request, base_placement(request), chunk, Depths()), delay=delay)
         settings = self._deepest(option, request)
         if settings is None:
             return []
         lp, runs = self._better(settings, request), self._runs(request)
-        return [Promised(lp=lp, shares=s, seconds=s.seconds * runs) for s in lp.solve_whole()[:_TIERS_TRIED]]
+        return [Promised(lp=lp, shares=s, seconds=s.seconds * runs) for s in lp.solve_whole()]
 
     def kept(self, promised: Promised) -> list[Proposal]:
         """The proposals that a promise comes to in whole groups, in any pattern that fits."""
         return list(self.rounded(promised.lp, promised.shares, PATTERNS))
 
-    def small(self, request: Request, delay: float) -> list[Proposal]:
-        """Proposals for the largest chunks that fit, where those of which several can be simulated do not."""
-        least = self.least_chunk(request)
-        sizes = [] if least is None else [chunk for chunk in CHUNKS[::-1] if chunk >= least]
-        return next((found for chunk in sizes if (found := self.at(request, chunk, delay))), [])
+    def small(self, request: Request, delays: Iterable[float]) -> list[Proposal]:
+        """Proposals for the first delay, and the largest chunks, with which anything fits, where nothing does that
+        promises most, or of which several can be simulated."""
+        least, smallest = self.least_chunk(request), self.smallest(request)
+        any_fits = least is not None and smallest is not None and smallest.fits
+        sizes = [chunk for chunk in CHUNKS[::-1] if chunk >= least] if any_fits else []
+        tried = (self.at(request, chunk, delay) for delay in delays for chunk in sizes)
+        return next((found for found in tried if found), [])
 
     def hopeless(self) -> str | None:
         """The reason that nothing fits whatever the sizes of tiers are, and what to do; None: their sizes decide."""

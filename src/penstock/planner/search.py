@@ -233,7 +233,9 @@ class _Search:
         waiting = deque(self.proposals.promised(promising))
         found = self._kept(waiting)
         if not found:
-            found = [p for request, delays in promising for p in self.proposals.small(request, delays[0])]
+            found = [p for request, delays in promising for p in self.proposals.small(request, delays)]
+        if not found:  # in whole groups may fit what promises less
+            found = [p for request in self.q.requests for p in self.proposals.small(request, [request.delay or 0.0])]
         possible = self._first(found, possible)
         if not self._settled(possible) and not self._beaten():  # what may be best by the time that was simulated
             possible = self._first(self._kept(waiting, self.least), possible)

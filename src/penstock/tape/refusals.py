@@ -85,6 +85,11 @@ def _refuse_parameters(model: nn.Module) -> None:
                 f"parameter {name!r} has a hook and is on the meta device, which it leaves without hooks: register it "
                 "when the model is wrapped"
             )
+        if not trees.has_storage(parameter):
+            raise ModelError(
+                f"parameter {name!r} is sparse or nested, and what streams is one piece of memory: let it be dense "
+                "(.to_dense()), or build it in the forward, of dense parameters"
+            )
         kind = type(parameter.data).__name__
         if type(parameter) is not nn.Parameter or kind not in ("Tensor", "Parameter"):
             what = type(parameter).__name__ if kind in ("Tensor", "Parameter") else kind
