@@ -10,11 +10,12 @@ in the trace are those of its schedule, and what the kernel has counted on each 
 
 With ``--timings`` also, at 200 Mbit/s between the hosts and with micro-batches of 16 tokens (``--length``): a step
 takes at most 1.15 times its largest lane bound, which is what the busiest lane of a rank works, or what its host's link
-takes for the formula's bytes. It takes as long as was predicted, to 10%, by the profile that ``penstock doctor``
-measures of this machine, of which each host is a part. The pipeline is at least 2.5 times as fast as state that is cut
-over all ranks; it is as fast as torch's own pipelining package with each block a stage of its own, and 3 times as fast
-as DeepSpeed's ZeRO-3. All start from the same weights, see the same tokens, and their losses are compared. These need a
-machine that does nothing else; bytes do not. Needs root; DeepSpeed is installed as for ``bench.zero_infinity``.
+takes for the formula's bytes in full frames, whose headers its rate counts. It takes as long as was predicted, to 10%,
+by the profile that ``penstock doctor`` measures of this machine, of which each host is a part. The pipeline is at least
+2.5 times as fast as state that is cut over all ranks; it is as fast as torch's own pipelining package with each block a
+stage of its own, and 3 times as fast as DeepSpeed's ZeRO-3. All start from the same weights, see the same tokens, and
+their losses are compared. These need a machine that does nothing else; bytes do not. Needs root; DeepSpeed is installed
+as for ``bench.zero_infinity``.
 """
 
 import argparse
@@ -70,7 +71,7 @@ class Layout:
     @property
     def bound(self) -> tuple[str, float]:
         """The lane that takes longest by itself in a step on the slow network, on any rank, and how long."""
-        lanes: dict[str, float] = {"nic": max(one.formula for one in self.slow) / (MBIT * 1e6 / 8)}
+        lanes: dict[str, float] = {"nic": max(one.formula for one in self.slow) / bytes_per_second(MBIT)}
         for one in self.slow:
             for lane, seconds in one.busy.items():
                 if lane not in ("net", "nic", "send", "recv"):
@@ -127,11 +128,16 @@ class Timed:
     losses: Sequence[float]
 
 
+def bytes_per_second(mbit: float) -> float:
+    """The most that a link of so many Mbit/s, which count headers, carries of what ranks send."""
+    return mbit * 1e6 / 8 * PAYLOAD
+
+
 def host_of(whole: Machine, mbit: float) -> Machine:
     """The profile of one of the hosts, which share this machine as so many ranks would, with a link of so many
     Mbit/s, headers included."""
     between = within_host(whole, RANKS)
-    nic = Network(bandwidth=mbit * 1e6 / 8 * PAYLOAD, latency=LATENCY)
+    nic = Network(bandwidth=bytes_per_second(mbit), latency=LATENCY)
     inside = Between(ranks=EACH, bandwidth=between.bandwidth, latency=between.latency)
     return replace(of_each_rank(whole, HOSTS), network=None, nic=nic, between=(inside,))
 
