@@ -124,6 +124,7 @@ USED = {
         "doctor/work.py": "measures each form",
         "hf/trainer_optimizer.py": "the one of a Trainer's engine, given to its optimizer",
         "hardware/crossing.py": "the pace of a form",
+        "state/survey.py": "the form that a store has",
     },
 }
 """The files or rooms in which each setting is used, and for what."""

@@ -63,7 +63,8 @@ class Survey:
     """All that a rank finds where its store is to be. ``facts``: of the store that is there, with records of its
     commits that say no more than step, ``whole`` and figures. ``store``: its id. ``of_ranks``: what it says of ranks
     and strands. ``moments``: their form in it; ``converts``: another is asked for. ``misfit``: the reason that it is
-    not what is asked for; ``in_the_way``: the reason that no run can begin here."""
+    not what is asked for, but for the number of slots; ``other_slots``: the same of that; ``in_the_way``: the reason
+    that no run can begin here."""
 
     paths: tuple[Path, ...]
     drives: tuple[Drive, ...]
@@ -73,6 +74,7 @@ class Survey:
     moments: str = ""
     converts: bool = False
     misfit: Refusal | None = None
+    other_slots: Refusal | None = None
     in_the_way: Refusal | None = None
 
     @property
@@ -125,6 +127,7 @@ def survey(asked: Asked, ranks: Ranks) -> Survey:
         moments=form,
         converts=form != asked.model.get("moments", "fp32"),
         misfit=_refusal(lambda: _require_fits(facts, manifest, asked)),
+        other_slots=_refusal(lambda: _require_slots(manifest, asked)),
     )
 
 
@@ -137,7 +140,7 @@ def _refusal(check: Callable[[], None]) -> Refusal | None:
 
 
 def _require_fits(facts: StoreFacts, manifest: Manifest, asked: Asked) -> None:
-    """Check that all of a store is there, and what is asked for, but for the form of moments."""
+    """Check that all of a store is there, and what is asked for, but for the form of moments, and slots."""
     had, path = manifest.model, asked.paths[0]
     if facts.missing:
         raise StoreError(f"{facts.missing[0]} holds no store, and {path} has a part of one: is the drive mounted?")
@@ -148,10 +151,15 @@ def _require_fits(facts: StoreFacts, manifest: Manifest, asked: Asked) -> None:
         require_alike(like_but_for_form(had), like_but_for_form(model), where)
     else:
         require_alike(had, model, where)
+
+
+def _require_slots(manifest: Manifest, asked: Asked) -> None:
+    """Check that a store has as many slots as are asked for: with one, a step overwrites what counts, and nothing that
+    is promised of two holds."""
     slots = max((extent.slots for extent in manifest.layout.extents), default=asked.slots)
-    if slots != asked.slots:  # with one, a step overwrites what counts, and nothing that is promised of two holds
+    if slots != asked.slots:
         raise ConfigError(
-            f"budget.slots={asked.slots}: the store in {path} was made with slots={slots}, and keeps them: give that, "
+            f"budget.slots={asked.slots}: the store in {asked.paths[0]} was made with slots={slots}, and keeps them: give that, "
             "or load a snapshot into a new directory"
         )
 
@@ -208,6 +216,7 @@ def decided(table: Sequence[Survey], parts: int) -> Decision:
     if newest > oldest.newest + 1:
         raise StoreError(left_behind([(one.paths[0], one.newest) for one in there.values()], newest))
     _require_one_step(list(there.values()), oldest.newest)
+    _raise_first([there[rank].other_slots if rank in there else None for rank in range(len(table))])
     if takers and oldest.converts:
         raise ConfigError(
             f"optimizer.moments: {oldest.paths[0]} has another form of moments, and another rank has lost its state, "
