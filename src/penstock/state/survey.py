@@ -159,8 +159,8 @@ def _require_slots(manifest: Manifest, asked: Asked) -> None:
     slots = max((extent.slots for extent in manifest.layout.extents), default=asked.slots)
     if slots != asked.slots:
         raise ConfigError(
-            f"budget.slots={asked.slots}: the store in {asked.paths[0]} was made with slots={slots}, and keeps them: give "
-            "that, or load a snapshot into a new directory"
+            f"budget.slots={asked.slots}: the store in {asked.paths[0]} was made with slots={slots}, and keeps them: "
+            "give that, or load a snapshot into a new directory"
         )
 
 
