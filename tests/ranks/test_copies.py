@@ -3,8 +3,10 @@ that is lost costs nothing.
 """
 
 import shutil
+import time
 from contextlib import nullcontext
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, StoreError
+from penstock.ranks import process_groups
+from penstock.ranks.group import Ranks
+from penstock.ranks.watch import EVERY
 from penstock.state.take_over import Drive, drives_of, require_new
 from penstock.store.directory import mount_point
 from tests.ranks.test_bits import BF16, FP32, HORIZONTAL, Numbers, Run, alone, equal, trained
@@ -70,6 +75,14 @@ def test_between_copies_each_gradient_crosses_twice_and_no_weights_do(schedule: 
 
 
 def refused(mesh: DeviceMesh, what: str) -> None:
+    """The last rank comes late: it is not told that another one has failed."""
+
+    def join(*given: Any) -> Ranks:
+        ranks = process_groups.join(*given)
+        time.sleep(2 * EVERY * (ranks.rank == ranks.size - 1))
+        return ranks
+
+    vars(import_module("penstock.engine.wrap"))["join"] = join
     if what == "stage":
         trained(copies_of(mesh), FP32, Run(settings={"stage": 0}), None)
     trained(copies_of(mesh, mesh.size()), FP32, Run(), None)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,7 +87,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
                 if not ranks.are_pipeline:
                     check_in_turn(asked.schedule)
                 if ranks.size > 1:
-                    _check_shared(asked, ranks)
+                    ranks.jointly("what ranks cannot do", partial(_check_shared, asked, ranks))
                     ranks.agree_on_each(_said(asked, budget, precision))
                 elif isinstance(asked.schedule, Schedule):
                     check(asked.schedule)  # that of several ranks when it is known what they share

@@ -40,24 +40,23 @@ def open_store(asked: Asked, ranks: Ranks) -> tuple[Store, Mapping[str, Any] | N
         with ExitStack() as closing:
             commit = None if giver is not None else decision.commit
             store = ranks.jointly("open stores", partial(_opened, asked, own, commit, closing))
-            if decision.givers:
-                assert decision.commit is not None, "that is taken over"
+            if decision.commit and decision.givers:
                 take_over(decision.givers, ranks, store, decision.commit)
-            elif decision.commit is not None and own.converts:
+            elif decision.commit and own.converts:
                 stores: list[Sequence[Path]] = [one.paths for one in table]
                 stores[ranks.rank] = asked.paths  # as they were given
                 convert_stores(store, stores, asked.model, ranks=ranks)
-            else:
+            elif decision.commit != 0:
                 closing.pop_all()
                 return store, store.last_commit()
 
 
 def _opened(asked: Asked, found: Survey, commit: int | None, closing: ExitStack) -> Store:
     """The store that was ``found``, as of a commit; None: a new one, in its place."""
-    paths, had = asked.paths, found.facts
+    paths = asked.paths
     if commit is None:
-        if had is not None:
-            delete_store(paths, only=lambda facts: facts.records.keys() == had.records.keys())
+        if found.facts is not None:
+            delete_store(paths, only=lambda facts: facts.untouched)
         for path in paths if asked.place.ranks > 1 else ():  # each rank has a folder in what the budget names
             make_directory(path.parent)
         layout, weights = layout_of(asked.model, asked.slots), asked.weights(paths)
@@ -68,8 +67,7 @@ def _opened(asked: Asked, found: Survey, commit: int | None, closing: ExitStack)
         raise StoreError(f"{paths[0]}: another process has changed the store meanwhile: start again")
     if found.newest > commit:
         store.take_back(commit)
-    record = store.last_commit()
-    assert record is not None, "all have it"
-    check_stored(record, f"the last commit in {paths[0]}")
+    if (record := store.last_commit()) is not None:
+        check_stored(record, f"the last commit in {paths[0]}")
     successor.clear(paths, [paths])  # none counts, of any rank: those would be in their place
     return store

@@ -10,7 +10,7 @@
 | none | one is not there, or has no commit | all begin anew |
 | some | one is lost, and another rank has the same part | it is taken over from that rank |
 | some | one is lost, and no other rank has the same part | refused |
-| | else | all go on from the newest commit that all have |
+| | else | all go on from the newest commit that all have: from number 0, and so from nothing, they then begin anew |
 
 What is taken over or gone on from has to be what is asked for, of one run, and one whole step's.
 """
@@ -90,8 +90,9 @@ class Survey:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The way on of all ranks. ``commit``: the number of the one that they go on from; None: they begin anew.
-    ``givers``: by rank that has lost its state, the one that it is taken over from first."""
+    """The way on of all ranks. ``commit``: the number of the one that they go on from; 0: what there was before the
+    first; None: they begin anew. ``givers``: by rank that has lost its state, the one that it is taken over from
+    first."""
 
     commit: int | None
     givers: Mapping[int, int] = field(default_factory=dict)
@@ -197,17 +198,19 @@ def decided(table: Sequence[Survey], parts: int) -> Decision:
         StoreError, ConfigError: they can neither begin nor go on; says what to do.
     """
     newest, begun = max(one.newest for one in table), not all(one.untouched for one in table)
-    # Ranks are at most one commit apart. What has none, or is further behind, a start has made that came to nothing.
-    behind = [one.untouched and (one.newest < 1 or one.newest < newest - 1) for one in table]
+    # Ranks are at most one commit apart. What is further behind, or has none where another one's is of a step, a start
+    # has made that came to nothing.
+    least = max(newest - 1, any(one.facts is not None and one.facts.step for one in table))
+    behind = [one.untouched and one.newest < least for one in table]
     lost = [rank for rank, is_behind in enumerate(behind) if begun and is_behind]
     takers = givers(lost, [one.drives for one in table], parts)
     there = {rank: one for rank, one in enumerate(table) if rank not in takers}
     oldest = min(there.values(), key=lambda one: one.newest)
     if oldest.facts is None and begun:
         raise no_store(oldest.paths[0])
-    # Where one rank has no commit, there is none of the run; unless it is on a drive that is not mounted.
-    blank = oldest.newest == 0 and not any(one.facts is not None and one.facts.missing for one in there.values())
-    if oldest.facts is None or (blank and (newest == 1 or not begun)):
+    # What has no commit may be another model's, or run's; but a drive that is not mounted may have one.
+    absent = any(one.facts is not None and one.facts.missing for one in table)
+    if not begun and (oldest.facts is None or (oldest.newest == 0 and not absent)):
         _raise_first([one.in_the_way for one in table])
         return Decision(commit=None)
     _raise_first([there[rank].misfit if rank in there else None for rank in range(len(table))])
@@ -226,19 +229,20 @@ def decided(table: Sequence[Survey], parts: int) -> Decision:
 
 
 def _require_one_step(there: Sequence[Survey], number: int) -> None:
-    """Check that all have a commit of this number, of one whole step, and one form of moments."""
+    """Check that all have a commit of this number, of one whole step, or are as before the first; and one form of
+    moments."""
     commits = []
     for one in there:
         assert one.facts is not None, "there is a store"
-        if (record := one.facts.records.get(number)) is None:
+        if number not in one.facts.records:
             raise StoreError(
                 f"{one.paths[0]} is at commit {one.newest}, other ranks are at the one before, and that cannot be read "
                 "there: go on from a snapshot"
             )
-        commits.append((one.paths[0], record))
+        commits.append((one.paths[0], one.facts.records[number]))
     require_one_commit([(path, in_words(record)) for path, record in commits])
     for path, record in commits:
-        if not record["whole"]:
+        if record is not None and not record["whole"]:
             raise StoreError(
                 f"{path}: the run that used this store was stopped in or before step {record['step'] + 1}, and what is "
                 "on disk is not one step's state. Remove the directory to start over (and load a snapshot if there is "
