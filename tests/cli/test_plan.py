@@ -310,6 +310,8 @@ def test_an_option_of_the_other_form_says_which_it_is_for(config: Path, capsys: 
     model = ("--model", "gpt-65b", "--machine", "a100-40g")
     for flag in ("--ranks", "--epoch-tokens"):
         assert f"{flag} is for a settings file, and none is given" in refused(capsys, *model, flag, 2)
+    for flag in ("--config", "--settings"):
+        assert f"there is no option {flag}" in refused(capsys, *model, flag, config), "no form has it"
     assert "--tokens is for a model without a settings file" in refused(capsys, config, "--tokens", "5M")
     assert "--momentum takes no value" in refused(capsys, *model, "--momentum", "true")
 

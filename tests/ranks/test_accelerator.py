@@ -107,12 +107,15 @@ def test_a_pipeline_has_the_bits_of_one_rank(way: str, size: int, piece: int | N
         assert moved == said == formula
 
 
-COPIES = test_copies.WAYS | {"adamw in 8 bits": test_compact.WAYS["copies, adamw"][2:]}
+*_, COMPACT, ON_DISK = test_compact.WAYS["copies, adamw"]
+COPIES = test_copies.WAYS | {
+    "adamw in 8 bits, stage 2": (COMPACT, replace(ON_DISK, settings={**ON_DISK.settings, "stage": 2}))
+}
 
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=[] if way == "adamw in 8 bits" else [pytest.mark.campaign]) for way in COPIES],
+    [pytest.param(way, marks=[] if way == "adamw in 8 bits, stage 2" else [pytest.mark.campaign]) for way in COPIES],
 )
 def test_two_copies_of_two_ranks_each_have_the_bits_of_one_rank(way: str, tmp_path: Path) -> None:
     numbers, run = COPIES[way]

@@ -484,6 +484,59 @@ def test_a_tensor_that_several_ranks_are_handed_and_that_is_written_to_is_refuse
     assert error.value.kind == "ModelError"
 
 
+class Odd(Model):
+    """Its own code hands blocks a tensor that is ``how`` another time another one, with no version that says so."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Added() for _ in range(4))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = self.how == "of another dtype" and bool(x[0, 0] > 1)
+        bias = torch.ones(16, dtype=torch.int32 if whole else torch.float32)
+        for number, block in enumerate(self.blocks):
+            if self.how == "written to" and number == 3:
+                bias.data.add_(1)
+            if self.how == "put elsewhere":
+                bias.data = torch.tensor([float(number)] * 16)
+            x = block(x, bias)
+        return x.square().mean()
+
+
+CHANGED = {
+    "written to": "block 'blocks.3': its argument number 1 was written to in place since",
+    "put elsewhere": None,
+    "of another dtype": r"argument number 1 is a tensor of torch\.\w+, and was one of torch\.\w+\. Another rank",
+}
+"""What is said of it, at last in a run, which ends the ranks; None: it is as on one rank."""
+
+
+def evaluated_oddly(mesh: DeviceMesh | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    inputs = [{"x": torch.full((2, 16), value)} for value in (1.0, 2.0)]
+    settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(b["x"])}
+    for how in CHANGED:
+        torch.manual_seed(0)
+        with penstock.wrap(Odd(how), budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
+            try:
+                found[how] = engine.evaluate(inputs)
+            except (penstock.errors.ModelError, penstock.errors.RankError) as error:
+                found[how] = str(error)
+    return found
+
+
+def test_what_blocks_are_handed_is_sent_as_it_is_then_or_refused() -> None:
+    wanted = evaluated_oddly(None)
+    first, second = pipeline(2, evaluated_oddly)
+    for how, said in CHANGED.items():
+        if said is None:
+            assert first[how] == second[how] == wanted[how]
+        else:
+            assert re.search(said, first[how])
+            assert isinstance(second[how], str)
+
+
 def handed_at_once(mesh: DeviceMesh, schedule: str) -> int:
     """The most micro-batches at once of which a rank has what its blocks are handed besides their input."""
     torch.manual_seed(0)

@@ -159,8 +159,8 @@ def of_two(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
         },
         "halves": halves(mesh, disk),
         "compiled": [
-            trained(mesh, "packed", lengths=ONE_SHAPE, clip_grad_norm=0.5, **way)
-            for way in ({}, {"compile": "aot_eager", "schedule": "horizontal", "overlap": False})
+            trained(mesh, "packed", lengths=ONE_SHAPE, clip_grad_norm=0.5, compile="aot_eager", **way)
+            for way in ({}, {"schedule": "horizontal", "overlap": False})
         ],
         "sent": {schedule: counted(mesh, schedule) for schedule in ("vertical", "horizontal")},
     }
@@ -180,7 +180,6 @@ def test_two_ranks_that_share_each_sequence_are_one_process(name: str, found: li
 
 
 def test_compiled_blocks_make_the_exchanges_with_the_same_bits_under_any_schedule(found: list[dict[str, Any]]) -> None:
-    """As blocks that are not compiled, whose kernels they run here."""
     for of_rank in found:
         first, second = of_rank["compiled"]
         close(first, alone("packed", ONE_SHAPE))

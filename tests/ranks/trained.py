@@ -22,8 +22,6 @@ from tests.preferred import by_processes
 
 DATA, HELD_OUT = examples(16), examples(5)
 EVALUATED = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2}
-PREFERRED = ("RewardTrainer", "DPOTrainer")[: int(os.environ.get("GROUP_WORLD_SIZE", 1))]
-"""Trainers: of one host's processes ``trained_together`` has the other, in a pipeline."""
 HOSTS, EACH = (int(os.environ.get(f"{whose}_WORLD_SIZE", 1)) for whose in ("GROUP", "LOCAL"))
 
 
@@ -172,7 +170,7 @@ def main(folder: Path) -> None:
         (folder / "found.json").write_text(json.dumps(found))
     resumed.end()
     logged = fine_tune(folder / "trl")
-    preferred = by_processes(folder / "preferred", 2, in_memory(strands=2), *PREFERRED)
+    preferred = by_processes(folder / "preferred", 2, in_memory(strands=2), "DPOTrainer", "RewardTrainer")
     figures = loop(folder / "fabric")
     if resumed.is_world_process_zero():
         (folder / "trl" / "logged.json").write_text(json.dumps(logged))

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from penstock.tape import opaque
+from penstock.tape.handed import Calls
+from penstock.tape.modes import Modes, TrainingFlags
 from tests.stacks import WIDTH, Layer, Own, Run, Stack, assert_exact, refused, stack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -436,3 +438,13 @@ def test_sparse_tensors_are_handed_on_and_nested_ones_are_refused() -> None:
 def test_what_no_micro_batch_changes_may_be_shared() -> None:
     assert_exact(stack(Cached, run_cached))
     assert_exact(stack(Counts))
+
+
+def test_a_tensor_in_the_place_of_one_that_is_gone_is_another_one() -> None:
+    """Memory that is free is soon that of another tensor, which other ranks have to be sent as well."""
+    calls, modes, own = Calls(), Modes.capture(("cpu",), TrainingFlags([])), torch.ones(2)
+    for number in range(20):
+        other = torch.tensor([float(number)])
+        calls.see(number, "a", ((own, other), {}), modes, before=own, born={id(own): number, id(other): -1})
+        del other
+    assert [calls.calls[number].shares for number in range(20)] == [(number,) for number in range(20)]

@@ -14,7 +14,17 @@ from penstock.cli.plan_hosts import check_hosts, compare
 from penstock.cli.settings import load
 from penstock.cli.split import check_of_pipeline, check_sums
 from penstock.cli.task import as_free_here, check_names, shape_of, shipped_shape, task_of
-from penstock.cli.words import TRUTHS, Words, declared, help_of, no_value, read_words, split_words, takes_no_value
+from penstock.cli.words import (
+    SETTINGS,
+    TRUTHS,
+    Words,
+    declared,
+    help_of,
+    no_value,
+    read_words,
+    split_words,
+    takes_no_value,
+)
 from penstock.config import Durability, TrainConfig, fields_of, format_size, parse_size
 from penstock.config.batch import dealt, other_batch
 from penstock.config.quantities import parse_count
@@ -152,7 +162,8 @@ def read_arguments(words: Sequence[str]) -> Arguments:
         for flag, value in flags:
             if flag == "--schedule":
                 check_streamed(value)
-        for key in sorted(given & ({*hints_of(FileArguments)} - {*hints_of(ModelArguments)})):
+        of_files = {*hints_of(FileArguments)} - {*hints_of(ModelArguments), *FileArguments.operands, SETTINGS}
+        for key in sorted(given & of_files):
             said = f"--{key.replace('_', '-')}"
             raise ConfigError(f"{said} is for a settings file, and none is given: penstock plan CONFIG.yaml {said} N")
         return read_words(ModelArguments, words)

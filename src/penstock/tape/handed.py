@@ -7,6 +7,7 @@ embeddings) are sent once, and other values are known from the probe. All else i
 """
 
 import enum
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,8 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, t
 _VALUES = (bool, int, float, str)
 """Types of a micro-batch's plain values: ranks compare them before a step."""
 _MORE = "leave out a router's loss: output_router_logits=False, or attentions: output_attentions=False"
+_WRITTEN = -1
+"""A version that no tensor has."""
 _ADVICE = "a pipeline cannot send that. Train with ranks that share all state (without a pipeline)"
 
 
@@ -99,6 +102,7 @@ class Calls:
     calls: dict[int, Handed] = field(default_factory=dict)
     shared: list[Shared] = field(default_factory=list)
     _keys: dict[Any, int] = field(default_factory=dict)
+    _alive: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(default_factory=dict)
     _versions: list[int] = field(default_factory=list)
     _given: dict[Any, trees.Place] = field(default_factory=dict)
     """the place of each of the micro-batch's tensors that nothing has written to, by its key"""
@@ -111,8 +115,11 @@ class Calls:
 
     def wrote(self, storage: int) -> None:
         """Note that memory is written to, also where no version says so (``x.data``): what it holds is no longer what
-        all ranks have."""
+        all ranks have, nor what earlier calls were handed."""
         self._given = {key: place for key, place in self._given.items() if key[0] != storage}
+        for key in list(self._keys):
+            if key[0] == storage:
+                self._versions[self._keys[key]] = _WRITTEN
 
     def see(
         self,
@@ -188,10 +195,25 @@ class Calls:
     def _number(self, tensor: torch.Tensor) -> int:
         key = _key(tensor)
         if key not in self._keys:
+            self._follow(tensor)
             self._keys[key] = len(self.shared)
             self.shared.append(Shared(kind=Kind.of(tensor), origin=self._given.get(key)))
             self._versions.append(version(tensor))
         return self._keys[key]
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        """Forget the keys of a tensor's memory when that is no more: another tensor may be put there."""
+        if not trees.has_storage(tensor):
+            return  # it is refused
+        memory = storage_key(tensor)
+
+        def freed(_: object) -> None:
+            self._alive.pop(memory, None)
+            for key in list(self._keys):
+                if key[0] == memory:
+                    del self._keys[key]
+
+        self._alive.setdefault(memory, weakref.ref(tensor.untyped_storage(), freed))
 
     def _is_given(self, name: str, value: Any) -> bool:
         """True if an argument is the micro-batch's entry of that name, a plain value."""
@@ -226,7 +248,7 @@ class Sharing:
     def add(self, number: int, tensor: torch.Tensor) -> None:
         """One that is there from now on."""
         self._versions[number] = version(tensor)
-        self.tensors[number] = tensor
+        self.tensors[number] = tensor.detach()  # in the same memory, also if the tensor is put elsewhere (``x.data =``)
 
     def is_as_it_was(self, number: int) -> bool:
         """True if one that is there was not written to since."""
@@ -272,6 +294,9 @@ def _differences(call: Handed, known: Any, value: Any, place: trees.Place, share
         number = call.places[id(known)] if isinstance(known, torch.Tensor) else -1
         if number < 0 or not isinstance(value, torch.Tensor):
             yield f"its argument {_name(place)} is a tensor for one micro-batch and none for another"
+        elif number and (value.dtype != known.dtype or value.requires_grad):
+            grad = " that needs a gradient" if value.requires_grad else ""
+            yield f"its argument {_name(place)} is a tensor of {value.dtype}{grad}, and was one of {known.dtype}"
         elif number and number - 1 not in shared.tensors:
             shared.add(number - 1, value)
         elif number and not _same(shared.tensors[number - 1], value):
