@@ -537,6 +537,20 @@ def test_seconds_are_flop_over_rate_and_bytes_over_a_copys() -> None:
         stage_times(profile, machine, "fp32")
 
 
+def test_the_backward_of_a_graph_that_is_kept_takes_less_by_what_is_computed_again_alone() -> None:
+    profile = model_shape(LLAMA).profile(4, 1024, BF16)
+    whole = tuple((forward, replace(backward, traffic=0)) for forward, backward in profile.work)
+    profile = replace(profile, work=tuple((replace(forward, traffic=0), backward) for forward, backward in whole))
+    machine = Machine(name="test", host=host(), device=gpu())
+    times = stage_times(profile, machine, "bf16")
+    forward, backward = profile.work[1]
+    assert 0 < backward.again < forward.flops
+    assert times.kept(1) == pytest.approx(times.backward[1] * (1 - backward.again / backward.flops))
+    first, second = times.in_two(1)
+    assert first + second == times.backward[1]
+    assert second == pytest.approx(times.kept(1) / 2, rel=0.05)
+
+
 def test_the_host_takes_its_time_for_each_op_beside_a_gpu_and_before_a_processor() -> None:
     profile = model_shape(LLAMA).profile(1, 64, FP32)
     block = profile.work[1][1]

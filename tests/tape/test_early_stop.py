@@ -2,8 +2,9 @@
 reads what the product gives it is left out."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ HANDING_ON: dict[str, Step] = {
     "it is added to a residual": lambda _, x, y: y + x,
     "something is taken off": lambda _, x, y: x - y,
     "in place": lambda _, x, y: y.clone().add_(x),
-    "another shape": lambda _, x, y: y.view(-1, WIDTH).view(x.shape),
+    "another shape": lambda _, x, y: y.reshape(-1, WIDTH).view(x.shape),
     "other strides": lambda _, x, y: y.transpose(0, 1).contiguous().transpose(0, 1),
     "one dimension more": lambda _, x, y: y.unsqueeze(0).squeeze(0),
     "a copy": lambda _, x, y: y.clone(),
@@ -167,6 +168,83 @@ def test_what_one_micro_batch_reads_and_the_probed_one_does_not_is_computed_agai
     assert [last.needed for last in found(bench)] == [True] * 3
     _, wanted = bench.step(unequal(case), WEIGHTS)
     assert_same_gradients(gradients, wanted)
+
+
+def _picked(_: Tailed, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return y + x.select(1, int(y.detach()[0, :, 0].argmax())).unsqueeze(1)
+
+
+def _looked_at_by_its_hook(block: Tailed, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if y.requires_grad:
+        y.register_hook(lambda gradient: block.seen.append(float((gradient * y.detach()).sum())))
+    return x + y
+
+
+def _copied(block: Tailed, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    block.seen += y.detach().clone().numpy().ravel().tolist()
+    return x + y
+
+
+def _with_errors_in_passing(block: Tailed, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with suppress(Exception):
+        return x + y * (2 if float(y.detach().sum()) < 1e9 else 1)
+    return x + y
+
+
+LATER: dict[str, Step] = {
+    "kept": _kept,
+    "noted": _noted,
+    "the host": lambda b, x, y: x + _gated(b, x, y),
+    "a choice of what is added": _picked,
+    "a hook of its gradient": _looked_at_by_its_hook,
+    "another library": _copied,
+    "errors in passing": _with_errors_in_passing,
+}
+
+
+@pytest.mark.parametrize("step", LATER.values(), ids=LATER)
+def test_what_is_read_or_kept_from_some_step_on_is_computed_again_from_then_on(step: Step) -> None:
+    on = False
+    bench = probed(case := tailed(lambda b, x, y: step(b, x, y) if on else x + y))
+    bench.step(unequal(case), WEIGHTS)
+    assert [last.needed for last in found(bench)] == [False] * 3
+    on = True
+    _, gradients = bench.step(unequal(case), WEIGHTS)
+    assert [last.needed for last in found(bench)] == [True] * 3
+    blocks = [block.module for block in bench.blocks]
+    seen = torch.tensor([number for block in blocks for number in cast(Tailed, block).seen])
+    outputs = [output for block in blocks if (output := getattr(block, "output", None)) is not None]
+    assert not any(bool(t.isnan().any()) for t in [seen, *outputs])
+    _, wanted = bench.step(unequal(case), WEIGHTS)
+    assert_same_gradients(gradients, wanted)
+
+
+def test_an_error_in_a_recomputation_comes_as_it_is_and_leaves_the_module_as_it_was() -> None:
+    on = False
+
+    def failing(_: Tailed, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if on and y.requires_grad:
+            raise ValueError("of the block")
+        return x + y
+
+    bench = probed(case := tailed(failing))
+    on = True
+    with pytest.raises(ValueError, match="of the block"):
+        bench.step(unequal(case), WEIGHTS)
+    assert not any("forward" in vars(module) for block in bench.blocks for module in block.module.children())
+
+
+class Functional(Tailed):
+    """A block whose last product is its own, behind one of a module's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.linear(torch.tanh(self.linear(x)), self.last.weight)
+
+
+def test_a_product_beside_those_of_inner_modules_is_computed_again() -> None:
+    bench = probed(case := stack(Functional))
+    assert not found(bench)
+    assert both_ways(bench, case)[0] == 0
 
 
 def test_hooks_of_modules_see_what_the_product_gives() -> None:

@@ -146,6 +146,12 @@ def new_wrapper(cls: type[Any], like: torch.Tensor, device: torch.device) -> Any
     return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
 
 
+no_functions = torch._C._disabled_torch_function_impl
+"""As ``__torch_function__`` of a subclass: it sees ops, and no functions of torch.
+
+Without: what is not computed would be looked for in a function's results that are there."""
+
+
 # ---- optimizers
 
 

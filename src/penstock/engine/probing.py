@@ -17,7 +17,7 @@ from penstock.engine.timing import orthogonal_rate, time_stages
 from penstock.engine.visiting import VisitingWeights
 from penstock.hardware.machine import Machine
 from penstock.schedule.program import Program
-from penstock.schedule.work import model_flops
+from penstock.schedule.work import model_flops, shares_again
 from penstock.shape.model import with_exchanges
 from penstock.tape import trees
 from penstock.tape.unequal import unequal_dtypes_told
@@ -133,7 +133,7 @@ class Probing:
                 # and neighbours bring weights together: there nobody may wait for all.
                 shared.ranks.gather_objects("beginning of the times", None)
             times = time_stages(shared.tape, program, facts, fresh, weights)
-            times = replace(times, orthogonal=self._orthogonal)
+            times = replace(times, orthogonal=self._orthogonal, again=shares_again(shared.tape.work))
             times = with_exchanges(times, shared.tape.work, machine)  # nobody has waited for the others
         return Probed(
             stages=stages,

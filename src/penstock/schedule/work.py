@@ -39,6 +39,13 @@ for a product that nothing reads (``tape.early_stop``). The epilogue's backward 
 forward."""
 
 
+def shares_again(work: Sequence[BothWays]) -> tuple[float, ...]:
+    """Of each stage, the share of the forward's FLOP that its backward computes again; 1 where it has none."""
+    return tuple(
+        backward.again / forward.flops if forward.flops and backward.flops else 1.0 for forward, backward in work
+    )
+
+
 def model_flops(work: Sequence[BothWays]) -> int:
     """FLOP without what is computed a second time: what model FLOPs utilisation (MFU) counts."""
     return sum(one.flops - one.again for both in work for one in both)

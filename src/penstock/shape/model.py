@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
-from penstock.schedule.work import BothWays, Work, model_flops
+from penstock.schedule.work import BothWays, Work, model_flops, shares_again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,26 +66,32 @@ class StageTimes:
     """Seconds of compute per micro-batch; index = stage. The epilogue's ``forward`` holds its backward too.
 
     ``weights``: of the backward, those of its second part, where it is run in two (``Stage.split``); empty: of none.
+    ``again``: the share of its forward that a call's backward computes again; empty: all of each.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weights: tuple[float, ...] = ()
+    again: tuple[float, ...] = ()
     orthogonal: float | None = None
     """FLOP/s at which updates of matrices are made orthogonal; None: nobody has measured it"""
 
     def kept(self, stage: int) -> float:
-        """Seconds of the backward of a call whose graph was kept: without the forward, and at least half of the whole,
-        for two products of three."""
+        """Seconds of the backward of a call whose graph was kept: without what it computes again of the forward, and at
+        least half of the whole, for two products of three."""
         both = self.backward[stage]
-        return max(both - self.forward[stage], both / 2)
+        return max(both - self.forward[stage] + self._left_out(stage), both / 2)
 
     def in_two(self, stage: int) -> tuple[float, float]:
         """Seconds of both parts of a stage's backward. A third is for the weights where nobody has measured that: a
-        backward is the forward again, and two products for each of the forward's."""
+        backward is the forward again, but for what is left out, and two products for each of the forward's."""
         both = self.backward[stage]
-        second = self.weights[stage] if self.weights else both / 3
+        second = self.weights[stage] if self.weights else (both + self._left_out(stage)) / 3
         return both - second, second
+
+    def _left_out(self, stage: int) -> float:
+        """Seconds of a call's forward that its backward does without."""
+        return self.forward[stage] * (1 - self.again[stage]) if self.again else 0.0
 
 
 EFFICIENCY = {"cuda": 0.93, "cpu": 0.87}
@@ -129,6 +135,7 @@ def stage_times(profile: ModelProfile, machine: Machine, precision: str) -> Stag
     times = StageTimes(
         forward=tuple(seconds(forward) for forward, _ in profile.work),
         backward=tuple(seconds(backward) for _, backward in profile.work),
+        again=shares_again(profile.work),
     )
     return with_exchanges(times, profile.work, machine)
 

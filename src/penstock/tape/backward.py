@@ -168,9 +168,9 @@ class Backward:
         fresh: Leaves = {}
         with nullcontext() if splitting is None else splitting.hooks():
             made, edges = self._made_again(call, fresh, seed)
-        if len(made) != len(gradients):
+        if len(edges) != len(gradients):
             raise ModelError(
-                f"block {call.site.name!r} made {len(gradients)} tensors in the forward and {len(made)} when it was "
+                f"block {call.site.name!r} made {len(gradients)} tensors in the forward and {len(edges)} when it was "
                 "recomputed: a block must do the same on the same inputs"
             )
         if self.outputs is not None:
@@ -193,14 +193,12 @@ class Backward:
     def _made_again(
         self, call: Call, fresh: Leaves, seed: Callable[[], None]
     ) -> tuple[list[torch.Tensor], list[GradientEdge | None]]:
-        """The outputs of a block that is run again, and their edges. Where a product was left out that turns out to be
-        needed it is run once more."""
+        """The outputs of a block that is run again, and their edges. Where a product was left out there are only edges;
+        where that turns out to be needed the block is run once more."""
         if call.last is not None and call.is_plain and call.last.can_be_left_out():
-            with call.last.left_out() as left_out:
-                made = self._recompute(call, fresh)
-            edges = _edges(made)
-            if left_out.was_unread(edges):
-                return made, edges
+            edges_alone = self._made_without(call.last, call, fresh)
+            if edges_alone is not None:
+                return [], edges_alone
             call.last.needed = True
             fresh.clear()
             seed()
@@ -210,6 +208,17 @@ class Backward:
         edges = _edges(made)
         self.last = None if search is None else search.found(edges)
         return made, edges
+
+    def _made_without(self, last: LastProduct, call: Call, fresh: Leaves) -> list[GradientEdge | None] | None:
+        """The edges of what a block returns when it is run again without a product; None: that is needed."""
+        with last.left_out() as left_out:
+            try:
+                edges = _edges(self._recompute(call.apart(), fresh))
+            except Exception:  # perhaps for want of what was left out: if not it comes again
+                if not left_out.numbers:
+                    raise
+                return None
+        return edges if left_out.was_unread(edges) else None
 
     def is_alike(self, stage: int, *, grad: bool) -> bool:
         """In a probe: True if a call, run again, returns what it did; ``grad``: with a graph, as in a plain loop."""

@@ -2,19 +2,20 @@
 
 A backward needs of a recomputed block what its graph has saved. In most blocks the last product is the projection out
 of an MLP, to whose result the residual is added: the product's node saves its factors, and nobody saves the result. So
-it is not computed, which is a quarter of the recomputation of a Llama's block. NaN stands in its place, which would
-show if anything did read it, and gradients have the bits that they have with it. (``torch.utils.checkpoint`` stops
-early for the same reason.)
+it is not computed, which is a quarter of the recomputation of a Llama's block, and gradients have the bits that they
+have with it. (``torch.utils.checkpoint`` stops early for the same reason.)
 
 The probe finds the product: the only one of a submodule that is called once, behind which come only ops that read
 numbers to hand them on (``_HANDING_ON``), and of all that these make nothing is left when the call is over. Each
-recomputation is looked at again, by its graph: all nodes that were made behind the product's hand gradients on, and
-save nothing of what they are given (``_SAVING_NOTHING``). Where one is not like that, as code may do other things with
-another micro-batch, the block is computed once more, as a whole, and nothing is left out of its recomputations any
-more.
+recomputation is looked at again, as code may do other things in another micro-batch or step. What stands in the
+product's place (``Absent``), and for what follows from it, lets no other op read it, and is gone when the block has
+returned. In the graph all nodes that were made behind the product's hand gradients on, and save nothing of what they
+are given (``_SAVING_NOTHING``). Where it is not like that the block is computed once more, as a whole, and nothing is
+left out of its recomputations any more.
 """
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,15 @@ from torch.autograd.graph import GradientEdge, Node
 
 from penstock.compat import torch as private
 from penstock.compat.modules import are_all_hooked, calls_seen, forward_hooks
-from penstock.compat.torch import TorchDispatchMode, next_number, number_of
-from penstock.tape.watch import Birth, Op, Watch, packets
+from penstock.compat.torch import (
+    TorchDispatchMode,
+    next_number,
+    no_functions,
+    number_of,
+    packet_of,
+    tree_iter,
+)
+from penstock.tape.watch import Birth, Op, Watch, packets, written_by
 
 _ATEN = torch.ops.aten
 _PRODUCTS = packets(_ATEN.mm, _ATEN.addmm)
@@ -96,12 +104,14 @@ def last_of_all(found: Sequence[LastProduct | None]) -> LastProduct | None:
 
 class LeftOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes no products of matrices. ``numbers``: those of their nodes; ``end``: of the node that was made next
-    after all."""
+    after all; ``is_read``: something has asked for numbers that follow from them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.numbers: list[int] = []
         self.end = 0
+        self.is_read = False
+        self._absent: list[weakref.ref[Absent]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -110,15 +120,58 @@ class LeftOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rows, columns = args[-2], args[-1]
             if _is_plain(rows) and _is_plain(columns):
                 self.numbers.append(next_number() - 1)  # a node has its number before its op runs
-                return rows.new_full((rows.shape[0], columns.shape[1]), math.nan)
+                return self.absent(rows.new_full((rows.shape[0], columns.shape[1]), math.nan))
         return func(*args, **(kwargs or {}))
 
+    def absent(self, memory: torch.Tensor) -> "Absent":
+        absent = Absent(memory, self)
+        self._absent.append(weakref.ref(absent))
+        return absent
+
     def was_unread(self, edges: Sequence[GradientEdge | None]) -> bool:
-        """True if no gradient depends on what was left out. ``edges``: of what the block returns."""
+        """True if no gradient depends on what was left out, and nobody has it. ``edges``: of what the block has
+        returned, which nobody has any more."""
         if not self.numbers:
             return True
         (number, *more) = self.numbers
-        return not more and is_unread(number, self.end, edges)
+        kept = any(absent() is not None for absent in self._absent)
+        return not (more or self.is_read or kept) and is_unread(number, self.end, edges)
+
+
+class AbsentError(Exception):
+    """Something asks for numbers that were not computed."""
+
+
+class Absent(torch.Tensor):
+    """In the place of numbers that were not computed, for ops of ``_HANDING_ON``, which give others. ``memory``: its
+    own, without the class: NaN."""
+
+    __torch_function__ = no_functions  # type: ignore[assignment]
+    memory: torch.Tensor
+    left_out: LeftOut
+
+    @staticmethod
+    def __new__(cls, memory: torch.Tensor, left_out: LeftOut) -> "Absent":
+        self = memory.as_subclass(cls)
+        self.memory, self.left_out = memory, left_out
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = [value for value in tree_iter((args, kwargs)) if isinstance(value, Absent)]
+        written = written_by(func, args, kwargs)
+        if id(packet_of(func)) not in _HANDING_ON or not all(isinstance(tensor, Absent) for tensor in written):
+            found[0].left_out.is_read = True
+            raise AbsentError(str(func))
+        result = func(*(value.memory if isinstance(value, Absent) else value for value in args), **kwargs)
+        if written:
+            return written[0]
+        if isinstance(result, tuple):  # of a dropout, with its mask
+            return found[0].left_out.absent(result[0]), *result[1:]
+        return found[0].left_out.absent(result)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -152,7 +205,7 @@ class Search:
         self._stack: list[nn.Module] = []
         self._calls: Counter[int] = Counter()
         self._products: Counter[int] = Counter()
-        """by the identity of a module, those that are its own"""
+        """by the identity of a module, those that are computed in it"""
         self._last: tuple[int, tuple[nn.Module, ...], int] | None = None
         """the number of the latest product's node, the modules under way, and its FLOP"""
         self._made: dict[int, Birth] = {}
@@ -182,11 +235,13 @@ class Search:
             return
         before, self._counted = self._counted, self._watch.flops
         if id(op.packet) in _PRODUCTS and self._stack:
-            self._products[id(self._stack[-1])] += 1
+            self._products.update({id(module) for module in self._stack})
             self._last = next_number() - 1, tuple(self._stack), self._counted - before
             self._made.clear()
         elif id(op.packet) not in _HANDING_ON or any(o.storage not in self._made for o in op.written):
             self._last = None
+        elif all(o.storage not in self._made for o in op.inputs):
+            return
         self._made |= {o.storage: o.birth for o in op.results if o.birth is not None}
 
     def found(self, edges: Sequence[GradientEdge | None]) -> LastProduct | None:
