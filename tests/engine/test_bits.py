@@ -89,14 +89,17 @@ VARIANTS: dict[str, tuple[Where, Setting]] = {
     "weights_on_host": (lambda p: budget(p, weights="host"), {}),
     "recomputed": (lambda p: budget(p), {"recompute": True}),
     "recomputed_horizontal": (lambda p: budget(p), {"schedule": "horizontal", "recompute": True}),
-    "some_recomputed": (lambda p: budget(p, device="300KiB"), {}),
-    "some_recomputed_horizontal": (lambda p: budget(p, device="400KiB"), {"schedule": "horizontal"}),
+    "some_recomputed": (lambda p: budget(p, device="240KiB"), {}),
+    "some_recomputed_horizontal": (lambda p: budget(p, device="212KiB"), {"schedule": "horizontal"}),
+    "some_recomputed_horizontal_16": (lambda p: budget(p, device="172KiB"), {"schedule": "horizontal"}),
     "state_on_host": (lambda p: budget(p, weights="device", state="host"), {"schedule": "horizontal"}),
 }
 
 
 def possible(name: str, precision: str, clip: float | None) -> bool:
-    """Where gradients wait is asked only if they do."""
+    """Where gradients wait is asked only if they do, and what has room for some graphs is not the same in 16 bits."""
+    if name.startswith("some_recomputed_horizontal"):
+        return name.endswith("_16") == (precision != "fp32")
     return not (name.startswith("all_on_disk") and clip is None and precision != "fp16")
 
 
@@ -110,9 +113,12 @@ def test_same_bits_as_the_oracle(
 ) -> None:
     where, settings = VARIANTS[name]
     (tmp_path / "store").mkdir()
-    found = train(CASE, where(tmp_path / "store"), STEPS, precision=precision, clip_grad_norm=clip, **settings)
+    with wrap(CASE, where(tmp_path / "store"), precision=precision, clip_grad_norm=clip, **settings) as engine:
+        found = run_steps(engine, STEPS)
+        keeps_some = 0 < engine.plan.graphs_kept < engine.plan.calls
     wanted = reference(precision, clip)
     assert_same(found, wanted)
+    assert keeps_some == name.startswith("some_recomputed")
     if clip is not None:
         assert {s.clipped for s in wanted.stats} == {True, False}
 

@@ -27,7 +27,7 @@ class Regression(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
         self.out = nn.Linear(3, 3)
 
-    def forward(self, x: torch.Tensor, *, every: bool = False) -> Any:
+    def forward(self, x: torch.Tensor, *, labels: torch.Tensor | None = None, every: bool = False) -> Any:
         found = tuple(x := x + layer(x) for layer in self.layers)
         return {"out": self.out(x), "every": found} if every else self.out(x)
 
@@ -47,6 +47,10 @@ def _of_the_input(model: Any, x: torch.Tensor) -> Any:
 
 def _of_the_input_by_name(model: Any, x: torch.Tensor) -> Any:
     return F.huber_loss(model(x=x), x)
+
+
+def _of_the_input_that_is_its_own_label(model: Any, x: torch.Tensor) -> Any:
+    return F.huber_loss(model(labels=x, x=x), TARGETS)
 
 
 def _of_parts(model: Any, x: torch.Tensor) -> Any:
@@ -74,7 +78,13 @@ def _stepped(fabric: Fabric, loss_of: Callable[[Any, torch.Tensor], Any]) -> lis
     return [loss.item(), said.dtype, said.tolist()]
 
 
-@pytest.mark.parametrize("loss_of", [_of_targets, _of_one_dtype, _of_the_input, _of_the_input_by_name, _of_parts])
+LOSSES_OF = [
+    *(_of_targets, _of_one_dtype, _of_the_input, _of_the_input_by_name, _of_the_input_that_is_its_own_label),
+    _of_parts,
+]
+
+
+@pytest.mark.parametrize("loss_of", LOSSES_OF)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true"])
 def test_a_loss_is_computed_in_the_precision_that_fabric_computes_it_in(loss_of: Any, precision: Any) -> None:
     """What a loop alone reads stays as it is, and outputs in 16 bits are handed to it in fp32."""

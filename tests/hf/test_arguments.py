@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -262,7 +263,7 @@ class Clips(TrainerCallback):
 
 def test_another_limit_of_the_norm_in_the_middle_of_a_run_is_refused_and_never_passed_over(tmp_path: Path) -> None:
     """The library's own steps heed it."""
-    for limit, steps in ((0.01, 1), (0.0, 1), (1.0, 2)):
+    for limit, steps in ((0.01, 1), (0.0, 1), (np.float32(1.0), 2)):
         args = arguments(tmp_path, max_steps=2, gradient_accumulation_steps=1)
         found = Trainer(llama(), args, train_dataset=DATA, callbacks=[Clips(limit)], engine=in_memory())
         if steps == 2:

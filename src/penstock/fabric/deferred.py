@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from penstock.compat.torch import tree_iter, tree_map_only, version
+from penstock.engine.batch import LABELS
 from penstock.errors import ModelError
 from penstock.tape import trees
 
@@ -232,7 +233,8 @@ def inputs_of(root: Deferred) -> Inputs:
     """The tensors that a recorded computation starts from, each once."""
     named: dict[str, torch.Tensor] = {}
     calls = calls_of(root)
-    for name, value in chain.from_iterable(call._kwargs.items() for call in calls):
+    given_names = chain.from_iterable(call._kwargs.items() for call in calls)
+    for name, value in sorted(given_names, key=lambda item: item[0] in LABELS):  # what is its own label is an input
         if isinstance(value, torch.Tensor) and not any(value is known for known in named.values()):
             named.setdefault(name, value)
     given = trees.tensors([_tensors(call) for call in calls])

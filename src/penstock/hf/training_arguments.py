@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, NoReturn
 
 from penstock.errors import ConfigError
@@ -169,9 +170,10 @@ def limit_of(args: Any) -> float | None:
     Raises:
         ConfigError: it is no number.
     """
-    limit = args.max_grad_norm
-    if isinstance(limit, bool) or not isinstance(limit, int | float):
-        raise ConfigError(f"max_grad_norm={limit!r}: must be a number. 0 stands for no clipping")
+    given = args.max_grad_norm
+    if isinstance(given, bool) or not isinstance(given, Real):  # numpy's are numbers, too
+        raise ConfigError(f"max_grad_norm={given!r}: must be a number. 0 stands for no clipping")
+    limit = float(given)
     return limit if limit > 0 and math.isfinite(limit) else None
 
 
