@@ -8,18 +8,25 @@ with a copy of it on each host, and with its blocks dealt out to a pipeline of a
 in the trace are those of its schedule, and what the kernel has counted on each host's link, with all headers, is within
 1% of the formula (``bench.hosts_run.formula``), with micro-batches of 4x96 tokens.
 
-With ``--timings`` also, at 200 Mbit/s between the hosts and with micro-batches of 16 tokens (``--length``): a step
-takes at most 1.15 times its largest lane bound, which is what the busiest lane of a rank works, or what its host's link
-takes for the formula's bytes in full frames, whose headers its rate counts. It takes as long as was predicted, to 10%,
-by the profile that ``penstock doctor`` measures of this machine, of which each host is a part. The pipeline is at least
-2.5 times as fast as state that is cut over all ranks; it is as fast as torch's own pipelining package with each block a
-stage of its own, and 3 times as fast as DeepSpeed's ZeRO-3. All start from the same weights, see the same tokens, and
-their losses are compared. These need a machine that does nothing else; bytes do not. Needs root; DeepSpeed is installed
-as for ``bench.zero_infinity``.
+With ``--timings`` also, at 200 Mbit/s between the hosts: a step takes at most 1.15 times its largest lane bound, which
+is what the busiest lane of a rank works, or what its host's link takes for the formula's bytes in full frames, whose
+headers its rate counts. It takes as long as was predicted, to 10%, by the profile that ``penstock doctor`` measures of
+this machine, of which each host is a part. Two races:
+
+- *links*: state that is cut over all ranks, and copies of it, with micro-batches of 16 tokens, so that little but bytes
+  counts.
+- *pipelines*, with micro-batches of 64 tokens (``--length``), and with as many ranks on each host as it has processors
+  (``--each``): ranks that share one wait for each other, of which no bound and no prediction knows. A pipeline is at
+  least 2.5 times as fast as state that is cut over all ranks; it is as fast as torch's own pipelining package with each
+  block a stage of its own, and 3 times as fast as DeepSpeed's ZeRO-3.
+
+All sides of a race start from the same weights, see the same tokens, and their losses are compared. These need a
+machine that does nothing else; bytes do not. Needs root; DeepSpeed is installed as for ``bench.zero_infinity``.
 """
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,14 +40,15 @@ from typing import Any
 from bench import cluster, deepspeed_venv
 from bench.cluster import Cluster, started
 from bench.harness import ROOT, SCRATCH, BenchError, machine, measure_machine, results_file, write_section
-from bench.hosts_run import FLAT, LAYOUTS, PIPELINE, Found
+from bench.hosts_run import COPIES, FLAT, LAYOUTS, PIPELINE, Found
 from bench.workload import Work, write_initial_weights
 from penstock.hardware.machine import Between, Machine, Network, load_machine
 from penstock.hardware.sharing import of_each_rank, within_host
 
 COMMAND = "python -m bench.hosts"
 HOSTS, EACH = 2, 2
-RANKS = HOSTS * EACH
+SHORT = 16
+"""Tokens of a micro-batch where links are what counts."""
 WITHIN = 0.01
 MBIT = 200.0
 AT_MOST = 1.15
@@ -57,22 +65,21 @@ _PATIENCE = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What was found of one layout. ``ranks``: by rank; ``slow``: the same at 200 Mbit/s, if that was measured."""
+    """What was found of one layout, by rank."""
 
     name: str
     ranks: Sequence[Found]
-    slow: Sequence[Found] = ()
 
     @property
     def links(self) -> list[tuple[int, int]]:
         """Bytes that each host has sent by the kernel, and by the formula."""
-        return [(found.host, found.formula) for found in self.ranks[::EACH]]
+        return [(found.host, found.formula) for found in self.ranks[:: len(self.ranks) // HOSTS]]
 
     @property
     def bound(self) -> tuple[str, float]:
         """The lane that takes longest by itself in a step on the slow network, on any rank, and how long."""
-        lanes: dict[str, float] = {"nic": max(one.formula for one in self.slow) / bytes_per_second(MBIT)}
-        for one in self.slow:
+        lanes: dict[str, float] = {"nic": max(one.formula for one in self.ranks) / bytes_per_second(MBIT)}
+        for one in self.ranks:
             for lane, seconds in one.busy.items():
                 if lane not in ("net", "nic", "send", "recv"):
                     lanes[lane] = max(lanes.get(lane, 0.0), seconds)
@@ -80,31 +87,35 @@ class Layout:
 
     @property
     def seconds(self) -> float:
-        """Of a step on the slow network, on the rank that takes longest."""
-        return max(one.seconds for one in self.slow)
+        """Of a step, on the rank that takes longest."""
+        return max(one.seconds for one in self.ranks)
 
     @property
     def predicted(self) -> float | None:
-        """Seconds that a step on the slow network was to take."""
-        return self.slow[0].predicted if self.slow else None
+        """Seconds that a step was to take."""
+        return self.ranks[0].predicted
 
-    def missed(self) -> list[str]:
-        """What is required and not the case, in words."""
+    def bytes_missed(self) -> list[str]:
+        """What is required of bytes and not the case, in words."""
         found = [
             f"{self.name}, rank {one.rank}: {one.traced} bytes in the trace, {one.scheduled} in the schedule"
             for one in self.ranks
             if one.traced != one.scheduled
         ]
-        found += [
+        return found + [
             f"{self.name}, host {host}: the kernel counts {counted} bytes, and the formula says {formula}"
             for host, (counted, formula) in enumerate(self.links)
             if abs(counted / formula - 1) > WITHIN
         ]
-        if self.slow and self.seconds > AT_MOST * self.bound[1]:
+
+    def times_missed(self) -> list[str]:
+        """What is required of a step's time on the slow network and not the case, in words."""
+        found: list[str] = []
+        if self.seconds > AT_MOST * self.bound[1]:
             found.append(f"{self.name}: a step takes {self.seconds / self.bound[1]:.2f} times its largest bound")
-        if self.slow and self.predicted is None:
+        if self.predicted is None:
             found.append(f"{self.name}: nothing is predicted")
-        if self.predicted is not None and abs(self.seconds / self.predicted - 1) > AS_PREDICTED:
+        elif abs(self.seconds / self.predicted - 1) > AS_PREDICTED:
             found.append(f"{self.name}: a step takes {self.seconds:.2f} s, and {self.predicted:.2f} s were predicted")
         return found
 
@@ -133,13 +144,13 @@ def bytes_per_second(mbit: float) -> float:
     return mbit * 1e6 / 8 * PAYLOAD
 
 
-def host_of(whole: Machine, mbit: float) -> Machine:
+def host_of(whole: Machine, mbit: float, each: int) -> Machine:
     """The profile of one of the hosts, which share this machine as so many ranks would, with a link of so many
-    Mbit/s, headers included."""
-    between = within_host(whole, RANKS)
+    Mbit/s, headers included. ``each``: ranks on it."""
+    between = within_host(whole, HOSTS * each)
     nic = Network(bandwidth=bytes_per_second(mbit), latency=LATENCY)
-    inside = Between(ranks=EACH, bandwidth=between.bandwidth, latency=between.latency)
-    return replace(of_each_rank(whole, HOSTS), network=None, nic=nic, between=(inside,))
+    inside = Between(ranks=each, bandwidth=between.bandwidth, latency=between.latency)
+    return replace(of_each_rank(whole, HOSTS), network=None, nic=nic, between=(inside,) if each > 1 else ())
 
 
 def job(model: str, batch: int, length: int, steps: int, scratch: Path) -> Work:
@@ -149,8 +160,10 @@ def job(model: str, batch: int, length: int, steps: int, scratch: Path) -> Work:
     return work
 
 
-def measure(work: Work, layouts: Sequence[str], mbit: float | None, profile: Machine | None) -> list[list[Found]]:
-    """What each rank has found, by layout. ``profile``: of each host, to predict steps by.
+def measure(
+    work: Work, layouts: Sequence[str], each: int = EACH, mbit: float | None = None, profile: Machine | None = None
+) -> list[list[Found]]:
+    """What each rank has found, by layout. ``each``: ranks on a host; ``profile``: of a host, to predict steps by.
 
     Raises:
         BenchError: a rank failed; quotes what they said.
@@ -160,13 +173,13 @@ def measure(work: Work, layouts: Sequence[str], mbit: float | None, profile: Mac
         (scratch / "host.json").write_text(profile.to_json())
         words += ["--profile", str(scratch / "host.json")]
     environment = {"OMP_WAIT_POLICY": "passive"}
-    lines = _run(sys.executable, "bench.hosts_run", work, mbit, words, environment)
+    lines = _run(sys.executable, "bench.hosts_run", work, each, mbit, words, environment)
     return [[Found(**line) for line in by_rank] for by_rank in zip(*lines, strict=True)]
 
 
-def measure_peer(peer: Peer, work: Work, mbit: float) -> Timed:
+def measure_peer(peer: Peer, work: Work, each: int, mbit: float) -> Timed:
     """Raises BenchError: a rank failed; quotes what they said."""
-    lines = _run(peer.python, peer.module, work, mbit, [], peer.environment)
+    lines = _run(peer.python, peer.module, work, each, mbit, [], peer.environment)
     steps = list(zip(*lines, strict=True))
     losses = [[line["loss"] for line in step if line["loss"] is not None] for step in steps]
     return Timed(
@@ -176,10 +189,32 @@ def measure_peer(peer: Peer, work: Work, mbit: float) -> Timed:
     )
 
 
+def race(
+    work: Work, layouts: Sequence[str], each: int, whole: Machine, peers: Sequence[Peer], rounds: int
+) -> tuple[list[Layout], list[Timed]]:
+    """Layouts and peers on the slow network, all in turn, in so many rounds; of each the run with the median step.
+    ``whole``: the profile of the machine that all hosts are on.
+
+    Raises:
+        BenchError: a side failed, or not all compute the same losses.
+    """
+    profile, runs, peers_runs = host_of(whole, MBIT, each), list[list[Layout]](), list[list[Timed]]()
+    for _ in range(rounds):
+        by_layout = measure(work, layouts, each, MBIT, profile)
+        runs.append([Layout(name=name, ranks=ranks) for name, ranks in zip(layouts, by_layout, strict=True)])
+        peers_runs.append([measure_peer(peer, work, each, MBIT) for peer in peers])
+        check_same_losses(runs[-1], peers_runs[-1])
+    return (
+        [sorted(of_one, key=lambda run: run.seconds)[rounds // 2] for of_one in zip(*runs, strict=True)],
+        [sorted(of_one, key=lambda run: median(run.seconds))[rounds // 2] for of_one in zip(*peers_runs, strict=True)],
+    )
+
+
 def _run(
     python: Path | str,
     module: str,
     work: Work,
+    each: int,
     mbit: float | None,
     words: Sequence[str],
     environment: Mapping[str, str],
@@ -192,54 +227,63 @@ def _run(
     with Cluster(HOSTS, report) as made:
         if mbit is not None:
             made.shape(mbit)
-        commands = [made.torchrun(host, EACH, python, words) for host in range(HOSTS)]
+        commands = [made.torchrun(host, each, python, words) for host in range(HOSTS)]
         logs = [report / f"log-{host}" for host in range(HOSTS)]
         with started(commands, logs, cwd=ROOT, env=made.environment(environment)) as running:
             codes = [process.wait(_PATIENCE) for process in running]
     if any(codes):
         raise BenchError("\n".join(log.read_text(errors="replace")[:6000] for log in logs))
-    files = [report / f"{rank}.jsonl" for rank in range(RANKS)]
+    files = [report / f"{rank}.jsonl" for rank in range(HOSTS * each)]
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-def table(found: Sequence[Layout], peers: Sequence[Timed] = ()) -> str:
+def table_of_bytes(found: Sequence[Layout]) -> str:
     lines = ["| layout | formula, bytes of each host | kernel, by host | over |", "|---|---|---|---|"]
     for one in found:
         formula = ", ".join(f"{said:,}" for said in dict.fromkeys(said for _, said in one.links))
         counted = ", ".join(f"{sent:,}" for sent, _ in one.links)
         over = ", ".join(f"{sent / said:.4f}" for sent, said in one.links)
         lines.append(f"| {one.name} | {formula} | {counted} | {over} |")
-    slow = {one.name: one for one in found if one.slow}
-    if slow:
-        lines += ["", f"| at {MBIT:.0f} Mbit/s | a step | largest bound | over | predicted | over | the pipeline is |"]
-        lines.append("|---|---|---|---|---|---|---|")
-        times = ratios(slow, peers)
-        for one in slow.values():
-            (lane, bound), predicted = one.bound, one.predicted
-            told = "none | " if predicted is None else f"{predicted:.2f} s | {one.seconds / predicted:.2f}"
-            faster = f"**{times[one.name]:.2f}x**" if one.name in times else ""
-            lines.append(
-                f"| {one.name} | {one.seconds:.2f} s | {lane} {bound:.2f} s | {one.seconds / bound:.2f} | {told} "
-                f"| {faster} |"
-            )
-        for peer in peers:
-            lines.append(f"| {peer.name} | {median(peer.seconds):.2f} s | | | | | **{times[peer.name]:.2f}x** |")
     return "\n".join(lines)
 
 
-def ratios(slow: Mapping[str, Layout], peers: Sequence[Timed]) -> dict[str, float]:
-    """How many times as fast as others the pipeline is, by name."""
-    if PIPELINE not in slow:
+def table_of_times(found: Sequence[Layout], peers: Sequence[Timed]) -> str:
+    times = ratios(found, peers)
+    lines = [f"| at {MBIT:.0f} Mbit/s | a step | largest bound | over | predicted | over | the pipeline is |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for one in found:
+        (lane, bound), predicted = one.bound, one.predicted
+        told = "none | " if predicted is None else f"{predicted:.2f} s | {one.seconds / predicted:.2f}"
+        faster = f"**{times[one.name]:.2f}x**" if one.name in times else ""
+        over = f"{lane} {bound:.2f} s | {one.seconds / bound:.2f}"
+        lines.append(f"| {one.name} | {one.seconds:.2f} s | {over} | {told} | {faster} |")
+    lines += [f"| {one.name} | {median(one.seconds):.2f} s | | | | | **{times[one.name]:.2f}x** |" for one in peers]
+    return "\n".join(lines)
+
+
+def ratios(found: Sequence[Layout], peers: Sequence[Timed]) -> dict[str, float]:
+    """How many times as fast as others the pipeline is, by name; none where it is not among ``found``."""
+    ours = {one.name: one.seconds for one in found}
+    if PIPELINE not in ours:
         return {}
-    ours = slow[PIPELINE].seconds
-    others = {name: one.seconds for name, one in slow.items() if name != PIPELINE}
-    return {name: seconds / ours for name, seconds in (others | {p.name: median(p.seconds) for p in peers}).items()}
+    others = {name: seconds for name, seconds in ours.items() if name != PIPELINE}
+    others |= {peer.name: median(peer.seconds) for peer in peers}
+    return {name: seconds / ours[PIPELINE] for name, seconds in others.items()}
+
+
+def too_slow(found: Sequence[Layout], peers: Sequence[Timed]) -> list[str]:
+    """Whom the pipeline is not as much faster than as is required, in words."""
+    return [
+        f"the pipeline is {times:.2f} times as fast as {name}, and {FASTER[name]} are required"
+        for name, times in ratios(found, peers).items()
+        if times < FASTER.get(name, 0.0)
+    ]
 
 
 def check_same_losses(found: Sequence[Layout], peers: Sequence[Timed]) -> None:
     """Raises BenchError: not all compute the same losses."""
-    first = found[0].slow[0].losses
-    sides = [(one.name, rank.losses) for one in found for rank in one.slow] + [(p.name, p.losses) for p in peers]
+    first = found[0].ranks[0].losses
+    sides = [(one.name, rank.losses) for one in found for rank in one.ranks] + [(p.name, p.losses) for p in peers]
     for name, losses in sides:
         if not all(abs(a - b) <= _SAME * abs(b) for a, b in zip(losses, first, strict=True)):
             raise BenchError(f"{name} has the losses {list(losses)}, and {found[0].name} {list(first)}")
@@ -249,64 +293,72 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-29m", help="of bench.workload.MODELS, with a large vocabulary")
     parser.add_argument("--timings", action="store_true", help="on a machine that does nothing else")
-    parser.add_argument("--length", type=int, help="tokens of a micro-batch, with --timings (16)")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of each side, with --timings")
+    parser.add_argument("--length", type=int, help="tokens of a micro-batch of a pipeline, with --timings (64)")
+    parser.add_argument(
+        "--each", type=int, help="ranks of a pipeline on each host, with --timings (processors / hosts)"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each run, with --timings")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn, with --timings")
     parser.add_argument("--venv", type=Path, default=deepspeed_venv.default_place(), help="DeepSpeed's environment")
     parser.add_argument("--no-record", action="store_true", help="print, but leave the results file alone")
     arguments = parser.parse_args(words)
-    if arguments.length is not None and not arguments.timings:
-        parser.error("--length is of --timings, and has no effect without")
-    length = arguments.length or 16
+    if (arguments.length or arguments.each) is not None and not arguments.timings:
+        parser.error("--length and --each are of --timings, and have no effect without")
+    length, each = arguments.length or 64, arguments.each or max(1, len(os.sched_getaffinity(0)) // HOSTS)
     if (why := cluster.why_none()) is not None:
         print(f"bench.hosts: {why}", file=sys.stderr)
         return 2
     SCRATCH.mkdir(parents=True, exist_ok=True)
-    slow: list[list[Found]] = [[] for _ in LAYOUTS]
-    peers: list[Timed] = []
+    races: dict[str, tuple[list[Layout], list[Timed]]] = {}
     try:
         with TemporaryDirectory(dir=SCRATCH) as folder:
             scratch = Path(folder)
-            by_layout = measure(job(arguments.model, 4, 96, 2, scratch), LAYOUTS, None, None)
+            by_layout = measure(job(arguments.model, 4, 96, 2, scratch), LAYOUTS)
+            found = [Layout(name=name, ranks=ranks) for name, ranks in zip(LAYOUTS, by_layout, strict=True)]
             if arguments.timings:
                 python = deepspeed_venv.prepare(arguments.venv)
-                profile = host_of(load_machine(measure_machine(scratch, None, (EACH, RANKS))), MBIT)
+                counts = sorted({HOSTS, each, HOSTS * each, EACH, HOSTS * EACH} - {1})
+                whole = load_machine(measure_machine(scratch, None, counts))
+                work = job(arguments.model, 1, SHORT, 1 + arguments.steps, scratch)
+                races[f"{SHORT} tokens, {EACH} on each host"] = race(
+                    work, (FLAT, COPIES), EACH, whole, [], arguments.rounds
+                )
                 work = job(arguments.model, 1, length, 1 + arguments.steps, scratch)
-                slow = measure(work, LAYOUTS, MBIT, profile)
-                peers = [measure_peer(peer, work, MBIT) for peer in _peers(python)]
-        found = [Layout(name=n, ranks=r, slow=s) for n, r, s in zip(LAYOUTS, by_layout, slow, strict=True)]
-        if arguments.timings:
-            check_same_losses(found, peers)
+                peers = [TORCH, _deepspeed(python)]
+                races[f"{length} tokens, {each} on each host"] = race(
+                    work, (FLAT, PIPELINE), each, whole, peers, arguments.rounds
+                )
     except BenchError as error:
         print(f"bench.hosts: {error}", file=sys.stderr)
         return 2
-    print(table(found, peers))
+    tables = [table_of_bytes(found)]
+    for name, (layouts, peers) in races.items():
+        tables += [f"{name}:", table_of_times(layouts, peers)]
+    print("\n\n".join(tables))
     if not arguments.no_record:
-        timings = f" --timings --length {length}" if arguments.timings else ""
+        timings = f" --timings --length {length} --each {each}" if arguments.timings else ""
         note = f"`{COMMAND}{timings}`: {arguments.model}, fp32, {HOSTS} hosts of {EACH} ranks (network namespaces)"
-        title = f"hosts: {length} tokens" if arguments.timings else "hosts"
-        path = write_section(title, f"{note}; {machine()}\n\n{table(found, peers)}", results_file())
+        title = "hosts, timings" if arguments.timings else "hosts"
+        path = write_section(title, "\n\n".join([f"{note}; {machine()}", *tables]), results_file())
         print(f"written to {path.relative_to(ROOT)}")
-    missed = [line for one in found for line in one.missed()]
-    times = ratios({one.name: one for one in found if one.slow}, peers)
-    missed += [
-        f"the pipeline is {times[name]:.2f} times as fast as {name}, and {wanted} are required"
-        for name, wanted in FASTER.items()
-        if name in times and times[name] < wanted
-    ]
+    missed = [line for one in found for line in one.bytes_missed()]
+    for name, (layouts, peers) in races.items():
+        slow = [line for one in layouts for line in one.times_missed()] + too_slow(layouts, peers)
+        missed += [f"{name}: {line}" for line in slow]
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if missed else 0
 
 
-def _peers(python: Path) -> tuple[Peer, ...]:
-    return (
-        Peer(name="torch pipelining", module="bench.peer_pipelining", python=sys.executable),
-        Peer(
-            name="DeepSpeed ZeRO-3",
-            module="bench.peer_hosts",
-            python=python,
-            environment=deepspeed_venv.environment(python),
-        ),
+TORCH = Peer(name="torch pipelining", module="bench.peer_pipelining", python=sys.executable)
+
+
+def _deepspeed(python: Path) -> Peer:
+    return Peer(
+        name="DeepSpeed ZeRO-3",
+        module="bench.peer_hosts",
+        python=python,
+        environment=deepspeed_venv.environment(python),
     )
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from bench.harness import BenchError
-from bench.hosts import Layout, Timed, check_same_losses, ratios, table
-from bench.hosts_run import FLAT, LAYOUTS, Found, of_pipeline
+from bench.hosts import TORCH, Layout, Timed, check_same_losses, ratios, table_of_times, too_slow
+from bench.hosts_run import FLAT, LAYOUTS, PIPELINE, Found, of_pipeline
 
 from tests.programs import sent_bytes
 from tests.schedule.test_vertical_pipeline import programs
@@ -43,28 +43,29 @@ def found(name: str, seconds: float, predicted: float | None = None) -> Layout:
         busy={"compute": 0.5, "net": 3.0},
         losses=[2.0, 1.0],
     )
-    ranks = [replace(one, rank=rank) for rank in range(4)]
-    return Layout(name=name, ranks=ranks, slow=ranks)
+    return Layout(name=name, ranks=[replace(one, rank=rank) for rank in range(4)])
 
 
 def test_what_misses_is_said() -> None:
     good = found(FLAT, 1.1)
     assert good.bound == ("nic", pytest.approx(1.0))
-    assert good.missed() == []
-    assert ["1.20 times its largest" in line for line in found(FLAT, 1.2).missed()] == [True]
-    assert ["0.90 s were predicted" in line for line in found(FLAT, 1.1, 0.9).missed()] == [True]
+    assert good.bytes_missed() == good.times_missed() == []
+    assert ["1.20 times its largest" in line for line in found(FLAT, 1.2).times_missed()] == [True]
+    assert ["0.90 s were predicted" in line for line in found(FLAT, 1.1, 0.9).times_missed()] == [True]
     loud = replace(good, ranks=[replace(one, host=SENT + SENT // 80, traced=7) for one in good.ranks])
-    assert len(loud.missed()) == 4 + 2
-    assert ["nothing" in line for line in replace(good, slow=[replace(good.slow[0], predicted=None)]).missed()] == [
-        True
-    ]
+    assert len(loud.bytes_missed()) == 4 + 2
+    unknown = replace(good, ranks=[replace(one, predicted=None) for one in good.ranks])
+    assert ["nothing" in line for line in unknown.times_missed()] == [True]
 
 
 def test_the_pipeline_is_held_beside_all_others_whose_losses_are_the_same() -> None:
     layouts = [found(name, seconds) for name, seconds in zip(LAYOUTS, (5.0, 3.0, 2.0), strict=True)]
-    peer = Timed(name="torch pipelining", seconds=[3.0, 2.0, 2.5], losses=[2.0, 1.0])
-    assert ratios({one.name: one for one in layouts}, [peer]) == {FLAT: 2.5, "copies": 1.5, "torch pipelining": 1.25}
-    assert "| torch pipelining | 2.50 s | | | | | **1.25x** |" in table(layouts, [peer])
+    peer = Timed(name=TORCH.name, seconds=[3.0, 2.0, 2.5], losses=[2.0, 1.0])
+    assert ratios(layouts, [peer]) == {FLAT: 2.5, "copies": 1.5, "torch pipelining": 1.25}
+    assert "| torch pipelining | 2.50 s | | | | | **1.25x** |" in table_of_times(layouts, [peer])
+    assert too_slow(layouts, [peer]) == []
+    slow = [*layouts[:-1], found(PIPELINE, 2.6)]
+    assert [line.partition("as fast as ")[2].partition(",")[0] for line in too_slow(slow, [peer])] == [FLAT, peer.name]
     check_same_losses(layouts, [peer])
     with pytest.raises(BenchError, match="torch pipelining has the losses"):
         check_same_losses(layouts, [replace(peer, losses=[2.0, 1.01])])
