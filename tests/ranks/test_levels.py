@@ -58,10 +58,10 @@ def of_step(step: int, rank: int) -> Any:
 
 
 @cache
-def of_one_rank() -> dict[str, Any]:
-    """What ``crossed`` finds and leaves, of one process that sums as its ranks do."""
-    with wrap(CASE, budget(None), strands=HOSTS * EACH, **HOW) as engine:
-        steps = [[mb for rank in range(HOSTS * EACH) for mb in of_step(step, rank)] for step in (1, 2)]
+def of_one_rank(ranks: int) -> dict[str, Any]:
+    """What so many ranks find and leave, of one process that sums as they do."""
+    with wrap(CASE, budget(None), strands=ranks, **HOW) as engine:
+        steps = [[mb for rank in range(ranks) for mb in of_step(step, rank)] for step in (1, 2)]
         return results(engine, run_steps(engine, steps))
 
 
@@ -114,8 +114,36 @@ def test_of_each_gradient_and_each_gather_a_host_sends_the_others_one_whole() ->
     the bits of one rank."""
     found = together(HOSTS * EACH, crossed)
     for one in found:
-        equal(one["found"], of_one_rank())
+        equal(one["found"], of_one_rank(HOSTS * EACH))
     for host in range(HOSTS):
         ranks = found[host * EACH : (host + 1) * EACH]
         whole = (ranks[0]["elements"] * 2 + ranks[0]["made"] * 4) * (HOSTS - 1) // HOSTS
         assert whole <= sum(one["sent"] for one in ranks) <= whole * 1.01
+
+
+def apart(mesh: DeviceMesh) -> tuple[int, dict[str, Any]]:
+    """Collectives of gloo in a step of ranks that are each on a host of its own; what two steps have found and left."""
+    os.environ["GROUP_RANK"] = str(mesh.get_rank())
+    count = 0
+    gather = Together.gather_in
+
+    def gather_in(ranks: Together, group: "dist.ProcessGroup", out: torch.Tensor, part: torch.Tensor) -> None:
+        nonlocal count
+        count += group is not ranks.control
+        gather(ranks, group, out, part)
+
+    def exchange_in(*_: object) -> None:
+        raise AssertionError("a collective of gloo")
+
+    with pytest.MonkeyPatch.context() as patch, wrap(CASE, budget(None), mesh=mesh, stage=3, **HOW) as engine:
+        patch.setattr(Together, "gather_in", gather_in)
+        patch.setattr(Together, "exchange_in", exchange_in)
+        steps = [engine.step(of_step(step, mesh.get_rank())) for step in (1, 2)]
+        return count, results(engine, result_of(engine, steps))
+
+
+def test_ranks_on_hosts_of_their_own_send_each_other_pieces_and_use_no_collective() -> None:
+    """Those of gloo reach half of such a link."""
+    for count, found in together(2, apart):
+        assert count == 0
+        equal(found, of_one_rank(2))

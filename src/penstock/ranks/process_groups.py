@@ -110,21 +110,21 @@ class Together(Telling):
         self._watch = Watch(store, self.rank, places, self._calls)
         self._giving_up = GivingUp(self._watch)
         self._members, self._device = members, device
+        self._hosts = [place.host for place in places]
         try:
             self.control = self._join(members, "gloo", device)
             """the process group of what ranks tell each other"""
             self._data = self._join(members, dist.get_default_backend_for_device(device), device)
             self._crossing = self._join(members, "gloo", device) if self.are_pipeline else None
-            if self.copies > 1:
-                self._of_copy = Some(self, axes.of_copy(self.rank))
-            if 1 < self.stages < self.size:  # pipelines beside each other
-                self._pipe = Some(self, axes.of_pipeline(self.rank), tells=True)
-                self._sharing = Some(self, axes.of_stage(self.rank), tells=True, cp=self.cp)
             some_of_hosts = Across if self.hosts > 1 and device.type == "cpu" else Some
             if self.copies > 1:
+                self._of_copy = self._some(axes.of_copy(self.rank))
                 self._of_part = some_of_hosts(self, axes.of_part(self.rank))
+            if 1 < self.stages < self.size:  # pipelines beside each other
+                self._pipe = Some(self, axes.of_pipeline(self.rank), tells=True)
+                self._sharing = self._some(axes.of_stage(self.rank), tells=True, cp=self.cp)
             if self.cp > 1:
-                self._of_sequence = Some(self, axes.of_sequence(self.rank))
+                self._of_sequence = self._some(axes.of_sequence(self.rank))
             self._between: Some | None = None
             """the ranks of ``of_place``, for collectives of all that have two levels"""
             if self.copies == self.stages == 1 and 1 < self.hosts < self.size:
@@ -132,6 +132,9 @@ class Together(Telling):
                 self._of_host = Some(self, hosts.of_copy(self.rank))
                 self._between = some_of_hosts(self, hosts.of_part(self.rank))
                 self._of_place = some_of_hosts(self, hosts.of_part(self.rank))
+            alone = self.copies == self.stages == 1 and self._are_apart(range(self.size))
+            self._apart = Across(self, range(self.size)) if alone else None
+            """all ranks, if each is on a host of its own"""
         except BaseException as error:
             self._watch.tell(error)
             raise
@@ -173,8 +176,17 @@ class Together(Telling):
         except RuntimeError as error:
             raise self._watch.lost(error) from error
 
+    def _are_apart(self, ranks: Sequence[int]) -> bool:
+        """True if each of some ranks is on a host of its own, without a GPU."""
+        return self._device.type == "cpu" and 1 < len(ranks) == len({self._hosts[rank] for rank in ranks})
+
+    def _some(self, ranks: Sequence[int], *, tells: bool = False, cp: int = 1) -> "Some":
+        return (Across if self._are_apart(ranks) else Some)(self, ranks, tells=tells, cp=cp)
+
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        if self._between is None:
+        if self._apart is not None:
+            self._apart.gather(out, part)
+        elif self._between is None:
             self.gather_in(self._data, out, part)
         else:
             levels.gather_between(self._between, out, part)
@@ -198,7 +210,10 @@ class Together(Telling):
         self._wait(work, out, part)
 
     def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
-        self.exchange_in(self._data, out, into)
+        if self._apart is None:
+            self.exchange_in(self._data, out, into)
+        else:
+            self._apart.exchange(out, into)
 
     def exchange_in(self, group: "dist.ProcessGroup", out: torch.Tensor, into: torch.Tensor) -> None:
         work = dist.all_to_all_single(out.view(-1), into.view(-1), group=group, async_op=True)
@@ -395,10 +410,10 @@ class Some(Telling):
 
 class Across(Some):
     """Ranks of different hosts, without GPUs. Each sends each other what is for that one, straight from and to where it
-    belongs, in small pieces: where ranks of one host share its link, the collectives of gloo reach 0.6 to 0.8 of it."""
+    belongs, in small pieces: the collectives of gloo reach 0.5 to 0.8 of a link."""
 
-    def __init__(self, all_of_them: Together, members: Sequence[int]) -> None:
-        super().__init__(all_of_them, members)
+    def __init__(self, all_of_them: Together, members: Sequence[int], *, tells: bool = False, cp: int = 1) -> None:
+        super().__init__(all_of_them, members, tells=tells, cp=cp)
         self._others = {rank: row for row, rank in enumerate(members) if row != self.rank}
 
     def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
