@@ -430,6 +430,18 @@ def test_a_torn_first_commit_of_a_store_that_takes_over_leaves_it_without_one(tm
         assert (store.commits.sequence, store.last_commit()) == (0, None)
 
 
+@pytest.mark.parametrize("last", [b"\v", b"\f", b"\0", b"}"])
+def test_a_commit_file_that_is_filled_up_with_anything_but_blanks_is_damaged(last: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    with Store.create([path], LAYOUT, model=MODEL) as store:
+        for step in (1, 2):
+            store.commit({"step": step})
+        file = store.commits.path
+    file.write_bytes(file.read_bytes()[:-1] + last)
+    with Store.open([path]) as store:
+        assert store.last_commit() == {"step": 1}
+
+
 def test_two_damaged_commits_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "d"
     Store.create([path], LAYOUT, model=MODEL).close()
