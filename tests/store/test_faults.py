@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -175,6 +176,24 @@ def test_a_creation_that_was_interrupted_leaves_nothing(tmp_path: Path, monkeypa
 
 
 # ---- read-only
+
+
+def test_after_any_call_that_fails_as_a_store_is_made_the_same_process_can_make_it(tmp_path: Path) -> None:
+    """No lock is kept: not where what an interrupted creation has left cannot be removed, either."""
+    counted = Nth(-1, error(errno.EIO))
+    with intercepted(tmp_path / "counted", counted, names=True):
+        Store.create([tmp_path / "counted"], LAYOUT, model={}).close()
+    refused = 0
+    for number in range(len(counted.calls)):
+        path = tmp_path / str(number)
+        try:
+            with intercepted(path, Nth(number, error(errno.EIO)), names=True):
+                Store.create([path], LAYOUT, model={}).close()
+        except StoreError:
+            refused += 1
+            Store.create([path], LAYOUT, model={}).close()
+        shutil.rmtree(path)
+    assert refused > len(counted.calls) // 2
 
 
 def test_a_read_only_file_system_is_refused(small_disk: Path) -> None:

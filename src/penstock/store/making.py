@@ -53,10 +53,10 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
                 f"{path} holds a {MANIFEST} and no store: give another directory, or delete that if it is of a store "
                 "whose data is gone"
             )
+        remove_files([path])
     except BaseException:
         lock.release(remove=not any(directory.is_there(path / name) for name in (DATA, NEXT)))
         raise
-    remove_files([path])
     undo.callback(lock.release, remove=True)
     undo.callback(remove_files, [path])
     return lock

@@ -209,7 +209,7 @@ class CommitLog:
             except StoreError as e:  # one of the two may be blank, or torn by a crash while it was written
                 if isinstance(e.__cause__, OSError) and not isinstance(e.__cause__, _NO_FILE):
                     raise _refused(str(e), e.__cause__) from e.__cause__
-                faults[path] = e
+                faults[path] = StoreError(str(e))  # its own traceback leads here, and to all that has called this
         return found, faults
 
     @property
