@@ -44,6 +44,7 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
     if directory.make_directory(path):
         undo.callback(_remove_if_empty, path)
     lock = DirectoryLock(path)
+    undo.callback(lock.forget)  # whatever fails before it is released, or as it is
     try:
         require_settled(path)
         if directory.is_there(path / DATA):
