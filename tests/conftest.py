@@ -116,9 +116,14 @@ def no_stored_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def later_tests_measure_nothing(no_stored_profiles: None) -> Iterator[None]:
-    """A test that takes the switch out of the environment puts it back."""
+    """A test that takes the switch out of the environment puts it back, and one that measures has a folder of its own
+    for the profile: with one, each engine that is opened later would time its stages and search for a plan."""
     yield
     assert os.environ.get("PENSTOCK_MEASURE") == "never"
+    left = [*Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json")]
+    for path in left:  # for the next test's sake
+        path.unlink()
+    assert not left
 
 
 @pytest.fixture(autouse=True, scope="session")

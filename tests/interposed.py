@@ -101,14 +101,17 @@ class Commands:
 
 @contextmanager
 def commands(folder: Path) -> Iterator[Commands]:
-    """``folder``: where the library is built, and the output of the commands goes."""
+    """``folder``: where the library is built, and the output of the commands goes; and profiles of the machine, into
+    ``cache``."""
     library = folder / "interposed.so"
     source = Path(__file__).with_suffix(".cpp")
     subprocess.run(["c++", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
     alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.interposed"],
-        env=os.environ | alone | {"LD_PRELOAD": str(library), "TOKENIZERS_PARALLELISM": "false"},
+        env=os.environ
+        | alone
+        | {"LD_PRELOAD": str(library), "TOKENIZERS_PARALLELISM": "false", "XDG_CACHE_HOME": str(folder / "cache")},
         cwd=source.parent.parent,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -75,7 +75,8 @@ class Place:
         return self.penstock(["train", str(self.folder / "config.yaml"), *words], fault=fault, at=at)
 
     def put(self, before: str | None) -> None:
-        """What ``keep`` has kept under this name; None: nothing."""
+        """What ``keep`` has kept under this name; None: nothing. Nor is anything left of what was measured."""
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
             if before is None:

@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -114,13 +115,15 @@ def undisturbed(way: int) -> Wanted:
         return losses, dict(engine.master_parameters())
 
 
-def test_ranks_that_are_killed_go_on_bit_by_bit(campaign: Campaign, tmp_path: Path) -> None:
+@pytest.mark.sampled(1, values=False)
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_ranks_that_are_killed_go_on_bit_by_bit(way: int, campaign: Campaign, tmp_path: Path) -> None:
     kills = alone = 0
-    for case in range(campaign.cases(1, 90)):
+    for case in range(way, campaign.cases(way + 1, 90), len(WAYS)):
         rng = Random(case)
-        settings, size, folder = WAYS[case % len(WAYS)], rng.choice((2, 2, 4)), tmp_path / str(case)
+        settings, size, folder = WAYS[way], rng.choice((2, 2, 4)), tmp_path / str(case)
         folder.mkdir()
-        wanted, parameters = undisturbed(case % len(WAYS))
+        wanted, parameters = undisturbed(way)
         disk, losses = folder / "store", dict[int, float]()
         for attempt in range(8):
             before = returned(disk)
@@ -142,6 +145,7 @@ def test_ranks_that_are_killed_go_on_bit_by_bit(campaign: Campaign, tmp_path: Pa
             raise AssertionError(f"case {case} does not end")
         assert {step: losses[step] for step in losses} == {step: wanted[step] for step in losses}, case
         assert all(torch.equal(last[name], tensor) for name, tensor in parameters.items()), case
+    assert kills
     campaign.found(f"{kills} ranks killed, {alone} of them alone: every run went on from its last step, bit by bit")
 
 
@@ -204,8 +208,8 @@ def each_of(
     what: Callable[..., list[Any]], folder: Path, settings: dict[str, Any], cases: Sequence[Any]
 ) -> Iterator[Any]:
     """What two ranks say of each case, some cases in a world of their own."""
-    for first in range(0, len(cases), 4):
-        yield from zip(*together(2, what, folder, settings, cases[first : first + 4]), strict=True)
+    for first in range(0, len(cases), 10):
+        yield from zip(*together(2, what, folder, settings, cases[first : first + 10]), strict=True)
 
 
 def with_faults(
@@ -228,20 +232,19 @@ def with_faults(
     return found
 
 
-def test_a_drive_that_fails_at_any_call_of_any_rank(campaign: Campaign, tmp_path: Path) -> None:
-    rng, failed = Random(1), 0
-    for way, settings in enumerate(WAYS if campaign.full else WAYS[:1]):
-        wanted, folder = undisturbed(way), tmp_path / f"failed-{way}"
-        folder.mkdir()
-        cases = [
-            (n % 2, call, rng.choice((errno.ENOSPC, errno.EIO)))
-            for n, call in enumerate(rng.sample(range(260), campaign.cases(2, 60)))
-        ]
-        for outcomes in each_of(with_faults, folder, settings, cases):
-            before = max(step for _, step, _ in outcomes)
-            for _, _, after in outcomes:
-                assert_gone_on(after, wanted, least=before - late(settings), most=before + 1)
-            failed += any(said for said, _, _ in outcomes)
+@pytest.mark.sampled(1, values=False)
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_a_drive_that_fails_at_any_call_of_any_rank(way: int, campaign: Campaign, tmp_path: Path) -> None:
+    rng, failed, settings, wanted = Random(f"fails {way}"), 0, WAYS[way], undisturbed(way)
+    cases = [
+        (n % 2, call, rng.choice((errno.ENOSPC, errno.EIO)))
+        for n, call in enumerate(rng.sample(range(260), campaign.cases(2, 60)))
+    ]
+    for outcomes in each_of(with_faults, tmp_path, settings, cases):
+        before = max(step for _, step, _ in outcomes)
+        for _, _, after in outcomes:
+            assert_gone_on(after, wanted, least=before - late(settings), most=before + 1)
+        failed += any(said for said, _, _ in outcomes)
     campaign.found(f"{failed} runs of two ranks ended by ENOSPC or EIO at a call of one: all gone on, bit by bit")
 
 
@@ -258,55 +261,66 @@ def all_gone_on(mesh: DeviceMesh, folder: Path, settings: dict[str, Any], disks:
     return [go_on(mesh, disk, settings) for disk in disks]
 
 
-def test_the_power_fails_with_each_drive_at_another_point(campaign: Campaign, tmp_path: Path) -> None:
+@pytest.mark.sampled(1, values=False)
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_the_power_fails_with_each_drive_at_another_point(way: int, campaign: Campaign, tmp_path: Path) -> None:
     """One instant for all drives, each of which has lost what it will of what it was not told to flush by then."""
-    rng, begun = Random(2), Counter[int]()
-    count = campaign.cases(1, 50)
-    for way in range(len(WAYS)) if campaign.full else (1,):
-        settings, wanted, folder = WAYS[way], undisturbed(way), tmp_path / f"cut-{way}"
-        folder.mkdir()
-        logs, disks, bounds = together(2, logged, folder, settings), list[Path](), list[tuple[int, int]]()
-        for case in range(count):
-            commit = rng.choice(rng.choice(logs).commits)
-            instant = rng.randint(commit.began, commit.ended)
-            disks.append(folder / str(case) / "store")
-            for rank, log in enumerate(logs):
-                disks[-1].mkdir(parents=True, exist_ok=True)
-                log.image(instant, rng.choice(LOSSES), rng, disks[-1] / f"rank-{rank}")
-            least = min(max((c.step for c in log.commits if c.ended <= instant), default=0) for log in logs)
-            bounds.append((least, max(c.step for log in logs for c in log.commits if c.began <= instant)))
-        for outcomes, (least, most) in zip(each_of(all_gone_on, folder, settings, disks), bounds, strict=True):
-            for one in outcomes:
-                assert_gone_on(one, wanted, least=least, most=most)
-                begun[one[0]] += 1
+    rng, begun, settings, wanted = Random(f"cut {way}"), Counter[int](), WAYS[way], undisturbed(way)
+    logs, disks, bounds = together(2, logged, tmp_path, settings), list[Path](), list[tuple[int, int]]()
+    for case in range(campaign.cases(1, 50)):
+        commit = rng.choice(rng.choice(logs).commits)
+        instant = rng.randint(commit.began, commit.ended)
+        disks.append(tmp_path / str(case) / "store")
+        for rank, log in enumerate(logs):
+            disks[-1].mkdir(parents=True, exist_ok=True)
+            log.image(instant, rng.choice(LOSSES), rng, disks[-1] / f"rank-{rank}")
+        least = min(max((c.step for c in log.commits if c.ended <= instant), default=0) for log in logs)
+        bounds.append((least, max(c.step for log in logs for c in log.commits if c.began <= instant)))
+    for outcomes, (least, most) in zip(each_of(all_gone_on, tmp_path, settings, disks), bounds, strict=True):
+        for one in outcomes:
+            assert_gone_on(one, wanted, least=least, most=most)
+            begun[one[0]] += 1
     campaign.found(f"power cut of two ranks' drives, gone on from step (times two) {dict(sorted(begun.items()))}")
 
 
+def stopped(case: int, folder: Path, size: int, victim: int, first: int, wait: float) -> None:
+    """One of ``size`` ranks is stopped, ``wait`` seconds after the step ``first``, and killed when the others have long
+    given it up."""
+    settings, wanted, disk = WAYS[case % len(WAYS)], undisturbed(case % len(WAYS)), folder / "store"
+    world = World(size, go_on, disk, settings)
+    pid = world.processes[victim].pid
+    assert pid is not None
+    world.joined()
+    while returned(disk) < first:
+        time.sleep(0.01)
+    time.sleep(wait)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(12.0)
+    os.kill(pid, signal.SIGKILL)
+    before = returned(disk)
+    for rank, one in enumerate(world.outcomes()):
+        if isinstance(one, RankFailedError):
+            assert f"rank {victim}" in one.said or "another rank was gone" in one.said, (case, rank, one.said)
+    for one in together(size, go_on, disk, settings):
+        assert_gone_on(one, wanted, least=before - late(settings), most=before + 1)
+
+
 def test_a_rank_that_is_stopped_is_named_and_all_go_on(campaign: Campaign, tmp_path: Path) -> None:
+    """Six runs at a time, as each does nothing for nearly all of it."""
     if not campaign.full:
         pytest.skip("a silence takes eight seconds; tests/ranks/test_failures.py has one")
     rng, cases = Random(3), 30
-    for case in range(cases):
-        settings, size = WAYS[case % len(WAYS)], rng.choice((2, 4))
-        wanted = undisturbed(case % len(WAYS))
-        disk = tmp_path / str(case) / "store"
-        disk.parent.mkdir()
-        world, victim = World(size, go_on, disk, settings), rng.randrange(size)
-        pid, first = world.processes[victim].pid, rng.randrange(4)
-        assert pid is not None
-        world.joined()
-        while returned(disk) < first:
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.3))
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(12.0)
-        os.kill(pid, signal.SIGKILL)
-        before = returned(disk)
-        for rank, one in enumerate(world.outcomes()):
-            if isinstance(one, RankFailedError):
-                assert f"rank {victim}" in one.said or "another rank was gone" in one.said, (case, rank, one.said)
-        for one in together(size, go_on, disk, settings):
-            assert_gone_on(one, wanted, least=before - late(settings), most=before + 1)
+    for way in range(len(WAYS)):  # by one thread
+        undisturbed(way)
+    with ThreadPoolExecutor(6) as pool:
+        running = []
+        for case in range(cases):
+            (folder := tmp_path / str(case)).mkdir()
+            size = rng.choice((2, 4))
+            given = rng.randrange(size), rng.randrange(4), rng.uniform(0, 0.3)
+            running.append(pool.submit(stopped, case, folder, size, *given))
+        for one in running:
+            one.result()
     campaign.found(f"{cases} ranks stopped (SIGSTOP): all gone on, bit by bit")
 
 
@@ -334,21 +348,22 @@ def go_on_saving(
         return begun, losses, dict(engine.master_parameters())
 
 
-def test_ranks_that_are_killed_while_they_save_go_on_from_a_whole_snapshot(campaign: Campaign, tmp_path: Path) -> None:
+@pytest.mark.sampled(1, values=False)
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_ranks_that_are_killed_while_they_save_go_on_from_a_whole_snapshot(
+    way: int, campaign: Campaign, tmp_path: Path
+) -> None:
     """Each time by another number of ranks; what a kill has left half written goes with the next save."""
     if not campaign.full:
         pytest.skip("five seconds; tests/ranks has what fails, and a rank that is killed after a save")
-    rng, killed, between = Random(4), 0, 0
-    for case in range(40):
-        folder, settings = tmp_path / str(case), WAYS[case % len(WAYS)]
-        (folder / "whole" / "in").mkdir(parents=True)
-        _, wanted, parameters = together(2, go_on_saving, folder / "whole" / "in" / "snapshot", settings, 0, -1)[0]
-        path, losses = folder / "killed" / "in" / "snapshot", dict[int, float]()
+    rng, killed, between, (wanted, parameters) = Random(f"saved {way}"), 0, 0, undisturbed(way)
+    for case in range(way, 40, len(WAYS)):
+        path, losses = tmp_path / str(case) / "in" / "snapshot", dict[int, float]()
         path.parent.mkdir(parents=True)
         for attempt in range(8):
             size, before = rng.choice((2, 4)), returned(path.parent)
             call = rng.randrange(200) if attempt < 3 else -1
-            found = World(size, go_on_saving, path, settings, rng.randrange(size), call).outcomes()
+            found = World(size, go_on_saving, path, WAYS[way], rng.randrange(size), call).outcomes()
             killed += any(one is None for one in found)
             for one in found:
                 if isinstance(one, RankFailedError):

@@ -232,10 +232,19 @@ def of_each(what: Callable[[Ranks], int | None], kind: Kind, **last: Any) -> lis
         except BaseException as error:  # noqa: BLE001 - all of it is told
             if not isinstance(error, StoreError | ConfigError):  # which all ranks have raised
                 meeting.fail(error)
-            return error.with_traceback(None)
+            return _alone(error)
 
     with ThreadPoolExecutor(kind.ranks) as pool:
         return list(pool.map(run, range(kind.ranks)))
+
+
+def _alone(error: BaseException) -> BaseException:
+    """The error without the frames that it has come through: they keep all that they had, and the thread's keeps it."""
+    at: BaseException | None = error
+    while at is not None:
+        at.__traceback__ = None
+        at = at.__cause__ or at.__context__
+    return error
 
 
 ACTING = threading.local()

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -21,7 +22,7 @@ from penstock.store.facts import store_exists
 from penstock.store.manifest import DATA
 from penstock.store.removal import delete_store
 from tests import faults, warm
-from tests.faults import Nth, error, failing, fill, intercepted
+from tests.faults import Hook, Nth, error, failing, fill, intercepted
 from tests.store.test_store import random_bytes
 
 LAYOUT = Layout.build([("a", 64 * ALIGN, 1)], {"a": (Region(nbytes=64 * ALIGN, block=ALIGN),)})
@@ -172,6 +173,51 @@ def test_a_creation_that_was_interrupted_leaves_nothing(tmp_path: Path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         Store.create([tmp_path / "a", tmp_path / "b"], LAYOUT, model={})
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_after_any_call_that_fails_as_a_store_is_made_the_same_process_can_make_it(
+    lasting: bool, tmp_path: Path
+) -> None:
+    """No lock is kept: not where what an interrupted creation has left cannot be removed, either. ``lasting``: all
+    calls after it fail, too, those that remove the lock's file among them."""
+    counted = Nth(-1, error(errno.EIO))
+    with intercepted(tmp_path / "counted", counted, names=True):
+        Store.create([tmp_path / "counted"], LAYOUT, model={}).close()
+    refused = 0
+    for number in range(len(counted.calls)):
+        path, hook = tmp_path / str(number), Nth(number, error(errno.EIO))
+        try:
+            with intercepted(path, _lasting(hook) if lasting else hook, names=True):
+                Store.create([path], LAYOUT, model={}).close()
+        except StoreError:
+            refused += 1
+            if store_exists([path]):  # it was whole, and could not be removed
+                delete_store([path])
+            Store.create([path], LAYOUT, model={}).close()
+        shutil.rmtree(path)
+    assert refused > len(counted.calls) // 2
+
+
+def _lasting(hook: Nth) -> Hook:
+    return lambda call, go: error(errno.EIO)(call, go) if hook.struck else hook(call, go)
+
+
+def test_a_directory_that_cannot_be_looked_at_is_not_kept_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        if path.name == DATA:
+            raise OSError(errno.EIO, "a fault")
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "lstat", lstat)
+        with pytest.raises(StoreError, match="cannot be looked at"):
+            Store.create([tmp_path / "d"], LAYOUT, model={})
+    Store.create([tmp_path / "d"], LAYOUT, model={}).close()
 
 
 # ---- read-only

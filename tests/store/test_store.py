@@ -1,14 +1,17 @@
 """The store on real files with real processes: what is written is what is read, and one run at a time."""
 
 import errno
+import gc
 import json
 import os
 import shutil
 import signal
 import stat
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -428,6 +431,32 @@ def test_a_torn_first_commit_of_a_store_that_takes_over_leaves_it_without_one(tm
     file.write_bytes(file.read_bytes()[: records.RESERVE // 2] + b"torn".ljust(records.RESERVE // 2))
     with Store.open([path]) as store:
         assert (store.commits.sequence, store.last_commit()) == (0, None)
+
+
+@pytest.mark.parametrize("last", [b"\v", b"\f", b"\0", b"}"])
+def test_a_commit_file_that_is_filled_up_with_anything_but_blanks_is_damaged(last: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    with Store.create([path], LAYOUT, model=MODEL) as store:
+        for step in (1, 2):
+            store.commit({"step": step})
+        file = store.commits.path
+    file.write_bytes(file.read_bytes()[:-1] + last)
+    with Store.open([path]) as store:
+        assert store.last_commit() == {"step": 1}
+
+
+def test_a_store_that_is_closed_is_gone_at_once(tmp_path: Path) -> None:
+    """Nothing that was caught leads back to who has made or opened it: one of its commit files is blank."""
+    gc.disable()
+    try:
+        for make in (partial(Store.create, layout=LAYOUT, model=MODEL), Store.open):
+            opened = make([tmp_path / "d"])
+            opened.close()
+            gone = weakref.ref(opened)
+            del opened
+            assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_two_damaged_commits_are_an_error(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
@@ -17,6 +19,9 @@ from typing import Any, Literal, TypeVar, Union
 from penstock.documents.text import MalformedError
 
 T = TypeVar("T")
+
+_Reader = Callable[[Any, str], Any]
+"""Of a value and what it is called."""
 
 LARGEST = 2**63 - 1
 """The largest size or count: no file and no machine has more."""
@@ -39,7 +44,7 @@ def decode(kind: type[T], value: Any, place: str = "") -> T:
     Raises:
         MalformedError: a key is missing or unknown, or a value is not of the type that it must be.
     """
-    found: T = _decode(kind, value, place)
+    found: T = _reader(kind)(value, place)
     return found
 
 
@@ -87,36 +92,85 @@ def _items(value: Any, origin: Any, args: tuple[Any, ...]) -> list[tuple[Any, An
     return None
 
 
-def _decode(hint: Any, value: Any, place: str) -> Any:
-    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for option in options:
-        origin, args = typing.get_origin(option), typing.get_args(option)
-        if isinstance(option, type) and dataclasses.is_dataclass(option):
-            if isinstance(value, dict):
-                return _instance(option, value, place)
-        elif (each := _items(value, origin, args)) is not None:
-            return tuple(_decode(inner, item, f"{place}[{n}]") for n, (item, inner) in enumerate(each))
-        elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
-            return {key: _decode(args[1], item, _within(place, key)) for key, item in value.items()}
-        elif fits(value, option):
-            return value
-    raise MalformedError(f"{place or 'the whole of it'} must be {expected(hint)}, not {shown(value)}")
+def _reader(hint: Any) -> _Reader:
+    """A reader of values of a hint, made once for all of them: to take a hint apart takes longer than to read a value,
+    and a store of a large model has tens of thousands."""
+    unions = typing.get_origin(hint) in (Union, types.UnionType)
+    ways = [way for option in (typing.get_args(hint) if unions else (hint,)) for way in _ways(option)]
+
+    def read(value: Any, place: str) -> Any:
+        for takes, as_it_says in ways:
+            if takes(value):
+                return as_it_says(value, place)
+        raise MalformedError(f"{place or 'the whole of it'} must be {expected(hint)}, not {shown(value)}")
+
+    return read
+
+
+def _ways(option: Any) -> list[tuple[Callable[[Any], bool], _Reader]]:
+    """Pairs of a test of values and their reader, in turn, for a hint that is no union."""
+    origin, args = typing.get_origin(option), typing.get_args(option)
+    if isinstance(option, type) and dataclasses.is_dataclass(option):
+        return [(_is_object, partial(_instance, option))]
+    if origin is tuple and args[-1] is not Ellipsis:
+        own = [_reader(inner) for inner in args]
+        return [(lambda value: _is_list(value) and len(value) == len(own), partial(_each, own))]
+    if origin is tuple or (isinstance(origin, type) and issubclass(origin, Sequence)):
+        return [(_is_list, partial(_each, repeat(_reader(args[0]))))]
+    found: list[tuple[Callable[[Any], bool], _Reader]] = [(partial(fits, hint=option), _itself)]
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        inner = _reader(args[1])
+        return [(_is_object, lambda value, place: {k: inner(v, _within(place, k)) for k, v in value.items()}), *found]
+    return [(_PLAINLY[option], _itself), *found] if option in _PLAINLY else found
+
+
+def _itself(value: Any, place: str) -> Any:
+    return value
+
+
+def _each(readers: Iterable[_Reader], value: Sequence[Any], place: str) -> tuple[Any, ...]:
+    return tuple(read(item, f"{place}[{n}]") for n, (item, read) in enumerate(zip(value, readers, strict=False)))
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+_PLAINLY: dict[Any, Callable[[Any], bool]] = {
+    int: lambda value: type(value) is int and -LARGEST <= value <= LARGEST,
+    str: lambda value: type(value) is str,
+}
+"""Most of all values, which are told at once."""
 
 
 def _instance(kind: type[Any], value: Mapping[str, Any], place: str) -> Any:
-    hints = hints_of(kind)
+    hints, readers = hints_of(kind), _readers_of(kind)
     if unknown := [key for key in value if key not in hints]:
         raise MalformedError(f"{place or 'it'} has {shown(unknown[0])}, which is none of {', '.join(hints)}")
     needed = (f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING)
     if missing := [name for name in needed if name not in value]:
         raise MalformedError(f"{place or 'it'} lacks {missing[0]!r}")
-    fields = {key: _decode(hints[key], item, _within(place, key)) for key, item in value.items()}
+    fields = {key: readers[key](item, _within(place, key)) for key, item in value.items()}
     try:
         return kind(**fields)
     except MalformedError:
         raise
     except ValueError as error:
         raise MalformedError(f"{place}: {error}" if place else str(error)) from None
+
+
+def _readers_of(kind: type[Any]) -> Mapping[str, _Reader]:
+    """The readers of a dataclass's fields."""
+    if kind not in _READERS:
+        _READERS[kind] = {name: _reader(hint) for name, hint in hints_of(kind).items()}
+    return _READERS[kind]
+
+
+_READERS: dict[type[Any], Mapping[str, _Reader]] = {}
 
 
 def _within(place: str, key: str) -> str:

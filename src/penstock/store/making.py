@@ -44,6 +44,7 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
     if directory.make_directory(path):
         undo.callback(_remove_if_empty, path)
     lock = DirectoryLock(path)
+    undo.callback(lock.forget)  # whatever fails before it is released, or as it is
     try:
         require_settled(path)
         if directory.is_there(path / DATA):
@@ -53,10 +54,10 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
                 f"{path} holds a {MANIFEST} and no store: give another directory, or delete that if it is of a store "
                 "whose data is gone"
             )
+        remove_files([path])
     except BaseException:
         lock.release(remove=not any(directory.is_there(path / name) for name in (DATA, NEXT)))
         raise
-    remove_files([path])
     undo.callback(lock.release, remove=True)
     undo.callback(remove_files, [path])
     return lock
