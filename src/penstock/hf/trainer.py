@@ -186,7 +186,7 @@ class EngineMixin(EvaluationSteps):
         try:
             with ranks.together("wrap"):
                 if self._resumes is not None:
-                    look = partial(checkpoint.look_into, self._resumes, model, asked, ranks.sharing.size)
+                    look = partial(checkpoint.look_into, self._resumes, model, asked, ranks)
                     ranks.jointly("checkpoint to go on from", look)
                 if ranks.hosts > 1 and self.args.save_on_each_node:
                     raise ranks.of_all(
