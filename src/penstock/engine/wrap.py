@@ -35,6 +35,7 @@ from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.store.owner import RUN_FILE, Owner, owner_in
 from penstock.tape.guard import check_unguarded
+from penstock.tape.parameters import refuse_left_over
 
 log = logging.getLogger("penstock")
 
@@ -76,6 +77,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
     dropped.settle()
     with alone(model, "this model"):
         check_unguarded(model)
+        refuse_left_over(model)
         ranks = join(asked.mesh, device) if joined is None else joined
         try:
             with holding(False), ranks.together("wrap"):

@@ -181,6 +181,7 @@ class EngineMixin(EvaluationSteps):
         device = self.args.device
         model = self.model
         assert isinstance(model, nn.Module)
+        model.zero_grad()  # as the library's own ``train`` does
         asked = self._asked(model)
         ranks = join(joint.mesh_of(self._engine_arguments, int(self.args.world_size), device.type), device)
         try:
