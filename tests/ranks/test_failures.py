@@ -241,6 +241,21 @@ def test_another_model_learning_rate_or_call_on_one_rank_is_said_on_all() -> Non
             assert f"all ranks need the same {wanted}" in said
 
 
+def unlike_once(mesh: DeviceMesh) -> int:
+    with wrap(CASE, budget(None), mesh=mesh) as engine:
+        first, second = micro_batches(mesh, 2)
+        with pytest.raises(penstock.ConfigError, match="all ranks need the same call") as error:
+            (engine.evaluate if mesh.get_rank() else engine.step)(first)
+        assert engine.inside.resources.ranks.is_of_all(error.value)
+        engine.step(second)
+        return engine.step_count
+
+
+def test_a_call_that_ranks_find_to_be_another_on_each_ends_nothing() -> None:
+    """An error that one of them told the others could reach these before their own."""
+    assert together(2, unlike_once) == [1, 1]
+
+
 def closing(mesh: DeviceMesh) -> None:
     with wrap(CASE, budget(None), mesh=mesh) as engine:
         for step in micro_batches(mesh, 1 + mesh.get_rank()):
