@@ -90,6 +90,31 @@ def test_a_call_of_one_rank_alone_is_said_on_all_who_wait_for_each_other(tmp_pat
     assert "and goes on waiting, for rank 1: all ranks make every call" in said
 
 
+def gathers_alone(mesh: DeviceMesh) -> str:
+    """What is said on the first rank, whose loss has a collective that the other one comes to later."""
+    watch.LONG = 0.5
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+
+    def loss_fn(model: Any, micro_batch: Any) -> Any:
+        if mesh.get_rank() == 0 or time.sleep(1.5) is None:
+            dist.barrier()
+        return PLAIN.loss_fn(model, micro_batch)
+
+    with wrap(PLAIN, budget(None), mesh=mesh, loss_fn=loss_fn) as engine:
+        engine.evaluate(PLAIN.micro_batches(1))
+    return "\n".join(said)
+
+
+def test_a_long_wait_in_a_collective_of_a_loss_is_said_on_the_rank_that_waits() -> None:
+    first, second = together(2, gathers_alone)
+    assert "rank 0 has waited within evaluate for" in first
+    assert "a collective that is not the engine's, as of a loss_fn" in first
+    assert "waited within" not in second
+
+
 def reads_alone(mesh: DeviceMesh) -> set[str]:
     """What the first rank is said to be in while it reads its copy of all values, and the other one does not."""
     with wrap(PLAIN, budget(None), mesh=mesh, stage=0) as engine:
