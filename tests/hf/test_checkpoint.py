@@ -131,7 +131,8 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_by_name(tmp_path: Path, lost:
 
 @pytest.mark.parametrize("damaged", ["trainer_state.json", "penstock.json", "scheduler.pt", "rng_state.pth"])
 def test_a_checkpoint_with_a_damaged_file_is_refused_by_name(tmp_path: Path, damaged: str) -> None:
-    """One that ends too soon, and of those that torch writes one with other bytes, which it would load."""
+    """One that ends too soon, and of those that torch writes one with other bytes, which it would load, or that says
+    that its list of contents is beyond all bounds."""
     snapshot = tmp_path / checkpoint.SNAPSHOT
     snapshot.mkdir()
     for name in ("trainer_state.json", "penstock.json"):
@@ -142,7 +143,8 @@ def test_a_checkpoint_with_a_damaged_file_is_refused_by_name(tmp_path: Path, dam
     path = tmp_path / damaged
     whole = path.read_bytes()
     other = whole.replace(bytes(range(63, 64)), b"\x07")
-    for content in (whole[: len(whole) // 2], b"", *([other] if path.suffix != ".json" else [])):
+    beyond = [whole[:at] + b"\x7f" + whole[at + 1 :] for at in range(len(whole) - 50, len(whole) - 42)]
+    for content in (whole[: len(whole) // 2], b"", *([other, *beyond] if path.suffix != ".json" else [])):
         path.write_bytes(content)
         with pytest.raises(penstock.ConfigError, match=f"{damaged} is damaged: put back what was there"):
             checkpoint.require(tmp_path)

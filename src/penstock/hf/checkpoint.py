@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +179,15 @@ def _is_whole(path: Path) -> bool:
     Raises:
         OSError: it cannot be read.
     """
+    content = path.read_bytes()
     try:
         if path.suffix == ".json":
-            json.loads(path.read_text())
+            json.loads(content)
             return True
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(BytesIO(content)) as archive:
             has_checksums = any(entry.CRC for entry in archive.infolist())  # torch may be told to leave them out
             return not has_checksums or archive.testzip() is None
-    except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
+    except (ValueError, EOFError, RuntimeError, OverflowError, zipfile.BadZipFile, zlib.error):
         return False
 
 
