@@ -77,10 +77,10 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
     dropped.settle()
     with alone(model, "this model"):
         check_unguarded(model)
-        refuse_left_over(model)
         ranks = join(asked.mesh, device) if joined is None else joined
         try:
             with holding(False), ranks.together("wrap"):
+                refuse_left_over(model)
                 check_room(device, budget, model)
                 _check_statistics(model, device, precision)
                 if asked.precision is None and ranks.rank == 0:

@@ -140,7 +140,7 @@ class Calls:
     @property
     def waits_within(self) -> float:
         """Seconds since which this rank, in a call, waits in a collective of other code; 0: it does not."""
-        since = [*self._within.values()]
+        since = [*self._within.values()] if self._depth else []
         return time.monotonic() - min(since) if since else 0.0
 
     @property
