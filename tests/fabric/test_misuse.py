@@ -338,7 +338,7 @@ def test_a_model_that_was_refused_since_it_is_compiled_can_be_given_as_it_was() 
             if given is model
             else pytest.raises(penstock.ConfigError, match="give it the model as it was")
         ):
-            fabric.setup(given, torch.optim.AdamW(model.parameters()))
+            fabric.setup(given, torch.optim.AdamW(model.parameters()), _reapply_compile=given is compiled)
     fabric.strategy.engine.close()
 
 

@@ -51,7 +51,7 @@ def drop_by(kind: type[nn.Module]) -> None:
 
 
 def note_compiled() -> Callable[[nn.Module], bool]:
-    """A function that tells of the module that a strategy is to set up if ``fabric.setup`` was given it compiled.
+    """A function that tells, once, of the module that a strategy is to set up if ``fabric.setup`` has it compiled.
 
     A function is put in the place of Fabric's ``_unwrap_compiled``, after which a strategy has the module within, and
     before which Fabric compiles what the strategy returns. Without: torch would compile how a loop is recorded, and
@@ -65,7 +65,7 @@ def note_compiled() -> Callable[[nn.Module], bool]:
         return module, compile_kwargs
 
     vars(fabric)["_unwrap_compiled"] = unwrapped
-    return lambda module: any(found() is module for found in last)
+    return lambda module: bool(last) and last.pop()() is module
 
 
 class OneDevice(SingleDeviceStrategy):
