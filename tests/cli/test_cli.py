@@ -573,6 +573,10 @@ def test_the_last_words_are_complete(tmp_path: Path) -> None:
         str(tmp_path / "trace.json"),
     ):
         assert part in text, part
+    assert "draws it on one page\n" in text, "nothing was predicted"
+    meter.forecast(1.0, "Compute is the bottleneck.")
+    text = closing(meter, own_bytes=MIB, folder=tmp_path, trace=tmp_path / "trace.json", stopped=True)
+    assert "draws it on one page, beside what was predicted" in text
 
 
 def test_the_bottleneck_in_the_last_words_is_said_of_the_forecast_and_not_of_what_was_measured(tmp_path: Path) -> None:

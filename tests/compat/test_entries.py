@@ -108,7 +108,7 @@ def test_entries_of_every_library_are_looked_at() -> None:
     found = {file: {name for name, what in uses(text).items() if what} for file, text in FILES.items()}
     assert {file for file, names in found.items() if names} == FILES.keys() - {"__init__"}
     assert found["trl"] == {"Bookkeeping", "ReferenceSteps", "hashed_by"}, "the books are our own"
-    assert found["fabric"] == {"OneDevice", "drop_by", "not_compiled", "resolve_first"}
+    assert found["fabric"] == {"OneDevice", "drop_by", "note_compiled", "resolve_first"}
     assert {"set_rules", "noticed", "take_back", "mask_of", "TrainerSteps"} <= found["transformers"]
     assert "ReachedError" not in found["transformers"]
     assert {"note_gathered", "deal_neighbours", "Neighbours", "keep_processes"} <= found["accelerate"]

@@ -118,6 +118,20 @@ def test_what_is_given_to_a_model_is_refused(name: str, places: dict[str, Any], 
         engine.save(tmp_path / "snapshot")
 
 
+def test_a_gradient_from_before_wrap_is_refused_and_the_model_left_as_it_is() -> None:
+    model, where = Model(), budget(None)
+    give_gradient(model)
+    settings = {
+        "optimizer": penstock.AdamW(),
+        "device": "cpu",
+        "loss_fn": lambda model, micro_batch: model(**micro_batch),
+    }
+    with pytest.raises(penstock.ModelError, match=r"'head.weight' has a gradient already.*call model.zero_grad\(\)"):
+        penstock.wrap(model, budget=where, **settings)
+    model.zero_grad()
+    penstock.wrap(model, budget=where, **settings).close()
+
+
 def test_what_is_read_between_steps_is_a_placeholder_wherever_weights_are(tmp_path: Path) -> None:
     with wrapped({}, tmp_path) as engine:
         engine.step(MICRO_BATCHES)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import penstock
 from penstock.errors import ConfigError, ScheduleError
 from penstock.planner.plan import Plan
 from penstock.schedule.ir.ops import Schedule
@@ -211,3 +212,30 @@ def test_gradients_that_come_in_parts_are_summed_by_their_micro_batch(tmp_path: 
             found.append(run_steps(engine, steps))
     assert_same(*found)
     assert found[0].stats[0].grad_norm > 0
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((4,), -0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + self.scale)
+
+
+@pytest.mark.parametrize("settings", [{}, {"schedule": "horizontal"}, BF16], ids=["", "horizontal", "bf16"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_gradient_of_minus_zero_counts_as_zero(count: int, settings: dict[str, Any]) -> None:
+    """A sum begins with +0, however many micro-batches there are: a weight of -0 stays one."""
+    model: Any = torch.nn.Sequential(_Scaled(), _Scaled())
+    with penstock.wrap(
+        model,
+        budget=budget(None),
+        optimizer=penstock.SGD(lr=1.0),
+        blocks=list(model),
+        device="cpu",
+        loss_fn=lambda model, micro_batch: model(micro_batch["x"]).sum(),
+        **settings,
+    ) as engine:
+        engine.step([{"x": torch.full((4,), -0.0)}] * count)
+        assert all(bool(torch.signbit(value).all()) for _, value in engine.master_parameters())

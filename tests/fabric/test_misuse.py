@@ -1,5 +1,6 @@
 """What the engine cannot do for a loop on Fabric is refused where the loop asks for it, with what to do instead."""
 
+from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
@@ -325,6 +326,20 @@ MISUSES = {
 def test_what_cannot_be_honoured_is_refused(misuse: Any) -> None:
     with pytest.raises((penstock.ConfigError, penstock.ModelError), match=MISUSES[misuse]):
         misuse()
+
+
+def test_a_model_that_was_refused_since_it_is_compiled_can_be_given_as_it_was() -> None:
+    model = llama()
+    compiled: Any = torch.compile(model, backend="eager")
+    for given in (compiled, model):
+        fabric = fabric_on()
+        with (
+            nullcontext()
+            if given is model
+            else pytest.raises(penstock.ConfigError, match="give it the model as it was")
+        ):
+            fabric.setup(given, torch.optim.AdamW(model.parameters()), _reapply_compile=given is compiled)
+    fabric.strategy.engine.close()
 
 
 def test_a_step_that_was_refused_can_be_taken_when_what_was_said_is_done() -> None:

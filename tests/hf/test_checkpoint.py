@@ -61,7 +61,12 @@ def test_a_store_is_not_deleted_for_a_checkpoint_that_the_run_cannot_go_on_from(
     check_refused("another model", model=frozen)
     check_refused("1 ranks cannot go on|give strands=1", engine={"strands": 2})
     check_refused("started with seed=42, not 7", seed=7)
-    manifest = tmp_path / "engine" / "checkpoint-1" / "penstock.snapshot" / "snapshot.json"
+    snapshot = tmp_path / "engine" / "checkpoint-1" / "penstock.snapshot"
+    with (snapshot / "penstock.snapshot").open("r+b") as values:
+        values.seek(values.seek(0, os.SEEK_END) // 2)
+        values.write(bytes(range(100)))
+    check_refused("is damaged in bytes .*: its checksum does not match")
+    manifest = snapshot / "snapshot.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])
     check_refused("snapshot.json")
 
@@ -122,6 +127,27 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_by_name(tmp_path: Path, lost:
     facts = facts_of([tmp_path / "store"])
     assert facts is not None
     assert facts.step == 1
+
+
+@pytest.mark.parametrize("damaged", ["trainer_state.json", "penstock.json", "scheduler.pt", "rng_state.pth"])
+def test_a_checkpoint_with_a_damaged_file_is_refused_by_name(tmp_path: Path, damaged: str) -> None:
+    """One that ends too soon, and of those that torch writes one with other bytes, which it would load, or that says
+    that its list of contents is beyond all bounds."""
+    snapshot = tmp_path / checkpoint.SNAPSHOT
+    snapshot.mkdir()
+    for name in ("trainer_state.json", "penstock.json"):
+        (tmp_path / name).write_text('{"epoch": 1.0}')
+    for name in ("scheduler.pt", "rng_state.pth"):
+        torch.save({"state": torch.arange(64)}, tmp_path / name)
+    checkpoint.require(tmp_path)
+    path = tmp_path / damaged
+    whole = path.read_bytes()
+    other = whole.replace(bytes(range(63, 64)), b"\x07")
+    beyond = [whole[:at] + b"\x7f" + whole[at + 1 :] for at in range(len(whole) - 50, len(whole) - 42)]
+    for content in (whole[: len(whole) // 2], b"", *([other, *beyond] if path.suffix != ".json" else [])):
+        path.write_bytes(content)
+        with pytest.raises(penstock.ConfigError, match=f"{damaged} is damaged: put back what was there"):
+            checkpoint.require(tmp_path)
 
 
 def test_an_old_checkpoint_does_not_replace_what_a_later_run_has_put_in_its_stores_place(tmp_path: Path) -> None:

@@ -81,6 +81,18 @@ def test_a_run_logs_and_learns_what_the_librarys_own_run_does(tmp_path: Path) ->
     mine.end()
 
 
+def test_a_gradient_from_before_has_no_part_in_a_run_as_in_the_librarys_own(tmp_path: Path) -> None:
+    found = []
+    for gradient in (None, 3.0):
+        model = llama()
+        if gradient is not None:
+            model.lm_head.weight.grad = torch.full_like(model.lm_head.weight, gradient)
+        trainer = streamed(tmp_path, model, given={"engine": in_memory()}, max_steps=1)
+        trainer.end()
+        found.append(shown(trainer))
+    assert found[0] == found[1]
+
+
 def test_an_optimizer_class_has_the_settings_that_the_librarys_own_run_gives_it(tmp_path: Path) -> None:
     """Its own learning rate where none is given, whatever the arguments say; their weight decay."""
     given = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"betas": (0.9, 0.95)})}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,7 +17,7 @@ from penstock.ranks import watch
 from penstock.ranks.calls import Calls, Seen
 from tests.models import PLAIN
 from tests.patience import until
-from tests.ranks.worlds import World, together
+from tests.ranks.worlds import World, pipeline, together
 from tests.training import budget, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,14 +59,20 @@ def test_only_who_waits_for_nobody_that_could_come_waits_in_vain(
     assert (calls.missing(), calls.stuck(-1.0)) == ([], [])
 
 
-def alone(mesh: DeviceMesh, path: Path) -> None:
-    """The first rank is told of the other one while it waits for it; then both wait in vain. The other one has given
-    up a collective by then."""
-    watch.SILENT, watch.LONG = 2.0, 0.5
+def heard() -> list[str]:
+    """From now on what this rank says, soon."""
+    watch.LONG = 0.5
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
+    return said
+
+
+def alone(mesh: DeviceMesh, path: Path) -> None:
+    """The first rank is told of the other one while it waits for it; then both wait in vain. The other one has given
+    up a collective by then."""
+    said, watch.SILENT = heard(), 2.0
     ended = path.parent / "ended"
     with wrap(PLAIN, budget(None), mesh=mesh) as engine:
         try:
@@ -88,6 +95,53 @@ def test_a_call_of_one_rank_alone_is_said_on_all_who_wait_for_each_other(tmp_pat
     said = (tmp_path / "said").read_text()
     assert "rank 0 has waited in save for" in said
     assert "and goes on waiting, for rank 1: all ranks make every call" in said
+
+
+def gathers_alone(mesh: DeviceMesh, told: Path) -> str:
+    """What is said on a rank. The loss has a collective, which the second comes to once the first has said so."""
+    said, comes = heard(), [True]
+
+    def loss_fn(model: Any, micro_batch: Any) -> Any:
+        if comes and comes.pop():
+            if mesh.get_rank():
+                until(told.exists)
+            dist.barrier()
+        return PLAIN.loss_fn(model, micro_batch)
+
+    def tell(record: logging.LogRecord) -> bool:
+        if "waited within" in record.getMessage():
+            told.touch()
+        return True
+
+    logging.getLogger("penstock").addFilter(tell)
+    with wrap(PLAIN, budget(None), mesh=mesh, loss_fn=loss_fn) as engine:
+        engine.evaluate(PLAIN.micro_batches(1))
+    return "\n".join(said)
+
+
+def test_a_long_wait_in_a_collective_of_a_loss_is_said_on_the_rank_that_waits(tmp_path: Path) -> None:
+    first, second = together(2, gathers_alone, tmp_path / "told")
+    assert "rank 0 has waited within evaluate for" in first
+    assert "a collective that is not the engine's, as of a loss_fn" in first
+    assert "waited within" not in second
+
+
+def receives_late(mesh: DeviceMesh) -> list[str]:
+    said = heard()
+    with wrap(PLAIN, budget(None), mesh=mesh) as engine:
+        ranks = engine.inside.resources.ranks
+        with ranks.together("step"):
+            if mesh.get_rank():
+                time.sleep(1.5)
+                ranks.send(torch.ones(4), 0)
+            else:
+                ranks.receive(torch.empty(4), 1)
+    return [words for words in said if "waited within" in words]
+
+
+def test_a_message_of_the_engine_is_none_of_other_code_however_long_it_takes() -> None:
+    """In the main thread another one waits for it."""
+    assert pipeline(2, receives_late) == [[], []]
 
 
 def reads_alone(mesh: DeviceMesh) -> set[str]:

@@ -183,6 +183,22 @@ def test_another_number_of_micro_batches_is_said_on_all() -> None:
         assert "the same number of micro-batches" in f.said
 
 
+def left_over(mesh: DeviceMesh) -> None:
+    model = CASE.model(seed=0)
+    if mesh.get_rank() == 1:
+        CASE.loss_fn(model, CASE.micro_batches(1)[0]).backward()
+    with wrap(CASE, budget(None), mesh=mesh, model=model):
+        pass
+
+
+def test_a_gradient_that_one_rank_has_before_wrap_is_said_on_all() -> None:
+    found = World(2, left_over).outcomes()
+    (other,) = others(found, 1)
+    assert found[1].kind == "ModelError"
+    assert "has a gradient already" in found[1].said
+    assert (other.kind, other.said) == ("RankError", f"rank 1 has failed: ModelError: {found[1].said}")
+
+
 def odd(mesh: DeviceMesh, **settings: Any) -> None:
     mine = {key: values[mesh.get_rank()] for key, values in settings.items()}
     with wrap(CASE, budget(None), mesh=mesh, **mine) as engine:
@@ -239,6 +255,21 @@ def test_another_model_learning_rate_or_call_on_one_rank_is_said_on_all() -> Non
         for (kind, said), wanted in zip(found, UNLIKE.values(), strict=True):
             assert kind == "ConfigError", said
             assert f"all ranks need the same {wanted}" in said
+
+
+def unlike_once(mesh: DeviceMesh) -> int:
+    with wrap(CASE, budget(None), mesh=mesh) as engine:
+        first, second = micro_batches(mesh, 2)
+        with pytest.raises(penstock.ConfigError, match="all ranks need the same call") as error:
+            (engine.evaluate if mesh.get_rank() else engine.step)(first)
+        assert engine.inside.resources.ranks.is_of_all(error.value)
+        engine.step(second)
+        return engine.step_count
+
+
+def test_a_call_that_ranks_find_to_be_another_on_each_ends_nothing() -> None:
+    """An error that one of them told the others could reach these before their own."""
+    assert together(2, unlike_once) == [1, 1]
 
 
 def closing(mesh: DeviceMesh) -> None:

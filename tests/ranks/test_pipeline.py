@@ -493,11 +493,14 @@ class Odd(Model):
         self.how = how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        whole = self.how == "of another dtype" and bool(x[0, 0] > 1)
+        second = bool(x[0, 0] > 1)
+        whole, later = self.how == "of another dtype" and second, self.how == "by numpy later" and not second
         bias = torch.ones(16, dtype=torch.int32 if whole else torch.float32)
         for number, block in enumerate(self.blocks):
             if self.how == "written to" and number == 3:
                 bias.data.add_(1)
+            if number == 3 and (self.how == "by numpy" or later):
+                bias.numpy()[:] += 1
             if self.how == "put elsewhere":
                 bias.data = torch.tensor([float(number)] * 16)
             x = block(x, bias)
@@ -506,7 +509,9 @@ class Odd(Model):
 
 CHANGED = {
     "written to": "block 'blocks.3': its argument number 1 was written to in place since",
+    "by numpy": "block 'blocks.3': its argument number 1 was written to in place since",
     "put elsewhere": None,
+    "by numpy later": r"argument number 1 was written to in place since .*\. Another rank",
     "of another dtype": r"argument number 1 is a tensor of torch\.\w+, and was one of torch\.\w+\. Another rank",
 }
 """What is said of it, at last in a run, which ends the ranks; None: it is as on one rank."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.compat.torch import new_wrapper
 from penstock.tape import opaque
 from penstock.tape.handed import Calls
 from penstock.tape.modes import Modes, TrainingFlags
@@ -401,6 +402,57 @@ def run_cached(model: Stack, x: torch.Tensor) -> torch.Tensor:
     for layer in model.layers:
         x = layer(x)
     return x + HELD[x.shape[1]]
+
+
+class Wraps(torch.Tensor):
+    """Has no memory of its own, but another tensor, which ops are handed in its place. So has what they make of it
+    alone."""
+
+    within: torch.Tensor
+
+    @classmethod
+    def around(cls, tensor: torch.Tensor) -> "Wraps":
+        made: Wraps = new_wrapper(cls, tensor, tensor.device)
+        made.within = tensor
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*(a.within if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+        return cls.around(found) if all(isinstance(a, cls) for a in args if isinstance(a, torch.Tensor)) else found
+
+
+class TakesFirst(Layer):
+    def forward(self, x: torch.Tensor, many: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + many[:WIDTH]
+
+
+def run_wrapped(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    shift = Wraps.around(torch.full((WIDTH,), 0.25, dtype=x.dtype))
+    for layer in model.layers:
+        x = layer(x, shift)
+    return x
+
+
+def run_expanded(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    many = torch.full((1,), 0.25, dtype=x.dtype).expand(1 << 45)
+    for layer in model.layers:
+        x = layer(x, many)
+    return x
+
+
+def run_column(model: Stack, x: torch.Tensor) -> torch.Tensor:
+    column = torch.arange(8, dtype=x.dtype).view(2, 4)[:1, 1]  # of one number, whose stride is 4
+    for layer in model.layers:
+        x = layer(x, column)
+    return x
+
+
+@pytest.mark.parametrize("run", [run_wrapped, run_expanded, run_column])
+def test_tensors_whose_memory_is_not_as_large_as_they_are_are_handed_on(run: Run) -> None:
+    assert_exact(stack(TakesFirst, run))
 
 
 class TakesSparse(Layer):

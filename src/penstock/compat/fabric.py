@@ -1,5 +1,6 @@
 """Private names of Lightning Fabric: the steps of a strategy that it has no public names for."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,13 @@ from lightning_fabric.plugins.precision import Precision
 from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 from lightning_fabric.utilities.apply_func import convert_to_tensors
 from lightning_fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
-from lightning_fabric.wrappers import _FabricModule, _to_compiled, _unwrap_compiled
+from lightning_fabric.wrappers import _FabricModule, _unwrap_compiled
 from torch import distributed as dist
 from torch import nn
 
 from penstock.compat.torch import tree_map_only
 
-__all__ = ["OneDevice", "Precision", "drop_by", "not_compiled", "resolve_first"]
+__all__ = ["OneDevice", "Precision", "drop_by", "note_compiled", "resolve_first"]
 # Precision: a plugin by which Fabric converts nothing. Without: the same class, as ``lightning_fabric.plugins`` has it.
 
 
@@ -49,20 +50,22 @@ def drop_by(kind: type[nn.Module]) -> None:
     _FabricModule.zero_grad = zero_grad  # type: ignore[method-assign, assignment]
 
 
-def not_compiled(kind: type[nn.Module], refuse: Callable[[Any], None]) -> None:
-    """Have ``refuse`` called with a module of a ``kind`` which Fabric is about to compile, because the model that
-    ``fabric.setup`` was given is. It may raise.
+def note_compiled() -> Callable[[nn.Module], bool]:
+    """A function that tells, once, of the module that a strategy is to set up if ``fabric.setup`` has it compiled.
 
-    A function is put in the place of Fabric's ``_to_compiled``. Without: torch would compile how a loop is recorded,
-    and nothing of the model.
+    A function is put in the place of Fabric's ``_unwrap_compiled``, after which a strategy has the module within, and
+    before which Fabric compiles what the strategy returns. Without: torch would compile how a loop is recorded, and
+    nothing of the model.
     """
+    last: list[weakref.ref[nn.Module]] = []
 
-    def compiled(module: nn.Module, compile_kwargs: dict[str, Any]) -> Any:
-        if isinstance(module, kind):
-            refuse(module)
-        return _to_compiled(module, compile_kwargs)
+    def unwrapped(given: Any) -> tuple[Any, dict[str, Any] | None]:
+        module, compile_kwargs = _unwrap_compiled(given)
+        last[:] = [] if compile_kwargs is None else [weakref.ref(module)]
+        return module, compile_kwargs
 
-    vars(fabric)["_to_compiled"] = compiled
+    vars(fabric)["_unwrap_compiled"] = unwrapped
+    return lambda module: bool(last) and last.pop()() is module
 
 
 class OneDevice(SingleDeviceStrategy):

@@ -35,6 +35,7 @@ from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.store.owner import RUN_FILE, Owner, owner_in
 from penstock.tape.guard import check_unguarded
+from penstock.tape.parameters import refuse_left_over
 
 log = logging.getLogger("penstock")
 
@@ -79,6 +80,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
         ranks = join(asked.mesh, device) if joined is None else joined
         try:
             with holding(False), ranks.together("wrap"):
+                refuse_left_over(model)
                 check_room(device, budget, model)
                 _check_statistics(model, device, precision)
                 if asked.precision is None and ranks.rank == 0:

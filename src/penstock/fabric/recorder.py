@@ -8,7 +8,7 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from penstock.compat.fabric import drop_by, not_compiled
+from penstock.compat.fabric import drop_by
 from penstock.engine.batch import LABELS
 from penstock.engine.engine import Engine
 from penstock.engine.spans import Beside
@@ -80,16 +80,7 @@ class Recorder(nn.Module):
         return recorded.outputs
 
 
-def _refuse_compiled(recorder: Recorder) -> NoReturn:
-    recorder.engine.close()
-    raise ConfigError(
-        "fabric.setup() was given a model that torch.compile has compiled as a whole, and the engine runs its blocks "
-        "one by one: give it the model as it was, and PenstockStrategy(compile=True), or a backend's name"
-    )
-
-
 drop_by(Recorder)
-not_compiled(Recorder, _refuse_compiled)
 
 
 def _weakly(discard: Callable[[], None]) -> Callable[[bool], None]:

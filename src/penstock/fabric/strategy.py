@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.compat.fabric import OneDevice, resolve_first
+from penstock.compat.fabric import OneDevice, note_compiled, resolve_first
 from penstock.compat.fabric import Precision as Plugin
 from penstock.compat.torch import note_step
 from penstock.config import Precision, fields_of
@@ -53,6 +53,7 @@ _REST = "state-{}.pt"
 _NAMED = "penstock.fabric.rest"
 """The key of that name in the position that a snapshot keeps. Versions up to 0.1.0 have not written it."""
 resolve_first(Deferred, Deferred.resolve)
+_is_given_compiled = note_compiled()
 _TOGETHER = "fabric.setup(model, optimizer): the engine needs the model and its optimizer together"
 
 
@@ -186,6 +187,12 @@ class PenstockStrategy(OneDevice):
             raise ConfigError("a PenstockStrategy trains one model: make another Fabric for another one")
         if len(optimizers) != 1:
             raise ConfigError(f"{len(optimizers)} optimizers were given, and the engine has one. Use its param groups")
+        if _is_given_compiled(module):
+            raise ConfigError(
+                "fabric.setup() was given a model that torch.compile has compiled as a whole, and the engine runs "
+                "its blocks one by one: give it the model as it was, and PenstockStrategy(compile=True), or a "
+                "backend's name"
+            )
         (given,) = optimizers
         names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         device = resolve_device(self.root_device)

@@ -9,8 +9,11 @@ import os
 import re
 import shutil
 import uuid
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,7 @@ ARGUMENTS = "training_args.bin"
 _ORIGIN = "penstock.json"
 _ASIDE = "penstock.export"
 _RUN = "run"
-_PREFIX, _LAST = "checkpoint-", "trainer_state.json"
+_PREFIX, _LAST, _RANDOM = "checkpoint-", "trainer_state.json", "rng_state*.pth"
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
 """names of the files of a model's weights"""
 
@@ -163,19 +166,41 @@ def require(folder: Path) -> Path:
             f"{folder} has no {' and no '.join(lost)}: saving it was broken off, or it was not copied whole. Take "
             "another one: resume_from_checkpoint=True takes the last that is complete"
         )
+    there = (path for name in (_LAST, _ORIGIN, SCHEDULER, _RANDOM) for path in files.matching(folder, name))
+    if (damaged := next((path.name for path in there if not _is_whole(path)), None)) is not None:
+        raise ConfigError(f"{folder}: {damaged} is damaged: put back what was there, or take another checkpoint")
     return folder
 
 
-def look_into(folder: Path, model: nn.Module, asked: WrapArguments, ranks: int) -> None:
-    """Check that a checkpoint is one that this run can go on from, as far as its snapshot says without its values being
-    read: before a store is deleted for it. ``ranks``: that share the state.
+def _is_whole(path: Path) -> bool:
+    """True if a file of JSON can be read, or one of ``torch.save`` has the contents that its checksums are of;
+    ``torch.load`` does not look at these.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    content = path.read_bytes()
+    try:
+        if path.suffix == ".json":
+            json.loads(content)
+            return True
+        with zipfile.ZipFile(BytesIO(content)) as archive:
+            has_checksums = any(entry.CRC for entry in archive.infolist())  # torch may be told to leave them out
+            return not has_checksums or archive.testzip() is None
+    except (ValueError, EOFError, RuntimeError, OverflowError, zipfile.BadZipFile, zlib.error):
+        return False
+
+
+def look_into(folder: Path, model: nn.Module, asked: WrapArguments, ranks: Ranks) -> None:
+    """Check that a checkpoint is one that this run can go on from, before a store is deleted for it: what its snapshot
+    says, and where there is a store all that it holds, of which each of a host's ``ranks`` reads a part.
 
     Raises:
         StoreError: the snapshot cannot be read, or is of another model, precision, optimizer or number of strands.
         ConfigError: it was saved by a run with another seed.
     """
-    path = folder / SNAPSHOT
-    spec, precision, strands = asked.optimizer, asked.precision, ranks if asked.strands is None else asked.strands
+    path, sharing = folder / SNAPSHOT, ranks.sharing.size
+    spec, precision, strands = asked.optimizer, asked.precision, sharing if asked.strands is None else asked.strands
     assert precision is not None, "the trainer has chosen one"
     form = Format.of(precision, spec.moment_count, spec.moments, spec.whole)
     groups = group_parameters(model, find_blocks(model, asked.blocks), form=form)
@@ -187,12 +212,15 @@ def look_into(folder: Path, model: nn.Module, asked: WrapArguments, ranks: int) 
         saved = parts[0].meta
         check_kept(saved, str(path))
         made_for = saved["model"]
-        require_like(made_for, settings, path, ranks)
+        require_like(made_for, settings, path, sharing)
         every = [parameter for group in made_for["groups"] for parameter in group["parameters"]]
         theirs = {name: (shape, trains) for name, shape, _, trains in every}
-        require_like({"model": theirs}, {"model": mine}, path, ranks)
+        require_like({"model": theirs}, {"model": mine}, path, sharing)
         check_progress(saved, str(path), trained=sum(trains for _, trains in mine.values()), seed=asked.seed)
         check_param_groups(saved["param_groups"], param_groups, str(path))
+        each = ranks.size // ranks.hosts
+        for part in parts[ranks.rank % each :: each] if _stores_in(asked.budget.disk_paths) else ():
+            part.verify()
 
 
 def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:

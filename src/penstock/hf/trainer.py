@@ -181,12 +181,13 @@ class EngineMixin(EvaluationSteps):
         device = self.args.device
         model = self.model
         assert isinstance(model, nn.Module)
+        model.zero_grad()  # as the library's own ``train`` does
         asked = self._asked(model)
         ranks = join(joint.mesh_of(self._engine_arguments, int(self.args.world_size), device.type), device)
         try:
             with ranks.together("wrap"):
                 if self._resumes is not None:
-                    look = partial(checkpoint.look_into, self._resumes, model, asked, ranks.sharing.size)
+                    look = partial(checkpoint.look_into, self._resumes, model, asked, ranks)
                     ranks.jointly("checkpoint to go on from", look)
                 if ranks.hosts > 1 and self.args.save_on_each_node:
                     raise ranks.of_all(

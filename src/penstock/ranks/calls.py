@@ -44,6 +44,8 @@ class Calls:
         self._begun, self._depth, self._waits, self._elsewhere = 0, 0, 0, 0
         self._since = time.monotonic()
         self._thread = threading.get_ident()
+        self._within: dict[int, float] = {}
+        """thread -> since when it waits in a collective of other code within a call, as of a loss function"""
         self.name = _NONE
         """the call that this rank is in, for people"""
         self._seen: dict[int, tuple[Seen, float]] = {}
@@ -66,7 +68,15 @@ class Calls:
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
         """Within: this thread waits for other processes in a collective of other code."""
-        if self._depth or threading.get_ident() != self._thread:  # who makes the calls can make them meanwhile
+        thread = threading.get_ident()
+        if self._depth:
+            self._within[thread] = time.monotonic()
+            try:
+                yield
+            finally:
+                del self._within[thread]
+            return
+        if thread != self._thread:  # who makes the calls can make them meanwhile
             yield
             return
         self._waits += 1
@@ -126,6 +136,12 @@ class Calls:
     def missing(self) -> list[int]:
         """The ranks that have not come to the call that this one is in."""
         return [rank for rank, (seen, _) in sorted(self._seen.items()) if self._depth and seen.begun < self._begun]
+
+    @property
+    def waits_within(self) -> float:
+        """Seconds since which this rank, in a call, waits in a collective of other code; 0: it does not."""
+        since = [*self._within.values()] if self._depth else []
+        return time.monotonic() - min(since) if since else 0.0
 
     @property
     def lasts(self) -> float:

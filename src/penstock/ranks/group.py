@@ -274,7 +274,7 @@ class Ranks:
         """Check that all ranks have the same.
 
         Raises:
-            ConfigError: they have not, on each of them, in the same words.
+            ConfigError: they have not, on each of them, in the same words; they can go on together.
         """
         self._compare(what, self.gather_objects(what, value))
 
@@ -287,7 +287,7 @@ class Ranks:
     def _compare(self, what: str, found: Sequence[Any]) -> None:
         if any(other != found[0] for other in found):
             said = "; ".join(f"rank {self.number_of(rank)}: {other}" for rank, other in enumerate(found))
-            raise ConfigError(f"all ranks need the same {what}, and theirs differ ({said})")
+            raise self.of_all(ConfigError(f"all ranks need the same {what}, and theirs differ ({said})"))
 
     def number_of(self, rank: int) -> int:
         """The number among all of one of these ranks."""

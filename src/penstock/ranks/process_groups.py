@@ -257,7 +257,12 @@ class Together(Telling):
         thread = threading.get_ident()
         if thread not in self._beside:
             self._beside[thread] = Beside()
-        self._beside[thread].make(call, self.check)
+
+        def waiting() -> None:
+            with self._watch.waits():  # that thread, too: its wait is none of other code
+                call()
+
+        self._beside[thread].make(waiting, self.check)
 
     def trade_in(
         self, group: "dist.ProcessGroup", sent: Mapping[int, torch.Tensor], got: Mapping[int, torch.Tensor]

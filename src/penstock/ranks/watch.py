@@ -35,7 +35,7 @@ _AT_THE_END = 0.02
 SILENT = 8.0
 """seconds without a beat after which a rank counts as hung"""
 LONG = 30.0
-"""seconds after which it is said who has not come to a call; again after twice as many, and so on"""
+"""seconds after which it is said what is waited for; again after twice as many, and so on"""
 _DEAF = 8.0
 """seconds without an answer of the store after which this rank counts as cut off"""
 _LAST = 1.0
@@ -128,6 +128,8 @@ class Watch:
         """thread -> when it began to wait for what all ranks do together"""
         self._said: tuple[int, float] = 0, 0.0
         """the call of which it was said last that ranks are missing, and how long it had lasted"""
+        self._said_within = 0.0
+        """seconds that a wait in a collective of other code had lasted when it was said last"""
         self._over = threading.Event()
         self._ends = False
         self._next = threading.Event()
@@ -249,6 +251,7 @@ class Watch:
                 self._set(found, tell=False)
                 return
             self._say_who_is_missing()
+            self._say_what_others_may_not_wait_for()
             self._asked, self._answered = None, time.monotonic()
             with self._looked:
                 self._looked.notify_all()
@@ -314,6 +317,20 @@ class Watch:
                 self.calls.name,
                 lasts,
                 self._all_named(missing),
+            )
+
+    def _say_what_others_may_not_wait_for(self) -> None:
+        """Other ranks may be about to come to the same collective, or wait for this one in the engine's, for ever."""
+        lasts = self.calls.waits_within
+        self._said_within = self._said_within if lasts else 0.0
+        if lasts > max(LONG, 2 * self._said_within):
+            self._said_within = lasts
+            log.warning(
+                "%s has waited within %s for %.0f s, and goes on waiting, in a collective that is not the engine's, as "
+                "of a loss_fn or a hook: all ranks have to make it, as often as this one",
+                self._named(self._rank),
+                self.calls.name,
+                lasts,
             )
 
     def _where_the_store_is(self) -> str:

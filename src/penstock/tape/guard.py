@@ -76,8 +76,6 @@ def guard(model: nn.Module, instead: str | None = None, *, blocks: Collection[nn
         elif next(module.parameters(), None) is not None:
             known.within.append(module)
     known.set_at_work(False)
-    for parameter in model.parameters():
-        parameter.grad = None  # left over from before; it would be taken for one of the first step's
     for module in model.modules():
         module.register_state_dict_pre_hook(known.check_state)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(known.refuse)  # type: ignore[no-untyped-call]

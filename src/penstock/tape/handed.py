@@ -16,14 +16,15 @@ import torch
 
 from penstock.compat.torch import storage_key, version
 from penstock.tape import trees
+from penstock.tape.likeness import fingerprint
 from penstock.tape.modes import Modes
 
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 _VALUES = (bool, int, float, str)
 """Types of a micro-batch's plain values: ranks compare them before a step."""
 _MORE = "leave out a router's loss: output_router_logits=False, or attentions: output_attentions=False"
-_WRITTEN = -1
-"""A version that no tensor has."""
+_WRITTEN = (-1, 0)
+"""A mark that no tensor has."""
 _ADVICE = "a pipeline cannot send that. Train with ranks that share all state (without a pipeline)"
 
 
@@ -103,7 +104,7 @@ class Calls:
     shared: list[Shared] = field(default_factory=list)
     _keys: dict[Any, int] = field(default_factory=dict)
     _alive: dict[int, "weakref.ref[torch.UntypedStorage]"] = field(default_factory=dict)
-    _versions: list[int] = field(default_factory=list)
+    _marks: list[tuple[int, int]] = field(default_factory=list)
     _given: dict[Any, trees.Place] = field(default_factory=dict)
     """the place of each of the micro-batch's tensors that nothing has written to, by its key"""
     _values: dict[str, Any] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class Calls:
         self._given = {key: place for key, place in self._given.items() if key[0] != storage}
         for key in list(self._keys):
             if key[0] == storage:
-                self._versions[self._keys[key]] = _WRITTEN
+                self._marks[self._keys[key]] = _WRITTEN
 
     def see(
         self,
@@ -155,7 +156,7 @@ class Calls:
             elif born[id(tensor)] > 0:
                 why = why or f"its argument {name} is computed between blocks"
             number = self._number(tensor)
-            if version(tensor) != self._versions[number]:
+            if _mark(tensor) != self._marks[number]:
                 why = why or f"its argument {name} was written to in place since an earlier block was handed it"
             if self.shared[number].origin is None:
                 shares.append(number)
@@ -198,7 +199,7 @@ class Calls:
             self._follow(tensor)
             self._keys[key] = len(self.shared)
             self.shared.append(Shared(kind=Kind.of(tensor), origin=self._given.get(key)))
-            self._versions.append(version(tensor))
+            self._marks.append(_mark(tensor))
         return self._keys[key]
 
     def _follow(self, tensor: torch.Tensor) -> None:
@@ -233,7 +234,7 @@ class Sharing:
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     """the plain values of the micro-batch"""
-    _versions: dict[int, int] = field(default_factory=dict)
+    _marks: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def given(cls, micro_batch: Mapping[str, Any], shared: Sequence[Shared], numbers: Iterable[int]) -> "Sharing":
@@ -247,12 +248,12 @@ class Sharing:
 
     def add(self, number: int, tensor: torch.Tensor) -> None:
         """One that is there from now on."""
-        self._versions[number] = version(tensor)
+        self._marks[number] = _mark(tensor)
         self.tensors[number] = tensor.detach()  # in the same memory, also if the tensor is put elsewhere (``x.data =``)
 
     def is_as_it_was(self, number: int) -> bool:
         """True if one that is there was not written to since."""
-        return version(self.tensors[number]) == self._versions[number]
+        return _mark(self.tensors[number]) == self._marks[number]
 
     def written(self) -> list[int]:
         """The numbers of those that were written to."""
@@ -320,6 +321,12 @@ def _key(tensor: torch.Tensor) -> Any:
     """A key that tensors of the same memory have alike."""
     memory = storage_key(tensor) if trees.has_storage(tensor) else id(tensor)
     return memory, tensor.storage_offset(), Kind.of(tensor)
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    """A mark that is another one once a tensor is written to: its version, and on a processor, where numpy may have its
+    memory and counts nothing, a hash of its bytes."""
+    return version(tensor), fingerprint(tensor) if tensor.device.type == "cpu" else 0
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -26,11 +26,15 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """A number that tensors of other bits hardly ever share; 0 where there are none to look at, as on the meta device.
-    Unseen by whoever watches ops."""
-    if tensor.is_meta or not trees.has_storage(tensor) or not tensor.numel():
+    """A number that tensors of other bits hardly ever share; 0 where there are none to look at, as on the meta device,
+    or in a subclass that wraps others. Unseen by whoever watches ops."""
+    wraps = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if tensor.is_meta or wraps or not trees.has_storage(tensor) or not tensor.numel():
         return 0
     with torch.no_grad(), unwatched():
+        for dim in reversed(range(tensor.dim())):
+            if tensor.shape[dim] == 1 or not tensor.stride(dim):  # it is expanded: the same numbers, many times
+                tensor = tensor.select(dim, 0)
         there = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().flatten().view(torch.uint8)
         return xxhash.xxh3_64_intdigest(there.numpy().data)
 

@@ -90,6 +90,16 @@ def refuse_written(groups: Sequence[ParamGroup], before: Sequence[int]) -> None:
             raise ModelError(_written(repr(s.name)))
 
 
+def refuse_left_over(model: nn.Module) -> None:
+    """Raise ModelError if a parameter has a gradient, to which torch's own loop would add those of the first step."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise ModelError(
+                f"parameter {name!r} has a gradient already (.grad), which would have no part in the first step: call "
+                "model.zero_grad() before the model is wrapped, and give what it is of to that step"
+            )
+
+
 def refuse_given_values(groups: Sequence[ParamGroup], dtype: torch.dtype) -> None:
     """Raise ModelError if a parameter has other data between steps than the placeholder that the engine left there
     (``ParamGroup.detach``): ``.data`` counts no versions. Or if it has a gradient, to which a step's would be added."""

@@ -75,7 +75,8 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     lines += _foretold(meter)
     if trace is not None:
         lines.append(f"trace    {trace} (open it in https://ui.perfetto.dev)")
-        lines.append(f"report   penstock report {run} draws it on one page, beside what was predicted")
+        beside = "" if meter.predicted is None else ", beside what was predicted"
+        lines.append(f"report   penstock report {run} draws it on one page{beside}")
     lines.append(f"metrics  {folder / 'metrics.jsonl'}")
     return "\n".join(["", *lines])
 
