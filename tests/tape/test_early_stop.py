@@ -191,6 +191,18 @@ def _with_errors_in_passing(block: Tailed, x: torch.Tensor, y: torch.Tensor) -> 
     return x + y
 
 
+def _among_others_in_passing(_: Tailed, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with suppress(Exception):
+        return x + torch.stack([x, y]).sum(0)
+    return x + y
+
+
+def _written_over_in_passing(_: Tailed, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with suppress(Exception):
+        torch.add(y.detach(), 1.0, out=y.detach())
+    return x + y
+
+
 LATER: dict[str, Step] = {
     "kept": _kept,
     "noted": _noted,
@@ -199,6 +211,8 @@ LATER: dict[str, Step] = {
     "a hook of its gradient": _looked_at_by_its_hook,
     "another library": _copied,
     "errors in passing": _with_errors_in_passing,
+    "errors in passing, among others": _among_others_in_passing,
+    "errors in passing, written over": _written_over_in_passing,
 }
 
 

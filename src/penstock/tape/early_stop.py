@@ -121,6 +121,8 @@ class LeftOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _is_plain(rows) and _is_plain(columns):
                 self.numbers.append(next_number() - 1)  # a node has its number before its op runs
                 return self.absent(rows.new_full((rows.shape[0], columns.shape[1]), math.nan))
+        if Absent in types:
+            return Absent.__torch_dispatch__(func, types, args, kwargs)  # which torch would come to by a detour
         return func(*args, **(kwargs or {}))
 
     def absent(self, memory: torch.Tensor) -> "Absent":
@@ -161,10 +163,16 @@ class Absent(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = [value for value in tree_iter((args, kwargs)) if isinstance(value, Absent)]
+        found = [value for value in args if isinstance(value, Absent)]
         written = written_by(func, args, kwargs)
-        if id(packet_of(func)) not in _HANDING_ON or not all(isinstance(tensor, Absent) for tensor in written):
-            found[0].left_out.is_read = True
+        if (
+            id(packet_of(func)) not in _HANDING_ON
+            or any(isinstance(value, Absent) for value in kwargs.values())
+            or not all(isinstance(tensor, Absent) for tensor in written)
+        ):
+            for value in tree_iter((args, kwargs)):
+                if isinstance(value, Absent):
+                    value.left_out.is_read = True
             raise AbsentError(str(func))
         result = func(*(value.memory if isinstance(value, Absent) else value for value in args), **kwargs)
         if written:
@@ -185,12 +193,15 @@ def is_unread(number: int, end: int, edges: Sequence[GradientEdge | None]) -> bo
     behind, product = set[Node](), None
     while stack:
         node = stack.pop()
-        if node in behind or hasattr(node, "variable") or number_of(node) < number:
+        its = number_of(node)
+        if its < number or node in behind:
             continue
-        if number_of(node) == number:
+        if its == number:
             product = node
             continue
-        if number_of(node) >= end or node.name() not in _SAVING_NOTHING:
+        if its >= end and hasattr(node, "variable"):  # of a leaf, which has the largest number there is
+            continue
+        if its >= end or node.name() not in _SAVING_NOTHING:
             return False
         behind.add(node)
         stack += (below for below, _ in node.next_functions if below is not None)
