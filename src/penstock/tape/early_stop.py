@@ -128,6 +128,7 @@ class LeftOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def absent(self, memory: torch.Tensor) -> "Absent":
         absent = Absent(memory, self)
         self._absent.append(weakref.ref(absent))
+        self.is_read |= memory.numel() == 1  # a number is read by torch.tensor([...]), and no op is called
         return absent
 
     def was_unread(self, edges: Sequence[GradientEdge | None]) -> bool:
@@ -180,6 +181,14 @@ class Absent(torch.Tensor):
         if isinstance(result, tuple):  # of a dropout, with its mask
             return found[0].left_out.absent(result[0]), *result[1:]
         return found[0].left_out.absent(result)
+
+    def _look_in(self, *_: Any, **__: Any) -> Any:
+        """Stands for the methods that look at memory, or copy it, without an op."""
+        self.left_out.is_read = True
+        raise AbsentError("its memory")
+
+    numpy = tolist = data_ptr = untyped_storage = apply_ = map_ = _look_in
+    __array__ = __dlpack__ = __reduce_ex__ = _look_in
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
