@@ -82,7 +82,7 @@ READING: dict[str, Step] = {
     "a hook of its own": _noted,
     "somebody later": _kept,
     "dropout": lambda _, x, y: functional.dropout(y, 0.3),
-    "something else in place": lambda _, x, y: y.mul_(0.5),
+    "something else in place": lambda _, x, y: y.clone().mul_(0.5),
 }
 
 
