@@ -235,6 +235,10 @@ def test_what_is_read_or_kept_from_some_step_on_is_computed_again_from_then_on(s
     assert_same_gradients(gradients, wanted)
 
 
+class Own(torch.Tensor):
+    """Results of functions of torch are of its class."""
+
+
 WITHOUT_AN_OP: dict[str, Callable[[torch.Tensor], object]] = {
     "numpy": lambda y: y.numpy(),
     "an array": lambda y: np.asarray(y),
@@ -245,6 +249,7 @@ WITHOUT_AN_OP: dict[str, Callable[[torch.Tensor], object]] = {
     "a copy": copy.copy,
     "a function of Python": lambda y: y.apply_(abs),
     "two of them": lambda y: y.map_(y, max),
+    "a class of somebody's": lambda y: torch.ones(1).as_subclass(Own) + y,
     "a number": lambda y: torch.tensor([y[0, 0], 1.0]),
     "a row of one": lambda y: torch.tensor([y[0, :1]]),
 }

@@ -183,12 +183,12 @@ class Absent(torch.Tensor):
         return found[0].left_out.absent(result)
 
     def _look_in(self, *_: Any, **__: Any) -> Any:
-        """Stands for the methods that look at memory, or copy it, without an op."""
+        """Stands for methods that look at memory, or copy it, or fail, without an op."""
         self.left_out.is_read = True
         raise AbsentError("its memory")
 
     numpy = tolist = data_ptr = untyped_storage = apply_ = map_ = _look_in
-    __array__ = __dlpack__ = __reduce_ex__ = _look_in
+    __array__ = __dlpack__ = __reduce_ex__ = as_subclass = _look_in
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
