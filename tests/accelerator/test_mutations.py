@@ -4,7 +4,7 @@ Each mutation takes one line from the engine. It is found whatever the timing wa
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 import penstock
 from penstock import accelerator
 from penstock.doctor import work
-from penstock.engine.visiting import VisitingWeights
 from penstock.hardware import system
 from penstock.runtime.actions import Actions
 from penstock.runtime.actions.saved_activations import SavedActivations
@@ -24,6 +23,7 @@ from penstock.runtime.streams import DeviceStreams
 from penstock.schedule.ir.ops import Op
 from penstock.schedule.program import ALIGN
 from penstock.state import background
+from penstock.state.arrays import StateArrays
 from penstock.state.memory import HostSlab
 from tests.accelerator import DEVICE, simulated, watching
 from tests.accelerator.mutation import Mutation
@@ -254,13 +254,13 @@ def test_what_copies_that_wait_pass_through_is_page_locked(tmp_path: Path) -> No
     """Such a copy is in order without that, and takes twice as long: so it is looked at where it is made."""
     device, locked = torch.device(DEVICE, 0), list[bool]()
 
-    def load(self: VisitingWeights, g: int) -> None:
-        locked.append(self.bounce.bytes.is_pinned())
-        plain(self, g)
+    def pieces(self: StateArrays, name: str, bounce: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        locked.append(bounce.is_pinned())
+        return plain(self, name, bounce)
 
-    plain = VisitingWeights.load
+    plain = StateArrays.pieces
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VisitingWeights, "load", load)
+        patch.setattr(StateArrays, "pieces", pieces)
         steps(budget(tmp_path / "store"))
     with closing(background.DeviceCopies(device)) as copies:
         locked.append(copies.bounce.bytes.is_pinned())

@@ -1,21 +1,28 @@
 """Arrays keep their bits wherever they live and however they move."""
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.config import Tier
+from penstock.engine import start
 from penstock.schedule.place import Format, Placement
 from penstock.schedule.program import ALIGN, GroupSpec
 from penstock.state import arrays as module
+from penstock.state import snapshots
 from penstock.state.arrays import StateArrays
+from penstock.state.buffers import Buffers
 from penstock.state.layout import parts_of
 from penstock.state.memory import HostSlab
 from penstock.state.slots import Slots
 from penstock.store import Layout, Store
+from penstock.tape.groups import group_parameters
+from tests.accelerator import DEVICE, simulated
 
 CPU = torch.device("cpu")
 GROUPS = (
@@ -91,6 +98,35 @@ ROUTE: tuple[Placement, ...] = (
     placement(("disk", "disk"), ("disk", "host"), ("host", "host")),
     placement(("disk", "disk"), ("disk", "disk"), ("disk", "disk")),
 )
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(DEVICE != "sim", reason="the simulated accelerator tells which memory is page-locked")
+def test_arrays_cross_to_a_device_through_page_locked_memory_that_is_given_back(store: Store, tmp_path: Path) -> None:
+    """Where they move, are saved and loaded, and where a model's values come to begin with."""
+    sim, device, none = simulated.start(), torch.device(DEVICE, 0), Buffers(nn.Module())
+    with (
+        mock.patch.object(sim, "lock_pages", wraps=sim.lock_pages) as locked,
+        mock.patch.object(sim, "unlock_pages", wraps=sim.unlock_pages) as unlocked,
+    ):
+        with closing(StateArrays(GROUPS, SPLIT, torch.bfloat16, device, store, Slots(store), host_bytes=0)) as arrays:
+            written = fill(arrays)
+            for place in ROUTE:
+                arrays.settle(place)
+                snapshots.save(tmp_path / "saved", arrays, none, {"step": 0, "model": {}}, overwrite=True)
+                with snapshots.opened(tmp_path / "saved", {}) as saved:
+                    snapshots.restore(saved, arrays, none)
+            assert sim.counts().keys() >= {"copies of page-locked memory"}
+            assert "copies of other memory" not in sim.counts()
+            check(arrays, written)
+        model = nn.Linear(32, 32)
+        groups = group_parameters(model, [])
+        specs = [group.spec for group in groups]
+        sim.clear()
+        with closing(StateArrays(specs, SPLIT, torch.bfloat16, device, None, Slots(None), host_bytes=0)) as arrays:
+            start.fill(model, groups, arrays, from_meta=False, seed=0)
+            assert "copies of other memory" not in sim.counts()
+    assert sorted(call.args[1] for call in locked.mock_calls) == sorted(call.args[1] for call in unlocked.mock_calls)
 
 
 @pytest.mark.parametrize("bounce", [4 * ALIGN, 8 << 20])

@@ -198,7 +198,7 @@ def begun(folder: Path, form: Moments) -> None:
         fill_at_random(arrays, 0)
         for name in into.parts:
             into.begin(name)
-            for start, piece in into.pieces(name, bounce):
+            for start, piece in into.pieces(name, bounce.bytes):
                 piece.copy_(arrays.array(name)[start : start + piece.numel()])
                 into.write(name, start, piece)
             into.flip(name)

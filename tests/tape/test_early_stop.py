@@ -1,11 +1,13 @@
 """A recomputation without a block's last product gives the gradients of one with it, to the bit; and only where nothing
 reads what the product gives it is left out."""
 
+import copy
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from penstock.tape.early_stop import LastProduct
+from penstock.tape.early_stop import LastProduct, LeftOut
 from tests.models import MODELS, Case
 from tests.stacks import WEIGHTS, WIDTH, Layer, assert_same_gradients, stack, unequal
 from tests.tape.test_split import Products
@@ -80,7 +82,7 @@ READING: dict[str, Step] = {
     "a hook of its own": _noted,
     "somebody later": _kept,
     "dropout": lambda _, x, y: functional.dropout(y, 0.3),
-    "something else in place": lambda _, x, y: y.mul_(0.5),
+    "something else in place": lambda _, x, y: y.clone().mul_(0.5),
 }
 
 
@@ -191,6 +193,18 @@ def _with_errors_in_passing(block: Tailed, x: torch.Tensor, y: torch.Tensor) -> 
     return x + y
 
 
+def _among_others_in_passing(_: Tailed, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with suppress(Exception):
+        return x + torch.stack([x, y]).sum(0)
+    return x + y
+
+
+def _written_over_in_passing(_: Tailed, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with suppress(Exception):
+        torch.add(y.detach(), 1.0, out=y.detach())
+    return x + y
+
+
 LATER: dict[str, Step] = {
     "kept": _kept,
     "noted": _noted,
@@ -199,6 +213,8 @@ LATER: dict[str, Step] = {
     "a hook of its gradient": _looked_at_by_its_hook,
     "another library": _copied,
     "errors in passing": _with_errors_in_passing,
+    "errors in passing, among others": _among_others_in_passing,
+    "errors in passing, written over": _written_over_in_passing,
 }
 
 
@@ -217,6 +233,40 @@ def test_what_is_read_or_kept_from_some_step_on_is_computed_again_from_then_on(s
     assert not any(bool(t.isnan().any()) for t in [seen, *outputs])
     _, wanted = bench.step(unequal(case), WEIGHTS)
     assert_same_gradients(gradients, wanted)
+
+
+class Own(torch.Tensor):
+    """Results of functions of torch are of its class."""
+
+
+WITHOUT_AN_OP: dict[str, Callable[[torch.Tensor], object]] = {
+    "numpy": lambda y: y.numpy(),
+    "an array": lambda y: np.asarray(y),
+    "dlpack": lambda y: np.from_dlpack(y),
+    "a list": lambda y: y.tolist(),
+    "its address": lambda y: y.data_ptr(),
+    "its storage": lambda y: y.untyped_storage(),
+    "a copy": copy.copy,
+    "a function of Python": lambda y: y.apply_(abs),
+    "two of them": lambda y: y.map_(y, max),
+    "a class of somebody's": lambda y: torch.ones(1).as_subclass(Own) + y,
+    "a number": lambda y: torch.tensor([y[0, 0], 1.0]),
+    "a row of one": lambda y: torch.tensor([y[0, :1]]),
+}
+
+
+@pytest.mark.parametrize("look", WITHOUT_AN_OP.values(), ids=WITHOUT_AN_OP)
+def test_what_is_read_without_an_op_is_noticed_whatever_becomes_of_the_error(
+    look: Callable[[torch.Tensor], object],
+) -> None:
+    left_out = LeftOut()
+    with left_out:
+        y = torch.ones(3, WIDTH) @ torch.ones(WIDTH, WIDTH)
+    part = (y + 1.0)[1:]
+    assert not left_out.is_read
+    with suppress(Exception):
+        look(part)
+    assert left_out.is_read
 
 
 def test_an_error_in_a_recomputation_comes_as_it_is_and_leaves_the_module_as_it_was() -> None:

@@ -20,7 +20,7 @@ from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
 from penstock.state.layout import rest_of
-from penstock.state.memory import BOUNCE, HostSlab
+from penstock.state.memory import HostSlab
 from penstock.state.splits import SPLITS
 from penstock.tape.groups import ParamGroup
 from penstock.tape.init import initialise, materialise_buffers
@@ -145,30 +145,29 @@ def _fill_from_meta(
 
 
 def _write_group(group: GroupSpec, flat: torch.Tensor, arrays: StateArrays) -> None:
-    bounce, beside = HostSlab(BOUNCE // 2), HostSlab(BOUNCE // 2)
     g, form = group.index, arrays.form
     weights, rest = f"weights.{g}", rest_of(g, form) if group.trainable else ()
     for name in (weights, *rest):
         arrays.begin(name)
-    for start, piece in arrays.pieces(weights, bounce):
-        values = flat[start : start + piece.numel()]
-        piece.copy_(values)
-        for name in rest if start < group.trainable else ():
-            dtype = arrays.parts[name].dtype
-            kept = beside.bytes[: piece.numel() * dtype.itemsize].view(dtype)
-            if dtype == torch.float32:
-                kept.copy_(values)
-            else:
-                kernels.split(piece, kept, values)
-            arrays.write(name, start, kept)
-        arrays.write(weights, start, piece)
+    with arrays.bounce() as memory:
+        bounce, beside = memory.view(2, -1)
+        for start, piece in arrays.pieces(weights, bounce):
+            values = flat[start : start + piece.numel()]
+            piece.copy_(values)
+            for name in rest if start < group.trainable else ():
+                dtype = arrays.parts[name].dtype
+                kept = beside[: piece.numel() * dtype.itemsize].view(dtype)
+                if dtype == torch.float32:
+                    kept.copy_(values)
+                else:
+                    kernels.split(piece, kept, values)
+                arrays.write(name, start, kept)
+            arrays.write(weights, start, piece)
     for name in (weights, *rest):
         arrays.flip(name)
     for name in arrays.parts_of_state(g):
         if name not in rest:
             arrays.zero(name)
-    bounce.close()
-    beside.close()
 
 
 def make_buffers(

@@ -7,7 +7,7 @@ import torch
 
 from penstock.engine.resources import EngineResources
 from penstock.schedule.place import FP32
-from penstock.state.memory import BOUNCE, DeviceSlab, HostSlab
+from penstock.state.memory import BOUNCE, DeviceSlab
 
 _NOTHING = -1
 
@@ -26,8 +26,6 @@ class VisitingWeights:
         self._share = resources.share
         self._slabs: dict[int, DeviceSlab] = {}
         self._attached: set[int] = set()
-        self.bounce = HostSlab(BOUNCE, beside=resources.device)
-        """memory that copies which are waited for go through"""
 
     def load(self, g: int) -> None:
         arrays = self._arrays
@@ -82,23 +80,23 @@ class VisitingWeights:
         """All ranks' parts of a group's weights, piece by piece, into ``flat`` of those that ask."""
         name, share = f"weights.{g}", self._share
         group = share.part(self._groups[g].spec)
-        for owner in range(share.size):
-            for first, piece in self._arrays.pieces(name, self.bounce):
-                if owner == share.number:
-                    self._arrays.read(name, first, piece)
-                if share.size > 1:
-                    self._ranks.lend(piece.view(torch.uint8), owner)
-                if flat is not None:
-                    frozen = first >= group.trainable
-                    before = owner * (group.frozen if frozen else group.trainable)
-                    start = before + first + frozen * (share.size - 1) * group.trainable
-                    flat[start : start + piece.numel()].copy_(piece)
+        with self._arrays.bounce() as bounce:
+            for owner in range(share.size):
+                for first, piece in self._arrays.pieces(name, bounce):
+                    if owner == share.number:
+                        self._arrays.read(name, first, piece)
+                    if share.size > 1:
+                        self._ranks.lend(piece.view(torch.uint8), owner)
+                    if flat is not None:
+                        frozen = first >= group.trainable
+                        before = owner * (group.frozen if frozen else group.trainable)
+                        start = before + first + frozen * (share.size - 1) * group.trainable
+                        flat[start : start + piece.numel()].copy_(piece)
 
     def close(self) -> None:
         """May be called again."""
         for g in self._attached | self._slabs.keys():
             self.unload(g)
-        self.bounce.close()
 
 
 def _stand_in(g: int, flat: torch.Tensor) -> None:

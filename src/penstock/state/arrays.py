@@ -9,6 +9,7 @@ an array does so between ``begin`` and ``flip``; a step that has been taken says
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,16 +90,24 @@ class StateArrays:
         self._arrays: dict[str, torch.Tensor] = {}
         self.slabs: dict[str, HostSlab | DeviceSlab] = {}
         """the memory of arrays that are in memory"""
-        if store is None:
-            room = host_bytes
-            try:
-                for name, part in self.parts.items():
-                    fits = part.nbytes <= room
-                    room -= part.nbytes * fits
-                    self.slabs[name], self._arrays[name] = self._allocate(name, "host" if fits else "device")
-            except BaseException:
-                self.close()
-                raise
+        self._bounce: HostSlab | None = None
+        """memory of ``bounce`` that is kept"""
+        try:
+            if store is None:
+                self._begin_in_memory(host_bytes)
+            if device.type != "cpu":
+                with near(device):
+                    self._bounce = HostSlab(BOUNCE, beside=device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin_in_memory(self, host_bytes: int) -> None:
+        room = host_bytes
+        for name, part in self.parts.items():
+            fits = part.nbytes <= room
+            room -= part.nbytes * fits
+            self.slabs[name], self._arrays[name] = self._allocate(name, "host" if fits else "device")
 
     def tier_of(self, name: str) -> Tier:
         if name not in self._arrays:
@@ -261,9 +270,9 @@ class StateArrays:
         lacking = {name: later for name in names if self.slots.lacks(name, later := self._late_bytes(name, late))}
         if not lacking:
             return
-        with HostSlab(BOUNCE) as bounce:
+        with self.bounce() as bounce:
             for name, later in lacking.items():
-                self.slots.complete(name, numpy_bytes(bounce.bytes), later)
+                self.slots.complete(name, numpy_bytes(bounce), later)
 
     def is_kept(self, part: Part) -> bool:
         """True if a commit of what is in memory finds all of an array on disk already: no step changes any of it."""
@@ -310,7 +319,7 @@ class StateArrays:
             self._read_all(f"weights.{g}", self._copies[g].array)
 
     def _read_all(self, name: str, into: torch.Tensor) -> None:
-        with HostSlab(BOUNCE) as bounce:
+        with self.bounce() as bounce:
             for start, piece in self.pieces(name, bounce):
                 self.read(name, start, piece)
                 into[start : start + piece.numel()].copy_(piece)
@@ -346,7 +355,7 @@ class StateArrays:
         self._write_extents([name for name in self._arrays if not self.is_kept(self.parts[name])])
 
     def _write_extents(self, names: Sequence[str]) -> None:
-        with HostSlab(BOUNCE) as bounce:
+        with self.bounce() as bounce:
             for name in names:
                 array = self._arrays[name]
                 self.begin(name)
@@ -356,14 +365,31 @@ class StateArrays:
                 self.flip(name)
         self.keep(names)
 
-    def pieces(self, name: str, bounce: HostSlab) -> Iterator[tuple[int, torch.Tensor]]:
-        """Cut an array into ranges that fit the bounce buffer: (first element, a view to fill or to read)."""
+    @contextmanager
+    def bounce(self) -> Iterator[torch.Tensor]:
+        """8 MiB that arrays pass through on their way between tiers.
+
+        Beside an accelerator they are page-locked, and kept from the start on: state that is to be saved does not find
+        that no more pages can be locked.
+        """
+        kept, self._bounce = self._bounce, None
+        slab = HostSlab(BOUNCE, beside=self.device) if kept is None else kept
+        try:
+            yield slab.bytes
+        finally:
+            if kept is None:
+                slab.close()
+            else:
+                self._bounce = kept
+
+    def pieces(self, name: str, bounce: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Cut an array into ranges that fit the bounce buffer, uint8: (first element, a view to fill or to read)."""
         part, step = self.parts[name], bounce.nbytes // FP32
         for span in part.spans:
             assert step % span.step == 0, f"{bounce.nbytes} bytes are less than what has one checksum"
             for start in range(span.start, span.stop, step):
                 numel = min(step, span.stop - start)
-                yield start, bounce.bytes[: numel * part.dtype.itemsize].view(part.dtype)
+                yield start, bounce[: numel * part.dtype.itemsize].view(part.dtype)
 
     def _move(self, name: str, tier: Tier) -> None:
         """Copy an array to another tier, and only then let go of where it was: an error on the way loses nothing."""
@@ -407,3 +433,6 @@ class StateArrays:
             slab.close()
         self.slabs.clear()
         self._copies.clear()
+        if self._bounce is not None:
+            self._bounce.close()
+            self._bounce = None

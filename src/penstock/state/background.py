@@ -152,7 +152,7 @@ class Background:
                 _Piece(name=part.name, start=start, numel=view.numel())
                 for part in parts
                 if arrays.tier_of(part.name) != "disk" and not arrays.is_kept(part)
-                for start, view in arrays.pieces(part.name, self._bounce)
+                for start, view in arrays.pieces(part.name, self._bounce.bytes)
             ]
             cut += sorted(mine, key=lambda piece: piece.start)
         return cut

@@ -163,7 +163,7 @@ class Conversion:
                     scales = arrays.parts.get(name.replace("moment", "scale"))
                     self._moment(arrays, part, scales, share, bounce, values, beside)
                 elif not kind.startswith("scale"):  # which goes with its moment
-                    for start, piece in arrays.pieces(name, bounce):
+                    for start, piece in arrays.pieces(name, bounce.bytes):
                         for g, offset, into in self._found(arrays.groups[part.group], share.number, start, piece):
                             self._source.fetch((f"{kind}.{g}",), offset, into)
                         arrays.write(name, start, piece)
@@ -183,7 +183,7 @@ class Conversion:
     ) -> None:
         """Fill a moment; and its scales, if it has some."""
         kind = part.name.rpartition(".")[0]
-        for start, piece in arrays.pieces(part.name, bounce):
+        for start, piece in arrays.pieces(part.name, bounce.bytes):
             values = wide.bytes[: piece.numel() * 4].view(torch.float32)
             for g, offset, into in self._found(arrays.groups[part.group], share.number, start, values):
                 self._widen(f"{kind}.{g}", offset, into)

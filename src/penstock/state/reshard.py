@@ -113,7 +113,7 @@ def _arrays(source: Parts, target: Parts, rank: int) -> Iterator[int]:
     with HostSlab(BOUNCE) as bounce:
         for name, part in arrays.parts.items():
             arrays.begin(name)
-            for start, piece in arrays.pieces(name, bounce):
+            for start, piece in arrays.pieces(name, bounce.bytes):
                 piece.zero_()
                 own = arrays.groups[part.group]
                 found = found_in(source.groups[part.group], own, part, rank % target.share.size, start, piece.numel())

@@ -23,7 +23,7 @@ from penstock.state.arrays import StateArrays
 from penstock.state.buffers import Buffers
 from penstock.state.convert import Conversion, has_other_form, in_words, renumbered, without_form
 from penstock.state.layout import parts_of
-from penstock.state.memory import BOUNCE, HostSlab, numpy_bytes
+from penstock.state.memory import numpy_bytes
 from penstock.state.parts import form_of, found_in, groups_of, share_of
 from penstock.state.record import check_kept
 from penstock.state.reshard import described
@@ -121,7 +121,7 @@ def _write_part(folder: Path, layout: Layout, meta: Mapping[str, Any], arrays: S
 
 
 def _fill(writer: PartWriter, arrays: StateArrays, buffers: Buffers) -> None:
-    with HostSlab(BOUNCE) as bounce:
+    with arrays.bounce() as bounce:
         for name in arrays.parts:
             if not _adopted(writer, name, arrays):
                 for start, piece in arrays.pieces(name, bounce):
@@ -282,7 +282,7 @@ def restore(snapshot: Saved, arrays: StateArrays, buffers: Buffers) -> None:
 
 
 def _copy(snapshot: Saved, arrays: StateArrays) -> None:
-    with HostSlab(BOUNCE) as bounce:
+    with arrays.bounce() as bounce:
         for name in arrays.parts:
             arrays.begin(name)
             for start, piece in arrays.pieces(name, bounce):

@@ -111,7 +111,7 @@ def _pass_on(arrays: StateArrays, model: Mapping[str, Any], ranks: Ranks, giver:
         for name in arrays.parts:
             if rank == taker:
                 arrays.begin(name)
-            for start, piece in arrays.pieces(name, bounce):
+            for start, piece in arrays.pieces(name, bounce.bytes):
                 if rank == giver:
                     arrays.read(name, start, piece)
                 ranks.lend(piece.view(torch.uint8), giver)

@@ -64,8 +64,10 @@ class Call:
 
     def apart(self) -> "Call":
         """The same call, to be run besides: what it changes is its own."""
-        with unwatched():
-            buffers = copies(self.buffers)
+        buffers = self.buffers
+        if buffers:
+            with unwatched():
+                buffers = copies(buffers)
         return replace(self, buffers=buffers, context=self.context.copy())
 
 

@@ -121,11 +121,14 @@ class LeftOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _is_plain(rows) and _is_plain(columns):
                 self.numbers.append(next_number() - 1)  # a node has its number before its op runs
                 return self.absent(rows.new_full((rows.shape[0], columns.shape[1]), math.nan))
+        if Absent in types:
+            return Absent.__torch_dispatch__(func, types, args, kwargs)  # which torch would come to by a detour
         return func(*args, **(kwargs or {}))
 
     def absent(self, memory: torch.Tensor) -> "Absent":
         absent = Absent(memory, self)
         self._absent.append(weakref.ref(absent))
+        self.is_read |= memory.numel() == 1  # a number is read by torch.tensor([...]), and no op is called
         return absent
 
     def was_unread(self, edges: Sequence[GradientEdge | None]) -> bool:
@@ -161,10 +164,16 @@ class Absent(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = [value for value in tree_iter((args, kwargs)) if isinstance(value, Absent)]
+        found = [value for value in args if isinstance(value, Absent)]
         written = written_by(func, args, kwargs)
-        if id(packet_of(func)) not in _HANDING_ON or not all(isinstance(tensor, Absent) for tensor in written):
-            found[0].left_out.is_read = True
+        if (
+            id(packet_of(func)) not in _HANDING_ON
+            or any(isinstance(value, Absent) for value in kwargs.values())
+            or not all(isinstance(tensor, Absent) for tensor in written)
+        ):
+            for value in tree_iter((args, kwargs)):
+                if isinstance(value, Absent):
+                    value.left_out.is_read = True
             raise AbsentError(str(func))
         result = func(*(value.memory if isinstance(value, Absent) else value for value in args), **kwargs)
         if written:
@@ -172,6 +181,14 @@ class Absent(torch.Tensor):
         if isinstance(result, tuple):  # of a dropout, with its mask
             return found[0].left_out.absent(result[0]), *result[1:]
         return found[0].left_out.absent(result)
+
+    def _look_in(self, *_: Any, **__: Any) -> Any:
+        """Stands for methods that look at memory, or copy it, or fail, without an op."""
+        self.left_out.is_read = True
+        raise AbsentError("its memory")
+
+    numpy = tolist = data_ptr = untyped_storage = apply_ = map_ = _look_in
+    __array__ = __dlpack__ = __reduce_ex__ = as_subclass = _look_in
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -185,12 +202,15 @@ def is_unread(number: int, end: int, edges: Sequence[GradientEdge | None]) -> bo
     behind, product = set[Node](), None
     while stack:
         node = stack.pop()
-        if node in behind or hasattr(node, "variable") or number_of(node) < number:
+        its = number_of(node)
+        if its < number or node in behind:
             continue
-        if number_of(node) == number:
+        if its == number:
             product = node
             continue
-        if number_of(node) >= end or node.name() not in _SAVING_NOTHING:
+        if its >= end and hasattr(node, "variable"):  # of a leaf, which has the largest number there is
+            continue
+        if its >= end or node.name() not in _SAVING_NOTHING:
             return False
         behind.add(node)
         stack += (below for below, _ in node.next_functions if below is not None)
