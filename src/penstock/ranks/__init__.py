@@ -5,6 +5,7 @@
     axes     how they share the state
     group    what ranks do together: gathers and exchanges of tensors, and what all of them say; who is alone
     process_groups  several ranks on process groups of torch.distributed
+    telling  what ranks tell each other
     left     the groups of closed engines, which the next one uses again
     waiting  calls of torch that wait for all of them
     watch    who has failed, ended, or does not answer

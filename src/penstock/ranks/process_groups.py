@@ -1,6 +1,5 @@
 """Several ranks on process groups of ``torch.distributed``: what moves between them, and who waits for whom."""
 
-import pickle
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from penstock.ranks.between import check_none_given_up, close_watch, open_watch
 from penstock.ranks.calls import Calls
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.left import Left
+from penstock.ranks.telling import Telling
 from penstock.ranks.waiting import LOOK, Beside, GivingUp, beside, give_up
 from penstock.ranks.watch import LONG, Place, Watch, host_count, log
 from penstock.schedule.mesh import is_branch
@@ -41,35 +41,6 @@ _PATIENCE = timedelta(days=7)
 """Patience of a rank with others that prepare data, or load a model; one that is gone is noticed at once."""
 
 _WAITS_IN_WRAP = "rank %d has waited in wrap for %.0f s, and goes on waiting: all ranks of its mesh make this call"
-
-
-class Telling(Ranks):
-    """One of several ranks that tell each other things."""
-
-    @property
-    def in_call(self) -> str:
-        """The name of the call that this rank is in, for people."""
-        raise NotImplementedError
-
-    def gather_objects(self, what: str, value: T) -> list[T]:
-        text = torch.frombuffer(bytearray(pickle.dumps((what, self.in_call, value))), dtype=torch.uint8)
-        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")  # whatever torch's default device is
-        self._gather_control(sizes, torch.tensor([text.numel()], device="cpu"))
-        longest = int(sizes.max())
-        texts = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
-        self._gather_control(texts.view(-1), torch.nn.functional.pad(text, (0, longest - text.numel())))
-        found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(texts, sizes.tolist(), strict=True)]
-        for other, (theirs, call, _) in enumerate(found):
-            if theirs != what:
-                raise RankError(
-                    f"rank {self.number_of(other)} tells its {theirs} in {call} where rank {self.number_of(self.rank)} "
-                    f"tells its {what} in {self.in_call}: give all ranks the same calls, in the same order"
-                )
-        return [said for *_, said in found]
-
-    def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        """``gather`` of what they tell, in host memory."""
-        raise NotImplementedError
 
 
 class Together(Telling):
