@@ -85,10 +85,11 @@ class Bench:
         self.tape = Tape(model, self.blocks, self.groups, loss_fn, seed=SEED, device=device, splits=splits)
         self.stages: tuple[Stage, ...] = ()
 
-    def load(self, group: int) -> None:
+    def load(self, group: int) -> bool:
         assert group not in self.attached
         self.attached[group] = self.flats[group].clone() if self.moving else self.flats[group]
         self.groups[group].attach(self.attached[group])
+        return self.moving
 
     def unload(self, group: int) -> None:
         flat = self.attached.pop(group)

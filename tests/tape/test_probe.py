@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.schedule.program import Stage
 from penstock.tape.watch import Watch
@@ -145,6 +146,39 @@ def test_numbers_that_lie_elsewhere_are_no_saved_activation_of_the_device() -> N
         offloads.append([facts.offload for facts in bench.tape.facts])
     assert [len(places) for places in offloads[0]] == [2, 2, 2, 1, 0]
     assert [len(places) for places in offloads[1]] == [1, 1, 1, 1, 0]
+
+
+class Choosing(Layer):
+    """Reads weights of the head as well, for numbers that fall (by ``sign`` 1) from the first feature to the last."""
+
+    listed, sign = False, 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool | None] = []
+        """of each call: the weights had their values; None: it has read none"""
+        self.others: list[nn.Linear] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool(self.sign * (x[..., 0] - x[..., -1]).sum() < 0):
+            self.found.append(None)
+            return super().forward(x)
+        weights = [other.weight for other in self.others]
+        shift = torch.cat(weights).mean() if self.listed else weights[0].sum()
+        self.found.append(bool(shift.isfinite()))
+        return super().forward(x) + shift
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_block_that_is_called_on_other_numbers_finds_the_weights_that_these_ask_for(listed: bool) -> None:
+    case = stack(Choosing)
+    model = case.model()
+    for layer, sign in zip(model.layers, (1, -1, 1), strict=True):
+        layer.listed, layer.sign, layer.others = listed, sign, [model.head]
+    Bench(case, model, moving=True).probe(case.micro_batches(1)[0])
+    assert all(len(layer.found) == 3 for layer in model.layers)  # a forward, a call on other numbers, a recomputation
+    assert any(layer.found == [None, True, None] for layer in model.layers)
+    assert not any(False in layer.found for layer in model.layers)
 
 
 def test_a_probe_without_backward_says_so() -> None:

@@ -29,12 +29,13 @@ class VisitingWeights:
         self.bounce = HostSlab(BOUNCE, beside=resources.device)
         """memory that copies which are waited for go through"""
 
-    def load(self, g: int) -> None:
+    def load(self, g: int) -> bool:
+        """Attach a group's weights. True: they are a copy."""
         arrays = self._arrays
         self._attached.add(g)  # first: what is broken off half attached is detached
         if self._share.size == 1 and self._share.holds(g) and arrays.found_on(g) == "device":
             self._groups[g].attach(arrays.weights(g))
-            return
+            return False
         numel, dtype = self._groups[g].spec.numel, arrays.dtype
         self._slabs[g] = DeviceSlab(numel * dtype.itemsize, arrays.device)
         flat = self._slabs[g].bytes[: numel * dtype.itemsize].view(dtype)
@@ -45,6 +46,7 @@ class VisitingWeights:
         else:
             self._bring(g, flat)
         self._groups[g].attach(flat)
+        return True
 
     def unload(self, g: int) -> None:
         self._groups[g].detach(self._arrays.dtype, self._arrays.device)

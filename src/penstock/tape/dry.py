@@ -101,8 +101,9 @@ def dry_run(
         {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in micro_batch.items()}
     )
 
-    def load(g: int) -> None:
+    def load(g: int) -> bool:
         groups[g].attach(torch.empty(groups[g].spec.numel, dtype=dtype, device=_META))
+        return True
 
     def unload(g: int) -> None:
         groups[g].detach(dtype, _META)

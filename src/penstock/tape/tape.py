@@ -147,14 +147,15 @@ class Tape:
     def probe(
         self,
         micro_batch: Mapping[str, Any],
-        load: Callable[[int], None],
+        load: Callable[[int], bool],
         unload: Callable[[int], None],
         train: bool = True,
     ) -> tuple[Stage, ...]:
         """Learn the model's stages from one micro-batch, run once on the device.
 
-        ``load(group)`` attaches a group's weights, ``unload(group)`` detaches them; each stage's groups are loaded when
-        it first touches them and unloaded when it ends. Random state, buffers and gradients are left as they were. With
+        ``load(group)`` attaches a group's weights, and returns True if these are a copy, of which writes are lost;
+        ``unload(group)`` detaches them. Each stage's groups are loaded when it first touches them and unloaded when it
+        ends. Random state, buffers and gradients are left as they were. With
         ``train=False`` only the forward is run, and what a stage's backward needs is empty.
 
         Raises:

@@ -144,10 +144,17 @@ class Ahead(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__name__", None) != "__get__":  # a look at its shape or dtype needs no numbers
             for value in (*args, *kwargs.values()) if kwargs else args:
-                group = self._parameters.get(id(value))
-                if group is not None:
+                if type(value) in (list, tuple):
+                    self._bring(value)
+                elif (group := self._parameters.get(id(value))) is not None:
                     self._load(group)
         return func(*args, **(kwargs or {}))
+
+    def _bring(self, values: Iterable[Any]) -> None:
+        """Load those parameters that are among the items of a list."""
+        for value in values:
+            if (group := self._parameters.get(id(value))) is not None:
+                self._load(group)
 
 
 class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
