@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.tape.watch import Watch
 from tests import models
@@ -179,6 +180,34 @@ def test_a_block_that_is_called_on_other_numbers_finds_the_weights_that_these_as
     assert all(len(layer.found) == 3 for layer in model.layers)  # a forward, a call on other numbers, a recomputation
     assert any(layer.found == [None, True, None] for layer in model.layers)
     assert not any(False in layer.found for layer in model.layers)
+
+
+class Halving(Layer):
+    """Halves its weights for numbers that rise from the first feature to the last: as ``Choosing``, by ``sign``."""
+
+    sign = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool(self.sign * (x[..., 0] - x[..., -1]).sum() < 0):
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_weights_that_a_probe_has_seen_written_to_are_as_they_were(sign: int, moving: bool) -> None:
+    """Be it in the call on other numbers alone, of which nothing else is seen where these weights are copies."""
+    case = stack(Halving)
+    model = case.model()
+    for layer in model.layers:
+        layer.sign = sign
+    bench = Bench(case, model, moving=moving)
+    before = [flat.clone() for flat in bench.flats]
+    said = "changes a parameter" if sign == 1 or not moving else "returned other numbers"
+    with pytest.raises(ModelError, match=said):
+        bench.probe(case.micro_batches(1)[0])
+    assert all(map(torch.equal, bench.flats, before))
 
 
 def test_a_probe_without_backward_says_so() -> None:
