@@ -85,11 +85,10 @@ class Bench:
         self.tape = Tape(model, self.blocks, self.groups, loss_fn, seed=SEED, device=device, splits=splits)
         self.stages: tuple[Stage, ...] = ()
 
-    def load(self, group: int) -> bool:
+    def load(self, group: int) -> None:
         assert group not in self.attached
         self.attached[group] = self.flats[group].clone() if self.moving else self.flats[group]
         self.groups[group].attach(self.attached[group])
-        return self.moving
 
     def unload(self, group: int) -> None:
         flat = self.attached.pop(group)
@@ -102,7 +101,7 @@ class Bench:
             self.load(group)
 
     def probe(self, micro_batch: MicroBatch, *, train: bool = True) -> tuple[Stage, ...]:
-        self.stages = self.tape.probe(micro_batch, self.load, self.unload, train)
+        self.stages = self.tape.probe(micro_batch, self.load, self.unload, copies=self.moving, train=train)
         assert not self.attached
         return self.stages
 

@@ -1,7 +1,7 @@
 """What the probe reports is what is: stages, reads, gradients, saved activations, and bytes."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -152,7 +152,8 @@ def test_numbers_that_lie_elsewhere_are_no_saved_activation_of_the_device() -> N
 class Choosing(Layer):
     """Reads weights of the head as well, for numbers that fall (by ``sign`` 1) from the first feature to the last."""
 
-    listed, sign = False, 1
+    sign = 1
+    ask: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,18 +165,27 @@ class Choosing(Layer):
         if bool(self.sign * (x[..., 0] - x[..., -1]).sum() < 0):
             self.found.append(None)
             return super().forward(x)
-        weights = [other.weight for other in self.others]
-        shift = torch.cat(weights).mean() if self.listed else weights[0].sum()
+        shift = self.ask(self.others[0].weight).sum()
         self.found.append(bool(shift.isfinite()))
         return super().forward(x) + shift
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_a_block_that_is_called_on_other_numbers_finds_the_weights_that_these_ask_for(listed: bool) -> None:
+ASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": torch.sum,
+    "listed": lambda weight: torch.cat([weight]),
+    "turned": lambda weight: weight.T,
+    "turned, of two dimensions": lambda weight: weight.mT,
+    "turned, were it complex": lambda weight: weight.H,
+    "its data": lambda weight: weight.data,
+}
+
+
+@pytest.mark.parametrize("way", ASKS)
+def test_a_block_that_is_called_on_other_numbers_finds_the_weights_that_these_ask_for(way: str) -> None:
     case = stack(Choosing)
     model = case.model()
     for layer, sign in zip(model.layers, (1, -1, 1), strict=True):
-        layer.listed, layer.sign, layer.others = listed, sign, [model.head]
+        layer.ask, layer.sign, layer.others = ASKS[way], sign, [model.head]
     Bench(case, model, moving=True).probe(case.micro_batches(1)[0])
     assert all(len(layer.found) == 3 for layer in model.layers)  # a forward, a call on other numbers, a recomputation
     assert any(layer.found == [None, True, None] for layer in model.layers)
@@ -183,29 +193,34 @@ def test_a_block_that_is_called_on_other_numbers_finds_the_weights_that_these_as
 
 
 class Halving(Layer):
-    """Halves its weights for numbers that rise from the first feature to the last: as ``Choosing``, by ``sign``."""
+    """Halves weights for numbers that rise from the first feature to the last: as ``Choosing``, by ``sign``. Its own,
+    or ``others``, of which it reads nothing."""
 
     sign = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[nn.Linear] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if bool(self.sign * (x[..., 0] - x[..., -1]).sum() < 0):
             with torch.no_grad():
-                self.linear.weight.mul_(0.5)
+                (self.others or [self.linear])[0].weight.mul_(0.5)
         return super().forward(x)
 
 
 @pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_weights_that_a_probe_has_seen_written_to_are_as_they_were(sign: int, moving: bool) -> None:
-    """Be it in the call on other numbers alone, of which nothing else is seen where these weights are copies."""
+def test_weights_that_a_probe_has_seen_written_to_are_as_they_were(sign: int, own: bool, moving: bool) -> None:
+    """Be it in the call on other numbers alone, and be they those of another part of the model."""
     case = stack(Halving)
     model = case.model()
     for layer in model.layers:
-        layer.sign = sign
+        layer.sign, layer.others = sign, [] if own else [model.head]
     bench = Bench(case, model, moving=moving)
     before = [flat.clone() for flat in bench.flats]
-    said = "changes a parameter" if sign == 1 or not moving else "returned other numbers"
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match="changes a parameter"):
         bench.probe(case.micro_batches(1)[0])
     assert all(map(torch.equal, bench.flats, before))
 

@@ -628,13 +628,13 @@ def test_a_forward_that_raises_when_it_is_closed_leaves_all_as_it_was() -> None:
     bench, micro_batch = Bench(case, model), case.micro_batches(1)[0]
     of_others = bench.tape.on_gradient = lambda *_: None
 
-    def fail(group: int) -> bool:
+    def fail(group: int) -> None:
         if group == bench.groups[-1].spec.index:
             raise MemoryError("no room")
-        return bench.load(group)
+        bench.load(group)
 
     with pytest.raises(OSError, match="the clean-up's own error"):
-        bench.tape.probe(micro_batch, fail, bench.unload)
+        bench.tape.probe(micro_batch, fail, bench.unload, copies=False)
     assert model.count == 0
     assert not bench.attached
     assert bench.tape.on_gradient is of_others

@@ -29,13 +29,21 @@ class VisitingWeights:
         self.bounce = HostSlab(BOUNCE, beside=resources.device)
         """memory that copies which are waited for go through"""
 
-    def load(self, g: int) -> bool:
-        """Attach a group's weights. True: they are a copy."""
+    @property
+    def are_copies(self) -> bool:
+        """True if no group is attached where a run has its weights."""
+        return not any(map(self._is_there, range(len(self._groups))))
+
+    def _is_there(self, g: int) -> bool:
+        """True if a group's weights are on the device as they are."""
+        return self._share.size == 1 and self._share.holds(g) and self._arrays.found_on(g) == "device"
+
+    def load(self, g: int) -> None:
         arrays = self._arrays
         self._attached.add(g)  # first: what is broken off half attached is detached
-        if self._share.size == 1 and self._share.holds(g) and arrays.found_on(g) == "device":
+        if self._is_there(g):
             self._groups[g].attach(arrays.weights(g))
-            return False
+            return
         numel, dtype = self._groups[g].spec.numel, arrays.dtype
         self._slabs[g] = DeviceSlab(numel * dtype.itemsize, arrays.device)
         flat = self._slabs[g].bytes[: numel * dtype.itemsize].view(dtype)
@@ -46,7 +54,6 @@ class VisitingWeights:
         else:
             self._bring(g, flat)
         self._groups[g].attach(flat)
-        return True
 
     def unload(self, g: int) -> None:
         self._groups[g].detach(self._arrays.dtype, self._arrays.device)

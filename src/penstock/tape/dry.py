@@ -101,16 +101,15 @@ def dry_run(
         {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in micro_batch.items()}
     )
 
-    def load(g: int) -> bool:
+    def load(g: int) -> None:
         groups[g].attach(torch.empty(groups[g].spec.numel, dtype=dtype, device=_META))
-        return True
 
     def unload(g: int) -> None:
         groups[g].detach(dtype, _META)
 
     try:
         with values, Fused(kind):
-            stages = tape.probe(inputs, load, unload)
+            stages = tape.probe(inputs, load, unload, copies=True)
     except (RuntimeError, NotImplementedError) as error:
         raise ModelError(f"the model cannot be run on the meta device: {_first_line(error)}") from error
     finally:

@@ -30,6 +30,7 @@ from penstock.tape.likeness import FirstOutputs
 from penstock.tape.losses import Losses
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.own_values import Accesses
+from penstock.tape.parameters import versions
 from penstock.tape.segments import InTwo, Seen, Segment, Stages, Usage
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, SuspendedForward
@@ -50,14 +51,14 @@ _NOT_A_BLOCK = (
 class Probe:
     """One probe of one micro-batch; see ``run``."""
 
-    def __init__(self, tape: "Tape", load: Callable[[int], bool], unload: Callable[[int], None]) -> None:
+    def __init__(self, tape: "Tape", load: Callable[[int], None], unload: Callable[[int], None], copies: bool) -> None:
         self._tape = tape
         self._running = tape.running
         modules = frozenset(tape.model.modules())
         own = modules.difference(*(site.module.modules() for site in tape.sites))
         self._search, self._accesses = Search(own, modules, tape.loss_fn), Accesses(modules)
-        self._load, self._unload = load, unload
-        self._loaded: dict[int, bool] = {}  # groups -> a copy of their weights is there, and not these themselves
+        self._load, self._unload, self._copies = load, unload, copies
+        self._loaded: dict[int, list[int]] = {}  # groups -> versions of their weights, as they were brought
         self._usage = Usage()
         self._packer = graph.WeightPacker()
         self._group_of = {id(s.parameter): g.spec.index for g in tape.groups for s in g.slices}
@@ -72,9 +73,7 @@ class Probe:
         self._ahead = Ahead(self._group_of, self._bring)
         self._segments: list[Segment] = []
         self._asked = Asked(self._block)
-        self._sources: dict[
-            int, int
-        ] = {}  # identity of a parameter with a hook -> the segment that its gradient is from
+        self._sources: dict[int, int] = {}  # of a parameter with a hook: identity -> the segment of its gradient
         self.handed: tuple[Handed | None, ...] = ()
         """The arguments of each stage's call, after ``run``."""
         self.work: tuple[BothWays, ...] = ()
@@ -95,8 +94,7 @@ class Probe:
         """The value of the model's loss, where it has one."""
 
     def run(self, micro_batch: Mapping[str, Any], train: bool) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
-        """Forward (and backward) of the micro-batch. The model, its buffers and attributes, and the random state end as
-        they began."""
+        """Forward (and backward) of the micro-batch. The model, buffers and all, and random state end as they began."""
         tape = self._tape
         before, self._asked.train = ModulesBefore(tape.model), train
         on_gradient, flags = tape.on_gradient, TrainingFlags(tape.model.modules())
@@ -154,7 +152,8 @@ class Probe:
     def _bring(self, group: int) -> None:
         if group not in self._loaded:
             with without_transforms(), without_functions(), unwatched():  # it is nothing that the model does
-                self._loaded[group] = self._load(group)
+                self._load(group)
+                self._loaded[group] = versions([self._tape.groups[group]])
             self._packer.add(s.parameter for s in self._tape.groups[group].slices)
 
     def _note_write(self, written: Operand) -> None:
@@ -187,9 +186,7 @@ class Probe:
         self._before.clear()
 
     def _refuse_moved(self) -> None:
-        """Refuse parameters that lie elsewhere than they were put: ``parameter.data = ...`` is no op that could be
-        seen.
-        """
+        """Refuse parameters that lie elsewhere than they were put: ``parameter.data = ...`` is no op to be seen."""
         for group in self._loaded:
             for s in self._tape.groups[group].slices:
                 if not self._packer.holds(s.parameter):
@@ -451,13 +448,18 @@ class Probe:
 
     def _call_elsewise(self, suspended: SuspendedForward, index: int) -> None:
         """See ``Running.call_elsewise``. What a block's ops do is seen in its forward and its recomputation. Here they
-        are watched, which takes most of the time of small ones, only where writes to weights would have to be undone,
-        or torch.compile would compile the block once more. ``Ahead`` loads weights that the forward has not read."""
+        are watched, which takes most of the time of small ones, only where writes to weights have to be undone, or
+        torch.compile would compile the block once more. ``Ahead`` loads weights that the forward has not read."""
         segment = self._segments[index]
-        for group in sorted(segment.forward.reads):
-            self._bring(group)
-        are_copies = not segment.facts.written and all(self._loaded.values())
-        with self._ahead if are_copies and not self._tape.compiled else self._measuring(Usage(), segment.site):
+        if self._copies and not (segment.facts.written or self._tape.compiled):
+            for group in sorted(segment.forward.reads):
+                self._bring(group)
+            with self._ahead:
+                self._running.call_elsewise(suspended, index)
+            if all(versions([self._tape.groups[g]]) == before for g, before in self._loaded.items()):
+                return
+            self._release()  # copies that it has written to: once more, to see what it writes
+        with self._measuring(Usage(), segment.site):
             self._running.call_elsewise(suspended, index)
 
     def _run_back(self, suspended: SuspendedForward, index: int) -> None:
