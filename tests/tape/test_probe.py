@@ -1,11 +1,13 @@
 """What the probe reports is what is: stages, reads, gradients, saved activations, and bytes."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import nn
 
+from penstock.errors import ModelError
 from penstock.schedule.program import Stage
 from penstock.tape.watch import Watch
 from tests import models
@@ -145,6 +147,82 @@ def test_numbers_that_lie_elsewhere_are_no_saved_activation_of_the_device() -> N
         offloads.append([facts.offload for facts in bench.tape.facts])
     assert [len(places) for places in offloads[0]] == [2, 2, 2, 1, 0]
     assert [len(places) for places in offloads[1]] == [1, 1, 1, 1, 0]
+
+
+class Choosing(Layer):
+    """Reads weights of the head as well, for numbers that fall (by ``sign`` 1) from the first feature to the last."""
+
+    sign = 1
+    ask: Callable[[torch.Tensor], torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool | None] = []
+        """of each call: the weights had their values; None: it has read none"""
+        self.others: list[nn.Linear] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool(self.sign * (x[..., 0] - x[..., -1]).sum() < 0):
+            self.found.append(None)
+            return super().forward(x)
+        shift = self.ask(self.others[0].weight).sum()
+        self.found.append(bool(shift.isfinite()))
+        return super().forward(x) + shift
+
+
+ASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": torch.sum,
+    "listed": lambda weight: torch.cat([weight]),
+    "turned": lambda weight: weight.T,
+    "turned, of two dimensions": lambda weight: weight.mT,
+    "turned, were it complex": lambda weight: weight.H,
+    "its data": lambda weight: weight.data,
+}
+
+
+@pytest.mark.parametrize("way", ASKS)
+def test_a_block_that_is_called_on_other_numbers_finds_the_weights_that_these_ask_for(way: str) -> None:
+    case = stack(Choosing)
+    model = case.model()
+    for layer, sign in zip(model.layers, (1, -1, 1), strict=True):
+        layer.ask, layer.sign, layer.others = ASKS[way], sign, [model.head]
+    Bench(case, model, moving=True).probe(case.micro_batches(1)[0])
+    assert all(len(layer.found) == 3 for layer in model.layers)  # a forward, a call on other numbers, a recomputation
+    assert any(layer.found == [None, True, None] for layer in model.layers)
+    assert not any(False in layer.found for layer in model.layers)
+
+
+class Halving(Layer):
+    """Halves weights for numbers that rise from the first feature to the last: as ``Choosing``, by ``sign``. Its own,
+    or ``others``, of which it reads nothing."""
+
+    sign = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[nn.Linear] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool(self.sign * (x[..., 0] - x[..., -1]).sum() < 0):
+            with torch.no_grad():
+                (self.others or [self.linear])[0].weight.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_weights_that_a_probe_has_seen_written_to_are_as_they_were(sign: int, own: bool, moving: bool) -> None:
+    """Be it in the call on other numbers alone, and be they those of another part of the model."""
+    case = stack(Halving)
+    model = case.model()
+    for layer in model.layers:
+        layer.sign, layer.others = sign, [] if own else [model.head]
+    bench = Bench(case, model, moving=moving)
+    before = [flat.clone() for flat in bench.flats]
+    with pytest.raises(ModelError, match="changes a parameter"):
+        bench.probe(case.micro_batches(1)[0])
+    assert all(map(torch.equal, bench.flats, before))
 
 
 def test_a_probe_without_backward_says_so() -> None:

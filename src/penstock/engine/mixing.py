@@ -67,7 +67,8 @@ def check_mixes_nothing(tape: Tape, spans: Spans, dtype: torch.dtype, weights: V
     with spans.ulysses.apart(), _spoilt(embedding, clean) as spoilt, _looking(tape.sites, clean, mixed):
         try:
             with unequal_dtypes_told(model, dtype):
-                tape.probe(_micro_batch(clean, table.shape[0]), weights.load, weights.unload, train=False)
+                given, copies = _micro_batch(clean, table.shape[0]), weights.are_copies
+                tape.probe(given, weights.load, weights.unload, copies=copies, train=False)
         except (BudgetError, ConfigError, ModelError, RankError, StoreError):
             raise
         except Exception as error:  # the model's own, of any class

@@ -117,7 +117,8 @@ class Probing:
         inputs = fresh()
         moved, before = batch.shapes(inputs), trees.to_collect_in(inputs)
         with unequal_dtypes_told(shared.tape.model, shared.arrays.dtype):
-            stages = shared.tape.probe(inputs, weights.load, weights.unload, train=train)
+            copies = weights.are_copies
+            stages = shared.tape.probe(inputs, weights.load, weights.unload, copies=copies, train=train)
         batch.check_not_collected(before)
         del inputs, before
         self.labels.learn(micro_batch, *shared.tape.compared)

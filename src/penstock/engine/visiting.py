@@ -27,10 +27,19 @@ class VisitingWeights:
         self._slabs: dict[int, DeviceSlab] = {}
         self._attached: set[int] = set()
 
+    @property
+    def are_copies(self) -> bool:
+        """True if no group is attached where a run has its weights."""
+        return not any(map(self._is_there, range(len(self._groups))))
+
+    def _is_there(self, g: int) -> bool:
+        """True if a group's weights are on the device as they are."""
+        return self._share.size == 1 and self._share.holds(g) and self._arrays.found_on(g) == "device"
+
     def load(self, g: int) -> None:
         arrays = self._arrays
         self._attached.add(g)  # first: what is broken off half attached is detached
-        if self._share.size == 1 and self._share.holds(g) and arrays.found_on(g) == "device":
+        if self._is_there(g):
             self._groups[g].attach(arrays.weights(g))
             return
         numel, dtype = self._groups[g].spec.numel, arrays.dtype

@@ -150,6 +150,21 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if is_own(key)}
 
 
+def tensor_attributes(module: nn.Module, name: str) -> list[tuple[str, torch.Tensor]]:
+    """The tensors among the plain attributes of a module, which is called ``name``, and of those within it, each with
+    its attribute in words: the first one with the value that it is in, as many modules have the same config."""
+    values = {
+        id(value): (value, key, path)
+        for path, owner in reversed([*module.named_modules()])
+        for key, value in attributes_of(owner).items()
+    }
+    return [
+        (f"attribute {key!r} of {f'{name}.{path}' if path else name!r}", tensor)
+        for value, key, path in values.values()
+        for tensor in trees.tensors(value)
+    ]
+
+
 def is_own(name: str) -> bool:
     """True if a module's attribute of this name is none of torch's, and not its forward."""
     return name not in _OF_TORCH

@@ -116,43 +116,75 @@ class Search:
         members = [member for cls in code for member in vars(cls).values()]
         self._others += [member for member in members if isinstance(member, list | dict | set | deque)]
         functions = [member for member in members if isinstance(member, types.FunctionType)]
-        self._globals = {entry for function in functions for entry in _globals(function)}
+        self._kinds: dict[type, bool] = {}  # as of ``_may_hold``, which is asked of each value
+        # As a set: functions of one module refer to the same ones. Those that are not there yet may be, later.
+        self._globals = {Entry(of=of, key=key) for function in functions for (_, of, key), _ in _globals(function)}
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Way]]:
-        queue: deque[tuple[Way, Any]] = deque(((), other) for other in self._others)
-        queue += (((entry,), value) for entry in self._globals if (value := entry.now()) is not ABSENT)
+        queue: deque[tuple[_Link | None, Any]] = deque((None, other) for other in self._others)
+        for entry in self._globals:
+            if (value := entry.now()) is not ABSENT:
+                queue.append(((None, (Entry, entry.of, entry.key)), value))
         for module in self._own:
-            queue += (((Entry(of=vars(module), key=name),), value) for name, value in attributes_of(module).items())
+            step = (Entry, vars(module))
+            queue += (((None, (*step, name)), value) for name, value in attributes_of(module).items())
         seen: set[int] = set()
         for _ in range(_MOST):
             if not queue:
                 return
-            way, item = queue.popleft()
+            link, item = queue.popleft()
             if isinstance(item, torch.Tensor):
-                yield item, way
-            elif not issubclass(type(item), _WITHOUT) and id(item) not in seen:
+                yield item, _way(link)
+            elif self._may_hold(item) and id(item) not in seen:
                 seen.add(id(item))
-                queue += (((*way, *holders), part) for holders, part in islice(_within(item), _MOST_OF_ONE))
+                queue += (
+                    (link if step is None else (link, step), part)
+                    for step, part in islice(_within(item), _MOST_OF_ONE)
+                    if self._may_hold(part)
+                )
+
+    def _may_hold(self, value: Any) -> bool:
+        """True of a tensor, and of what may hold one."""
+        kind = type(value)
+        found = self._kinds.get(kind)
+        if found is None:
+            found = self._kinds[kind] = not issubclass(kind, _WITHOUT)
+        return found
 
 
-def _within(item: Any) -> Iterator[tuple[Way, Any]]:
+_Step = tuple[type[Holder], Any, Any]
+"""A holder that is made only once a tensor is found in it: its class, ``of`` and ``key``."""
+_Link = tuple["_Link | None", _Step]
+"""The last step on the way to a value, behind the link to what it is taken from."""
+
+
+def _way(link: "_Link | None") -> Way:
+    steps: list[_Step] = []
+    while link is not None:
+        link, step = link
+        steps.append(step)
+    return tuple(kind(of=of, key=key) for kind, of, key in reversed(steps))
+
+
+def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
     """The values within an object, each with its holder; with none where it can only be put back with the object."""
     if isinstance(item, tuple | frozenset):
-        yield from (((), part) for part in item)
+        yield from ((None, part) for part in item)
     elif isinstance(item, list | set | deque):
-        yield from (((Contents(of=item),), part) for part in list(islice(item, _MOST_OF_ONE)))
+        step = (Contents, item, None)
+        yield from ((step, part) for part in list(islice(item, _MOST_OF_ONE)))
     elif isinstance(item, types.MethodType):
-        yield from (((), part) for part in (item.__self__, item.__func__))
+        yield from ((None, part) for part in (item.__self__, item.__func__))
     elif isinstance(item, functools.partial):
-        yield from (((), part) for part in (item.func, item.args, item.keywords))
+        yield from ((None, part) for part in (item.func, item.args, item.keywords))
     elif isinstance(item, types.FunctionType):
-        holders = (*(Variable(of=cell) for cell in item.__closure__ or ()), *_globals(item))
-        yield from (((holder,), value) for holder in holders if (value := holder.now()) is not ABSENT)
+        for cell in item.__closure__ or ():
+            if (value := Variable(of=cell).now()) is not ABSENT:
+                yield (Variable, cell, None), value
+        yield from ((step, value) for step, value in _globals(item) if value is not ABSENT)
     else:
         entries = item if isinstance(item, dict) else _attributes(item)
-        yield from (
-            ((Entry(of=entries, key=key),), value) for key, value in list(islice(entries.items(), _MOST_OF_ONE))
-        )
+        yield from (((Entry, entries, key), value) for key, value in list(islice(entries.items(), _MOST_OF_ONE)))
 
 
 def _attributes(item: object) -> dict[str, Any]:
@@ -164,13 +196,13 @@ def _attributes(item: object) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _globals(function: types.FunctionType) -> Iterator[Entry]:
-    """The globals that a function may refer to, but for modules and code."""
+def _globals(function: types.FunctionType) -> Iterator[tuple[_Step, Any]]:
+    """The globals that a function may refer to, but for modules and code, each with its value now, or ``ABSENT``."""
     known = function.__globals__
     for name in _names(function.__code__):
-        value = known.get(name)
+        value = known.get(name, ABSENT)
         if not (callable(value) or isinstance(value, types.ModuleType)):
-            yield Entry(of=known, key=name)
+            yield (Entry, known, name), value
 
 
 @functools.lru_cache(maxsize=4096)

@@ -105,23 +105,41 @@ _BESIDE: tuple[_Switch, ...] = (
 _NO_MODULE = frozenset[nn.Module]()
 
 
+class _Asked:
+    """The attributes of a module whose ``training`` is none of its own, as that of one that ``torch.compile`` wraps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 class TrainingFlags:
     """``training`` of modules that a forward may switch (``train()``, ``eval()``), as it was when this was made."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [*dict.fromkeys(modules)]
-        self._before = [module.training for module in self._modules]
+        # Read without the modules, of which a probe hears of each look at an attribute: a deep model has thousands.
+        self._attributes = [
+            _Asked(module) if hasattr(type(module), "training") or "training" not in vars(module) else vars(module)
+            for module in self._modules
+        ]
+        self._before = self._now()
         self.seen: set[nn.Module] = set()
         """Modules that were switched when somebody asked."""
 
     def switched(self) -> frozenset[nn.Module]:
         """The modules that are in the other mode now."""
-        now = [module.training for module in self._modules]
+        now = self._now()
         if now == self._before:  # as nearly always; this is asked at each call of a block, of all modules of the model
             return _NO_MODULE
         found = frozenset(compress(self._modules, map(operator.ne, now, self._before)))
         self.seen |= found
         return found
+
+    def _now(self) -> list[bool]:
+        return [attributes["training"] for attributes in self._attributes]
 
     def switch(self, modules: frozenset[nn.Module]) -> None:
         """Put these modules into the other mode, and the rest into the one that they were in."""

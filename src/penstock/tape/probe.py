@@ -21,7 +21,7 @@ from penstock.schedule.program import OF_BLOCK, Stage
 from penstock.schedule.work import BothWays, Work
 from penstock.tape import early_stop, graph, trees
 from penstock.tape.asked import Asked
-from penstock.tape.buffers import ModulesBefore, attributes_of, copies
+from penstock.tape.buffers import ModulesBefore, copies, tensor_attributes
 from penstock.tape.facts import Facts, Site, StageFacts
 from penstock.tape.handed import Calls, Handed
 from penstock.tape.holders import Holder, Search
@@ -30,6 +30,7 @@ from penstock.tape.likeness import FirstOutputs
 from penstock.tape.losses import Losses
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.own_values import Accesses
+from penstock.tape.parameters import versions
 from penstock.tape.segments import InTwo, Seen, Segment, Stages, Usage
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, SuspendedForward
@@ -50,14 +51,14 @@ _NOT_A_BLOCK = (
 class Probe:
     """One probe of one micro-batch; see ``run``."""
 
-    def __init__(self, tape: "Tape", load: Callable[[int], None], unload: Callable[[int], None]) -> None:
+    def __init__(self, tape: "Tape", load: Callable[[int], None], unload: Callable[[int], None], copies: bool) -> None:
         self._tape = tape
         self._running = tape.running
         modules = frozenset(tape.model.modules())
         own = modules.difference(*(site.module.modules() for site in tape.sites))
         self._search, self._accesses = Search(own, modules, tape.loss_fn), Accesses(modules)
-        self._load, self._unload = load, unload
-        self._loaded: set[int] = set()
+        self._load, self._unload, self._copies = load, unload, copies
+        self._loaded: dict[int, list[int]] = {}  # groups -> versions of their weights, as they were brought
         self._usage = Usage()
         self._packer = graph.WeightPacker()
         self._group_of = {id(s.parameter): g.spec.index for g in tape.groups for s in g.slices}
@@ -72,9 +73,7 @@ class Probe:
         self._ahead = Ahead(self._group_of, self._bring)
         self._segments: list[Segment] = []
         self._asked = Asked(self._block)
-        self._sources: dict[
-            int, int
-        ] = {}  # identity of a parameter with a hook -> the segment that its gradient is from
+        self._sources: dict[int, int] = {}  # of a parameter with a hook: identity -> the segment of its gradient
         self.handed: tuple[Handed | None, ...] = ()
         """The arguments of each stage's call, after ``run``."""
         self.work: tuple[BothWays, ...] = ()
@@ -95,8 +94,7 @@ class Probe:
         """The value of the model's loss, where it has one."""
 
     def run(self, micro_batch: Mapping[str, Any], train: bool) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
-        """Forward (and backward) of the micro-batch. The model, its buffers and attributes, and the random state end as
-        they began."""
+        """Forward (and backward) of the micro-batch. The model, buffers and all, and random state end as they began."""
         tape = self._tape
         before, self._asked.train = ModulesBefore(tape.model), train
         on_gradient, flags = tape.on_gradient, TrainingFlags(tape.model.modules())
@@ -155,7 +153,7 @@ class Probe:
         if group not in self._loaded:
             with without_transforms(), without_functions(), unwatched():  # it is nothing that the model does
                 self._load(group)
-            self._loaded.add(group)
+                self._loaded[group] = versions([self._tape.groups[group]])
             self._packer.add(s.parameter for s in self._tape.groups[group].slices)
 
     def _note_write(self, written: Operand) -> None:
@@ -188,9 +186,7 @@ class Probe:
         self._before.clear()
 
     def _refuse_moved(self) -> None:
-        """Refuse parameters that lie elsewhere than they were put: ``parameter.data = ...`` is no op that could be
-        seen.
-        """
+        """Refuse parameters that lie elsewhere than they were put: ``parameter.data = ...`` is no op to be seen."""
         for group in self._loaded:
             for s in self._tape.groups[group].slices:
                 if not self._packer.holds(s.parameter):
@@ -338,7 +334,7 @@ class Probe:
         segment = self._start(site)
         self._see_call(suspended, arrival)
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
-        before, attributes = ModulesBefore(site.module), _tensor_attributes(site)
+        before, attributes = ModulesBefore(site.module), tensor_attributes(site.module, site.name)
         products = len(self._watch.products)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
         seen = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
@@ -392,7 +388,7 @@ class Probe:
         """The tensors that the call just run has left on the block's modules and does not return."""
         old = {id(t) for _, t in before}
         found = []
-        for what, tensor in _tensor_attributes(site):
+        for what, tensor in tensor_attributes(site.module, site.name):
             birth = self._watch.birth(tensor)
             if id(tensor) not in old and tensor.is_floating_point() and birth is not None and id(birth) not in outputs:
                 found.append((what, birth))
@@ -433,8 +429,8 @@ class Probe:
                 continue
             segment.reached = suspended.backward.reached(index)
             if any(segment.reached):
+                self._call_elsewise(suspended, index)
                 with self._measuring(segment.backward, segment.site):
-                    self._running.call_elsewise(suspended, index)
                     segment.in_two = self._split(suspended, index) if self._tape.splits else None
                     self._begin(segment.backward)
                     footprint = Footprint(self._packer, self._watch) if self._tape.keeps else None
@@ -449,6 +445,22 @@ class Probe:
             else:
                 with self._measuring(Usage(), segment.site):
                     self._running.refuse_unlike(suspended, index, segment.site.name)
+
+    def _call_elsewise(self, suspended: SuspendedForward, index: int) -> None:
+        """See ``Running.call_elsewise``. What a block's ops do is seen in its forward and its recomputation. Here they
+        are watched, which takes most of the time of small ones, only where writes to weights have to be undone, or
+        torch.compile would compile the block once more. ``Ahead`` loads weights that the forward has not read."""
+        segment = self._segments[index]
+        if self._copies and not (segment.facts.written or self._tape.compiled):
+            for group in sorted(segment.forward.reads):
+                self._bring(group)
+            with self._ahead:
+                self._running.call_elsewise(suspended, index)
+            if all(versions([self._tape.groups[g]]) == before for g, before in self._loaded.items()):
+                return
+            self._release()  # copies that it has written to: once more, to see what it writes
+        with self._measuring(Usage(), segment.site):
+            self._running.call_elsewise(suspended, index)
 
     def _run_back(self, suspended: SuspendedForward, index: int) -> None:
         """Run a call's backward, and see what its recomputation can do without."""
@@ -485,13 +497,3 @@ def _graph(footprint: Footprint, segment: Segment) -> int | None:
         return None
     forward, recomputed = segment.forward.peak - segment.forward.start, footprint.peak - segment.backward.start
     return max(footprint.nbytes, recomputed - forward, 1)
-
-
-def _tensor_attributes(site: Site) -> list[tuple[str, torch.Tensor]]:
-    """The tensors among the plain attributes of a block's modules, each with its attribute in words."""
-    return [
-        (f"attribute {key!r} of {f'{site.name}.{path}' if path else site.name!r}", tensor)
-        for path, module in site.module.named_modules()
-        for key, value in attributes_of(module).items()
-        for tensor in trees.tensors(value)
-    ]

@@ -129,6 +129,10 @@ class Op(NamedTuple):
 _op = partial(tuple.__new__, Op)
 
 
+_VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "H", "mT", "mH", "data"))
+"""Looks at an attribute that is a view, with whose numbers code goes on."""
+
+
 class Ahead(TorchFunctionMode):
     """Calls ``load`` before a function of torch that is handed a parameter. What it does then may depend on the strides
     of a weight, and a placeholder has others.
@@ -142,12 +146,20 @@ class Ahead(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", None) != "__get__":  # a look at its shape or dtype needs no numbers
+        # A look at its shape or dtype needs no numbers.
+        if getattr(func, "__name__", None) != "__get__" or func in _VIEWS:
             for value in (*args, *kwargs.values()) if kwargs else args:
-                group = self._parameters.get(id(value))
-                if group is not None:
+                if type(value) in (list, tuple):
+                    self._bring(value)
+                elif (group := self._parameters.get(id(value))) is not None:
                     self._load(group)
         return func(*args, **(kwargs or {}))
+
+    def _bring(self, values: Iterable[Any]) -> None:
+        """Load those parameters that are among the items of a list."""
+        for value in values:
+            if (group := self._parameters.get(id(value))) is not None:
+                self._load(group)
 
 
 class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
