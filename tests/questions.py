@@ -1,16 +1,18 @@
 """A small machine, and questions to a planner about small programs on it."""
 
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 from penstock.config import Budget, Family
-from penstock.hardware.machine import Device, Drive, Host, Machine
+from penstock.hardware.machine import Device, Drive, Host, Machine, at_pace
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.search import Choice, search
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
 from penstock.shape.model import EFFICIENCY, StageTimes
-from tests.programs import Case
+from tests.programs import Case, transformer
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -94,6 +96,40 @@ def question(
         optimizer="adamw.fp32" if form.weight_bytes == 4 else "adamw.bf16",
         families=(family,),
         disk_free=disk_free,
+    )
+
+
+def drawn_question(seed: int) -> Question:
+    """A question about a small program, whose tiers have room for a part of it, on a machine on which anything may be
+    what bounds a step; the same one for the same seed."""
+    rng = Random(seed)
+    program = transformer(rng.randint(2, 6), block=rng.choice((8, 16, 32, 64)))
+    form = Format.of(rng.choice(("fp32", "bf16")), 2)
+    parameters = sum(group.numel for group in program.groups)
+    drive, link, steps, compute = (10 ** rng.uniform(-0.7, 0.7) for _ in range(4))
+    machine = replace(
+        MACHINE,
+        drives=(at_pace(DRIVE, read=drive, read_both=drive, write=drive, write_both=drive),),
+        device=at_pace(MACHINE.device, h2d=link, h2d_both=link, d2h=link, d2h_both=link),
+        host=at_pace(MACHINE.host, optimizer=steps),
+    )
+    asked = question(
+        program,
+        form=form,
+        wait=rng.random() < 0.5,
+        device=int(4 * parameters * rng.uniform(0.2, 1.0)) + (2 << 20),
+        host=int(12 * parameters * rng.uniform(0.2, 1.0)) + (2 << 20),
+        micro_batches=rng.randint(1, 6),
+        machine=machine,
+    )
+    times = asked.times
+    return replace(
+        asked,
+        times=replace(
+            times,
+            forward=tuple(compute * seconds for seconds in times.forward),
+            backward=tuple(compute * seconds for seconds in times.backward),
+        ),
     )
 
 

@@ -8,9 +8,9 @@
    ``fit`` would take.
 4. From the simulated best, its neighbours are: the other pattern, other tiers for saved activations and gradients,
    chunks twice, half and a quarter as large, a little more and less delay, each depth one more and one less, weights
-   kept for the optimizer or not, one group up or down. A neighbour whose estimate is well above the best simulated time
-   is not simulated. As long as one wins, its neighbours are next; it is over when the best takes as long as the least
-   estimate, or as the optimum in parts of groups, to 1%.
+   kept for the optimizer or not, one group up or down. A neighbour whose estimate is well above the best's is not
+   simulated. As long as one wins, its neighbours are next; it is over when the best takes as long as the least
+   estimate, or as the optimum in parts of groups, to 1%, and as the work of its busiest lane, to 5%.
 
 All seconds that are compared count a step that is run twice as often as is expected. What is simulated is counted in
 ops, not seconds, so that the same question has the same answer on any machine.
@@ -41,14 +41,16 @@ from penstock.schedule.program import ALIGN
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 
-SIMULATIONS = 36
+SIMULATIONS = 64
 
 _DEEPEST = 8
 BETTER = 0.998
 """A neighbour must take less than this share of the best time to be worth a change."""
 HOPELESS = 1.02
-"""Above so much of the best simulated time an estimate, which takes phases one after the other, rules a plan out."""
+"""Above so much of the best's simulated time and of its estimate, an estimate rules a plan out."""
 GOOD_ENOUGH = 1.01
+_BUSY = 1.05
+"""A plan that takes up to this multiple of the work of its busiest lane is not improved for its order of ops alone."""
 _SLOWER = (1.0, 1.3, 2.0, 4.0)
 """Factors on the fastest plan's time: for each in turn a plan is sought that writes no more than it may in so long."""
 
@@ -238,7 +240,7 @@ class _Search:
             found = [p for request in self.q.requests for p in self.proposals.small(request, [request.delay or 0.0])]
         possible = self._first(found, possible)
         if not self._settled(possible) and not self._beaten():  # what may be best by the time that was simulated
-            possible = self._first(self._kept(waiting, self.least), possible)
+            possible = self._first(self._kept(waiting, self.worth), possible)
         if not self._settled(possible):
             worth = self.q.requests if self.best is None else [request for request, _ in promising]
             for proposal in self.proposals.greedy(worth, needed=self.best is None):
@@ -255,13 +257,19 @@ class _Search:
         """Expected seconds of the best; infinite: there is none."""
         return math.inf if self.best is None else self.best.expected_seconds
 
-    def _kept(self, waiting: deque[Promised], best: float | None = None) -> list[Proposal]:
-        """Whole groups for what promises, least first, to be as good as what takes ``best`` seconds; None: as the best
-        of these by its estimate. Each takes an integer program."""
+    @property
+    def worth(self) -> float:
+        """An estimate below this may be of a plan that is faster than the best; infinite: there is none. The best's own
+        may be above what it takes, as estimates take phases one after the other."""
+        return math.inf if self.best is None else HOPELESS * max(self.least, self.best.proposal.estimate)
+
+    def _kept(self, waiting: deque[Promised], below: float | None = None) -> list[Proposal]:
+        """Whole groups for what promises, least first, to take fewer seconds than ``below``; None: than is worth a try
+        beside the best of these by its estimate. Each takes an integer program."""
         found: list[Proposal] = []
         while waiting:
-            least = min((p.estimate for p in found), default=math.inf) if best is None else best
-            if waiting[0].seconds >= least * HOPELESS:
+            bar = HOPELESS * min((p.estimate for p in found), default=math.inf) if below is None else below
+            if waiting[0].seconds >= bar:
                 break
             found += self.proposals.kept(waiting.popleft())
         return found
@@ -291,15 +299,18 @@ class _Search:
         return self.best is not None and self.least > self.beat * GOOD_ENOUGH
 
     def _settled(self, possible: float) -> bool:
-        """True if the best takes as long as the least estimate says that it must."""
-        return self.best is not None and self.least <= possible * GOOD_ENOUGH
+        """True if no estimate promises more than the best, which takes hardly longer than the work of its busiest lane.
+        Estimates alone settle nothing: they are up to a fifth above or below what is simulated."""
+        if self.best is None or self.least > possible * GOOD_ENOUGH:
+            return False
+        return self.best.seconds <= self.best.simulation.lower_bound * _BUSY
 
     # ---- simulation
 
     def consider(self, proposal: Proposal) -> bool:
         """Simulate a proposal unless that is known or hopeless; whether it is the best now."""
         request, key = proposal.request, (proposal.request.family, proposal.settings)
-        if key in self.seen or proposal.estimate >= self.least * HOPELESS:
+        if key in self.seen or proposal.estimate >= self.worth:
             return False
         if self._spent(self.proposals.size(request, proposal.settings)):
             return False
@@ -376,15 +387,14 @@ class _Search:
     ) -> Iterator[Proposal]:
         """Proposals with these tiers of saved activations and gradients, placed anew for changed settings."""
         place = replace(settings.place, activations=activations, gradients=gradients)
-        return self.proposals.again(replace(settings, place=place), request, patterns, below=self.least * HOPELESS)
+        return self.proposals.again(replace(settings, place=place), request, patterns, below=self.worth)
 
     def _moved(self, proposal: Proposal) -> Iterator[Proposal]:
-        """One group of the largest class up or down."""
+        """One group of a class up or down, of the largest class first."""
         settings, request, place = proposal.settings, proposal.request, proposal.settings.place
-        lp = self.proposals.program(settings, request)
-        kind = max(lp.classes, key=lambda kind: len(kind.members))
-        for home in kind.homes:
-            others = [g for g in kind.members if (place.weights[g], place.state[g]) != home]
+        kinds = sorted(self.proposals.program(settings, request).classes, key=lambda kind: -len(kind.members))
+        for members, home in [(kind.members, home) for kind in kinds for home in kind.homes]:
+            others = [g for g in members if (place.weights[g], place.state[g]) != home]
             for g in dict.fromkeys((*others[-1:], *others[:1])):
                 option = replace(settings, place=with_home(place, g, *home))
                 if request.exceeded(option, self.q.disk_free) is None:
