@@ -120,7 +120,7 @@ def later_tests_measure_nothing(no_stored_profiles: None) -> Iterator[None]:
     for the profile: with one, each engine that is opened later would time its stages and search for a plan."""
     yield
     assert os.environ.get("PENSTOCK_MEASURE") == "never"
-    left = [*Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json")]
+    left = [*Path(os.environ["XDG_CACHE_HOME"], "penstock").rglob("*.json")]
     for path in left:  # for the next test's sake
         path.unlink()
     assert not left

@@ -101,7 +101,7 @@ class Bench:
             self.load(group)
 
     def probe(self, micro_batch: MicroBatch, *, train: bool = True) -> tuple[Stage, ...]:
-        self.stages = self.tape.probe(micro_batch, self.load, self.unload, copies=self.moving, train=train)
+        self.stages = self.tape.probe(micro_batch, self.load, self.unload, all_copies=self.moving, train=train)
         assert not self.attached
         return self.stages
 

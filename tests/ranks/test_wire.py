@@ -40,6 +40,7 @@ class OneOfRanks(Together):
         self._watch = Watch(store, 0, [Place.here()], Calls(0, [0], world=1))
         self._data = cast(Any, None)
         self._beside = {}
+        self._apart = None
 
     def close(self) -> None:
         self._watch.close()

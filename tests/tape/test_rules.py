@@ -634,7 +634,7 @@ def test_a_forward_that_raises_when_it_is_closed_leaves_all_as_it_was() -> None:
         bench.load(group)
 
     with pytest.raises(OSError, match="the clean-up's own error"):
-        bench.tape.probe(micro_batch, fail, bench.unload, copies=False)
+        bench.tape.probe(micro_batch, fail, bench.unload, all_copies=False)
     assert model.count == 0
     assert not bench.attached
     assert bench.tape.on_gradient is of_others

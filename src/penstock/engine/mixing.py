@@ -68,7 +68,7 @@ def check_mixes_nothing(tape: Tape, spans: Spans, dtype: torch.dtype, weights: V
         try:
             with unequal_dtypes_told(model, dtype):
                 given, copies = _micro_batch(clean, table.shape[0]), weights.are_copies
-                tape.probe(given, weights.load, weights.unload, copies=copies, train=False)
+                tape.probe(given, weights.load, weights.unload, all_copies=copies, train=False)
         except (BudgetError, ConfigError, ModelError, RankError, StoreError):
             raise
         except Exception as error:  # the model's own, of any class

@@ -118,7 +118,7 @@ class Probing:
         moved, before = batch.shapes(inputs), trees.to_collect_in(inputs)
         with unequal_dtypes_told(shared.tape.model, shared.arrays.dtype):
             copies = weights.are_copies
-            stages = shared.tape.probe(inputs, weights.load, weights.unload, copies=copies, train=train)
+            stages = shared.tape.probe(inputs, weights.load, weights.unload, all_copies=copies, train=train)
         batch.check_not_collected(before)
         del inputs, before
         self.labels.learn(micro_batch, *shared.tape.compared)

@@ -109,7 +109,7 @@ def dry_run(
 
     try:
         with values, Fused(kind):
-            stages = tape.probe(inputs, load, unload, copies=True)
+            stages = tape.probe(inputs, load, unload, all_copies=True)
     except (RuntimeError, NotImplementedError) as error:
         raise ModelError(f"the model cannot be run on the meta device: {_first_line(error)}") from error
     finally:

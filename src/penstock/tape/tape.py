@@ -150,13 +150,13 @@ class Tape:
         load: Callable[[int], None],
         unload: Callable[[int], None],
         *,
-        copies: bool,
+        all_copies: bool,
         train: bool = True,
     ) -> tuple[Stage, ...]:
         """Learn the model's stages from one micro-batch, run once on the device.
 
         ``load(group)`` attaches a group's weights, ``unload(group)`` detaches them; each stage's groups are loaded when
-        it first touches them and unloaded when it ends. ``copies``: all of them are copies, of which writes are lost.
+        it first touches them and unloaded when it ends. ``all_copies``: all are copies, of which writes are lost.
         Random state, buffers and gradients are left as they were. With ``train=False`` only the forward is run, and
         what a stage's backward needs is empty.
 
@@ -164,7 +164,7 @@ class Tape:
             ModelError: the model cannot be run block by block, with the reason.
         """
         assert not self.suspended, "a step is open"
-        probe = Probe(self, load, unload, copies)
+        probe = Probe(self, load, unload, all_copies)
         stages, self.facts = probe.run(micro_batch, train)
         self.handed, self.shared = probe.handed, tuple(probe.seen.shared)
         self.work, self.compared = probe.work, (tuple(probe.losses.seen), probe.loss)
