@@ -51,15 +51,13 @@ _NOT_A_BLOCK = (
 class Probe:
     """One probe of one micro-batch; see ``run``."""
 
-    def __init__(
-        self, tape: "Tape", load: Callable[[int], None], unload: Callable[[int], None], all_copies: bool
-    ) -> None:
+    def __init__(self, tape: "Tape", load: Callable[[int], None], unload: Callable[[int], None], copied: bool) -> None:
         self._tape = tape
         self._running = tape.running
         modules = frozenset(tape.model.modules())
         own = modules.difference(*(site.module.modules() for site in tape.sites))
         self._search, self._accesses = Search(own, modules, tape.loss_fn), Accesses(modules)
-        self._load, self._unload, self._all_copies = load, unload, all_copies
+        self._load, self._unload, self._copied = load, unload, copied
         self._loaded: dict[int, list[int]] = {}  # groups -> versions of their weights, as they were brought
         self._usage = Usage()
         self._packer = graph.WeightPacker()
@@ -453,7 +451,7 @@ class Probe:
         are watched, which takes most of the time of small ones, only where writes to weights have to be undone, or
         torch.compile would compile the block once more. ``Ahead`` loads weights that the forward has not read."""
         segment = self._segments[index]
-        if self._all_copies and not (segment.facts.written or self._tape.compiled):
+        if self._copied and not (segment.facts.written or self._tape.compiled):
             for group in sorted(segment.forward.reads):
                 self._bring(group)
             with self._ahead:
