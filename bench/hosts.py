@@ -11,7 +11,7 @@ in the trace are those of its schedule, and what the kernel has counted on each 
 With ``--timings`` also, at 200 Mbit/s between the hosts: a step takes at most 1.15 times its largest lane bound, which
 is what the busiest lane of a rank works, or what its host's link takes for the formula's bytes in full frames, whose
 headers its rate counts. It takes as long as was predicted, to 10%, by the profile that ``penstock doctor`` measures of
-this machine, of which each host is a part. Two races:
+this machine, of which each host is a part, and of the link between them. Two races:
 
 - *links*: state that is cut over all ranks, and copies of it, with micro-batches of 16 tokens, so that little but bytes
   counts.
@@ -57,8 +57,6 @@ FASTER = {FLAT: 2.5, "torch pipelining": 1.0, "DeepSpeed ZeRO-3": 3.0}
 """How many times as fast as each the pipeline has to be."""
 PAYLOAD = 1448 / 1514
 """of a frame of Ethernet, which TCP and IP take the rest of"""
-LATENCY = 2e-4
-"""Seconds of a message between the namespaces, besides what a collective takes within one."""
 _SAME = 1e-3
 _PATIENCE = 900.0
 
@@ -144,11 +142,9 @@ def bytes_per_second(mbit: float) -> float:
     return mbit * 1e6 / 8 * PAYLOAD
 
 
-def host_of(whole: Machine, mbit: float, each: int) -> Machine:
-    """The profile of one of the hosts, which share this machine as so many ranks would, with a link of so many
-    Mbit/s, headers included. ``each``: ranks on it."""
+def host_of(whole: Machine, nic: Network, each: int) -> Machine:
+    """The profile of one of the hosts, which share this machine as so many ranks would. ``each``: ranks on it."""
     between = within_host(whole, HOSTS * each)
-    nic = Network(bandwidth=bytes_per_second(mbit), latency=LATENCY)
     inside = Between(ranks=each, bandwidth=between.bandwidth, latency=between.latency)
     return replace(of_each_rank(whole, HOSTS), network=None, nic=nic, between=(inside,) if each > 1 else ())
 
@@ -158,6 +154,25 @@ def job(model: str, batch: int, length: int, steps: int, scratch: Path) -> Work:
     work = Work(model=model, micro_batches=8, batch=batch, length=length, steps=steps, threads=1, scratch=str(scratch))
     write_initial_weights(work)
     return work
+
+
+def measure_link(each: int, mbit: float, scratch: Path) -> Network:
+    """A host's link of so many Mbit/s, as ranks measure it who are on them, ``each`` on each.
+
+    Raises:
+        BenchError: a rank failed; quotes what they said.
+    """
+    with TemporaryDirectory(dir=scratch) as folder, Cluster(HOSTS, Path(folder)) as made:
+        made.shape(mbit)
+        words = ["-m", "--", "penstock.doctor.between", "0.25", "3"]
+        commands = [made.torchrun(host, each, sys.executable, words) for host in range(HOSTS)]
+        logs = [Path(folder) / f"log-{host}" for host in range(HOSTS)]
+        with started(commands, logs, cwd=ROOT, env=made.environment()) as running:
+            codes = [process.wait(_PATIENCE) for process in running]
+        said = [log.read_text(errors="replace") for log in logs]
+    if any(codes):
+        raise BenchError("\n".join(text[:6000] for text in said))
+    return Network(**json.loads(next(line for line in said[0].splitlines() if line.startswith("{"))))
 
 
 def measure(
@@ -198,7 +213,8 @@ def race(
     Raises:
         BenchError: a side failed, or not all compute the same losses.
     """
-    profile, runs, peers_runs = host_of(whole, MBIT, each), list[list[Layout]](), list[list[Timed]]()
+    profile = host_of(whole, measure_link(each, MBIT, Path(work.scratch)), each)
+    runs, peers_runs = list[list[Layout]](), list[list[Timed]]()
     for _ in range(rounds):
         by_layout = measure(work, layouts, each, MBIT, profile)
         runs.append([Layout(name=name, ranks=ranks) for name, ranks in zip(layouts, by_layout, strict=True)])

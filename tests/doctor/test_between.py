@@ -1,13 +1,15 @@
 """What ranks send each other, measured by themselves: all find the same."""
 
+import os
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.doctor.between import look, other_bits
-from penstock.hardware.machine import Between, Machine, parse_machine
+from penstock.doctor.between import link, look, other_bits
+from penstock.hardware.machine import Between, Machine, Network, parse_machine
 from penstock.ranks.group import Ranks, T
 from penstock.ranks.process_groups import join
 from tests.doctor.test_doctor import measure_little
@@ -38,6 +40,59 @@ def test_all_ranks_find_the_same_and_a_profile_keeps_it() -> None:
         name="box", host=host(), device=gpu(kind="cpu"), between=(replace(one, other_bits=("adamw.fp32",)),)
     )
     assert parse_machine(machine.to_json(), "x") == machine
+
+
+def found_of_hosts(mesh: DeviceMesh, each: int) -> tuple[Network, int]:
+    """And the number of times that this rank has sent something to other hosts."""
+    os.environ["GROUP_RANK"] = str(mesh.get_rank() // each)  # as torchrun on several hosts says it
+    ranks, sent = join(mesh, torch.device("cpu")), list[object]()
+    place = ranks if each == 1 else ranks.of_place
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            measure_little(patch)
+            exchange = place.exchange
+            patch.setattr(place, "exchange", lambda *given: (sent.append(given), exchange(*given)))
+            return link(ranks, torch.device("cpu"), 0.005, 1), len(sent)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_hosts_find_their_link_by_one_rank_on_each(each: int) -> None:
+    found = together(2 * each, found_of_hosts, each)
+    links = [one for one, _ in found]
+    assert links == links[:1] * len(links)
+    assert min(links[0].bandwidth, links[0].latency) > 0
+    assert {lane for pair in links[0].contention for lane in pair.split("+")} <= {"nic", "compute", "cpu", "h2d", "d2h"}
+    assert [sent > 0 for _, sent in found] == ([True] + [False] * (each - 1)) * 2
+    machine = Machine(name="box", host=host(), device=gpu(), nic=replace(links[0], contention={"compute+nic": 0.1}))
+    assert parse_machine(machine.to_json(), "x") == machine
+
+
+class Slow(Ranks):
+    """Two ranks whose link takes so many seconds for each byte that one of them sends."""
+
+    size = 2
+
+    def __init__(self, pace: float) -> None:
+        self._pace = pace
+
+    def gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        time.sleep(part.nbytes * self._pace)
+
+    def exchange(self, out: torch.Tensor, into: torch.Tensor) -> None:
+        time.sleep(into[0].nbytes * self._pace)
+
+
+def test_a_slow_link_is_measured_with_smaller_messages_and_as_slow_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slow, "is_first_on_host", True)
+    monkeypatch.setattr(Slow, "hosts", 2)
+    slow = Slow(1e-7)  # 10 MB/s
+    measure_little(monkeypatch)
+    began = time.perf_counter()
+    found = link(slow, torch.device("cpu"), 0.005, 1)
+    assert found.bandwidth == pytest.approx(1e7, rel=0.3)
+    assert time.perf_counter() - began < 20
 
 
 class OfTwo(Ranks):

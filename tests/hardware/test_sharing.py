@@ -155,6 +155,22 @@ def test_with_a_copy_on_each_host_gradients_alone_leave_it() -> None:
         of_each_rank(linked(), 12, hosts=3, copies=2)
 
 
+def test_what_a_link_of_hosts_slows_is_slowed_by_each_lane_that_goes_over_it() -> None:
+    nic = replace(NIC, contention={"compute+nic": 0.08, "nic+compute": 0.02})
+    seen = of_each_rank(linked(nic=nic, between=()), 2, hosts=2)
+    assert {"compute+net": 0.08, "net+compute": 0.02}.items() <= seen.contention.items()
+    seen = of_each_rank(linked(nic=nic, between=(replace(WITHIN, contention={"compute+net": 0.9}),)), 4, hosts=2)
+    assert {"compute+nic": 0.08, "nic+compute": 0.02, "compute+net": 0.9}.items() <= seen.contention.items()
+    copies = of_each_rank(linked(nic=nic), 4, hosts=2, copies=2)
+    assert copies.contention["compute+nic"] == 0.08
+    assert "compute+net" not in copies.contention, "weights cross within the host"
+    pipeline = of_pipeline(linked(nic=nic, between=()), 2, hosts=2)
+    for lane in ("send", "recv"):  # it goes both ways at once
+        assert pipeline.contention[f"compute+{lane}"] == 0.04
+        assert pipeline.contention[f"{lane}+compute"] == 0.02
+    assert of_each_rank(linked(nic=nic), 2).contention == of_each_rank(linked(), 2).contention, "of one host"
+
+
 def test_every_rank_has_room_on_disk_as_the_one_with_the_least_has() -> None:
     """Of three drives and two ranks one rank has two, and one a single one; four ranks have a third, or half of one."""
     drives = machine(drives=3).drives

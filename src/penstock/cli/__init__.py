@@ -221,7 +221,7 @@ def _needing_hf(command: str) -> Iterator[None]:
         ) from error
 
 
-_OF_RANKS = ("train", "resume")
+_OF_RANKS = ("train", "resume", "doctor")
 """Commands that several processes run together; any other is refused in more than one process."""
 _OTHERS = ("verify", "export", "reshard", "plan", "simulate", "runs", "report", "doctor", "completion")
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

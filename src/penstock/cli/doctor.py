@@ -5,20 +5,25 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from penstock.cli.launch import MOST_RANKS
-from penstock.cli.showing.display import choose_display, fail
+from penstock.cli.launch import MOST_RANKS, how_to_start, in_words, launched
+from penstock.cli.showing.display import Display, choose_display, fail
 from penstock.cli.words import Words, columns
 from penstock.config import format_size
+from penstock.config.layout import LayoutConfig
 from penstock.config.sizes import three_digits
 from penstock.errors import ConfigError
 from penstock.hardware.crossing import faster_casts
 from penstock.hardware.drives import used_rates
-from penstock.hardware.machine import Between, Crossing, Device, Drive, Host, Machine
+from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine, Network
 from penstock.hardware.profiles import check_can_be_saved, save_profile
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from penstock.ranks.group import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,7 @@ class Arguments(Words):
     """penstock doctor: measure this machine for plans, store what was found, and say what is wrong with it
 
       penstock doctor [--path DIR ...] [options]
+      torchrun --nnodes HOSTS ... -m penstock doctor [--path DIR ...]    on each of several hosts: their link, too
 
     | option | meaning |
     |---|---|
@@ -60,30 +66,17 @@ class Arguments(Words):
 
 
 def run(arguments: Arguments) -> int:
-    """Measure, store, print; returns the exit code.
+    """Measure, store, print; returns the exit code. Of several hosts each does, and all of them their link.
 
     Raises:
         ConfigError: a directory cannot be measured, or the profile cannot be stored.
         StoreError: a disk failed.
+        RankError: another host has failed.
     """
-    from penstock.doctor import examine  # torch takes seconds to import
-    from penstock.engine.device import resolve_device
-
     begun = time.perf_counter()
-    examine.check_paths(arguments.paths)
     display = choose_display(sys.stderr if arguments.json else sys.stdout)
-    effort = examine.QUICK if arguments.quick else examine.SUSTAINED if arguments.sustained else examine.THOROUGH
-    where = resolve_device(None)
-    if arguments.ranks and where.type != "cpu":
-        raise ConfigError(f"--ranks: what ranks on several {where.type} devices send each other cannot be measured yet")
-    ranks = arguments.ranks or (() if arguments.quick else examine.numbers_of_ranks(where))
-    for text in examine.announced(arguments.paths, effort):
-        display.say(text)
-    try:
-        check_can_be_saved()
-    except ConfigError as error:  # a minute before it comes to that
-        fail(f"warning: {error}, or wait for what is measured to be printed alone")
-    machine = examine.examine(arguments.paths, effort, where, display.working, ranks)
+    with launched(None, LayoutConfig()) as hosts:
+        machine = _measured(arguments, hosts, display)
     if arguments.json:
         print(machine.to_json(), end="")
     else:
@@ -94,6 +87,42 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
+def _measured(arguments: Arguments, hosts: "Ranks", display: Display) -> Machine:
+    """The profile of this host, with its link to the others if there are any."""
+    from penstock.doctor import examine  # torch takes seconds to import
+    from penstock.engine.device import resolve_device
+
+    if hosts.size != hosts.hosts:
+        raise hosts.of_all(
+            ConfigError(
+                f"{in_words(hosts.size, hosts.hosts)}: each measures all of its host. Start one on each "
+                f"({how_to_start(hosts.hosts, hosts.hosts)} doctor)"
+            )
+        )
+    effort = examine.QUICK if arguments.quick else examine.SUSTAINED if arguments.sustained else examine.THOROUGH
+    where = resolve_device(None)
+
+    def announced() -> list[str]:
+        examine.check_paths(arguments.paths)
+        if arguments.ranks and where.type != "cpu":
+            raise ConfigError(
+                f"--ranks: what ranks on several {where.type} devices send each other cannot be measured yet"
+            )
+        return examine.announced(arguments.paths, effort)
+
+    for text in hosts.jointly("what is to be measured", announced):
+        display.say(text)
+    try:
+        check_can_be_saved()
+    except ConfigError as error:  # a minute before it comes to that
+        fail(f"warning: {error}, or wait for what is measured to be printed alone")
+    counts = arguments.ranks or (() if arguments.quick else examine.numbers_of_ranks(where))
+    machine = hosts.jointly(
+        "measurement", partial(examine.examine, arguments.paths, effort, where, display.working, counts)
+    )
+    return machine if hosts.size == 1 else replace(machine, nic=examine.link(hosts, where, effort, display.working))
+
+
 def describe(machine: Machine) -> str:
     """A profile for people: what was measured, and what is wrong."""
     parts = [
@@ -102,7 +131,7 @@ def describe(machine: Machine) -> str:
         [*_crossing(machine.crossing)] if machine.crossing is not None else [],
         [*_drives(machine.drives)] if machine.drives else [],
         [*_contention(machine)] if machine.contention else [],
-        [*_between(machine.between)] if machine.between else [],
+        [*_between(machine)] if machine.between or machine.nic else [],
         [*_wrong(machine.warnings)],
     ]
     return "\n" + "\n\n".join("\n".join(part) for part in parts if part)
@@ -208,16 +237,17 @@ def _contention(machine: Machine) -> Iterator[str]:
         yield _row(f"  {lane}", "".join(f"{cell:>9}" for cell in cells)).rstrip()
 
 
-def _between(measured: Sequence[Between]) -> Iterator[str]:
-    """Rates of collectives between ranks, and how much these and the other lanes slow each other."""
-    yield f"  {'between ranks':<22}{'GB/s each':>11}{'collective':>12}   takes longer beside"
-    for one in measured:
+def _between(machine: Machine) -> Iterator[str]:
+    """Rates of collectives between ranks, and between hosts, and how much these and the other lanes slow each other."""
+    links: list[tuple[str, str, Network]] = [(f"{one.ranks} ranks", "net", one) for one in machine.between]
+    links += [("hosts", "nic", machine.nic)] if machine.nic is not None else []
+    yield f"  {'between':<22}{'GB/s each':>11}{'collective':>12}   takes longer beside"
+    for name, lane, link in links:
         beside = (
-            f"{lane} {1 + one.contention.get(f'net+{lane}', 0.0):.2f}x" for lane in ("compute", "cpu", "h2d", "d2h")
+            f"{other} {1 + link.contention.get(f'{lane}+{other}', 0.0):.2f}x"
+            for other in ("compute", "cpu", "h2d", "d2h")
         )
-        yield _row(
-            f"  {one.ranks} ranks", f"{_gb(one.bandwidth):>11}{one.latency * 1e3:>9.2f} ms   {', '.join(beside)}"
-        )
+        yield _row(f"  {name}", f"{_gb(link.bandwidth):>11}{link.latency * 1e3:>9.2f} ms   {', '.join(beside)}")
 
 
 def _gb(rate: float) -> str:

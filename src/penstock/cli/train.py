@@ -45,7 +45,7 @@ from penstock.data.summary import summary_of
 from penstock.engine.arguments import WrapArguments, check_compile
 from penstock.engine.device import kind_of, name_of, resolve_device
 from penstock.engine.engine import Engine
-from penstock.engine.profile import profile_of
+from penstock.engine.profile import profile_of, with_link
 from penstock.engine.resources import check_rules
 from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
@@ -127,8 +127,9 @@ def _start(
     check_rules(trained[0], optimizer, _precision(config))
     if config.loss_tile is not None:
         plain_head(trained[0], config.loss_tile)  # now, and not when all weights are in the store
-    among = ranks.size if ranks.hosts == 1 else 1
+    among = ranks.size // ranks.hosts
     profile = ranks.once("machine", lambda: profile_for_plan(config, display, among))
+    profile = with_link(profile, ranks, config.budget.disk_paths, resolve_device(config.device))
     known = ranks.size == 1 or (profile is not None and knows_ranks(profile, ranks.size, ranks.hosts, config.copies))
     machine = profile if known else None
     kind, precision = device_kind(config.device), _precision(config)  # what follows depends on what is free just now

@@ -1,5 +1,6 @@
-"""Measurements of ranks on this machine, in processes of their own: rates of collectives between them, how much these
-and other lanes slow each other, and whether all ranks compute the same bits.
+"""Measurements of ranks: rates of collectives between them, how much these and other lanes slow each other, and whether
+all ranks compute the same bits. ``measure``: of ranks on this machine, in processes of their own; ``link``: of hosts,
+by the ranks that are on them.
 
     python -m penstock.doctor.between SECONDS ROUNDS        one of them, as ``torchrun`` would start it
 
@@ -25,7 +26,7 @@ import torch
 from penstock.doctor import work
 from penstock.doctor.contention import LEAST
 from penstock.errors import ConfigError
-from penstock.hardware.machine import Between
+from penstock.hardware.machine import Between, Network
 from penstock.optim import agreement
 from penstock.ranks.group import Ranks
 from penstock.ranks.order import add_up
@@ -36,8 +37,12 @@ from penstock.schedule.place import FP32
 
 _LARGE, _SMALL = 1 << 22, 1 << 10
 """elements that a collective is of in all: 16 MiB, of which a block of a small model has a few; and next to none"""
+_LONG = 0.25
+"""seconds that a large collective may take"""
 _PATIENCE = 120.0
 """seconds after which the measurement is given up"""
+_OF_A_START = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_WORLD_SIZE")
+"""Beginnings of what torchrun has set in the environment of a process that it has started: these are others."""
 
 
 def measure(ranks: int, *, cores: int, seconds: float, rounds: int) -> Between:
@@ -49,7 +54,7 @@ def measure(ranks: int, *, cores: int, seconds: float, rounds: int) -> Between:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    plain = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}  # of another start
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(_OF_A_START)}
     environment = plain | {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
@@ -85,36 +90,56 @@ def measure(ranks: int, *, cores: int, seconds: float, rounds: int) -> Between:
 
 def look(ranks: Ranks, seconds: float, rounds: int) -> Between:
     """Measure together with all other ranks, which call this too: ``rounds`` times, ``seconds`` for each rate."""
-    cpu = torch.device("cpu")
-    gather, exchange = _gathering(ranks, _LARGE), _exchanging(ranks, _LARGE)
-    small = _gathering(ranks, _SMALL)
+    found = _look(ranks, ranks, "net", torch.device("cpu"), seconds, rounds)
+    return Between(
+        ranks=ranks.size,
+        bandwidth=found.bandwidth,
+        latency=found.latency,
+        contention=found.contention,
+        other_bits=other_bits(ranks),
+    )
+
+
+def link(ranks: Ranks, device: torch.device, seconds: float, rounds: int) -> Network:
+    """Measure a host's link to the others together with all other ranks, which call this too: ranks that share all
+    state, on several hosts. The first rank of each host sends and receives; the others compute as it does."""
+    place = ranks if ranks.size == ranks.hosts else ranks.of_place
+    return _look(ranks, place if ranks.is_first_on_host else None, "nic", device, seconds, rounds)
+
+
+def _look(
+    ranks: Ranks, among: Ranks | None, crossing: Lane, device: torch.device, seconds: float, rounds: int
+) -> Network:
+    """The link of ranks ``among`` all, over which goes what is of the lane ``crossing``. None: this rank has none."""
+    small, numel = _gathering(among, _SMALL, device), _size(ranks, among, device)
+    gather, exchange = _gathering(among, numel, device), _exchanging(among, numel, device)
     calls = _calls(ranks, lambda: (gather(), exchange()), seconds)  # as many on each
     latency, large = [], []
     slower: dict[str, list[float]] = {}
     with ExitStack() as closing:
-        lanes: dict[Lane, Callable[[], None]] = {
-            "compute": work.layer(cpu).workers[0],
-            "cpu": work.Steps(cpu, threads=torch.get_num_threads()).load("adamw").workers[0],
-            "h2d": work.copies("h2d", cpu, closing).workers[0],
-        }
+        lanes: dict[Lane, Callable[[], None]] = {}
+        if device.type == "cpu":  # a GPU computes beside its link
+            lanes = {
+                "compute": work.layer(device).workers[0],
+                "cpu": work.Steps(device, threads=torch.get_num_threads()).load("adamw").workers[0],
+                "h2d": work.copies("h2d", device, closing).workers[0],
+            }
         for _ in range(rounds):
             latency.append(_each(ranks, small, 10 * calls))
             alone = _each(ranks, gather, calls) + 2 * _each(ranks, exchange, calls)
             large.append(alone / 3)
             for lane, other in lanes.items():
-                net, its = _beside(ranks, lambda: (gather(), exchange(), exchange()), calls, other, seconds)
-                slower.setdefault(f"net+{lane}", []).append(net / alone - 1)
-                slower.setdefault(f"{lane}+net", []).append(its - 1)
+                took, its = _beside(ranks, lambda: (gather(), exchange(), exchange()), calls, other, seconds)
+                slower.setdefault(f"{crossing}+{lane}", []).append(took / alone - 1)
+                slower.setdefault(f"{lane}+{crossing}", []).append(its - 1)
     contention = {pair: round(statistics.median(found), 3) for pair, found in slower.items()}
     contention |= {pair.replace("h2d", "d2h"): value for pair, value in contention.items() if "h2d" in pair}
-    wait = statistics.median(latency)
-    sent = _LARGE * FP32 * (ranks.size - 1) / ranks.size
-    return Between(
-        ranks=ranks.size,
+    size, wait = max(ranks.gather_objects("size", 0 if among is None else among.size)), statistics.median(latency)
+    sent = numel * FP32 * (size - 1) / size
+    return Network(
         bandwidth=sent / max(statistics.median(large) - wait, 1e-9),
         latency=wait,
         contention={pair: value for pair, value in contention.items() if value >= LEAST},
-        other_bits=other_bits(ranks),
     )
 
 
@@ -135,24 +160,47 @@ def _product() -> str:
     return hashlib.blake2b((a @ b).numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def _gathering(ranks: Ranks, numel: int) -> Callable[[], None]:
-    part = torch.ones(numel // ranks.size)
-    out = torch.zeros(part.numel() * ranks.size)
-    return lambda: ranks.gather(out, part)
+def _gathering(ranks: Ranks | None, numel: int, device: torch.device) -> Callable[[], None]:
+    if ranks is None:
+        return _nothing
+    part = torch.ones(numel // ranks.size, device=device)
+    out = torch.zeros(part.numel() * ranks.size, device=device)
+
+    def one() -> None:
+        ranks.gather(out, part)
+        work.wait_for(device)
+
+    return one
 
 
-def _exchanging(ranks: Ranks, numel: int) -> Callable[[], None]:
+def _exchanging(ranks: Ranks | None, numel: int, device: torch.device) -> Callable[[], None]:
     """An exchange of a chunk of a gradient, as the engine does it."""
+    if ranks is None:
+        return _nothing
     chunk = numel // ranks.size
-    gradient, own = torch.ones(ranks.size, chunk), torch.zeros(chunk)
-    into, out = torch.zeros(2, ranks.size, chunk)
+    gradient, own = torch.ones(ranks.size, chunk, device=device), torch.zeros(chunk, device=device)
+    into, out = torch.zeros(2, ranks.size, chunk, device=device)
 
     def one() -> None:
         into.copy_(gradient)
         ranks.exchange(out, into)
         add_up(tuple(out), own)
+        work.wait_for(device)
 
     return one
+
+
+def _nothing() -> None:
+    """What a rank does that sends nothing."""
+
+
+def _size(ranks: Ranks, among: Ranks | None, device: torch.device) -> int:
+    """Elements of a collective to measure with, the same on all ranks: fewer where the link is slow."""
+    brief = _LARGE // 16
+    one = _gathering(among, brief, device)
+    one()
+    took = _each(ranks, one, 1)
+    return max(brief, min(_LARGE, brief << max(0, int(_LONG / took).bit_length() - 1)))
 
 
 def _calls(ranks: Ranks, one: Callable[[], object], seconds: float) -> int:
@@ -213,14 +261,16 @@ def _pace(ends: Sequence[float]) -> float:
 def main(words: Sequence[str]) -> None:
     seconds, rounds = float(words[0]), int(words[1])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    ranks = join(torchrun_mesh("cpu"), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    ranks = join(torchrun_mesh("cpu"), cpu)
     try:
         with ranks.together("the measurement"):
-            found = look(ranks, seconds, rounds)
+            found = look(ranks, seconds, rounds) if ranks.hosts == 1 else link(ranks, cpu, seconds, rounds)
             ranks.gather_objects("end", None)
     finally:
         ranks.close()
     print(json.dumps(asdict(found)), flush=True)
+    os._exit(0)  # threads of torch's that still run as a process ends may abort it
 
 
 if __name__ == "__main__":

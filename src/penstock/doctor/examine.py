@@ -19,11 +19,12 @@ from penstock.doctor.mounts import Mount
 from penstock.doctor.pace import Load, Span, rate
 from penstock.errors import BudgetError, ConfigError, StoreError
 from penstock.hardware import system
-from penstock.hardware.machine import Between, Crossing, Device, Drive, Host, Machine, Measured
+from penstock.hardware.machine import Between, Crossing, Device, Drive, Host, Machine, Measured, Network
 from penstock.hardware.peaks import maker_peak
 from penstock.hardware.present import mount_point
 from penstock.hardware.system import Others, System
 from penstock.optim import agreement, kernels, library
+from penstock.ranks.group import Ranks
 from penstock.schedule.ir.lanes import Lane
 from penstock.state import numa
 from penstock.state.memory import HostSlab
@@ -301,6 +302,12 @@ def _crossing(effort: Effort, where: torch.device, working: Working) -> Crossing
 def _between(host: Host, ranks: int, effort: Effort, working: Working) -> Between:
     with working(f"What {ranks} ranks send each other"):
         return between.measure(ranks, cores=host.cores, seconds=min(effort.seconds, 0.1), rounds=effort.rounds)
+
+
+def link(ranks: Ranks, where: torch.device, effort: Effort, working: Working) -> Network:
+    """Measure a host's link to the others, together with the ranks on these, which come here, too."""
+    with working(f"What {ranks.hosts} hosts send each other"):
+        return between.link(ranks, where, min(effort.seconds, 0.1), effort.rounds)
 
 
 def numbers_of_ranks(where: torch.device) -> tuple[int, ...]:

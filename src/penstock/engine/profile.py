@@ -7,12 +7,13 @@ on a machine, or with a directory, that nobody has measured: a few seconds once,
 import logging
 import os
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import files
 from penstock.config import format_size
@@ -23,6 +24,9 @@ from penstock.hardware import system
 from penstock.hardware.machine import Drive, Machine
 from penstock.hardware.profiles import by_directory, file_system, find_parts, find_profile, save_profile
 from penstock.hardware.sharing import knows_ranks
+from penstock.ranks.axes import SHARD
+from penstock.ranks.group import Ranks
+from penstock.ranks.process_groups import join
 from penstock.tape.rng import RandomState
 
 log = logging.getLogger("penstock")
@@ -82,6 +86,52 @@ def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, rank
         kept = f"not kept ({error})"
     log.warning("measured %s in %.1f s, %s; penstock doctor measures more closely", ", ".join(what), seconds, kept)
     return found
+
+
+def with_link(found: Machine | None, ranks: Ranks, paths: Sequence[Path], device: torch.device) -> Machine | None:
+    """``found``, the stored profile of this machine with these directories, with the link between the hosts that the
+    ranks are on. All ranks come here, with what rank 0 has ``found`` or without. What the profile does not tell is
+    measured by them together, which rank 0 says in a line, and stores.
+
+    Raises:
+        ConfigError: the environment's switch is neither "never" nor left out.
+        RankError: another rank is gone.
+    """
+
+    def is_missing() -> bool:
+        return found is not None and found.nic is None and _may_measure() and system.look().available >= LEAST
+
+    if ranks.hosts == 1 or not ranks.decided("link between hosts", is_missing):
+        return found
+    before, begun = RandomState.capture(device), time.perf_counter()
+    try:
+        with _sharing_all(ranks, device) as flat:
+            link = examine.link(flat, device, examine.BRIEF, _quietly)
+    finally:
+        before.restore()
+    if ranks.rank == 0:
+        assert found is not None
+        seconds = time.perf_counter() - begun
+        try:
+            known, _ = find_parts(paths, kind=kind_of(device), device=found.device.name)
+            kept = f"kept as {save_profile(replace(known or found, nic=link))}"
+        except ConfigError as error:
+            kept = f"not kept ({error})"
+        log.warning("measured what %d hosts send each other in %.1f s, %s", ranks.hosts, seconds, kept)
+    return None if found is None else replace(found, nic=link)
+
+
+@contextmanager
+def _sharing_all(ranks: Ranks, device: torch.device) -> Iterator[Ranks]:
+    """The same ranks as such that share all state, whose first ones on each host can move things between them."""
+    if ranks.copies == ranks.stages == 1:
+        yield ranks
+        return
+    flat = join(init_device_mesh(device.type, (ranks.size,), mesh_dim_names=(SHARD,)), device)
+    try:
+        yield flat
+    finally:
+        flat.close()
 
 
 def _may_measure() -> bool:

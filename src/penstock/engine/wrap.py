@@ -19,7 +19,7 @@ from penstock.engine.arguments import WrapArguments, check_model
 from penstock.engine.device import check_room, kind_of, resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.interrupt import holding
-from penstock.engine.profile import profile_of
+from penstock.engine.profile import profile_of, with_link
 from penstock.engine.start import WeightSource
 from penstock.engine.turns import alone
 from penstock.errors import ConfigError
@@ -196,6 +196,7 @@ def _machine_of_all(
 ) -> Machine | None:
     """The machine that all ranks are on, as rank 0 knows it."""
     found = _machine(plan, device, budget, optimizer, ranks) if ranks.rank == 0 else None
+    found = with_link(found if plan == "auto" else None, ranks, budget.disk_paths, device) or found
     unknown = None if found is None else why_unknown(found, ranks.size, ranks.hosts, ranks.copies)
     if ranks.size > 1 and unknown is not None:
         log.warning("nothing is predicted: %s", unknown)
@@ -210,7 +211,7 @@ def _machine(
     if plan is None:
         return None
     if plan == "auto":
-        return profile_of(budget.disk_paths, device, optimizer, ranks.size if ranks.hosts == 1 else 1)
+        return profile_of(budget.disk_paths, device, optimizer, ranks.size // ranks.hosts)
     check_device(plan, kind_of(device))
     return on_directories(plan, budget.disk_paths)
 

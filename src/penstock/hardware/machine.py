@@ -167,10 +167,12 @@ class Crossing:
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """Links between ranks, or between hosts. ``bandwidth``: bytes/s that a rank (a host) sends, and receives;
-    ``latency``: seconds."""
+    ``latency``: seconds. ``contention``: of the lane ``net`` (``nic``) and others, as ``Machine.contention``, while all
+    ranks (hosts) do the same."""
 
     bandwidth: float
     latency: float
+    contention: Mapping[str, float] = field(default_factory=dict)
 
     def at(self, pace: float) -> "Network":
         """The links at a multiple of their bandwidth."""
@@ -194,12 +196,10 @@ class Collectives(Network):
 class Between(Network):
     """Collectives between ``ranks`` processes of this machine, which all compute on its processors.
 
-    ``contention``: of the lane ``net`` and others, as ``Machine.contention``, while all ranks do the same.
     ``other_bits``: what they compute otherwise than each other: optimizers, as ``Device.other_bits``, and ``product``.
     """
 
     ranks: int
-    contention: Mapping[str, float] = field(default_factory=dict)
     other_bits: tuple[str, ...] = ()
 
 

@@ -21,7 +21,9 @@ copies at 1 / n of the ``nic``, as far as they are on several hosts |
 
 Ranks of several hosts share what is their own host's with those on it alone; all hosts are taken to be alike.
 
-A lane that slows another one does so as on the whole machine, where each of them is as busy: ``Machine.contention``.
+A lane that slows another one does so as on the whole machine, where each of them is as busy: ``Machine.contention``,
+and ``Network.contention`` of the links. What a host's link slows, any lane does that goes over it: of the two that a
+pipeline has for that, one each way, each does half.
 
 A lower bound of a step is what it is for one rank, the busiest lane's work at these rates. That ranks get out of step,
 and change places on the cores, is not counted.
@@ -33,8 +35,9 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.hardware.drives import part_of, spread, stripe_weights, striped_room, together
-from penstock.hardware.machine import Between, Collectives, Device, Drive, Host, Machine, Network, at_pace
+from penstock.hardware.machine import Collectives, Device, Drive, Host, Machine, Network, at_pace
 from penstock.hardware.profiles import file_system
+from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.mesh import is_branch
 
 
@@ -76,14 +79,37 @@ def of_each_rank(
         raise ConfigError(why)
     each = ranks // hosts
     shared = machine if each == 1 else _of_host(machine, each, threads)
+    on_levels = hosts > 1 and each > 1
     if copies == 1:
-        network, across = _on_levels(machine, each, hosts) if hosts > 1 and each > 1 else (None, None)
+        network, across = _on_levels(machine, each, hosts) if on_levels else (None, None)
         network = network or _collectives(machine, each, ranks, hosts)
     else:
         network = _collectives(machine, each, ranks // copies, max(1, hosts // copies))
         across = _collectives(machine, each, copies, min(copies, hosts))
-    of_sequence = None if cp == 1 else _of_neighbours(machine, ranks, hosts, cp)
-    return replace(shared, network=network, across=across, of_sequence=of_sequence, between=())
+    return replace(
+        shared,
+        network=network,
+        across=across,
+        of_sequence=None if cp == 1 else _of_neighbours(machine, ranks, hosts, cp),
+        between=(),
+        contention={**shared.contention, **_slowed(machine, hosts, ("net",) if across is None else ("nic",))},
+    )
+
+
+def _slowed(machine: Machine, hosts: int, lanes: Sequence[Lane]) -> dict[str, float]:
+    """How much ``lanes``, which go over a host's link at the same time, and others slow each other."""
+    if hosts == 1:
+        return {}
+    assert machine.nic is not None
+    found: dict[str, float] = {}
+    for pair, value in machine.nic.contention.items():
+        slow, _, busy = pair.partition("+")
+        for lane in lanes:
+            if busy == "nic":
+                found[f"{slow}+{lane}"] = value / len(lanes)
+            else:
+                found[f"{lane}+{busy}"] = value
+    return found
 
 
 def _of_host(machine: Machine, ranks: int, threads: int | None) -> Machine:
@@ -93,14 +119,13 @@ def _of_host(machine: Machine, ranks: int, threads: int | None) -> Machine:
     part = min(1 / ranks, threads / cores)
     device = machine.device
     link = _reached(machine, ranks, max(device.h2d, device.d2h)) if device.kind == "cpu" else 1.0
-    found = within_host(machine, ranks)
     return replace(
         machine,
         host=_host(machine.host, ranks, part),
         device=_device(machine, ranks, part, link),
         drives=_slowest([drives_of(machine.drives, rank, ranks) for rank in range(ranks)]),
         crossing=machine.crossing and machine.crossing.at(down=link, up=link, steps=part),
-        contention={**machine.contention, **(found.contention if isinstance(found, Between) else {})},
+        contention={**machine.contention, **within_host(machine, ranks).contention},
     )
 
 
@@ -163,6 +188,8 @@ def of_pipeline(
     rest). ``cp``: so many of these share each sequence.
     """
     seen = of_each_rank(machine, ranks, threads, hosts, cp=cp)
+    slowed = _slowed(machine, hosts, ("send", "recv"))
+    seen = replace(seen, contention={**seen.contention, **slowed})
     if beside > 1:
         return replace(seen, network=_of_neighbours(machine, ranks, hosts, beside), across=None)
     return seen if hosts == 1 else replace(seen, network=machine.nic)

@@ -1,0 +1,140 @@
+"""The link between hosts, which the ranks on them measure where no profile tells of it."""
+
+import logging
+import os
+from contextlib import redirect_stderr
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock import cli
+from penstock.doctor import examine
+from penstock.hardware.machine import Machine, Network
+from penstock.hardware.profiles import find_profile, save_profile
+from tests.doctor.test_doctor import measure_little
+from tests.machines import measured_here
+from tests.models import PLAIN
+from tests.questions import DRIVE, MACHINE
+from tests.ranks.worlds import pipeline, together
+from tests.training import budget, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """This machine's, which tells nothing of other hosts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PENSTOCK_MEASURE")
+    found = measured_here(replace(MACHINE, drives=(replace(DRIVE, path=str(tmp_path)),)))
+    save_profile(found)
+    return found
+
+
+def on_a_host(mesh: DeviceMesh) -> None:
+    """Each rank on one of its own, as torchrun says it."""
+    os.environ["GROUP_RANK"] = str(mesh.get_rank())
+
+
+def steps_of_two_engines(mesh: DeviceMesh, folder: Path) -> Any:
+    """Predicted seconds of a step in each, losses, random numbers from then on, and what was said."""
+    on_a_host(mesh)
+    said, handler = list[str](), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+    torch.manual_seed(0)
+    predicted, losses = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        measure_little(patch)
+        for _ in range(2):
+            with wrap(PLAIN, budget(folder), mesh=mesh, plan="auto") as engine:
+                losses.append(engine.step(PLAIN.micro_batches(2, seed=0)).loss)
+                predicted.append(None if engine.prediction is None else engine.prediction.time)
+    return predicted, losses, torch.rand(1).item(), said
+
+
+@pytest.mark.parametrize("ranks", [together, pipeline])
+def test_hosts_measure_their_link_once_and_steps_are_predicted_by_it(
+    ranks: Any, profile: Machine, tmp_path: Path
+) -> None:
+    one, other = ranks(2, steps_of_two_engines, tmp_path)
+    assert one[0] == other[0]
+    assert all(seconds > 0 for seconds in one[0])
+    assert [sum("measured what 2 hosts send each other" in line for line in said) for *_, said in (one, other)] == [
+        1,
+        0,
+    ]
+    found = find_profile([tmp_path], kind="cpu")
+    assert found is not None
+    assert found.nic is not None
+    assert replace(found, nic=None, file="") == replace(profile, file="")
+
+
+def test_nothing_is_measured_where_nothing_may_be(
+    profile: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a measurement change a loss, or a random number."""
+    measured = together(2, steps_of_two_engines, tmp_path / "a")
+    monkeypatch.setenv("PENSTOCK_MEASURE", "never")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other cache"))
+    save_profile(profile)
+    found = together(2, steps_of_two_engines, tmp_path / "b")
+    assert [rank[:3] for rank in found] == [([None, None], losses, drawn) for _, losses, drawn, _ in measured]
+    assert any("does not tell how fast hosts send to each other" in line for line in found[0][3])
+    known = find_profile([tmp_path], kind="cpu")
+    assert known is not None
+    assert known.nic is None
+
+
+def doctor(mesh: DeviceMesh, hosts: int, folder: Path, *words: str) -> tuple[int, str, Network | None]:
+    """Exit code, errors, and the link in the profile that is stored."""
+    rank = mesh.get_rank()
+    started = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": mesh.size(), "LOCAL_WORLD_SIZE": mesh.size() // hosts}
+    started |= {"GROUP_WORLD_SIZE": hosts, "GROUP_RANK": rank * hosts // mesh.size(), "TORCHELASTIC_RUN_ID": 0}
+    os.environ |= {name: str(value) for name, value in started.items()} | {"MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"cache {rank}")
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as said:
+        measure_little(patch)
+        patch.setattr(examine, "examine", lambda *_: measured_here(replace(MACHINE, name=f"host {rank}", drives=())))
+        code = cli.main(["doctor", *words])
+        found = find_profile(kind="cpu")
+        assert found is None or found.name == f"host {rank}"
+        return code, said.getvalue(), None if found is None else found.nic
+
+
+def test_doctor_on_several_hosts_measures_their_link_and_stores_it_on_each(tmp_path: Path) -> None:
+    (*one, link), (*other, same) = together(2, doctor, 2, tmp_path, "--quick")
+    assert one == other == [0, ""]
+    assert isinstance(link, Network)
+    assert link == same
+
+
+def test_doctor_is_started_once_on_each_host(tmp_path: Path) -> None:
+    for code, said, link in together(2, doctor, 1, tmp_path, "--quick"):
+        assert (code, link) == (2, None)
+        assert said.endswith("2 ranks: each measures all of its host. Start one on each (penstock doctor)\n")
+
+
+def with_a_folder_less(mesh: DeviceMesh, folder: Path) -> tuple[int, str, Network | None]:
+    path = folder / "missing" if mesh.get_rank() else folder
+    return doctor(mesh, 2, folder, "--quick", "--path", str(path))
+
+
+def test_what_one_host_cannot_measure_ends_the_measurement_of_all(tmp_path: Path) -> None:
+    one, other = together(2, with_a_folder_less, tmp_path)
+    assert one[0] == other[0] == 2
+    assert f"{tmp_path / 'missing'} does not exist" in other[1]
+    assert f"rank 1: {tmp_path / 'missing'} does not exist" in one[1]
+
+
+def test_a_known_link_is_left_alone(profile: Machine, tmp_path: Path) -> None:
+    save_profile(replace(profile, nic=Network(bandwidth=1e8, latency=1e-3)))
+    one, other = together(2, steps_of_two_engines, tmp_path)
+    assert not any("measured" in line for line in one[3] + other[3])
+    assert one[0] == other[0]
+    assert all(one[0])
