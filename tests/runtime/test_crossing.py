@@ -94,6 +94,26 @@ def crossed(
     return elsewhere.tensor, messages, ends
 
 
+def test_what_has_come_stays_as_it_is_when_more_comes_the_same_way() -> None:
+    """Messages have one memory, one after the other."""
+    line, sent = Line(), [torch.randn(3, 5), torch.randn(3, 5), None, torch.randn(3, 5)]
+    elsewhere: Any = Elsewhere(None, Kind.of(torch.empty(3, 5)))
+    access: Any = SimpleNamespace(
+        context=SimpleNamespace(failure=None, step=3), moved=0, arrays=SimpleNamespace(device=torch.device("cpu"))
+    )
+    tape: Any = SimpleNamespace(elsewhere=elsewhere)
+    ranks: Any = line
+    kinds, come = Crossing(access, tape, ranks, HostStreams(), None).kinds(), list[torch.Tensor | None]()
+    for tensor in sent:
+        elsewhere.tensor = tensor
+        kinds["SD"](Op(id=stage_op("SD", 1, 0), peer=1))
+        kinds["RD"](Op(id=stage_op("RD", 1, 0), peer=1))
+        come.append(elsewhere.tensor)
+    for before, after in zip(sent, come, strict=True):
+        assert (before is None) == (after is None)
+        assert before is None or after is None or torch.equal(before, after)
+
+
 TENSORS = {
     "small": torch.randn(3, 5, 7),
     "turned": torch.randn(4, 6).T,

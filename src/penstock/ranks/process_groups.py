@@ -35,6 +35,8 @@ another, and then all of them rest."""
 _GLANCE = timedelta(seconds=LOOK)
 _SHORT = 1e-3
 """seconds"""
+_TAG = 0
+"""of messages, which come in the order in which they are sent"""
 _FEW = 3.0
 """seconds in which calls return that were given up"""
 _PATIENCE = timedelta(days=7)
@@ -191,16 +193,18 @@ class Together(Telling):
         self._wait(work, out, into)
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
-        self._cross(dist.isend, tensor, peer)
+        assert self._crossing is not None
+        self._cross(self._crossing.send, tensor, peer)
 
     def receive(self, into: torch.Tensor, peer: int) -> None:
-        self._cross(dist.irecv, into, peer)
+        assert self._crossing is not None
+        self._cross(self._crossing.recv, into, peer)
 
     def _cross(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
         works = list[list[Any]]()
 
         def message() -> None:
-            works.append([call(tensor, self._members[peer], group=self._crossing)])  # fails where a rank is gone
+            works.append([call([tensor], peer, _TAG)])  # fails where a rank is gone
             _wait_for(works[0])
 
         self._message(message, tensor, works=works)

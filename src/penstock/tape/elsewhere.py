@@ -23,7 +23,7 @@ from penstock.schedule.program import Dealt
 from penstock.tape import trees
 from penstock.tape.cut import Leaf, begun
 from penstock.tape.handed import Handed, Kind, Shared, Sharing, difference, fill
-from penstock.tape.rng import RandomState
+from penstock.tape.rng import Drawn
 from penstock.tape.suspended import LossFn, SuspendedForward
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class Elsewhere:
     def _run_ahead(self, suspended: SuspendedForward, stage: int) -> None:
         """Run the model's code through the calls of other ranks, up to the next one of this rank."""
         tape, mb = self._tape, suspended.index
-        random = RandomState.capture(tape.device)
+        drawn = Drawn.mark(tape.device)
         for k in self._dealt.others_after(stage):
             site = tape.facts[k].site
             assert site is not None
@@ -254,7 +254,7 @@ class Elsewhere:
             assert tape.running.resume(suspended, k) == "cut"
             suspended.resume(k)
             suspended.own.note(tape.facts[k].assigned)
-            if not random.is_now():
+            if drawn.anything:
                 raise ModelError(
                     f"the model's own code draws random numbers behind block {site.name!r}, which another rank of the "
                     "pipeline has, and they would be others than those of one rank. Train with ranks that share all "

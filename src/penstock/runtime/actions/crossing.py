@@ -15,9 +15,11 @@ queued by then. Memory that something still refers to when its slot is given bac
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.compat.torch import is_held_elsewhere
@@ -26,6 +28,7 @@ from penstock.ranks.group import Ranks
 from penstock.runtime.access import Access
 from penstock.runtime.staging import Staging
 from penstock.runtime.streams import Streams
+from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.ir.ops import Op
 from penstock.tape.elsewhere import Elsewhere, Way
 from penstock.tape.handed import Kind
@@ -39,6 +42,23 @@ _NO_TENSOR, _IN_ITS_MESSAGE, _IN_THE_NEXT = range(3)
 SMALL = 1 << 18
 """Bytes of a tensor up to which it goes with its head."""
 _WAYS: dict[str, Way] = {"A": "output", "D": "gradient", "X": "besides"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Message:
+    """Memory for the heads of some tensors, and for what goes with them: all of it, the heads' numbers in it, and each
+    tensor's place."""
+
+    memory: torch.Tensor
+    heads: npt.NDArray[np.int64]
+    places: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, kinds: Sequence[Kind]) -> "_Message":
+        sizes = [kind.nbytes if kind.nbytes <= SMALL else 0 for kind in kinds]
+        memory = torch.empty(len(kinds) * _HEAD_BYTES + sum(sizes), dtype=torch.uint8, device="cpu")
+        heads, *places = torch.split(memory, [len(kinds) * _HEAD_BYTES, *sizes])
+        return cls(memory=memory, heads=heads.numpy().view(np.int64), places=places)
 
 
 class Crossing:
@@ -60,6 +80,8 @@ class Crossing:
         self._staging = staging
         self._slots: dict[tuple[str, int], torch.Tensor] = {}
         """on an accelerator: (pool, slot) -> its memory, once something has come there"""
+        self._messages: dict[tuple[Lane, tuple[Kind, ...]], _Message] = {}
+        """those of this step, each used again and again: new memory is slow"""
 
     def kinds(self) -> dict[str, Callable[[Op], None]]:
         return {
@@ -114,10 +136,18 @@ class Crossing:
         """The step is over: nothing that it has queued is under way."""
         for slot in list(self._slots):
             self._leave(slot)
+        self._messages.clear()
 
     def _leave(self, slot: tuple[str, int]) -> None:
         """Leave a slot's memory to who refers to it."""
         self._streams.used_on("compute", self._slots.pop(slot))
+
+    def _message(self, lane: Lane, kinds: Sequence[Kind]) -> _Message:
+        """Memory for a message of such a lane, which has one under way at a time."""
+        key = lane, tuple(kinds)
+        if key not in self._messages:
+            self._messages[key] = _Message.of(kinds)
+        return self._messages[key]
 
     def _memory(self, names: Sequence[str], numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the device for what comes: of the slot of the buffer that it is put in, if it fits there."""
@@ -138,14 +168,14 @@ class Crossing:
         """``sent``: tensors, each after the kind of what the probe has seen in its place; None: there is none."""
         if not sent:  # a micro-batch may hand on less than another
             return
-        message, heads, places = _message([kind for kind, _ in sent])
+        message = self._message("send", [kind for kind, _ in sent])
         failed, alone, numbers = self._to.context.failure is not None, list[torch.Tensor](), list[int]()
-        for (_, tensor), place in zip(sent, places, strict=True):
+        for (_, tensor), place in zip(sent, message.places, strict=True):
             where, layout = _NO_TENSOR, [0] * (_HEAD - 2)
             if tensor is not None:
                 beyond = [0] * (_DIMENSIONS - tensor.dim())
                 layout = [tensor.dim(), *tensor.shape, *beyond, *tensor.stride(), *beyond]
-                flat = tensor.detach().as_strided((Kind.of(tensor).span,), (1,)).view(torch.uint8)
+                flat = _bytes_of(tensor)
                 self._to.moved += flat.numel()
                 where = _IN_ITS_MESSAGE if flat.numel() == place.numel() else _IN_THE_NEXT
                 if where == _IN_ITS_MESSAGE:
@@ -153,8 +183,8 @@ class Crossing:
                 else:
                     alone.append(flat)
             numbers += [failed, where, *layout]
-        heads.copy_(torch.tensor(numbers, device="cpu"))
-        self._ranks.send(message, peer)
+        message.heads[:] = numbers
+        self._ranks.send(message.memory, peer)
         for flat in alone:
             if self._staging is None:
                 self._ranks.send(flat, peer)
@@ -165,11 +195,12 @@ class Crossing:
         """``names``: the buffers that the schedule has for it."""
         if not kinds:
             return []
-        message, heads, places = _message(kinds)
-        self._ranks.receive(message, op.peer)
+        message = self._message("recv", kinds)
+        self._ranks.receive(message.memory, op.peer)
+        heads = message.heads.reshape(-1, _HEAD).tolist()
         return [
             self._received(op, kind, head, place, names)
-            for kind, head, place in zip(kinds, heads.view(-1, _HEAD).tolist(), places, strict=True)
+            for kind, head, place in zip(kinds, heads, message.places, strict=True)
         ]
 
     def _received(
@@ -197,9 +228,8 @@ class Crossing:
         return flat.as_strided(shape, stride)
 
 
-def _message(kinds: Sequence[Kind]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Memory for heads, and for what goes with them; in it the heads' numbers, and each tensor's place."""
-    sizes = [kind.nbytes if kind.nbytes <= SMALL else 0 for kind in kinds]
-    message = torch.empty(len(kinds) * _HEAD_BYTES + sum(sizes), dtype=torch.uint8, device="cpu")
-    heads, *places = torch.split(message, [len(kinds) * _HEAD_BYTES, *sizes])
-    return message, heads.view(torch.int64), places
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory from its first number to its last."""
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1).view(torch.uint8)
+    return tensor.detach().as_strided((Kind.of(tensor).span,), (1,)).view(torch.uint8)
