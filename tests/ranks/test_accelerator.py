@@ -17,7 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.ranks.process_groups import Together
+from penstock.doctor.between import link
+from penstock.hardware.machine import Network
+from penstock.ranks.process_groups import Together, join
 from penstock.runtime import staging
 from penstock.runtime.actions import crossing
 from penstock.runtime.actions.crossing import Crossing
@@ -345,3 +347,21 @@ def test_it_is_found_where_nothing_says_that(name: str) -> None:
     axis = "dp_shard" if MUTATIONS[name].owner is Together else "pp"
     found = World(2, mutated, name, axis=axis, on_device=True).outcomes()
     assert any("found by the simulated accelerator" in one.said for one in found if one is not None), found
+
+
+def linked(mesh: DeviceMesh) -> Network:
+    os.environ["GROUP_RANK"] = str(mesh.get_rank())  # each on a host of its own
+    device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    ranks = join(mesh, device)
+    try:
+        return link(ranks, device, 0.005, 1)
+    finally:
+        ranks.close()
+
+
+def test_hosts_with_accelerators_find_their_link_by_what_these_send() -> None:
+    """Which slows nothing: what computes, and what moves its data, is none of the host's."""
+    one, other = together(2, linked, on_device=True)
+    assert one == other
+    assert min(one.bandwidth, one.latency) > 0
+    assert one.contention == {}
