@@ -194,6 +194,7 @@ def test_epochs_become_steps_of_the_data_that_is_there(path: Path, tmp_path: Pat
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == ran.steps
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_run_whose_drives_last_with_commits_now_and_then_has_these(config: TrainConfig, tmp_path: Path) -> None:
     """The run chooses as the plan command does; where durable steps are asked for they are refused before anything is
     trained."""
