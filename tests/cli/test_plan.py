@@ -627,6 +627,7 @@ def test_the_dtype_of_gradients_and_who_rounds_them_are_told(config: Path, capsy
 CLIPPED = ("--clip_grad_norm", 1.0, "--budget.state", "disk", "--budget.weights", "disk", "--budget.host", "12MiB")
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_the_text_tells_the_update_mode_and_what_others_would_cost(
     config: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:

@@ -322,7 +322,7 @@ SLOW = replace(MACHINE, device=replace(MACHINE.device, flops={"fp32": 1e11}))
 def test_of_experts_those_count_that_a_token_goes_to() -> None:
     """No step computes more than its compute lane has time for, at the share of a large product's rate that kernels
     are taken to reach."""
-    experts = {"num_local_experts": 16, "num_experts_per_tok": 1, "num_key_value_heads": 4}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 1, "num_key_value_heads": 4}
     cut = {"sequence_length": 64, "micro_batches": 2, "micro_batch_size": 1}
     budget = Budget(device="64MiB", host="128MiB")
     f = plan(LLAMA | experts | {"model_type": "mixtral"}, machine=MACHINE, budget=budget, delay=0.0, **cut).forecast
@@ -415,7 +415,7 @@ def test_advice_is_what_planning_again_gives_and_for_a_large_schedule_not_simula
     assert not any(a.simulated for a in advice(asked, 2, choice))
 
 
-@pytest.mark.usefixtures("estimated")
+@pytest.mark.usefixtures("estimated", "one_simulation")
 def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
     """Never by itself: it changes the numbers, and the advice says so."""
     slow_link = replace(MACHINE, device=replace(MACHINE.device, d2h=3e6, d2h_both=3e6, kind="cuda"))
@@ -428,7 +428,7 @@ def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
     assert not any("grad_dtype" in change for change in advised(replace(asked, grad_dtype="bf16"), 2, 2))
 
 
-@pytest.mark.usefixtures("estimated")
+@pytest.mark.usefixtures("estimated", "one_simulation")
 def test_compute_bound_training_is_not_sold_a_drive() -> None:
     fast_disk = replace(MACHINE, drives=(replace(DRIVE, read=2e10, write=2e10, read_both=2e10, write_both=2e10),))
     changes = advised(task(machine=fast_disk), 2, 8)
@@ -436,7 +436,7 @@ def test_compute_bound_training_is_not_sold_a_drive() -> None:
     assert changes["a device that computes twice as fast"] > 1.3
 
 
-@pytest.mark.usefixtures("estimated")
+@pytest.mark.usefixtures("estimated", "one_simulation")
 def test_clipping_pins_and_horizontal_are_named_as_what_they_cost() -> None:
     asked = task(host=8 * MIB, machine=SLOW, waits=True, layers=2)
     pinned = replace(asked, budget=replace(asked.budget, host=40 * MIB, weights="disk", state="disk"))
@@ -572,7 +572,7 @@ def test_the_roofline_reads_frozen_weights_as_often_as_a_step_does() -> None:
 
 @pytest.mark.usefixtures("one_simulation")
 def test_a_large_model_on_a_shipped_machine() -> None:
-    found = plan("gpt-13b", machine="a100-40g", micro_batches=8, micro_batch_size=2)
+    found = plan("gpt-13b", machine="a100-40g", micro_batches=8, micro_batch_size=2, delay=0.0)
     f = found.forecast
     assert f.choice.request.family == "vertical"
     assert f.parameters == pytest.approx(13e9, rel=0.02)

@@ -363,6 +363,7 @@ def test_alternatives_of_a_large_schedule_are_estimated(monkeypatch: pytest.Monk
     assert not any(costs.simulated for costs in found.others)
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_the_search_weighs_how_many_blocks_state_lives_on_the_device() -> None:
     """More device memory moves the state of some blocks there, not of all or none, and that is faster."""
     asked = question(transformer(6, block=40), form=ADAM16, wait=True, host=14 * MIB, machine=WRITES_HALF)
