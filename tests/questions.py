@@ -6,9 +6,9 @@ from typing import Any
 
 from penstock.config import Budget, Family
 from penstock.hardware.machine import Device, Drive, Host, Machine, at_pace
+from penstock.planner import search as searching
 from penstock.planner.question import Question
 from penstock.planner.request import Request
-from penstock.planner import search as searching
 from penstock.planner.search import Choice, search
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
