@@ -177,7 +177,6 @@ def test_the_optimizer_is_the_one_that_was_written() -> None:
     assert spec == SGD(lr=0.5, momentum=0.9, overrides=overrides, decay_norms_and_biases=False)
 
 
-@pytest.mark.usefixtures("one_simulation")
 def test_a_stored_profile_brings_a_prediction_and_its_schedule_runs_from_a_file(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +196,6 @@ def test_a_stored_profile_brings_a_prediction_and_its_schedule_runs_from_a_file(
     assert _numbers(tmp_path / "run") == planned
 
 
-@pytest.mark.usefixtures("one_simulation")
 def test_a_plan_that_follows_the_machine_says_when_and_why(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,7 +266,6 @@ def test_settings_that_the_model_or_the_ranks_cannot_have_are_refused_before_the
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.usefixtures("one_simulation")
 def test_a_machine_without_a_profile_is_measured_once(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
