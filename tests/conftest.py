@@ -172,6 +172,13 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for a plan simulates the first of its proposals and takes it, where it would try others for half of its
+    time: for tests to which any plan will do that fits."""
+    monkeypatch.setattr("penstock.planner.search.SIMULATIONS", 1)
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A mounted ext4 file system of 16 MiB in a file; skips where this process may not mount."""
     image, mount = tmp_path / "disk.img", tmp_path / "disk"

@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.config import Budget, Family
 from penstock.hardware.machine import Device, Drive, Host, Machine, at_pace
+from penstock.planner import search as searching
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.search import Choice, search
@@ -138,7 +139,7 @@ _ANSWERS: dict[str, Choice] = {}
 
 def searched(asked: Question) -> Choice:
     """The search's answer to a question, which is the same each time (``test_search`` holds it to that)."""
-    key = repr((asked, asked.request.program.groups, asked.request.program.stages))
+    key = repr((asked, asked.request.program.groups, asked.request.program.stages, searching.SIMULATIONS))
     if key not in _ANSWERS:
         _ANSWERS[key] = search(asked)
     return _ANSWERS[key]

@@ -15,8 +15,8 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+def brief(monkeypatch: pytest.MonkeyPatch, one_simulation: None) -> None:
     """Other batches are not weighed, nor what would help, which takes most of a plan's time: for tests that look at
-    neither."""
+    neither, and to which any plan will do."""
     monkeypatch.setattr(PlanReport, "curve", ())
     monkeypatch.setattr(PlanReport, "advice", ())

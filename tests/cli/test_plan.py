@@ -377,6 +377,7 @@ def test_a_plan_cuts_the_batch_as_the_run_does_whose_durability_is_weighed(
     assert found["plan"]["micro_batch_size"] == cut.size
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_several_ranks_share_the_budget_and_the_step_and_one_sends_nothing(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -404,6 +405,7 @@ def test_several_ranks_share_the_budget_and_the_step_and_one_sends_nothing(
     assert "copies=2 with 3 ranks" in refused(capsys, *options, "--batch", 6, "--ranks", 3, "--copies", 2)
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_of_ranks_that_are_dealt_drives_each_has_the_room_of_the_one_with_the_least(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -432,6 +434,7 @@ def test_directories_on_one_file_system_have_what_is_free_there_once(
     assert as_free_here(MACHINE, ()) == MACHINE
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_layouts_of_several_hosts_are_compared_and_the_fastest_is_named(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -454,6 +457,7 @@ def test_layouts_of_several_hosts_are_compared_and_the_fastest_is_named(
     assert same == said.replace(", assumed: --latency says it", "").replace("2 x host", "2 x small")
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_layouts_of_ranks_that_share_each_sequence_are_compared(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -530,6 +534,7 @@ def test_hosts_that_cannot_be_compared_are_refused(
     assert said in found.out + found.err
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not tell how fast ranks send to each other" in refused(capsys, config, "--ranks", 2)
     path = config.parent / "linked.json"
@@ -622,6 +627,7 @@ def test_the_dtype_of_gradients_and_who_rounds_them_are_told(config: Path, capsy
 CLIPPED = ("--clip_grad_norm", 1.0, "--budget.state", "disk", "--budget.weights", "disk", "--budget.host", "12MiB")
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_the_text_tells_the_update_mode_and_what_others_would_cost(
     config: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:

@@ -195,5 +195,5 @@ def test_a_block_that_cannot_be_compiled_says_why(tmp_path: Path) -> None:
 def test_too_many_shapes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "LIMIT", 4)
     with pytest.raises(ModelError, match="have been compiled 4 times, and are asked for once more") as caught:
-        run(models.llama(), tmp_path, [micro_batches((4, 5, 6, 7, 8))], compile="eager")
+        run(Stack(), tmp_path, [micro_batches((4, 5, 6, 7, 8))], compile="eager")
     assert "few shapes" in str(caught.value)

@@ -80,6 +80,7 @@ def test_a_choice_for_ranks_fits_each_is_proved_for_all_and_takes_as_long_on_all
     assert choice.seconds <= fixed * 1.002
 
 
+@pytest.mark.usefixtures("one_simulation")
 @pytest.mark.parametrize(("ranks", "form"), [(1, ADAM16), (4, ADAM32)])
 @pytest.mark.parametrize("by_search", [False, True])
 def test_the_smallest_device_that_a_refusal_names_works_and_less_is_refused(
@@ -222,6 +223,7 @@ def test_a_search_ends_where_another_look_finds_nothing(seed: int, monkeypatch: 
     assert search(drawn_question(seed)).seconds >= found.seconds / 1.05
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_where_no_whole_groups_fit_with_the_tiers_that_promise_most_others_are_taken() -> None:
     """Gradients in host memory promise most here, and only those on disk leave room for whole groups."""
     rates = {"adamw.bf16": 1e9}
@@ -234,6 +236,7 @@ def test_where_no_whole_groups_fit_with_the_tiers_that_promise_most_others_are_t
     assert searched(asked).plan.host_bytes <= budget["host"]
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_too_little_disk_is_refused_with_what_is_missing() -> None:
     asked = question(transformer(6, block=40), form=ADAM16, device=4 * MIB, host=8 * MIB)
     needed = asked.request.space_bytes(searched(asked).plan.settings)
@@ -315,10 +318,11 @@ SLOW = replace(MACHINE, device=replace(MACHINE.device, flops={"fp32": 1e11}))
 """bound by its disk"""
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_of_experts_those_count_that_a_token_goes_to() -> None:
     """No step computes more than its compute lane has time for, at the share of a large product's rate that kernels
     are taken to reach."""
-    experts = {"num_local_experts": 16, "num_experts_per_tok": 1, "num_key_value_heads": 4}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 1, "num_key_value_heads": 4}
     cut = {"sequence_length": 64, "micro_batches": 2, "micro_batch_size": 1}
     budget = Budget(device="64MiB", host="128MiB")
     f = plan(LLAMA | experts | {"model_type": "mixtral"}, machine=MACHINE, budget=budget, delay=0.0, **cut).forecast
@@ -326,6 +330,7 @@ def test_of_experts_those_count_that_a_token_goes_to() -> None:
     assert 0.3 * computes < f.of_product <= EFFICIENCY["cpu"] * computes
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_forecast_adds_up() -> None:
     asked = task(host=12 * MIB, machine=SLOW)
     choice = searched(asked.question(2, 4))
@@ -355,6 +360,7 @@ def test_a_forecast_adds_up() -> None:
     assert found.simulated_peak["host"] <= found.memory["train"]["host"]
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_drive_without_a_rating_has_no_life_to_tell() -> None:
     asked = task(host=12 * MIB, machine=SLOW)
     choice = searched(asked.question(2, 4))
@@ -363,6 +369,7 @@ def test_a_drive_without_a_rating_has_no_life_to_tell() -> None:
     assert forecast(unrated, choice).wear.days is None
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_plan_for_state_on_disk_writes_at_the_sustained_rate() -> None:
     half = Sustained(write=DRIVE.write / 2, read_both=DRIVE.read_both, write_both=DRIVE.write_both / 2, after=1 << 30)
     slower = replace(SLOW, drives=(replace(DRIVE, sustained=half),))
@@ -408,7 +415,7 @@ def test_advice_is_what_planning_again_gives_and_for_a_large_schedule_not_simula
     assert not any(a.simulated for a in advice(asked, 2, choice))
 
 
-@pytest.mark.usefixtures("estimated")
+@pytest.mark.usefixtures("estimated", "one_simulation")
 def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
     """Never by itself: it changes the numbers, and the advice says so."""
     slow_link = replace(MACHINE, device=replace(MACHINE.device, d2h=3e6, d2h_both=3e6, kind="cuda"))
@@ -421,7 +428,7 @@ def test_a_link_that_bounds_is_sold_gradients_of_half_the_size() -> None:
     assert not any("grad_dtype" in change for change in advised(replace(asked, grad_dtype="bf16"), 2, 2))
 
 
-@pytest.mark.usefixtures("estimated")
+@pytest.mark.usefixtures("estimated", "one_simulation")
 def test_compute_bound_training_is_not_sold_a_drive() -> None:
     fast_disk = replace(MACHINE, drives=(replace(DRIVE, read=2e10, write=2e10, read_both=2e10, write_both=2e10),))
     changes = advised(task(machine=fast_disk), 2, 8)
@@ -429,7 +436,7 @@ def test_compute_bound_training_is_not_sold_a_drive() -> None:
     assert changes["a device that computes twice as fast"] > 1.3
 
 
-@pytest.mark.usefixtures("estimated")
+@pytest.mark.usefixtures("estimated", "one_simulation")
 def test_clipping_pins_and_horizontal_are_named_as_what_they_cost() -> None:
     asked = task(host=8 * MIB, machine=SLOW, waits=True, layers=2)
     pinned = replace(asked, budget=replace(asked.budget, host=40 * MIB, weights="disk", state="disk"))
@@ -445,6 +452,7 @@ def in_all(refused: str) -> dict[str, int]:
     return {tier: parse_size(size) for tier, size in re.findall(r"more (\w+) \(([^()]+) in all\)", refused)}
 
 
+@pytest.mark.usefixtures("one_simulation")
 @pytest.mark.parametrize(("device", "host"), [(1 * MIB, 40 * MIB), (40 * MIB, 1 * MIB)])
 def test_the_smallest_change_works_and_a_hundredth_less_does_not(device: int, host: int) -> None:
     asked = task(device=device, host=host)
@@ -461,6 +469,7 @@ def test_the_smallest_change_works_and_a_hundredth_less_does_not(device: int, ho
     assert "The smallest change that makes it fit" in text
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_where_two_tiers_are_too_small_both_are_said_and_are_enough() -> None:
     asked = task(device=2 * MIB, host=2 * MIB)
     with pytest.raises(BudgetError) as caught:
@@ -483,6 +492,7 @@ def test_a_full_disk_is_refused_with_how_much_more_it_takes() -> None:
     assert "more host (" not in str(error), "the store has room for all state, wherever it is at home"
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
     asked = task(device=10 * MIB, host=40 * MIB)
     with pytest.raises(BudgetError, match=r"Or a smaller batch: ([0-9]+) sequences fit") as caught:
@@ -493,6 +503,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
 # ---- batches and the roofline
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_batch_is_cut_without_a_rest_and_the_choice_is_one_of_the_cuts() -> None:
     asked = task(host=12 * MIB, machine=SLOW, delay=None)
     found = splits(asked, 24)
@@ -559,8 +570,9 @@ def test_the_roofline_reads_frozen_weights_as_often_as_a_step_does() -> None:
 # ---- from names
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_large_model_on_a_shipped_machine() -> None:
-    found = plan("gpt-13b", machine="a100-40g", micro_batches=8, micro_batch_size=2)
+    found = plan("gpt-13b", machine="a100-40g", micro_batches=8, micro_batch_size=2, delay=0.0)
     f = found.forecast
     assert f.choice.request.family == "vertical"
     assert f.parameters == pytest.approx(13e9, rel=0.02)
@@ -571,6 +583,7 @@ def test_a_large_model_on_a_shipped_machine() -> None:
     assert rates[16]["vertical"] > 1.02 * rates[16]["horizontal"]
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_bf16_wear_is_12_bytes_per_parameter_when_all_state_is_on_disk() -> None:
     machine = replace(
         MACHINE, device=replace(MACHINE.device, kind="cuda"), drives=(replace(DRIVE, read=1e10, write=1e10),)
@@ -632,6 +645,7 @@ def test_a_plan_takes_no_more_than_the_machine_has_in_any_phase() -> None:
         report(asked, split=(8, 8))
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_budget_of_all_host_memory_leaves_room_for_a_snapshots_buffer() -> None:
     small = replace(MACHINE, host=replace(MACHINE.host, memory=24 * MIB))
     asked = task(machine=small, host=24 * MIB)
@@ -642,6 +656,7 @@ def test_a_budget_of_all_host_memory_leaves_room_for_a_snapshots_buffer() -> Non
     assert forecast(replace(asked, machine=replace(small, host=replace(small.host, memory=MIB))), choice).beyond_machine
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_batch_fits_that_is_chosen_or_advised() -> None:
     """Of up to 32 sequences shares of groups would fit here, and whole groups of one alone."""
     config = LLAMA | {"intermediate_size": 1024, "vocab_size": 200_000}
@@ -662,6 +677,7 @@ def test_a_batch_fits_that_is_chosen_or_advised() -> None:
         asked(batch=4)
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_batch_is_chosen_where_all_is_on_the_device_and_nothing_in_host_memory() -> None:
     """The linear program counts pools there that nothing needs then."""
     apart = LLAMA | {"vocab_size": 4096}
@@ -672,6 +688,7 @@ def test_a_batch_is_chosen_where_all_is_on_the_device_and_nothing_in_host_memory
     assert not found.choice.plan.host_bytes
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_processor_has_one_memory_for_both_tiers() -> None:
     """Of each it has enough, and not of both."""
     asked = task()
@@ -783,6 +800,7 @@ def test_a_directory_on_disk_is_offered_only_if_it_helps() -> None:
     assert words not in str(refusal(device, 2, 2, BudgetError("-"))).lower()
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_refusal_calls_the_smallest_only_what_is_it() -> None:
     """What would be in host memory may lie on the device in part, as a search finds out: less is enough then."""
     for pins, tier in product(({}, {"state": "host"}, {"weights": "host"}), ("device", "host")):

@@ -93,6 +93,7 @@ def test_the_better_update_mode_is_chosen_at_every_share() -> None:
         assert chosen.expected_seconds <= min(early.seconds * (1 + share), late.seconds) * 1.01
 
 
+@pytest.mark.usefixtures("one_simulation")
 @pytest.mark.parametrize("speculate", [True, False])
 def test_what_is_forced_is_kept_whatever_it_costs(speculate: bool) -> None:
     asked = replace(forced(open_question(), speculate=speculate), repeats=0.0 if not speculate else 1.0)
@@ -101,6 +102,7 @@ def test_what_is_forced_is_kept_whatever_it_costs(speculate: bool) -> None:
     assert steps_early(asked.request.program, settings) is speculate
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_without_a_norm_to_wait_for_nothing_speculates() -> None:
     assert not searched(open_question(wait=False)).plan.settings.speculate
 
@@ -184,6 +186,7 @@ def test_the_delay_is_within_three_percent_of_the_best_of_a_fine_grid() -> None:
     assert searched(asked).expected_seconds <= 1.03 * min(grid)
 
 
+@pytest.mark.usefixtures("one_simulation")
 @pytest.mark.parametrize("delay", [0.0, 0.35, 1.0])
 def test_a_forced_delay_is_kept(delay: float) -> None:
     asked = forced(open_question(), delay=delay)
@@ -207,11 +210,13 @@ def test_delays_that_cannot_be_are_refused(mode: dict[str, float], family: Famil
         fit(replace(asked.request, **mode))
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_where_only_the_vertical_schedule_can_the_other_is_left_out() -> None:
     found = searched(forced(open_question(families=("vertical", "horizontal")), delay=0.2))
     assert (found.request.family, found.plan.settings.delay) == ("vertical", 0.2)
 
 
+@pytest.mark.usefixtures("one_simulation")
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 def test_either_schedule_sums_in_strands(family: Family) -> None:
     """Wherever everything is: that is given here, as a search for it takes seconds."""
@@ -313,6 +318,7 @@ def test_the_delay_that_is_chosen_is_about_the_best_where_the_drive_bounds_the_s
 # ---- what a plan keeps, and what it tells
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_placement_that_stays_still_has_its_update_mode_chosen() -> None:
     asked = open_question()
     first = best(asked)
@@ -349,6 +355,7 @@ def test_the_alternatives_are_what_forcing_them_gives() -> None:
     assert found.gain_of_delay == found.undelayed.seconds / found.chosen.seconds > 1.02
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_alternatives_of_a_large_schedule_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.planner.alternatives.SMALL", 10)
     found = alternatives(searched(open_question()))
@@ -356,6 +363,7 @@ def test_alternatives_of_a_large_schedule_are_estimated(monkeypatch: pytest.Monk
     assert not any(costs.simulated for costs in found.others)
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_the_search_weighs_how_many_blocks_state_lives_on_the_device() -> None:
     """More device memory moves the state of some blocks there, not of all or none, and that is faster."""
     asked = question(transformer(6, block=40), form=ADAM16, wait=True, host=14 * MIB, machine=WRITES_HALF)
