@@ -98,7 +98,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama-1.3b": lambda: _llama(2048, 5504, 24, 16, 32000),
     "llama-3.4b": lambda: _llama(3072, 8192, 28, 24, 32000),
     "llama-tiny": lambda: _llama(64, 176, 4, 2, 256),
-    "gpt-tiny": lambda: _llama(256, 704, 3, 4, 8192),
+    "gpt-tiny": lambda: _llama(64, 176, 3, 2, 8192),
 }
 
 
