@@ -10,7 +10,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from numbers import Integral, Real
 from pathlib import Path
@@ -163,30 +163,21 @@ def _instance(kind: type[Any], value: Mapping[str, Any], place: str) -> Any:
         raise MalformedError(f"{place}: {error}" if place else str(error)) from None
 
 
+@cache
 def _readers_of(kind: type[Any]) -> Mapping[str, _Reader]:
     """The readers of a dataclass's fields."""
-    if kind not in _READERS:
-        _READERS[kind] = {name: _reader(hint) for name, hint in hints_of(kind).items()}
-    return _READERS[kind]
-
-
-_READERS: dict[type[Any], Mapping[str, _Reader]] = {}
+    return {name: _reader(hint) for name, hint in hints_of(kind).items()}
 
 
 def _within(place: str, key: str) -> str:
     return f"{place}.{key}" if place else key
 
 
+@cache
 def hints_of(kind: type[Any]) -> Mapping[str, Any]:
-    """The types of a dataclass's fields."""
-    if kind not in _KNOWN:
-        hints = typing.get_type_hints(kind)
-        _KNOWN[kind] = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-    return _KNOWN[kind]
-
-
-_KNOWN: dict[type[Any], Mapping[str, Any]] = {}
-"""Finding out the hints of a class takes longer than reading one of its instances."""
+    """The types of a dataclass's fields. To find them out takes longer than to read one of its instances."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def expected(hint: Any, none: str = "null") -> str:
