@@ -16,7 +16,7 @@ from penstock.cli.account import Stretch
 from penstock.cli.changed import changed, without_effect
 from penstock.cli.claim import is_complete
 from penstock.cli.deterministic import deterministic_kernels
-from penstock.cli.disk_summary import cost_of_a_kill, space
+from penstock.cli.disk_summary import allowed_per_day, cost_of_a_kill, space
 from penstock.cli.durable import in_words, with_durability
 from penstock.cli.environment import write_environment
 from penstock.cli.joint import Joint, joint
@@ -242,7 +242,7 @@ def _train(
             ranks=ranks.size,
             hosts=ranks.hosts,
             first=engine.step_count,
-            yardstick=measure,
+            yardstick=replace(measure, allowed=allowed_per_day(config.budget, ranks.size, ranks.hosts)),
         )
         stretch = Stretch(
             config=config,
