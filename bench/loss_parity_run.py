@@ -20,7 +20,7 @@ from bench.loss_parity import FORMS, Run, Setting, Task
 from bench.workload import build
 from penstock.cli.recipe import lr_factor
 from penstock.config import LrScheduleConfig
-from penstock.optim.spec import OptimizerSpec
+from penstock.config.optimizer import OptimizerSpec
 
 _KEPT_EVERY = 10  # steps whose mean training loss is one number of a record
 _AT_ONCE = 32  # held-out windows in a micro-batch: a quarter less time each than with a few

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from penstock.cli import main, settings
-from penstock.cli.recipe import lr_factor, optimizer_spec
+from penstock.cli.recipe import lr_factor
 from penstock.config import LrScheduleConfig, OptimizerConfig, Override
+from penstock.config.optimizer import SGD
 from penstock.engine import planning
 from penstock.engine.engine import Engine
 from penstock.engine.following import Searched
 from penstock.hardware.profiles import save_profile
-from penstock.optim.spec import SGD
 from penstock.planner.following import Deviations
 from penstock.planner.plan import Plan
 from penstock.planner.question import Question
@@ -172,7 +172,7 @@ def test_the_learning_rate_follows_its_schedule(settings: dict[str, Any], factor
 
 def test_the_optimizer_is_the_one_that_was_written() -> None:
     config = OptimizerConfig(name="sgd", lr=0.5, momentum=0.9, overrides=(Override(match="bias", weight_decay=0.0),))
-    spec = optimizer_spec(config)
+    spec = config.spec
     overrides = (Override(match="bias", weight_decay=0.0),)
     assert spec == SGD(lr=0.5, momentum=0.9, overrides=overrides, decay_norms_and_biases=False)
 

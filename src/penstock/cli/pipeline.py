@@ -34,7 +34,7 @@ def expected(
     of_rank = of_pipeline(machine, ranks, hosts=hosts, beside=beside, cp=config.cp)
     times = stage_times(profile, of_rank, precision)
     link = link_of_messages(machine, ranks, hosts, beside)
-    optimizer = rate_name_of(config.optimizer.name, config.optimizer.moment_count, precision)
+    optimizer = rate_name_of(config.optimizer.name, config.optimizer.spec.moment_count, precision)
     pace = Pace(
         machine=lambda _: of_rank,
         times=lambda _: times,

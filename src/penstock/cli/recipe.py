@@ -1,29 +1,9 @@
-"""The optimizer and the learning rate that the settings describe."""
+"""The learning rate that the settings describe."""
 
 import math
 from collections.abc import Callable, Mapping
 
-from penstock.config import LrScheduleConfig, OptimizerConfig, OptimizerName
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
-
-_OPTIMIZERS: Mapping[OptimizerName, type[OptimizerSpec]] = {
-    "adamw": AdamW,
-    "adam": Adam,
-    "sgd": SGD,
-    "lion": Lion,
-    "muon": Muon,
-}
-
-
-def optimizer_spec(config: OptimizerConfig) -> OptimizerSpec:
-    """The optimizer that the settings describe; what they leave out keeps the spec's default, but for the weight decay
-    of norms and biases, which is off unless it is asked for."""
-    overrides, decay = config.overrides, bool(config.decay_norms_and_biases)
-    if config.adamw is not None:
-        others = config.adamw
-        adamw = AdamW(**others.given(), decay_norms_and_biases=bool(others.decay_norms_and_biases))
-        return Muon(**config.given(), overrides=overrides, adamw=adamw)
-    return _OPTIMIZERS[config.name](**config.given(), overrides=overrides, decay_norms_and_biases=decay)
+from penstock.config import LrScheduleConfig
 
 
 def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:

@@ -25,7 +25,6 @@ from penstock.cli.launch import launched
 from penstock.cli.loop import report_last, run_steps
 from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
 from penstock.cli.out_of_memory import explain
-from penstock.cli.recipe import optimizer_spec
 from penstock.cli.run_folder import Start, as_cut_before, model_folder, write_settings
 from penstock.cli.run_snapshots import newest, record_kept, strands_kept
 from penstock.cli.schedule_file import read_world
@@ -37,6 +36,7 @@ from penstock.cli.showing.summary import closing, opening, resident_bytes
 from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, check_goes_on, check_shared, cut_batch
 from penstock.config import Family, Precision, RunConfig, TrainConfig, fields_of, format_size
+from penstock.config.optimizer import OptimizerSpec
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
 from penstock.data.opening import Data, for_model, open_data
@@ -56,7 +56,6 @@ from penstock.hardware.sharing import knows_ranks
 from penstock.hf.lora import BaseWeights
 from penstock.loss.tiled import plain_head, tiled_loss
 from penstock.optim.facade import rate_name
-from penstock.optim.spec import OptimizerSpec
 from penstock.planner.durability import Weighed
 from penstock.ranks.group import Ranks
 from penstock.report.sentence import format_time
@@ -77,7 +76,7 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
     """
     check_compile(config.compile)  # before the data are read
     display = choose_display(sys.stdout)
-    optimizer = optimizer_spec(config.optimizer)
+    optimizer = config.optimizer.spec
     with (
         deterministic_kernels(config.deterministic),
         launched(config.device, config) as ranks,
@@ -422,7 +421,7 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
     paths, device = config.budget.disk_paths, resolve_device(config.device)
     kind, name = kind_of(device), None if device.type == "cpu" else name_of(device)
     found = find_profile(paths, kind=kind, device=name)
-    steps = rate_name(optimizer_spec(config.optimizer), _precision(config))
+    steps = rate_name(config.optimizer.spec, _precision(config))
     if found is None:
         from penstock.doctor import examine
 

@@ -147,7 +147,7 @@ _PLAINLY: dict[Any, Callable[[Any], bool]] = {
 """Most of all values, which are told at once."""
 
 
-def _instance(kind: type[Any], value: Mapping[str, Any], place: str) -> Any:
+def _instance(kind: Any, value: Mapping[str, Any], place: str) -> Any:
     hints, readers = hints_of(kind), _readers_of(kind)
     if unknown := [key for key in value if key not in hints]:
         raise MalformedError(f"{place or 'it'} has {shown(unknown[0])}, which is none of {', '.join(hints)}")
@@ -164,7 +164,7 @@ def _instance(kind: type[Any], value: Mapping[str, Any], place: str) -> Any:
 
 
 @cache
-def _readers_of(kind: type[Any]) -> Mapping[str, _Reader]:
+def _readers_of(kind: Any) -> Mapping[str, _Reader]:
     """The readers of a dataclass's fields."""
     return {name: _reader(hint) for name, hint in hints_of(kind).items()}
 
