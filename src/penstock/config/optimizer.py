@@ -342,7 +342,8 @@ _ASIDE = {"name", "adamw", "decay_norms_and_biases", "overrides"}
 
 def moment_count(optimizer: OptimizerName, momentum: float | bool) -> int:
     """The number of an optimizer's moments beside the master copy; Muon's are of what goes element by element."""
-    return (SGD(momentum=float(momentum)) if optimizer == "sgd" else _SPECS[optimizer]()).moment_count
+    own: dict[str, Any] = {"momentum": float(momentum)} if optimizer == "sgd" else {}
+    return _SPECS[optimizer](lr=0.0, weight_decay=0.0, **own).moment_count
 
 
 def _given(section: "AdamWConfig | OptimizerConfig") -> dict[str, Any]:

@@ -173,11 +173,13 @@ def _within(place: str, key: str) -> str:
     return f"{place}.{key}" if place else key
 
 
-@cache
-def hints_of(kind: type[Any]) -> Mapping[str, Any]:
-    """The types of a dataclass's fields. To find them out takes longer than to read one of its instances."""
+def _hints_of(kind: type[Any]) -> Mapping[str, Any]:
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+hints_of: Callable[[Any], Mapping[str, Any]] = cache(_hints_of)
+"""The types of a dataclass's fields. To find them out takes longer than to read one of its instances."""
 
 
 def expected(hint: Any, none: str = "null") -> str:
