@@ -366,6 +366,8 @@ def test_the_drives_life_is_as_told_as_profiled_or_assumed(tmp_path: Path) -> No
     assert life(replace(config, budget=replace(config.budget, disk=None)), None) == (None, False)
     memory = replace(profile, drives=tuple(replace(drive, kind="tmpfs") for drive in profile.drives))
     assert life(config, memory) == (None, False)
+    assert yardstick(config, rated, kind="cpu", hosts=2).rated == 12e14, "of both hosts, each of which has such drives"
+    assert yardstick(config, memory, kind="cpu", hosts=2).rated is None
 
 
 def test_what_a_run_writes_a_day_is_shown_beside_what_it_may_and_said_once_where_it_is_more() -> None:

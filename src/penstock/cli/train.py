@@ -144,7 +144,7 @@ def _start(
     else:
         cut = replace(cut, reason="as the run began")
     make_engine = partial(_engine, ranks, *trained, optimizer, config, schedule, profile, run.folder)
-    measure = yardstick(config, machine, kind=device_kind(config.device))
+    measure = yardstick(config, machine, kind=device_kind(config.device), hosts=ranks.hosts)
     data = ranks.after_first("data", lambda: _open_data(config, display, run, model, position, new=new))
     ranks.agree("data", data.identity.fingerprint)
     kept = ranks.once("what the run keeps", lambda: _keep(config, run.folder, data))

@@ -34,9 +34,12 @@ class Yardstick:
     allowed: float | None = None
 
 
-def yardstick(config: TrainConfig, machine: Machine | None, *, kind: DeviceKind) -> Yardstick:
-    """The yardstick of a run on a device of a ``kind``, but for what its drives may be written in a day."""
-    rated, assumed = _rated(config, machine)
+def yardstick(config: TrainConfig, machine: Machine | None, *, kind: DeviceKind, hosts: int = 1) -> Yardstick:
+    """The yardstick of a run on a device of a ``kind``, but for what its drives may be written in a day. ``hosts``:
+    that have such drives each.
+    """
+    of_host, assumed = _rated(config, machine)
+    rated = None if of_host is None else of_host * hosts
     if machine is None:
         return Yardstick(rated=rated, assumed=assumed)
     device, drives = machine.device, machine.drives if config.budget.disk_paths else ()
@@ -54,7 +57,7 @@ def yardstick(config: TrainConfig, machine: Machine | None, *, kind: DeviceKind)
 
 
 def _rated(config: TrainConfig, machine: Machine | None) -> tuple[float | None, bool]:
-    """(bytes, whether assumed): as the settings say, else the machine's profile, else from the drives' size."""
+    """(bytes of one host's drives, whether assumed): as the settings say, else the machine's profile, else from the drives' size."""
     paths = config.budget.disk_paths
     if not paths:
         return None, False
