@@ -57,7 +57,8 @@ def yardstick(config: TrainConfig, machine: Machine | None, *, kind: DeviceKind,
 
 
 def _rated(config: TrainConfig, machine: Machine | None) -> tuple[float | None, bool]:
-    """(bytes of one host's drives, whether assumed): as the settings say, else the machine's profile, else from the drives' size."""
+    """(bytes of a host's drives, whether assumed): as the settings say, else the machine's profile, else from the
+    drives' size."""
     paths = config.budget.disk_paths
     if not paths:
         return None, False
